@@ -1,0 +1,130 @@
+// What is saved for backward, and which backward op is called. Each kernel here calls its own op again below autograd:
+// so the op stays one node in compiled and exported graphs.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "layout.h"
+
+namespace qtoolkit {
+namespace {
+
+using at::Tensor;
+using std::optional;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+using ForwardSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t,
+                                                 int64_t, optional<int64_t>, int64_t, double, bool);
+using BackwardSchema = Tensor(const Tensor&, const Tensor&, at::IntArrayRef);
+using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                                 const optional<Tensor>&, int64_t, int64_t,
+                                                                 optional<int64_t>, int64_t, double);
+
+template <class Schema>
+const auto& op(const char* name) {
+  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
+  return handle;
+}
+
+std::tuple<Tensor, Tensor> forward_below(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
+                                         int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
+                                         double grad_factor, bool mask) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op<ForwardSchema>("qtoolkit::fake_quant")
+      .call(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, mask);
+}
+
+Tensor backward_op(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
+  return op<BackwardSchema>("qtoolkit::fake_quant_backward").call(grad, mask, order);
+}
+
+// Fixed scale: only the packed mask is kept, an eighth of a byte an element.
+struct FakeQuant : torch::autograd::Function<FakeQuant> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
+                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
+                               int64_t group, double grad_factor) {
+    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, true);
+    ctx->save_for_backward({mask});
+    ctx->saved_data["order"] = memory_order(y);
+    ctx->mark_non_differentiable({mask});
+    return {y, mask};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor dx = backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector());
+    return {dx, {}, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+// Learned scale (and zero point): the input is kept, and everything else computed anew.
+struct FakeQuantLearned : torch::autograd::Function<FakeQuantLearned> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
+                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
+                               int64_t group, double grad_factor, bool with_mask) {
+    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, with_mask);
+    ctx->save_for_backward({x, scale, zero_point.value_or(Tensor())});
+    ctx->saved_data["qmin"] = qmin;
+    ctx->saved_data["qmax"] = qmax;
+    ctx->saved_data["axis"] = axis;
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["grad_factor"] = grad_factor;
+    ctx->mark_non_differentiable({mask});
+    return {y, mask};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const optional<Tensor> zero_point = saved[2].defined() ? optional<Tensor>(saved[2]) : std::nullopt;
+    auto& data = ctx->saved_data;
+    auto [dx, ds, dz] = op<LearnedBackwardSchema>("qtoolkit::fake_quant_learned_backward")
+                            .call(grads[0], saved[0], saved[1], zero_point, data["qmin"].toInt(), data["qmax"].toInt(),
+                                  data["axis"].toOptional<int64_t>(), data["group"].toInt(),
+                                  data["grad_factor"].toDouble());
+    return {dx, ds, zero_point ? dz : Tensor(), {}, {}, {}, {}, {}, {}};
+  }
+};
+
+// Linear in grad, so its derivative is the same op: double backward works.
+struct FakeQuantBackward : torch::autograd::Function<FakeQuantBackward> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& mask, std::vector<int64_t> order) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({mask});
+    ctx->saved_data["order"] = order;
+    return backward_op(grad, mask, order);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector()), {}, {}};
+  }
+};
+
+std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
+                                      int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
+                                      double grad_factor, bool mask) {
+  const bool grad_mode = at::GradMode::is_enabled();
+  const bool learned = grad_mode && (scale.requires_grad() || (zero_point.has_value() && zero_point->requires_grad()));
+  if (learned) {
+    const auto out = FakeQuantLearned::apply(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, mask);
+    return {out[0], out[1]};
+  }
+  if (grad_mode && x.requires_grad()) {
+    const auto out = FakeQuant::apply(x, scale, zero_point, qmin, qmax, axis, group, grad_factor);
+    return {out[0], out[1]};
+  }
+  return forward_below(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, mask);
+}
+
+Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
+  return FakeQuantBackward::apply(grad, mask, order.vec());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
+  m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_backward", fake_quant_backward);
+  m.impl("fake_quant_learned_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace qtoolkit

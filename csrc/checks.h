@@ -1,0 +1,156 @@
+// Argument checks: whole sentences that name the op, the argument, the rule, the value and the remedy. They look at
+// shapes, dtypes and devices only, never at a tensor's values (that would wait for a GPU), so they serve the Meta key
+// too. Values of a scale are checked where it is set, in Python.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace qtoolkit {
+
+inline bool is_storage(c10::ScalarType t) {
+  return t == at::kFloat || t == at::kDouble || t == at::kBFloat16 || t == at::kHalf;
+}
+
+inline bool is_code(c10::ScalarType t) {
+  return t == at::kChar || t == at::kByte || t == at::kShort || t == at::kUInt16 || t == at::kInt;
+}
+
+inline void check_storage(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK_TYPE(is_storage(x.scalar_type()), op, ": ", name,
+                   " must be float32, float64, bfloat16 or float16, got ", x.scalar_type(),
+                   "; convert it with .float().");
+  TORCH_CHECK_TYPE(x.layout() == c10::kStrided, op, ": ", name, " must be a dense tensor, got layout ", x.layout(),
+                   "; convert it with .to_dense().");
+}
+
+inline void check_range(const char* op, int64_t qmin, int64_t qmax) {
+  TORCH_CHECK_VALUE(qmin < qmax, op, ": qmin must be smaller than qmax, got qmin=", qmin, " and qmax=", qmax, ".");
+  TORCH_CHECK_VALUE(qmin >= -2147483648LL && qmax <= 2147483647LL, op,
+                    ": qmin and qmax must lie in the range of int32, got [", qmin, ", ", qmax, "].");
+}
+
+inline void check_same_device(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(t.device() == x.device(), op, ": ", name, " must be on the device of the input, ", x.device(),
+                    ", got ", t.device(), "; move it with .to(x.device).");
+}
+
+// The axis counted from the front, -1 where there is none (per tensor).
+inline int64_t check_axis(const char* op, const at::Tensor& x, std::optional<int64_t> axis, int64_t group) {
+  TORCH_CHECK_VALUE(group >= 1, op, ": group must be at least 1, got ", group, ".");
+  if (!axis.has_value()) {
+    TORCH_CHECK_VALUE(group == 1, op, ": group=", group, " needs an axis, got axis=None; pass the channel axis.");
+    return -1;
+  }
+  const int64_t dims = x.dim();
+  TORCH_CHECK_VALUE(*axis >= -dims && *axis < dims, op, ": axis must lie in [", -dims, ", ", dims - 1,
+                    "] for an input of ", dims, " dimensions, got ", *axis, ".");
+  const int64_t a = *axis < 0 ? *axis + dims : *axis;
+  if (group > 1) {
+    TORCH_CHECK_VALUE(a > 0, op, ": group=", group, " splits dimension 0, so axis must be another one, got ", a, ".");
+    TORCH_CHECK_VALUE(x.sym_size(0) % group == 0, op, ": group must divide x.size(0) = ", x.sym_size(0), ", got ",
+                      group, ".");
+  }
+  return a;
+}
+
+inline void check_per_channel(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x, int64_t axis,
+                              int64_t group) {
+  TORCH_CHECK_TYPE(c10::isFloatingType(t.scalar_type()), op, ": ", name, " must be a floating point tensor, got ",
+                   t.scalar_type(), "; convert it with .float().");
+  check_same_device(op, name, t, x);
+  if (axis < 0) {
+    TORCH_CHECK_VALUE(t.sym_numel() == 1, op, ": ", name, " must have 1 element where axis is None, got ",
+                      t.sym_numel(), " (shape ", t.sym_sizes(), "); pass the channel axis.");
+    return;
+  }
+  const auto wanted = x.sym_size(axis) * group;
+  TORCH_CHECK_VALUE(t.sym_numel() == 1 || t.sym_numel() == wanted, op, ": ", name, " must have 1 or ", wanted,
+                    " elements (", group > 1 ? "group * " : "", "x.size(", axis, ")), got ", t.sym_numel(), " (shape ",
+                    t.sym_sizes(), ").");
+}
+
+// Scale and zero point against the input; gives the axis counted from the front, or -1.
+inline int64_t check_grid(const char* op, const at::Tensor& x, const at::Tensor& scale,
+                          const std::optional<at::Tensor>& zero_point, std::optional<int64_t> axis, int64_t group) {
+  const int64_t a = check_axis(op, x, axis, group);
+  check_per_channel(op, "scale", scale, x, a, group);
+  if (zero_point.has_value()) {
+    check_per_channel(op, "zero_point", *zero_point, x, a, group);
+    TORCH_CHECK_VALUE(zero_point->sym_numel() == scale.sym_numel(), op, ": zero_point must have as many elements as ",
+                      "scale, ", scale.sym_numel(), ", got ", zero_point->sym_numel(), ".");
+  }
+  return a;
+}
+
+inline void check_same_shape(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(t.sym_sizes() == x.sym_sizes(), op, ": ", name, " must have the shape of x, ", x.sym_sizes(),
+                    ", got ", t.sym_sizes(), ".");
+  check_same_device(op, name, t, x);
+}
+
+// The packed mask of an input, and the order of dimensions it was packed in.
+inline void check_mask(const char* op, const at::Tensor& mask, const at::Tensor& grad, at::IntArrayRef order) {
+  check_same_device(op, "mask", mask, grad);
+  TORCH_CHECK_TYPE(mask.scalar_type() == at::kByte, op, ": mask must be uint8, got ", mask.scalar_type(),
+                   "; pass the mask that fake_quant returned.");
+  TORCH_CHECK_VALUE(mask.dim() == 1 && mask.sym_numel() == (grad.sym_numel() + 7) / 8, op,
+                    ": mask must have one bit an element, ", (grad.sym_numel() + 7) / 8, " bytes, got shape ",
+                    mask.sym_sizes(), "; pass the mask that fake_quant returned with mask=True.");
+  TORCH_CHECK_VALUE(mask.is_contiguous(), op, ": mask must be contiguous; pass the mask that fake_quant returned.");
+  if (order.empty()) return;
+  std::vector<bool> seen(grad.dim(), false);
+  for (const int64_t d : order) {
+    TORCH_CHECK_VALUE(d >= 0 && d < grad.dim() && !seen[d] && static_cast<int64_t>(order.size()) == grad.dim(), op,
+                      ": order must be empty or name each of the ", grad.dim(), " dimensions once, got ", order, ".");
+    seen[d] = true;
+  }
+}
+
+inline void check_codes(const char* op, c10::ScalarType dtype, int64_t qmin, int64_t qmax) {
+  TORCH_CHECK_TYPE(is_code(dtype), op, ": dtype must be int8, uint8, int16, uint16 or int32, got ", dtype, ".");
+  const bool is_signed = dtype == at::kChar || dtype == at::kShort || dtype == at::kInt;
+  const int bits = dtype == at::kInt ? 32 : (dtype == at::kShort || dtype == at::kUInt16 ? 16 : 8);
+  const int64_t lowest = is_signed ? -(int64_t{1} << (bits - 1)) : 0;
+  const int64_t highest = is_signed ? (int64_t{1} << (bits - 1)) - 1 : (int64_t{1} << bits) - 1;
+  TORCH_CHECK_VALUE(qmin >= lowest && qmax <= highest, op, ": qmin and qmax must lie in the range of ", dtype, ", [",
+                    lowest, ", ", highest, "], got [", qmin, ", ", qmax, "]; choose a wider dtype.");
+}
+
+inline void check_code_input(const char* op, const at::Tensor& codes) {
+  TORCH_CHECK_TYPE(is_code(codes.scalar_type()), op, ": codes must be int8, uint8, int16, uint16 or int32, got ",
+                   codes.scalar_type(), "; quantize() makes them.");
+}
+
+inline void check_storage_dtype(const char* op, c10::ScalarType dtype) {
+  TORCH_CHECK_TYPE(is_storage(dtype), op, ": dtype must be float32, float64, bfloat16 or float16, got ", dtype, ".");
+}
+
+inline void check_not_empty(const char* op, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.sym_numel() > 0, op, ": x must have at least one element to have a range, got shape ",
+                    x.sym_sizes(), ".");
+}
+
+inline void check_momentum(const char* op, std::optional<double> momentum) {
+  TORCH_CHECK_VALUE(!momentum.has_value() || (*momentum > 0 && *momentum <= 1), op,
+                    ": momentum must lie in (0, 1] or be None, got ", momentum.value_or(0), ".");
+}
+
+// Running ranges that an observer updates in place.
+inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& x, int64_t axis,
+                         int64_t group) {
+  const c10::SymInt wanted = axis < 0 ? c10::SymInt(1) : x.sym_size(axis) * group;
+  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"lo", lo}, {"hi", hi}}) {
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, op, ": ", name,
+                     " must be float32 or float64, got ", t.scalar_type(), ".");
+    check_same_device(op, name, t, x);
+    TORCH_CHECK_VALUE(t.sym_numel() == wanted, op, ": ", name, " must have ", wanted, " elements, one a channel, got ",
+                      t.sym_numel(), " (shape ", t.sym_sizes(), ").");
+    TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, as it is updated in place.");
+  }
+  TORCH_CHECK_TYPE(lo.scalar_type() == hi.scalar_type(), op, ": lo and hi must have one dtype, got ",
+                   lo.scalar_type(), " and ", hi.scalar_type(), ".");
+}
+
+}  // namespace qtoolkit

@@ -1,0 +1,39 @@
+// The CPU kernels of one instruction set, as a table of functions. kernels.inc is compiled once per instruction
+// set; cpu/launch.cpp picks a table when the library loads.
+#pragma once
+
+#include "../job.h"
+
+namespace qtoolkit {
+namespace cpu {
+
+// Masks are written a word at a time, and sums are kept in 64 lanes whatever the vector's width: so ranges of work
+// begin at multiples of 64 elements, and results are the same bits for every instruction set.
+constexpr int kChunk = 64;
+
+// Each works on elements [begin, end) of the result; begin is a multiple of kChunk. The reductions add into
+// job.sum_scale and job.sum_zero_point (for minmax: lower and raise them).
+//
+// On the CPU, job.scale and job.zero_point hold usable values in the type of the arithmetic (launch.cpp sees to
+// it); where channels.inner is 1 and there is one group, they and the sums have kChunk more entries, which repeat
+// the first ones, so that a chunk reads its channels with one vector load wherever it begins.
+using Kernel = void (*)(const Job& job, int64_t begin, int64_t end);
+
+struct Kernels {
+  const char* name;
+  Kernel fake_quant;
+  Kernel fake_quant_backward;
+  Kernel fake_quant_learned_backward;
+  Kernel quantize;
+  Kernel dequantize;
+  Kernel minmax;
+};
+
+extern const Kernels kPlain;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace cpu
+}  // namespace qtoolkit

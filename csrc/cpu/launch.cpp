@@ -1,0 +1,195 @@
+// Splits a job into ranges of work for the threads, with the kernels of the instruction set chosen at load time.
+#include "launch.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "../observe.h"
+#include "kernels.h"
+
+namespace qtoolkit {
+namespace cpu {
+namespace {
+
+constexpr int64_t kGrain = 32768;         // elements that are worth a thread
+constexpr int64_t kSegment = 16384;       // elements of one partial sum, at the least
+constexpr int64_t kSegments = 64;         // partial sums, at the most
+constexpr int64_t kLongestPeriod = 8192;  // channels * inner, up to which a row of scales is written out
+
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> kernels;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    kernels.push_back(&kAvx512);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2")) {
+    kernels.push_back(&kAvx2);
+  }
+#endif
+  kernels.push_back(&kPlain);
+  return kernels;
+}
+
+// The widest that the processor has, or the one that QTOOLKIT_CPU names.
+const Kernels& choose() {
+  const auto kernels = available();
+  const char* wanted = std::getenv("QTOOLKIT_CPU");
+  if (wanted == nullptr || *wanted == '\0') return *kernels.front();
+  std::string names;
+  for (const Kernels* k : kernels) {
+    if (std::string(wanted) == k->name) return *k;
+    names += std::string(names.empty() ? "" : ", ") + k->name;
+  }
+  TORCH_CHECK_VALUE(false, "QTOOLKIT_CPU must name an instruction set of this processor (", names, "), got '", wanted,
+                    "'; unset it to use the widest.");
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+Kernel kernel_of(Op op) {
+  switch (op) {
+    case Op::fake_quant: return kernels().fake_quant;
+    case Op::fake_quant_backward: return kernels().fake_quant_backward;
+    case Op::fake_quant_learned_backward: return kernels().fake_quant_learned_backward;
+    case Op::quantize: return kernels().quantize;
+    case Op::dequantize: return kernels().dequantize;
+    case Op::minmax: return kernels().minmax;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+bool in_a_row(const Channels& c) { return c.inner == 1 && c.count == c.size && c.count > 1; }
+
+// Short channels (the kernel positions of a transposed convolution's weight) are written out as a row: channel by
+// element rather than by run, so that a chunk reads its scales with vector loads.
+Channels written_out(Channels c) {
+  if (c.count == c.size && c.count > 1 && c.inner < kChunk && c.size * c.inner <= kLongestPeriod) {
+    c.size = c.count = c.size * c.inner;
+    c.inner = 1;
+  }
+  return c;
+}
+
+// Usable values of a scale or zero point, one per channel of `row`, each repeated `repeat` times, and wrapped around
+// by a chunk where kernels.h asks for it.
+template <class A, class Rule>
+std::vector<A> row_of(const at::Tensor* values, const Channels& row, int64_t repeat, Rule rule) {
+  std::vector<A> out(row.count + (in_a_row(row) ? kChunk : 0), A(0));
+  if (values == nullptr) return out;
+  const at::Tensor usable = values->to(std::is_same_v<A, double> ? at::kDouble : at::kFloat).contiguous();
+  const A* from = usable.const_data_ptr<A>();
+  for (int64_t i = 0; i < row.count; ++i) out[i] = rule(from[i / repeat]);
+  for (size_t i = row.count; i < out.size(); ++i) out[i] = out[i % row.count];
+  return out;
+}
+
+template <class F>
+void in_chunks(const Job& job, F f) {
+  const int64_t chunks = (job.numel + kChunk - 1) / kChunk;
+  at::parallel_for(0, chunks, kGrain / kChunk, [&](int64_t begin, int64_t end) {
+    f(begin * kChunk, std::min(end * kChunk, job.numel));
+  });
+}
+
+// Partial sums over segments that depend on the size alone, joined in their order: the same bits for any number of
+// threads.
+double add(double a, double b) { return a + b; }
+double lowest(double a, double b) { return b != b || b < a ? b : a; }
+double highest(double a, double b) { return b != b || b > a ? b : a; }
+
+void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat, const double (&start)[2],
+            double (*const (&join)[2])(double, double)) {
+  const int64_t blocks = (job.numel + kSegment - 1) / kSegment;
+  const int64_t segments = std::clamp<int64_t>(blocks, 1, kSegments);
+  const int64_t length = (blocks + segments - 1) / segments * kSegment;
+  const int64_t width = row.count + (in_a_row(row) ? kChunk : 0);
+  double* results[2] = {job.sum_scale, job.sum_zero_point};
+  std::vector<double> partial(2 * segments * width);
+  at::parallel_for(0, segments, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      Job part = job;
+      part.channels = row;
+      part.sum_scale = &partial[2 * s * width];
+      part.sum_zero_point = results[1] == nullptr ? nullptr : part.sum_scale + width;
+      std::fill_n(part.sum_scale, width, start[0]);
+      std::fill_n(part.sum_scale + width, width, start[1]);
+      const int64_t first = std::min(s * length, job.numel);
+      kernel(part, first, std::min(first + length, job.numel));
+    }
+  });
+  for (int r = 0; r < 2 && results[r] != nullptr; ++r) {
+    std::fill_n(results[r], job.channels.count, start[r]);
+    for (int64_t s = 0; s < segments; ++s) {
+      const double* sums = &partial[(2 * s + r) * width];
+      for (int64_t i = 0; i < width; ++i) {
+        double& result = results[r][i % row.count / repeat];
+        result = join[r](result, sums[i]);
+      }
+    }
+  }
+}
+
+template <class A>
+void run(Op op, Job& job, const GridTensors& grid) {
+  const Channels row = written_out(job.channels);
+  const int64_t repeat = row.count / job.channels.count;
+  std::vector<A> scale, zero_point;
+  if (grid.scale != nullptr) {
+    scale = row_of<A>(grid.scale, row, repeat, [](A s) { return usable_scale(s); });
+    zero_point = row_of<A>(grid.zero_point, row, repeat, [](A z) { return usable_zero_point(z); });
+    job.scale = scale.data();
+    job.zero_point = zero_point.data();
+  }
+  const Kernel kernel = kernel_of(op);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (op == Op::fake_quant_learned_backward) return reduce(kernel, job, row, repeat, {0, 0}, {add, add});
+  if (op == Op::minmax) return reduce(kernel, job, row, repeat, {kInfinity, -kInfinity}, {lowest, highest});
+  job.channels = row;
+  in_chunks(job, [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
+}
+
+}  // namespace
+
+const char* instruction_set() { return kernels().name; }
+
+void launch(Op op, Job& job, const GridTensors& grid) {
+  const bool f64 = op == Op::fake_quant_backward ? job.grad.dtype == Dtype::f64
+                   : op == Op::dequantize        ? job.y_dtype == Dtype::f64
+                                                 : job.x.dtype == Dtype::f64;
+  return f64 ? run<double>(op, job, grid) : run<float>(op, job, grid);
+}
+
+template <class A>
+void blend(at::Tensor lo, at::Tensor hi, const at::Tensor& batch, std::optional<double> momentum) {
+  A* lows = lo.mutable_data_ptr<A>();
+  A* highs = hi.mutable_data_ptr<A>();
+  const double* news = batch.const_data_ptr<double>();
+  const int64_t count = lo.numel();
+  for (int64_t c = 0; c < count; ++c) {
+    const Range<A> now = {lows[c], highs[c]}, seen = {static_cast<A>(news[c]), static_cast<A>(news[count + c])};
+    const Range<A> next = momentum ? qtoolkit::blend(now, seen, static_cast<A>(*momentum))
+                                   : Range<A>{static_cast<A>(lowest(now.lo, seen.lo)),
+                                              static_cast<A>(highest(now.hi, seen.hi))};
+    lows[c] = next.lo;
+    highs[c] = next.hi;
+  }
+}
+
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum) {
+  return lo.scalar_type() == at::kDouble ? blend<double>(lo, hi, batch, momentum)
+                                         : blend<float>(lo, hi, batch, momentum);
+}
+
+}  // namespace cpu
+}  // namespace qtoolkit

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "../launch.h"
+
+namespace qtoolkit {
+namespace cpu {
+
+// The instruction set in use: "avx512", "avx2" or "plain".
+const char* instruction_set();
+
+void launch(Op op, Job& job, const GridTensors& grid);
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
+
+}  // namespace cpu
+}  // namespace qtoolkit

@@ -1,0 +1,8 @@
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#define QT_ISA plain
+#define QT_TABLE kPlain
+#define QT_BYTES 16
+#include "kernels.inc"

@@ -1,0 +1,109 @@
+// Vectors of one instruction set. The compiler's vector extension gives the operators; this file gives the few
+// names that it has none for, so that the formulas of grid.h, fake_quant.h and observe.h compile for vectors.
+// Included by kernels.inc once per instruction set, with QT_ISA (a namespace) and QT_BYTES (a vector's width) set.
+
+namespace qtoolkit {
+namespace QT_ISA {
+
+template <class A>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  typedef float type __attribute__((vector_size(QT_BYTES)));
+};
+template <>
+struct VectorOf<double> {
+  typedef double type __attribute__((vector_size(QT_BYTES)));
+};
+template <class A>
+using Vector = typename VectorOf<A>::type;
+
+template <class A>
+constexpr int kLanes = QT_BYTES / sizeof(A);
+
+template <class A>
+QT_FN Vector<A> load(const A* from) {
+  Vector<A> v;
+  __builtin_memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+template <class A>
+QT_FN void store(A* to, Vector<A> v) {
+  __builtin_memcpy(to, &v, sizeof(v));
+}
+
+template <class A>
+QT_FN Vector<A> splat(A value) {
+  return value - Vector<A>{};  // value - 0 keeps -0 and NaN
+}
+
+#if QT_BYTES == 64
+
+QT_FN Vector<float> round_vector(Vector<float> v) { return (Vector<float>)_mm512_roundscale_ps((__m512)v, 8); }
+QT_FN Vector<double> round_vector(Vector<double> v) { return (Vector<double>)_mm512_roundscale_pd((__m512d)v, 8); }
+QT_FN unsigned bits_of(decltype(Vector<float>{} < Vector<float>{}) m) { return _mm512_movepi32_mask((__m512i)m); }
+QT_FN unsigned bits_of(decltype(Vector<double>{} < Vector<double>{}) m) { return _mm512_movepi64_mask((__m512i)m); }
+QT_FN Vector<float> keep(Vector<float> v, unsigned bits) { return (Vector<float>)_mm512_maskz_mov_ps(bits, (__m512)v); }
+QT_FN Vector<double> keep(Vector<double> v, unsigned bits) {
+  return (Vector<double>)_mm512_maskz_mov_pd(bits, (__m512d)v);
+}
+
+#elif QT_BYTES == 32
+
+QT_FN Vector<float> round_vector(Vector<float> v) { return (Vector<float>)_mm256_round_ps((__m256)v, 8); }
+QT_FN Vector<double> round_vector(Vector<double> v) { return (Vector<double>)_mm256_round_pd((__m256d)v, 8); }
+QT_FN unsigned bits_of(decltype(Vector<float>{} < Vector<float>{}) m) { return _mm256_movemask_ps((__m256)m); }
+QT_FN unsigned bits_of(decltype(Vector<double>{} < Vector<double>{}) m) { return _mm256_movemask_pd((__m256d)m); }
+QT_FN Vector<float> keep(Vector<float> v, unsigned bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), lane), lane);
+  return (Vector<float>)_mm256_and_ps((__m256)v, _mm256_castsi256_ps(set));
+}
+QT_FN Vector<double> keep(Vector<double> v, unsigned bits) {
+  const __m256i lane = _mm256_setr_epi64x(1, 2, 4, 8);
+  const __m256i set = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(bits), lane), lane);
+  return (Vector<double>)_mm256_and_pd((__m256d)v, _mm256_castsi256_pd(set));
+}
+
+#else  // any processor: the compiler's generic vectors alone
+
+// Adding and taking away 2^23 (2^52) leaves a whole number, rounded half to even; larger ones are whole already.
+template <class V, class A>
+QT_FN V round_by_magic(V v, A magic) {
+  const V magnitude = v < 0 ? -v : v;
+  const V whole = (magnitude + magic) - magic;
+  const V rounded = v < 0 ? -whole : whole;
+  return magnitude < magic ? rounded : v;
+}
+QT_FN Vector<float> round_vector(Vector<float> v) { return round_by_magic(v, 8388608.0f); }
+QT_FN Vector<double> round_vector(Vector<double> v) { return round_by_magic(v, 4503599627370496.0); }
+
+template <class M>
+QT_FN unsigned bits_of(M m) {
+  unsigned bits = 0;
+  for (unsigned lane = 0; lane < sizeof(m) / sizeof(m[0]); ++lane) bits |= (m[lane] != 0 ? 1u : 0u) << lane;
+  return bits;
+}
+template <class V>
+QT_FN V keep(V v, unsigned bits) {
+  for (unsigned lane = 0; lane < sizeof(v) / sizeof(v[0]); ++lane) {
+    if (!(bits >> lane & 1)) v[lane] = 0;
+  }
+  return v;
+}
+
+#endif
+
+}  // namespace QT_ISA
+
+template <>
+struct Round<QT_ISA::Vector<float>> {
+  QT_FN QT_ISA::Vector<float> half_even(QT_ISA::Vector<float> v) { return QT_ISA::round_vector(v); }
+};
+template <>
+struct Round<QT_ISA::Vector<double>> {
+  QT_FN QT_ISA::Vector<double> half_even(QT_ISA::Vector<double> v) { return QT_ISA::round_vector(v); }
+};
+
+}  // namespace qtoolkit

@@ -1,0 +1,30 @@
+// The CUDA kernels, launched on the stream given; none of them waits for the device. See job.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../job.h"
+
+namespace qtoolkit {
+namespace cuda {
+
+// job.scale and job.zero_point are device pointers to values as the user gave them (in the arithmetic's type):
+// the kernels apply usable_scale and usable_zero_point where they load them.
+void fake_quant(const Job& job, cudaStream_t stream);
+void fake_quant_backward(const Job& job, cudaStream_t stream);
+void quantize(const Job& job, cudaStream_t stream);
+void dequantize(const Job& job, cudaStream_t stream);
+
+// The reductions write (not add to) job.sum_scale and job.sum_zero_point. They first fill `workspace`, of the size
+// that workspace_size says, and sum it up in a fixed order: two runs give the same bits.
+int64_t workspace_size(const Job& job);  // in float64 values
+void fake_quant_learned_backward(const Job& job, double* workspace, cudaStream_t stream);
+void minmax(const Job& job, double* workspace, cudaStream_t stream);
+
+// lo and hi, `count` of them, move towards the ranges of a batch by blend() of observe.h.
+template <class A>
+void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
+                  cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace qtoolkit

@@ -1,0 +1,66 @@
+#include "launch.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels.h"
+
+namespace qtoolkit {
+namespace cuda {
+namespace {
+
+at::Tensor in_arithmetic(const at::Tensor& values, bool f64) {
+  return values.to(f64 ? at::kDouble : at::kFloat).contiguous();
+}
+
+}  // namespace
+
+void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
+  const bool f64 = op == Op::dequantize ? job.y_dtype == Dtype::f64 : job.x.dtype == Dtype::f64;
+  at::Tensor scale, zero_point;
+  if (grid.scale != nullptr) {
+    scale = in_arithmetic(*grid.scale, f64);
+    job.scale = scale.const_data_ptr();
+  }
+  if (grid.zero_point != nullptr) {
+    zero_point = in_arithmetic(*grid.zero_point, f64);
+    job.zero_point = zero_point.const_data_ptr();
+  }
+  const auto workspace = [&] {
+    return at::empty({workspace_size(job)}, at::TensorOptions().dtype(at::kDouble).device(device));
+  };
+  switch (op) {
+    case Op::fake_quant: fake_quant(job, stream); break;
+    case Op::fake_quant_backward: fake_quant_backward(job, stream); break;
+    case Op::fake_quant_learned_backward:
+      fake_quant_learned_backward(job, workspace().mutable_data_ptr<double>(), stream);
+      break;
+    case Op::quantize: quantize(job, stream); break;
+    case Op::dequantize: dequantize(job, stream); break;
+    case Op::minmax: minmax(job, workspace().mutable_data_ptr<double>(), stream); break;
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum) {
+  const c10::cuda::CUDAGuard guard(lo.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(lo.device().index()).stream();
+  const double* news = batch.const_data_ptr<double>();
+  const int64_t count = lo.numel();
+  const double m = momentum.value_or(0);
+  if (lo.scalar_type() == at::kDouble) {
+    blend_ranges<double>(lo.mutable_data_ptr<double>(), hi.mutable_data_ptr<double>(), news, news + count, count,
+                         momentum.has_value(), m, stream);
+  } else {
+    blend_ranges<float>(lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(), news, news + count, count,
+                        momentum.has_value(), static_cast<float>(m), stream);
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace cuda
+}  // namespace qtoolkit

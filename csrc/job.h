@@ -1,0 +1,42 @@
+// What a kernel is told: raw pointers, sizes and strides; never a Tensor. Both back ends read the same struct.
+#pragma once
+
+#include <cstdint>
+
+#include "channels.h"
+
+namespace qtoolkit {
+
+enum class Dtype : int8_t { f32, f64, bf16, f16, i8, u8, i16, u16, i32 };
+
+constexpr int kMaxDims = 8;
+
+// An operand read in the memory order of the result, which is always dense: element i of the result is
+// element offset(i) of the operand. Dimensions run from the slowest to the fastest of the result.
+struct Operand {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  bool dense = true;  // then offset(i) == i
+  int dims = 0;
+  int64_t size[kMaxDims] = {};
+  int64_t stride[kMaxDims] = {};
+};
+
+struct Job {
+  int64_t numel = 0;
+  Channels channels;
+  Operand x;               // the input; codes for dequantize; unused by fake_quant_backward
+  Operand grad;            // the incoming gradient, for the backward ops
+  void* y = nullptr;       // the dense result (dx for the backward ops)
+  Dtype y_dtype = Dtype::f32;
+  uint8_t* mask = nullptr;      // bit i % 8 of byte i / 8; null where not wanted. Forward writes, backward reads
+  const void* scale = nullptr;  // channels.count values, float64 where x is float64, else float32
+  const void* zero_point = nullptr;  // the same, or null: symmetric
+  double qmin = 0, qmax = 0;
+  // Results of the reductions, channels.count values of float64 each: of the learned backward the sums for scale
+  // and (null where not wanted) zero point; of minmax the lowest and the highest value.
+  double* sum_scale = nullptr;
+  double* sum_zero_point = nullptr;
+};
+
+}  // namespace qtoolkit

@@ -1,0 +1,25 @@
+#include "launch.h"
+
+#include "cpu/launch.h"
+#ifdef QTOOLKIT_CUDA
+#include "cuda/launch.h"
+#endif
+
+namespace qtoolkit {
+
+void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::launch(op, job, grid, device);
+#endif
+  if (job.numel > 0 || op == Op::fake_quant_learned_backward || op == Op::minmax) cpu::launch(op, job, grid);
+}
+
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch,
+                  std::optional<double> momentum) {
+#ifdef QTOOLKIT_CUDA
+  if (lo.is_cuda()) return cuda::blend_ranges(lo, hi, batch, momentum);
+#endif
+  cpu::blend_ranges(lo, hi, batch, momentum);
+}
+
+}  // namespace qtoolkit

@@ -1,0 +1,27 @@
+// One way to a device's kernels for the op bodies: the same Job, filled in from tensors, goes to either back end.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "job.h"
+
+namespace qtoolkit {
+
+enum class Op { fake_quant, fake_quant_backward, fake_quant_learned_backward, quantize, dequantize, minmax };
+
+// The tensors that a job's scale and zero point come from, as the user gave them.
+struct GridTensors {
+  const at::Tensor* scale = nullptr;
+  const at::Tensor* zero_point = nullptr;
+};
+
+// Runs an op on the device of its result. For the reductions, job.sum_* point to memory of that device.
+void launch(Op op, Job& job, const GridTensors& grid, c10::Device device);
+
+// lo and hi widen to, or (with a momentum) move towards, the ranges of a batch.
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch,
+                  std::optional<double> momentum);
+
+}  // namespace qtoolkit

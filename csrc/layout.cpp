@@ -1,0 +1,98 @@
+#include "layout.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace qtoolkit {
+
+Dtype dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Dtype::f32;
+    case at::kDouble: return Dtype::f64;
+    case at::kBFloat16: return Dtype::bf16;
+    case at::kHalf: return Dtype::f16;
+    case at::kChar: return Dtype::i8;
+    case at::kByte: return Dtype::u8;
+    case at::kShort: return Dtype::i16;
+    case at::kUInt16: return Dtype::u16;
+    case at::kInt: return Dtype::i32;
+    default: TORCH_INTERNAL_ASSERT(false, "checks.h let ", t.scalar_type(), " through");
+  }
+}
+
+std::vector<int64_t> memory_order(const at::Tensor& dense) {
+  if (dense.is_contiguous()) return {};
+  std::vector<int64_t> order(dense.dim());
+  std::iota(order.begin(), order.end(), 0);
+  const auto strides = dense.sym_strides();
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  return order;
+}
+
+at::Tensor empty_in_order(const at::Tensor& like, at::IntArrayRef order) {
+  if (order.empty()) return at::empty_symint(like.sym_sizes(), like.options());
+  std::vector<c10::SymInt> strides(like.dim());
+  c10::SymInt step = 1;
+  for (auto d = order.rbegin(); d != order.rend(); ++d) {
+    strides[*d] = step;
+    step = step * like.sym_size(*d);
+  }
+  return at::empty_strided_symint(like.sym_sizes(), strides, like.options());
+}
+
+Operand operand_of(at::Tensor& t, const at::Tensor& dense) {
+  Operand operand;
+  operand.data = t.const_data_ptr();
+  operand.dtype = dtype_of(t);
+  if (t.strides() == dense.strides() || (t.is_contiguous() && dense.is_contiguous())) return operand;
+
+  std::vector<int64_t> order = memory_order(dense);
+  if (order.empty()) {
+    order.resize(dense.dim());
+    std::iota(order.begin(), order.end(), 0);
+  }
+  int dims = 0;
+  for (const int64_t d : order) {
+    if (t.size(d) == 1) continue;
+    const bool joins = dims > 0 && operand.stride[dims - 1] == t.size(d) * t.stride(d);
+    if (joins) {
+      operand.size[dims - 1] *= t.size(d);
+      operand.stride[dims - 1] = t.stride(d);
+    } else if (dims == kMaxDims) {
+      at::Tensor copy = empty_in_order(t, memory_order(dense));
+      copy.copy_(t);
+      t = copy;
+      return operand_of(t, dense);
+    } else {
+      operand.size[dims] = t.size(d);
+      operand.stride[dims] = t.stride(d);
+      ++dims;
+    }
+  }
+  operand.dims = dims;
+  operand.dense = dims == 0 || (dims == 1 && operand.stride[0] == 1);
+  return operand;
+}
+
+Channels channels_of(const at::Tensor& dense, int64_t axis, int64_t group, int64_t scales) {
+  Channels channels;
+  channels.group_span = std::max<int64_t>(dense.numel() / group, 1);
+  if (axis < 0 || scales == 1) return channels;
+  channels.size = dense.size(axis);
+  channels.count = channels.size * group;
+  channels.inner = channels.size == 1 ? channels.group_span : dense.stride(axis);
+  return channels;
+}
+
+at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group) {
+  at::Tensor y = at::empty_like(x, options);
+  if (group == 1 || y.is_contiguous()) return y;
+  const bool slowest = y.sym_stride(0) * y.sym_size(0) == y.sym_numel();
+  return slowest ? y : at::empty_symint(x.sym_sizes(), options);
+}
+
+}  // namespace qtoolkit

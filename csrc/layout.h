@@ -1,0 +1,30 @@
+// Tensors as the operands of a Job: which way a result lies in memory, and how each operand is read in that order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "job.h"
+
+namespace qtoolkit {
+
+Dtype dtype_of(const at::Tensor& t);
+
+// Dimensions of a dense tensor from the slowest to the fastest in memory; empty for row-major.
+std::vector<int64_t> memory_order(const at::Tensor& dense);
+
+// A dense tensor of the sizes (and dtype, device) of `like`, with its dimensions in that order.
+at::Tensor empty_in_order(const at::Tensor& like, at::IntArrayRef order);
+
+// t as read in the memory order of `dense`, without a copy (t is replaced by one only where more than kMaxDims
+// dimensions cannot be joined, which takes a tensor of nine dimensions or more).
+Operand operand_of(at::Tensor& t, const at::Tensor& dense);
+
+// The channels of a dense result; axis -1 is per tensor. A grouped one has dimension 0 slowest in memory.
+Channels channels_of(const at::Tensor& dense, int64_t axis, int64_t group, int64_t scales);
+
+// A dense tensor for the result of an op on x: in x's own memory order wherever channels_of allows it.
+at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group);
+
+}  // namespace qtoolkit

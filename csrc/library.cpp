@@ -1,0 +1,69 @@
+// Every op of the library: the table of contents of the native side.
+//
+// Common arguments. x: float32, float64, bfloat16 or float16; arithmetic is float32 (float64 for float64). scale: one
+// element, or one per channel of axis (group times as many where group > 1: dimension 0 is split into groups with
+// channels of their own, as in the weight of a grouped transposed convolution). zero_point: as many, or absent
+// (symmetric). A result lies in memory as its input does.
+#include <Python.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include "cpu/launch.h"
+
+TORCH_LIBRARY(qtoolkit, m) {
+  // Values on the grid, and the packed in-range mask (empty unless mask). Differentiable in x, and in scale and
+  // zero_point where they require grad; their gradients are multiplied by grad_factor.
+  m.def(
+      "fake_quant(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
+      "float grad_factor=1.0, bool mask=False) -> (Tensor, Tensor)");
+
+  // dx: grad where the mask's bit is set, else 0. order: x's dimensions from the slowest to the fastest in memory,
+  // empty for row-major.
+  m.def("fake_quant_backward(Tensor grad, Tensor mask, int[] order) -> Tensor");
+
+  // dx, dscale, dzero_point (empty where there is none) of a learned grid, from x itself.
+  m.def(
+      "fake_quant_learned_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
+      "int? axis=None, int group=1, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
+
+  // Integer codes of x: int8, uint8, int16, uint16 or int32. NaN becomes qmin.
+  m.def(
+      "quantize(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, *, "
+      "ScalarType dtype) -> Tensor");
+
+  // Values of integer codes.
+  m.def(
+      "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, int? axis=None, int group=1, *, "
+      "ScalarType dtype) -> Tensor");
+
+  // Lowest and highest value, per tensor or per channel. NaN spreads.
+  m.def("minmax(Tensor x, int? axis=None, int group=1) -> (Tensor, Tensor)");
+
+  // Widens the running ranges lo and hi by those of x; with a momentum, moves them towards those of x. A range that
+  // has seen nothing is [inf, -inf].
+  m.def(
+      "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1) "
+      "-> ()");
+}
+
+// Read by qtoolkit/_native.py from the file, since a library built for another torch does not load.
+extern "C" __attribute__((used, visibility("default"))) const char qtoolkit_built_for[] =
+    "qtoolkit was built for torch " TORCH_VERSION;
+
+// The module that Python imports: loading it registers the ops; it tells which kernels they use.
+static PyObject* instruction_set(PyObject*, PyObject*) {
+  try {
+    return PyUnicode_FromString(qtoolkit::cpu::instruction_set());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  }
+}
+
+static PyMethodDef methods[] = {{"instruction_set", instruction_set, METH_NOARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
+
+PyMODINIT_FUNC PyInit__C() {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

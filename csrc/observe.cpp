@@ -1,0 +1,69 @@
+// Range observers for CPU and CUDA: one read of the input, no wait for the device.
+#include "observe.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "checks.h"
+#include "launch.h"
+#include "layout.h"
+
+namespace qtoolkit {
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+int64_t range_count(const Tensor& x, int64_t axis, int64_t group) { return axis < 0 ? 1 : x.size(axis) * group; }
+
+// The lowest (row 0) and highest (row 1) values of each channel, in float64: exact for every storage type.
+Tensor ranges_of(const Tensor& x, int64_t axis, int64_t group) {
+  Tensor in = x;
+  const Tensor order = empty_result(x, x.options().device(at::kMeta), group);  // no memory: only strides are asked for
+  const int64_t count = range_count(x, axis, group);
+  Tensor ranges = at::empty({2, count}, x.options().dtype(at::kDouble));
+  Job job;
+  job.numel = x.numel();
+  job.channels = channels_of(order, axis, group, count);
+  job.x = operand_of(in, order);
+  job.sum_scale = ranges.mutable_data_ptr<double>();
+  job.sum_zero_point = job.sum_scale + count;
+  launch(Op::minmax, job, {}, x.device());
+  return ranges;
+}
+
+std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64_t group) {
+  check_storage("minmax", "x", x);
+  const int64_t a = check_axis("minmax", x, axis, group);
+  check_not_empty("minmax", x);
+  const Tensor ranges = ranges_of(x, a, group).to(x.scalar_type());
+  const auto shape = a < 0 ? std::vector<int64_t>{} : std::vector<int64_t>{range_count(x, a, group)};
+  return {ranges.select(0, 0).view(shape).clone(), ranges.select(0, 1).view(shape).clone()};
+}
+
+void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
+                     int64_t group) {
+  check_storage("observe_minmax_", "x", x);
+  const int64_t a = check_axis("observe_minmax_", x, axis, group);
+  check_ranges("observe_minmax_", lo, hi, x, a, group);
+  check_momentum("observe_minmax_", momentum);
+  blend_ranges(lo, hi, ranges_of(x, a, group), momentum);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
+  m.impl("minmax", minmax);
+  m.impl("observe_minmax_", observe_minmax_);
+}
+
+#ifdef QTOOLKIT_CUDA
+TORCH_LIBRARY_IMPL(qtoolkit, CUDA, m) {
+  m.impl("minmax", minmax);
+  m.impl("observe_minmax_", observe_minmax_);
+}
+#endif
+
+}  // namespace qtoolkit

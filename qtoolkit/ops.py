@@ -1,0 +1,191 @@
+"""The native ops: typed fronts over `torch.ops.qtoolkit`.
+
+Common arguments, of every op here:
+
+- `scale` is a floating point tensor on the input's device, with one element, or with one per channel of `axis`. It counts
+  by its magnitude; zero counts as the smallest normal float32.
+- `zero_point` has as many elements, or is None (symmetric). It is a code stored as a float, and is rounded where used.
+- `axis` is the channel axis; None is per tensor.
+- `group` above 1 splits dimension 0 into groups, each with channels of its own: `scale` then has `group * x.size(axis)`
+  elements, row-major. This is the weight of a grouped transposed convolution, (in, out / groups, k...).
+
+Arithmetic is float32, and float64 for float64 input, whatever the storage type. Results lie in memory as the input does
+(channels_last stays channels_last). The grid is ONNX QuantizeLinear's:
+`q = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)`.
+"""
+
+import torch
+from torch import Tensor
+
+from qtoolkit._native import load
+
+load()
+
+_fake_quant = torch.ops.qtoolkit.fake_quant.default
+_quantize = torch.ops.qtoolkit.quantize.default
+_dequantize = torch.ops.qtoolkit.dequantize.default
+_minmax = torch.ops.qtoolkit.minmax.default
+_observe_minmax_ = torch.ops.qtoolkit.observe_minmax_.default
+
+
+def fake_quant(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    axis: int | None = None,
+    group: int = 1,
+    grad_factor: float = 1.0,
+) -> Tensor:
+    """Round x to an integer grid and back to floats, with a straight-through gradient.
+
+    The gradient in x is passed where the code was not clamped, and is zero elsewhere. Where `scale` (or `zero_point`)
+    requires grad, it gets the gradient of LSQ (arXiv 1902.08153) and LSQ+ (2004.09576), times `grad_factor`. With a fixed
+    scale, one bit an element is kept for backward. NaN stays NaN, infinities clamp.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        scale: Step between codes; see the module's docstring for its shape.
+        zero_point: Code that zero maps to, or None for 0.
+        qmin: Lowest code.
+        qmax: Highest code.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        grad_factor: Factor of the gradients of scale and zero_point.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: A shape, axis, range, group or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 0.04, 0.05, 0.15, 9.0])
+        >>> fake_quant(x, torch.tensor(0.1), qmin=-8, qmax=7)
+        tensor([-0.8000,  0.0000,  0.0000,  0.2000,  0.7000])
+    """
+    y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, grad_factor)[0]
+    return y
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    axis: int | None = None,
+    group: int = 1,
+    dtype: torch.dtype = torch.int8,
+) -> Tensor:
+    """Return the integer codes of x, as ONNX QuantizeLinear computes them.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16. NaN becomes qmin, as in onnxruntime.
+        scale: Step between codes.
+        zero_point: Code that zero maps to, or None for 0.
+        qmin: Lowest code; must fit `dtype`.
+        qmax: Highest code; must fit `dtype`.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        dtype: torch.int8, uint8, int16, uint16 or int32.
+
+    Returns:
+        A tensor of `dtype` with the shape and memory format of x.
+
+    Raises:
+        ValueError: A shape, axis, range, group or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> quantize(torch.tensor([-1.0, 0.05, 0.15]), torch.tensor(0.1))
+        tensor([-10,   0,   2], dtype=torch.int8)
+    """
+    codes: Tensor = _quantize(x, scale, zero_point, qmin, qmax, axis, group, dtype=dtype)
+    return codes
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+    group: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the values `(codes - zero_point) * scale` of integer codes.
+
+    Args:
+        codes: int8, uint8, int16, uint16 or int32, of any shape.
+        scale: Step between codes.
+        zero_point: Code that zero maps to, or None for 0.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        dtype: float32, float64, bfloat16 or float16.
+
+    Returns:
+        A tensor of `dtype` with the shape and memory format of codes.
+
+    Raises:
+        ValueError: A shape, axis, group or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> dequantize(torch.tensor([-10, 0, 2], dtype=torch.int8), torch.tensor(0.5))
+        tensor([-5.,  0.,  1.])
+    """
+    values: Tensor = _dequantize(codes, scale, zero_point, axis, group, dtype=dtype)
+    return values
+
+
+def minmax(x: Tensor, axis: int | None = None, group: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of x, per tensor or per channel, in one read of x.
+
+    Args:
+        x: Input with at least one element; float32, float64, bfloat16 or float16.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Returns:
+        Two tensors of x's dtype, 0-d per tensor, else of `group * x.size(axis)` elements. NaN anywhere in a channel makes
+        both its values NaN.
+
+    Raises:
+        ValueError: x is empty, or axis or group does not fit.
+        TypeError: x is not floating point.
+
+    Example:
+        >>> minmax(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), axis=0)
+        (tensor([-2.,  3.]), tensor([1., 4.]))
+    """
+    lo, hi = _minmax(x, axis, group)
+    return lo, hi
+
+
+def observe_minmax_(
+    x: Tensor, lo: Tensor, hi: Tensor, momentum: float | None = None, axis: int | None = None, group: int = 1
+) -> None:
+    """Update running ranges in place with those of x; nothing waits for the device.
+
+    Args:
+        x: Input; an empty one changes nothing.
+        lo: Lowest values so far, float32 or float64, one a channel; start with +inf.
+        hi: Highest values so far; start with -inf.
+        momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Raises:
+        ValueError: A shape, axis, group, device or the momentum does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> lo, hi = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+        >>> observe_minmax_(torch.tensor([1.0, 5.0]), lo, hi)
+        >>> observe_minmax_(torch.tensor([-3.0]), lo, hi)
+        >>> lo, hi
+        (tensor(-3.), tensor(5.))
+    """
+    _observe_minmax_(x, lo, hi, momentum, axis, group)

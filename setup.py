@@ -1,0 +1,60 @@
+"""Build the one extension, qtoolkit._C, from csrc/: for the CPU always, for CUDA where its compiler is."""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError:
+    sys.exit(
+        "qtoolkit builds against the torch that you run, which an isolated build does not see. Install torch 2.11 or "
+        "newer first, then type: pip install --no-build-isolation ."
+    )
+
+ROOT = Path(__file__).parent
+TYPES_WITH_CUDA = {"0": False, "1": True}
+
+
+def with_cuda() -> bool:
+    """Whether to compile CUDA sources: QTOOLKIT_CUDA=0/1 decides, else whether torch and the machine have CUDA."""
+    wanted = os.environ.get("QTOOLKIT_CUDA", "")
+    if wanted not in ("", *TYPES_WITH_CUDA):
+        sys.exit(f"QTOOLKIT_CUDA must be 0 or 1, got {wanted!r}.")
+    possible = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
+    if TYPES_WITH_CUDA.get(wanted, False) and not possible:
+        sys.exit(
+            f"QTOOLKIT_CUDA=1 asks for CUDA kernels, which need a CUDA build of torch (this one has CUDA "
+            f"{torch.version.cuda}) and a CUDA toolkit (CUDA_HOME is {cpp_extension.CUDA_HOME}). Set CUDA_HOME, or "
+            f"QTOOLKIT_CUDA=0 for the CPU alone."
+        )
+    return TYPES_WITH_CUDA.get(wanted, possible)
+
+
+def extension(cuda: bool) -> object:
+    folders = ["csrc", "csrc/cpu", *(["csrc/cuda"] if cuda else [])]
+    sources = [str(p.relative_to(ROOT)) for f in folders for p in sorted((ROOT / f).iterdir()) if p.suffix in (".cpp", ".cu")]
+    headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".inc", ".cuh")]
+    # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h).
+    flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]}
+    if not cuda:
+        return cpp_extension.CppExtension("qtoolkit._C", sources, depends=headers, extra_compile_args=flags)
+    # Where no GPU is seen, torch cannot guess: build for the two data-centre generations and carry PTX for later ones.
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    flags["nvcc"] = ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
+    return cpp_extension.CUDAExtension(
+        "qtoolkit._C",
+        sources,
+        depends=headers,
+        extra_compile_args=flags,
+        define_macros=[("QTOOLKIT_CUDA", None)],
+    )
+
+
+setup(
+    ext_modules=[extension(with_cuda())],
+    cmdclass={"build_ext": cpp_extension.BuildExtension},
+)
