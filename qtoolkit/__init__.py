@@ -1,0 +1,48 @@
+"""qtoolkit: quantization-aware training for PyTorch, and ONNX models that compute the codes seen in training."""
+
+from qtoolkit import export, graph, nn, ops
+from qtoolkit.backends import Backend, backends
+from qtoolkit.calibrate import CalibrationReport, calibrate
+from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.export import ExportResult, export_onnx
+
+from qtoolkit.graph.trace import UntraceableError
+from qtoolkit.prepare import convert, prepare
+from qtoolkit.quantizer import (
+    Grid,
+    TensorQuantizer,
+    calibrating,
+    disable_quantization,
+    enable_quantization,
+    quantizers_of,
+)
+from qtoolkit.report import QuantizationReport, quantization_report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "CalibrationReport",
+    "ExportResult",
+    "Grid",
+    "QConfig",
+    "QConfigMapping",
+    "QuantSpec",
+    "QuantizationReport",
+    "TensorQuantizer",
+    "UntraceableError",
+    "backends",
+    "calibrate",
+    "calibrating",
+    "convert",
+    "disable_quantization",
+    "enable_quantization",
+    "export",
+    "export_onnx",
+    "graph",
+    "nn",
+    "ops",
+    "prepare",
+    "quantization_report",
+    "quantizers_of",
+]

@@ -17,11 +17,13 @@ void dequantize(const Job& job, cudaStream_t stream);
 
 // The reductions write (not add to) job.sum_scale and job.sum_zero_point. They first fill `workspace`, of the size
 // that workspace_size says, and sum it up in a fixed order: two runs give the same bits.
+// Where the size is 0, `workspace` may be null. minmax wants both results; a range of nothing is [+inf, -inf].
 int64_t workspace_size(const Job& job);  // in float64 values
 void fake_quant_learned_backward(const Job& job, double* workspace, cudaStream_t stream);
 void minmax(const Job& job, double* workspace, cudaStream_t stream);
 
-// lo and hi, `count` of them, move towards the ranges of a batch by blend() of observe.h.
+// lo and hi, `count` of them: with `average` they move towards the ranges of a batch by blend() of observe.h, else
+// they are widened to hold them.
 template <class A>
 void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
                   cudaStream_t stream);

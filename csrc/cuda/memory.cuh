@@ -99,13 +99,13 @@ QT_FN int64_t offset_of(const Operand& from, int64_t i) {
   return offset + i * from.stride[0];
 }
 
-QT_FN void offsets_of(const Operand& from, const Spread& at, int64_t (&offset)[kOctet]) {
+QT_DEVICE void offsets_of(const Operand& from, const Spread& at, int64_t (&offset)[kOctet]) {
 #pragma unroll
   for (int k = 0; k < kOctet; ++k) offset[k] = k < at.n ? offset_of(from, at.index[k]) : 0;
 }
 
 // Neighbours differ by the fastest stride, so that only the start of a run is divided for.
-QT_FN void offsets_of(const Operand& from, const Row& at, int64_t (&offset)[kOctet]) {
+QT_DEVICE void offsets_of(const Operand& from, const Row& at, int64_t (&offset)[kOctet]) {
   const int64_t length = from.size[from.dims - 1], stride = from.stride[from.dims - 1];
   int64_t next = 0, left = 0;
 #pragma unroll
@@ -156,18 +156,18 @@ QT_DEVICE void load_dense(const T* data, const Spread& at, A (&v)[kOctet]) {
   load_each(data, at.index, at.n, v);
 }
 
-// Elements that do not exist are read as 0.
-template <Kind kKind = Kind::values, class A, class At>
+// Elements that do not exist are read as 0. A kernel for dense operands only is spared the registers that strides take.
+template <bool kDense, Kind kKind = Kind::values, class A, class At>
 QT_DEVICE void load(const Operand& from, const At& at, A (&v)[kOctet]) {
-  if (from.dense) {
-    with_type<A, kKind>(from.dtype,
-                        [&](auto* type) { load_dense(static_cast<const decltype(type)>(from.data), at, v); });
-    return;
+  if constexpr (!kDense) {
+    if (!from.dense) {
+      int64_t offset[kOctet];
+      offsets_of(from, at, offset);
+      return with_type<A, kKind>(
+          from.dtype, [&](const auto* type) { load_each(static_cast<decltype(type)>(from.data), offset, at.n, v); });
+    }
   }
-  int64_t offset[kOctet];
-  offsets_of(from, at, offset);
-  with_type<A, kKind>(from.dtype,
-                      [&](auto* type) { load_each(static_cast<const decltype(type)>(from.data), offset, at.n, v); });
+  with_type<A, kKind>(from.dtype, [&](const auto* type) { load_dense(static_cast<decltype(type)>(from.data), at, v); });
 }
 
 template <class A, class T>

@@ -22,8 +22,10 @@ struct Slices {
   int64_t width = 1;      // of a tile: tile_channels * inner
   int64_t tiles = 1;      // of a row
   int lanes = kThreads;   // threads with work; whole rows of a tile that has several channels
-  int64_t length = 0;     // of a slice, a multiple of lanes
-  int64_t count = 0;      // of slices in a tile
+  int64_t step = 0;       // from a thread's unit to its next, unless that crosses the end of the tile's row
+  int64_t step_columns = 0;
+  int64_t length = 0;  // of a slice, a multiple of lanes
+  int64_t count = 0;   // of slices in a tile
 };
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -67,6 +69,8 @@ static inline Slices slices_of(const Job& job) {
   const int64_t all = s.rows * s.width;
   const int64_t most = least(kBlocks / (s.groups * s.tiles), kResults / job.channels.count);
   const int64_t wanted = least(divide_up(all * s.unit, kWork), most < 1 ? 1 : most);
+  s.step_columns = s.lanes % s.width;
+  s.step = s.lanes / s.width * s.pattern + s.step_columns;
   s.length = divide_up(divide_up(all, wanted), s.lanes) * s.lanes;
   s.count = divide_up(all, s.length);
   return s;
@@ -105,9 +109,9 @@ QT_FN Walk walk_of(const Slices& s, int64_t block, int thread) {
           works ? (end - begin + s.lanes - 1) / s.lanes : 0};
 }
 
-QT_FN void advance(const Slices& s, Walk& walk, int64_t rows, int64_t columns) {
-  walk.unit += rows * s.pattern + columns;
-  walk.column += columns;
+QT_FN void advance(const Slices& s, Walk& walk) {
+  walk.unit += s.step;
+  walk.column += s.step_columns;
   if (walk.column >= s.width) {
     walk.column -= s.width;
     walk.unit += s.pattern - s.width;

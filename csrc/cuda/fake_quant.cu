@@ -1,0 +1,101 @@
+// Fake quantization and its gradients, on CUDA.
+#include "../fake_quant.h"
+#include "kernels.h"
+#include "loops.cuh"
+
+namespace qtoolkit {
+namespace cuda {
+namespace {
+
+template <class A, bool kDense>
+__global__ void __launch_bounds__(kThreads) fake_quant_kernel(const Job job) {
+  const A lo = static_cast<A>(job.qmin), hi = static_cast<A>(job.qmax);
+  for_octets(job.numel, [&](const Row& at) {
+    A v[kOctet];
+    load<kDense>(job.x, at, v);
+    unsigned inside = 0;
+    for_grids<A>(job, at, [&](int k, Grid<A> grid) {
+      const auto point = snap(v[k], grid.scale, grid.zero_point, lo, hi);
+      v[k] = value_of(point.code, grid.scale, grid.zero_point);
+      inside |= static_cast<unsigned>(is_inside(point, lo, hi)) << k;
+    });
+    store(job, at, v);
+    if (job.mask != nullptr) job.mask[at.first / 8] = static_cast<uint8_t>(inside & ((1u << at.n) - 1));
+  });
+}
+
+template <class A, bool kDense>
+__global__ void __launch_bounds__(kThreads) backward_kernel(const Job job) {
+  for_octets(job.numel, [&](const Row& at) {
+    A grad[kOctet];
+    load<kDense>(job.grad, at, grad);
+    const unsigned inside = job.mask[at.first / 8];
+#pragma unroll
+    for (int k = 0; k < kOctet; ++k) grad[k] = inside >> k & 1u ? grad[k] : A(0);
+    store(job, at, grad);
+  });
+}
+
+struct Add {
+  __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
+};
+
+// An octet is summed in the arithmetic's type, as a tree; all beyond it in float64.
+template <class A>
+QT_DEVICE double sum_of(const A (&v)[kOctet]) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+template <class A, class At, bool kDense>
+__global__ void __launch_bounds__(kThreads) learned_backward_kernel(const Job job, const Slices slices, Pairs sums) {
+  const A lo = static_cast<A>(job.qmin), hi = static_cast<A>(job.qmax);
+  Pair sum = {0, 0};
+  Walk walk = walk_of(slices, blockIdx.x, threadIdx.x);
+  const Grid<A> grid = walk.left > 0 ? grid_of<A>(job, walk.channel) : Grid<A>{};
+  At at;
+  while (next(slices, job.numel, walk, at)) {
+    A x[kOctet], grad[kOctet], ds[kOctet], dz[kOctet];
+    load<kDense>(job.x, at, x);
+    load<kDense>(job.grad, at, grad);
+#pragma unroll
+    for (int k = 0; k < kOctet; ++k) {
+      const auto point = snap(x[k], grid.scale, grid.zero_point, lo, hi);
+      ds[k] = scale_gradient(point, grad[k], grid.zero_point, lo, hi);
+      dz[k] = zero_point_gradient(point, grad[k], grid.scale, lo, hi);
+      grad[k] = is_inside(point, lo, hi) ? grad[k] : A(0);
+    }
+    store(job, at, grad);
+    sum.first += sum_of(ds);
+    sum.second += sum_of(dz);
+  }
+  join_block(slices, sum, sums, Add());
+}
+
+}  // namespace
+
+void fake_quant(const Job& job, cudaStream_t stream) {
+  launch_map(pick(job.x.dtype, job.x.dense, fake_quant_kernel<float, true>, fake_quant_kernel<float, false>,
+                  fake_quant_kernel<double, false>),
+             job, stream);
+}
+
+void fake_quant_backward(const Job& job, cudaStream_t stream) {
+  launch_map(pick(job.grad.dtype, job.grad.dense, backward_kernel<float, true>, backward_kernel<float, false>,
+                  backward_kernel<double, false>),
+             job, stream);
+}
+
+void fake_quant_learned_backward(const Job& job, double* workspace, cudaStream_t stream) {
+  const bool dense = job.x.dense && job.grad.dense;
+  const auto rows = pick(job.x.dtype, dense, learned_backward_kernel<float, Row, true>,
+                         learned_backward_kernel<float, Row, false>, learned_backward_kernel<double, Row, false>);
+  const auto spread =
+      pick(job.x.dtype, dense, learned_backward_kernel<float, Spread, true>,
+           learned_backward_kernel<float, Spread, false>, learned_backward_kernel<double, Spread, false>);
+  launch_reduction(rows, spread, Pair{0, 0}, Add(), job, workspace, stream);
+}
+
+int64_t workspace_size(const Job& job) { return 2 * slots_of(slices_of(job), job); }
+
+}  // namespace cuda
+}  // namespace qtoolkit

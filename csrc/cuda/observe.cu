@@ -1,0 +1,78 @@
+// The ranges of tensors, on CUDA.
+#include "../observe.h"
+#include "kernels.h"
+#include "loops.cuh"
+
+namespace qtoolkit {
+namespace cuda {
+namespace {
+
+// The range over both, NaN if either holds NaN. (Only the second is asked: a NaN in the first stays by itself.)
+template <class A>
+QT_FN Range<A> unite(Range<A> a, Range<A> b) {
+  return {b.lo < a.lo || b.lo != b.lo ? b.lo : a.lo, b.hi > a.hi || b.hi != b.hi ? b.hi : a.hi};
+}
+
+struct Unite {
+  __device__ Pair operator()(Pair a, Pair b) const {
+    const Range<double> range = unite(Range<double>{a.first, a.second}, Range<double>{b.first, b.second});
+    return {range.lo, range.hi};
+  }
+};
+
+template <class A, class At, bool kDense>
+__global__ void __launch_bounds__(kThreads) minmax_kernel(const Job job, const Slices slices, Pairs ranges) {
+  Range<A> range = {static_cast<A>(INFINITY), static_cast<A>(-INFINITY)};
+  bool nan = false;
+  Walk walk = walk_of(slices, blockIdx.x, threadIdx.x);
+  At at;
+  while (next(slices, job.numel, walk, at)) {
+    A x[kOctet];
+    load<kDense>(job.x, at, x);
+#pragma unroll
+    for (int k = 0; k < kOctet; ++k) {
+      if (k < at.n) {
+        range = widen(range, x[k]);
+        nan |= x[k] != x[k];
+      }
+    }
+  }
+  const double lo = nan ? NAN : range.lo, hi = nan ? NAN : range.hi;
+  join_block(slices, {lo, hi}, ranges, Unite());
+}
+
+template <class A>
+__global__ void __launch_bounds__(kThreads) blend_kernel(A* lo, A* hi, const double* batch_lo, const double* batch_hi,
+                                                         int64_t count, bool average, A momentum) {
+  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
+  if (i >= count) return;
+  const Range<A> old = {lo[i], hi[i]};
+  const Range<A> batch = {static_cast<A>(batch_lo[i]), static_cast<A>(batch_hi[i])};
+  const Range<A> range = average ? blend(old, batch, momentum) : unite(old, batch);
+  lo[i] = range.lo;
+  hi[i] = range.hi;
+}
+
+}  // namespace
+
+void minmax(const Job& job, double* workspace, cudaStream_t stream) {
+  const auto rows = pick(job.x.dtype, job.x.dense, minmax_kernel<float, Row, true>, minmax_kernel<float, Row, false>,
+                         minmax_kernel<double, Row, false>);
+  const auto spread = pick(job.x.dtype, job.x.dense, minmax_kernel<float, Spread, true>,
+                           minmax_kernel<float, Spread, false>, minmax_kernel<double, Spread, false>);
+  launch_reduction(rows, spread, Pair{INFINITY, -INFINITY}, Unite(), job, workspace, stream);
+}
+
+template <class A>
+void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
+                  cudaStream_t stream) {
+  if (count == 0) return;
+  const unsigned blocks = static_cast<unsigned>(divide_up(count, kThreads));
+  blend_kernel<A><<<blocks, kThreads, 0, stream>>>(lo, hi, batch_lo, batch_hi, count, average, momentum);
+}
+
+template void blend_ranges(float*, float*, const double*, const double*, int64_t, bool, float, cudaStream_t);
+template void blend_ranges(double*, double*, const double*, const double*, int64_t, bool, double, cudaStream_t);
+
+}  // namespace cuda
+}  // namespace qtoolkit

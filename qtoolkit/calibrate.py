@@ -1,0 +1,116 @@
+"""calibrate(): run data through a prepared model, set every range, and say what was covered."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.quantizer import TensorQuantizer, calibrating, quantizers_of
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What `calibrate` returns: data, and a table when printed.
+
+    Attributes:
+        batches: Batches that were run.
+        ranges: Lowest and highest value that each quantizer's grid holds by what it saw.
+        unreached: Quantizers that no data came to: their layers cannot be converted.
+    """
+
+    batches: int
+    ranges: Mapping[str, tuple[float, float]]
+    unreached: tuple[str, ...]
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.ranges), default=0)
+        lines = [f"{self.batches} batches, {len(self.ranges)} quantizers calibrated, {len(self.unreached)} not reached"]
+        lines += [f"{name.ljust(width)}  [{lo:.6g}, {hi:.6g}]" for name, (lo, hi) in self.ranges.items()]
+        lines += [f"{name}: no data reached it" for name in self.unreached]
+        return "\n".join(lines)
+
+
+def calibrate(
+    prepared: nn.Module,
+    batches: Iterable[Any],
+    max_batches: int | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Observe the ranges of all quantizers on data, and set their scales; then the model quantizes.
+
+    The model runs in eval mode without gradients, with quantizers observing and not quantizing; afterwards it is in the mode
+    it was in. Ranges by "minmax" do not depend on how the data is split into batches.
+
+    Args:
+        prepared: A model with quantizers.
+        batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
+            mapping, else model(batch).
+        max_batches: Stop after so many.
+        forward: forward(model, batch), for batches that are passed otherwise (a data loader's (images, labels), say).
+        progress: Show a progress bar.
+
+    Returns:
+        The ranges, and the quantizers that no data came to.
+
+    Raises:
+        ValueError: There is no quantizer, no batch, or a quantizer met NaN or infinities. Ranges are then as before.
+        TypeError: `batches` is not iterable.
+
+    Example:
+        >>> import qtoolkit as qt
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> report = qt.calibrate(prepared, [torch.ones(8, 4), 2 * torch.ones(8, 4)], progress=False)
+        >>> report.ranges["activation_quantizers.input_1"]
+        (2.0, 2.0)
+    """
+    quantizers = quantizers_of(prepared)
+    if not quantizers:
+        raise ValueError("calibrate: the model has no quantizers; call qtoolkit.prepare first.")
+    if isinstance(batches, torch.Tensor) or not isinstance(batches, Iterable):
+        raise TypeError(f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}.")
+    if max_batches is not None and max_batches < 1:
+        raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
+    for quantizer in quantizers.values():
+        quantizer.observer.reset()
+    run = forward or _forward
+    modes = {module: module.training for module in prepared.modules()}
+    prepared.eval()
+    count = 0
+    try:
+        with torch.no_grad(), calibrating(prepared):
+            for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
+                run(prepared, batch)
+                count += 1
+                if count == max_batches:
+                    break
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if count == 0:
+        raise ValueError("calibrate: batches is empty: there is nothing to take ranges from.")
+    return _finish(prepared, quantizers, count)
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int) -> CalibrationReport:
+    reached = {n: q for n, q in quantizers.items() if not bool((q.observer.lo > q.observer.hi).any())}
+    for name, quantizer in reached.items():
+        quantizer.name = name
+        quantizer.check_observed()
+    for quantizer in reached.values():
+        quantizer.load_observed()
+    for module in prepared.modules():
+        if isinstance(module, QuantWeighted) and module.weight_quantizer not in reached.values():
+            module.reset_weight_range()  # a layer that was not run still has its weight
+    ranges = {n: (float(q.observer.lo.min()), float(q.observer.hi.max())) for n, q in reached.items()}
+    return CalibrationReport(count, ranges, tuple(n for n in quantizers if n not in reached))

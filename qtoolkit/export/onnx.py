@@ -1,0 +1,296 @@
+"""export_onnx(): a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, verified before it is left there."""
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx, nn
+
+from qtoolkit.names import check_known
+from qtoolkit.prepare import convert
+from qtoolkit.quantizer import Grid, quantizers_of
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+    from qtoolkit.export.verify import Verification
+
+DEFAULT_OPSET = 18
+OPSETS = {"dynamo": (18, 23), "torchscript": (13, 20)}  # what torch's exporters write without conversion
+LEGACY_ROOT = "model"
+
+Exporter = Literal["dynamo", "torchscript"]
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What `export_onnx` returns.
+
+    Attributes:
+        path: The file.
+        opset: Its ONNX opset.
+        quantize_nodes: QuantizeLinear nodes in it.
+        dequantize_nodes: DequantizeLinear nodes in it.
+        bytes: Its size.
+        verification: How onnxruntime's codes compare, or None where it was not asked for.
+    """
+
+    path: Path
+    opset: int
+    quantize_nodes: int
+    dequantize_nodes: int
+    bytes: int
+    verification: "Verification | None"
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.path}: {self.bytes / 1024:.1f} KiB, opset {self.opset}, {self.quantize_nodes} QuantizeLinear and "
+            f"{self.dequantize_nodes} DequantizeLinear nodes"
+        )
+        return head if self.verification is None else f"{head}\n{self.verification}"
+
+
+def export_onnx(
+    model: fx.GraphModule,
+    example_inputs: Any,
+    path: str | os.PathLike[str],
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_shapes: Any = None,
+    verify: bool = True,
+    exporter: Exporter = "dynamo",
+    integer_weights: bool | None = None,
+) -> ExportResult:
+    """Write a prepared (and calibrated) or converted model as an ONNX file with QDQ pairs.
+
+    Codes narrower than 8 bits are stored in 8, and clipped to their true bounds in the file. Nothing is left at `path` if
+    any step fails.
+
+    Args:
+        model: What `qtoolkit.prepare` or `qtoolkit.convert` returned; it is not changed.
+        example_inputs: A tuple of inputs (or one tensor), for shapes, and for the verification.
+        path: The file to write.
+        opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20); None takes 18, or 21 where codes of more than 8 bits need it.
+        input_names: Names of the graph's inputs.
+        output_names: Names of the graph's outputs.
+        dynamic_shapes: Dimensions that vary, as torch.export takes them: ({0: "batch"},) for one input.
+        verify: Run the file in onnxruntime and compare all codes with the model's (see `verify_onnx`).
+        exporter: "dynamo" (torch.export-based) or "torchscript" (the older one, while torch has it).
+        integer_weights: Store weights as integers with DequantizeLinear alone; False keeps them as floats with both nodes;
+            None takes what the backend's table says.
+
+    Returns:
+        The path, counts of nodes, the size, and the verification.
+
+    Raises:
+        RuntimeError: A quantizer saw no data (calibrate first), or onnxruntime's codes differ.
+        ValueError: An option is not known or out of range.
+        ImportError: The extra [onnx] is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> report = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, (torch.rand(8, 4),), folder + "/model.onnx", input_names=["x"])
+        >>> result.verification.weight_codes.differing
+        0
+    """
+    check_known("exporter", exporter, ("dynamo", "torchscript"))
+    _require_extra()
+    from qtoolkit.export.verify import verify_onnx
+
+    converted = convert(model) if quantizers_of(model) else model
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    chosen = _choose_opset(opset, converted, exporter)
+    trace = _export_dynamo if exporter == "dynamo" else _export_torchscript
+    modes = [(module, module.training) for module in converted.modules()]
+    try:
+        proto = trace(converted.eval(), inputs, chosen, input_names, output_names, dynamic_shapes)
+    finally:
+        for module, training in modes:
+            module.training = training
+    if integer_weights is None:
+        integer_weights = converted.meta["qtoolkit"]["backend"].integer_weights
+    proto = _finish(proto, integer_weights)
+    verification = verify_onnx(converted, proto, inputs) if verify else None
+    if verification is not None:
+        verification.check()
+    _write(proto.SerializeToString(), Path(path))
+    ops = [node.op_type for node in proto.graph.node]
+    counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
+    return ExportResult(Path(path), chosen, *counts, Path(path).stat().st_size, verification)
+
+
+def _require_extra() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"export_onnx needs {error.name}; type: pip install qtoolkit[onnx]") from None
+
+
+def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -> int:
+    from qtoolkit.export.translation import smallest_opset
+
+    lowest, highest = OPSETS[exporter]
+    grids = [module for module in converted.modules() if isinstance(module, Grid)]
+    least = max((smallest_opset(g.spec.qmin, g.spec.qmax) for g in grids), default=lowest)
+    chosen = max(DEFAULT_OPSET, least) if opset is None else opset
+    if chosen < least:
+        raise ValueError(f"export_onnx: opset must be at least {least} for codes of more than 8 bits, got {opset}.")
+    if not lowest <= chosen <= highest:
+        other = "torchscript" if exporter == "dynamo" else "dynamo"
+        raise ValueError(
+            f"export_onnx: opset must lie in [{lowest}, {highest}] for exporter={exporter!r}, got {chosen}; "
+            f"exporter={other!r} takes {list(OPSETS[other])}."
+        )
+    return chosen
+
+
+def _export_dynamo(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    opset: int,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    dynamic_shapes: Any,
+) -> Any:
+    from qtoolkit.export.translation import translation_table
+
+    program = torch.onnx.export(
+        model,
+        inputs,
+        dynamo=True,
+        opset_version=opset,
+        custom_translation_table=dict(translation_table(opset)),
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_shapes=dynamic_shapes,
+        verbose=False,
+    )
+    if program is None:
+        raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
+    return program.model_proto
+
+
+class _Plain(nn.Module):
+    """A GraphModule behind a plain module: the TorchScript exporter takes any `graph` attribute for its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.add_module(LEGACY_ROOT, model)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.get_submodule(LEGACY_ROOT)(*inputs)
+
+
+def _export_torchscript(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    opset: int,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    dynamic_shapes: Any,
+) -> Any:
+    import onnx
+
+    from qtoolkit.export.translation import register_symbolic
+
+    register_symbolic(opset)
+    names = list(input_names) if input_names else _argument_names(model)
+    with _temporary_file() as path, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that the exporter is the older one is the caller's choice
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        torch.onnx.export(
+            _Plain(model).eval(),
+            inputs,
+            str(path),
+            dynamo=False,
+            opset_version=opset,
+            input_names=names,
+            output_names=list(output_names) if output_names else None,
+            dynamic_axes=_dynamic_axes(names, dynamic_shapes),
+        )
+        return onnx.load(str(path))
+
+
+def _argument_names(model: nn.Module) -> list[str]:
+    graph: Any = model.graph
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
+
+
+def _dynamic_axes(names: Sequence[str], dynamic_shapes: Any) -> dict[str, dict[int, str]] | None:
+    if dynamic_shapes is None:
+        return None
+    shapes = dynamic_shapes.values() if isinstance(dynamic_shapes, Mapping) else dynamic_shapes
+    return {
+        name: {axis: str(getattr(dim, "__name__", dim)) for axis, dim in shape.items()}
+        for name, shape in zip(names, shapes, strict=True)
+        if shape
+    }
+
+
+def _finish(proto: Any, integer_weights: bool) -> Any:
+    """Name the nodes by their quantizers, turn constant weights to integers if asked for, and check the model."""
+    import onnx
+    import onnx_ir
+    import onnxscript.optimizer
+
+    model = onnx_ir.from_proto(proto)
+    if integer_weights:
+        onnxscript.optimizer.fold_constants(model, should_fold=_is_weight_quantization)
+        onnxscript.optimizer.remove_unused_nodes(model)
+    for node in model.graph:
+        node.metadata_props.clear()  # the exporter's stack traces, larger than a small model
+        scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
+        if scale is not None and scale.name is not None and scale.name.endswith(".scale"):
+            name = scale.name.removeprefix(LEGACY_ROOT + ".").removesuffix(".scale")
+            node.name = f"{name}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
+    _make_names_unique(model)
+    finished = onnx_ir.to_proto(model)
+    onnx.checker.check_model(finished, full_check=True)
+    return finished
+
+
+def _is_weight_quantization(node: "onnx_ir.Node") -> bool:
+    # The data is constant, so it is a weight; dequantization is what the runtime has to see.
+    return node.op_type != "DequantizeLinear"
+
+
+def _make_names_unique(model: "onnx_ir.Model") -> None:
+    seen: dict[str, int] = {}
+    for node in model.graph:
+        name = node.name or node.op_type
+        seen[name] = seen.get(name, 0) + 1
+        node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
+
+
+def _write(data: bytes, path: Path) -> None:
+    """Write a file as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _temporary_file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "model.onnx"
+
+

@@ -1,0 +1,171 @@
+"""How fake_quant reads in ONNX, for both of torch's exporters: QuantizeLinear, Clip where needed, DequantizeLinear.
+
+Codes narrower than their storage type are clipped between the two nodes, so that the file saturates where training did. The
+scales of a grouped transposed convolution run along two dimensions of its weight, which no single Q/DQ axis can say: the
+weight is brought to (groups * out, in * k...) around the pair, and back.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir
+import onnxscript
+import torch
+
+from qtoolkit.quantizer import code_dtype
+
+OP = "qtoolkit::fake_quant"
+
+
+def smallest_opset(qmin: int, qmax: int) -> int:
+    """Return the first ONNX opset whose QuantizeLinear knows the dtype that holds these codes.
+
+    Example:
+        >>> smallest_opset(-8, 7), smallest_opset(0, 65535)
+        (13, 21)
+    """
+    return 13 if code_dtype(qmin, qmax) in (torch.int8, torch.uint8) else 21
+
+
+class _Writer(Protocol):
+    """What the lowering needs of an exporter."""
+
+    def node(self, op_type: str, *inputs: Any, **attributes: Any) -> Any: ...
+
+    def constant(self, value: np.ndarray[Any, Any]) -> Any: ...
+
+    def shape(self, value: Any) -> Sequence[int]: ...
+
+    def dtype(self, value: Any) -> onnx_ir.DataType: ...
+
+
+@dataclass(frozen=True)
+class _Modern:
+    """Writes by onnxscript, in the torch.export-based exporter."""
+
+    opset: Any
+
+    def node(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
+        return getattr(self.opset, op_type)(*inputs, **attributes)
+
+    def constant(self, value: np.ndarray[Any, Any]) -> Any:
+        return self.opset.Constant(value=onnx_ir.tensor(value))
+
+    def shape(self, value: Any) -> Sequence[int]:
+        return [int(d) for d in value.shape]
+
+    def dtype(self, value: Any) -> onnx_ir.DataType:
+        return onnx_ir.DataType(value.dtype)
+
+
+@dataclass(frozen=True)
+class _Legacy:
+    """Writes by the graph context of the TorchScript exporter."""
+
+    graph: Any
+
+    def node(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
+        kinds = {int: "i", list: "i", onnx_ir.DataType: "i"}
+        return self.graph.op(op_type, *inputs, **{f"{k}_{kinds[type(v)]}": v for k, v in attributes.items()})
+
+    def constant(self, value: np.ndarray[Any, Any]) -> Any:
+        return self.graph.op("Constant", value_t=torch.from_numpy(value))
+
+    def shape(self, value: Any) -> Sequence[int]:
+        return [int(d) for d in value.type().sizes()]
+
+    def dtype(self, value: Any) -> onnx_ir.DataType:
+        names = {"Float": "FLOAT", "Double": "DOUBLE", "Half": "FLOAT16", "BFloat16": "BFLOAT16"}
+        return onnx_ir.DataType[names[value.type().scalarType()]]
+
+
+def translation_table(opset: int) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    """Return the `custom_translation_table` that torch.onnx.export takes, for one opset.
+
+    Example:
+        >>> list(translation_table(18))
+        [<OpOverload(op='qtoolkit.fake_quant', overload='default')>]
+    """
+    writer = _Modern(getattr(onnxscript, f"opset{opset}"))
+
+    def fake_quant(
+        x: Any,
+        scale: Any,
+        zero_point: Any,
+        qmin: int,
+        qmax: int,
+        axis: int | None = None,
+        group: int = 1,
+        grad_factor: float = 1.0,
+        mask: bool = False,
+    ) -> Any:
+        return _lower(writer, x, scale, zero_point, qmin, qmax, axis, group), _no_mask(writer)
+
+    return {torch.ops.qtoolkit.fake_quant.default: fake_quant}
+
+
+def register_symbolic(opset: int) -> None:
+    """Teach the TorchScript exporter the op, for one opset."""
+    from torch.onnx import symbolic_helper
+
+    @symbolic_helper.parse_args("v", "v", "v", "i", "i", "none", "i", "f", "b")  # type: ignore[untyped-decorator]
+    def fake_quant(
+        g: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, axis: Any, group: int, factor: float, mask: bool
+    ) -> Any:
+        writer = _Legacy(g)
+        absent = symbolic_helper._is_none(zero_point)
+        along = None if axis is None or symbolic_helper._is_none(axis) else symbolic_helper._get_const(axis, "i", "axis")
+        y = _lower(writer, x, scale, None if absent else zero_point, qmin, qmax, along, group)
+        return y.setType(x.type()), _no_mask(writer)
+
+    torch.onnx.register_custom_op_symbolic(OP, fake_quant, opset)
+
+
+def _no_mask(writer: _Writer) -> Any:
+    return writer.constant(np.zeros(0, np.uint8))
+
+
+def _lower(
+    writer: _Writer, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, axis: int | None, group: int
+) -> Any:
+    given = writer.dtype(x)
+    if given != onnx_ir.DataType.FLOAT:
+        x = writer.node("Cast", x, to=onnx_ir.DataType.FLOAT)
+    if group > 1:
+        shape = list(writer.shape(x))
+        y = _ungroup(writer, _pair(writer, _group(writer, x, shape, group), scale, zero_point, qmin, qmax, 0), shape, group)
+    else:
+        y = _pair(writer, x, scale, zero_point, qmin, qmax, axis)
+    return y if given == onnx_ir.DataType.FLOAT else writer.node("Cast", y, to=given)
+
+
+def _pair(writer: _Writer, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, axis: int | None) -> Any:
+    dtype = code_dtype(qmin, qmax)
+    numpy_dtype: Any = np.dtype(str(dtype).removeprefix("torch."))
+    if zero_point is None:
+        zero_point = writer.constant(np.zeros(list(writer.shape(scale)), numpy_dtype))
+    else:
+        zero_point = writer.node("Cast", zero_point, to=onnx_ir.DataType.from_numpy(numpy_dtype))
+    attributes = {} if axis is None else {"axis": axis}
+    codes = writer.node("QuantizeLinear", x, scale, zero_point, **attributes)
+    info = torch.iinfo(dtype)
+    if (qmin, qmax) != (info.min, info.max):
+        ends = [writer.constant(np.array(end, numpy_dtype)) for end in (qmin, qmax)]
+        codes = writer.node("Clip", codes, *ends)
+    return writer.node("DequantizeLinear", codes, scale, zero_point, **attributes)
+
+
+def _group(writer: _Writer, x: Any, shape: list[int], group: int) -> Any:
+    inputs, outputs = shape[0] // group, shape[1]
+    x = writer.node("Reshape", x, writer.constant(np.array([group, inputs, outputs, -1])))
+    x = writer.node("Transpose", x, perm=[0, 2, 1, 3])
+    return writer.node("Reshape", x, writer.constant(np.array([group * outputs, -1])))
+
+
+def _ungroup(writer: _Writer, y: Any, shape: list[int], group: int) -> Any:
+    inputs, outputs = shape[0] // group, shape[1]
+    y = writer.node("Reshape", y, writer.constant(np.array([group, outputs, inputs, -1])))
+    y = writer.node("Transpose", y, perm=[0, 2, 1, 3])
+    return writer.node("Reshape", y, writer.constant(np.array(shape)))

@@ -1,0 +1,226 @@
+"""Compare an exported file's integer codes, as onnxruntime computes them, with the model's own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.quantizer import Grid
+
+# A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.
+TIE_SHARE = 1e-4
+TIES_IN_SMALL_TENSORS = 4
+
+
+@dataclass(frozen=True)
+class CodeCount:
+    """How many codes were compared, how many differ, and by how many steps at the most."""
+
+    compared: int = 0
+    differing: int = 0
+    steps: int = 0
+
+    def __add__(self, other: "CodeCount") -> "CodeCount":
+        return CodeCount(
+            self.compared + other.compared, self.differing + other.differing, max(self.steps, other.steps)
+        )
+
+    @property
+    def share(self) -> float:
+        """Share of the codes that differ."""
+        return self.differing / max(self.compared, 1)
+
+    @classmethod
+    def of(cls, ours: Any, theirs: Any) -> "CodeCount":
+        """Count the differences between two arrays of codes."""
+        gap = np.abs(np.asarray(ours, np.int64) - np.asarray(theirs, np.int64))
+        return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)))
+
+    def __str__(self) -> str:
+        return f"{self.differing} of {self.compared} differ ({self.share:.2e}, by {self.steps} steps at the most)"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How onnxruntime's results compare with the model's.
+
+    Attributes:
+        weight_codes: Codes of all weights.
+        quantizer_codes: Codes of each activation quantizer, given the very input that onnxruntime's node had.
+        layer_codes: Codes of each activation quantizer, where the ops before it were computed by torch from the codes that
+            onnxruntime had at their inputs: differences are rounding ties of a layer's sums.
+        by_quantizer: `layer_codes` of each quantizer.
+        output_difference: Largest absolute difference of the outputs end to end, where ties have spread.
+        missing: Quantizers that the file has no node for.
+    """
+
+    weight_codes: CodeCount
+    quantizer_codes: CodeCount
+    layer_codes: CodeCount
+    by_quantizer: dict[str, CodeCount]
+    output_difference: float
+    missing: tuple[str, ...] = field(default=())
+
+    def check(self) -> None:
+        """Raise RuntimeError if codes differ where they must not, naming where."""
+        allowed = max(TIES_IN_SMALL_TENSORS, TIE_SHARE * self.layer_codes.compared)
+        if self.missing:
+            raise RuntimeError(f"export: the file has no QuantizeLinear for: {', '.join(self.missing)}.")
+        if self.weight_codes.differing or self.quantizer_codes.differing:
+            raise RuntimeError(
+                f"export: onnxruntime's codes must equal the model's. Weights: {self.weight_codes}. Quantizers: "
+                f"{self.quantizer_codes}."
+            )
+        if self.layer_codes.differing > allowed or self.layer_codes.steps > 1:
+            worst = max(self.by_quantizer, key=lambda name: self.by_quantizer[name].share)
+            raise RuntimeError(
+                f"export: layers compute other codes in onnxruntime than rounding ties explain: {self.layer_codes}; worst "
+                f"at {worst!r}: {self.by_quantizer[worst]}."
+            )
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"weight codes:     {self.weight_codes}",
+                f"quantizer codes:  {self.quantizer_codes}",
+                f"layer by layer:   {self.layer_codes}",
+                f"outputs, end to end: largest difference {self.output_difference:.3g}",
+            ]
+        )
+
+
+def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verification:
+    """Run a file in onnxruntime (graph optimizations off), and compare all its integer codes with the model's.
+
+    Args:
+        converted: What `qtoolkit.convert` returned.
+        model: The exported ModelProto, or the path of its file.
+        inputs: A tuple of inputs, or one tensor.
+
+    Returns:
+        Counts of differing codes; `check()` raises where there must be none.
+    """
+    import onnx
+
+    proto = model if isinstance(model, onnx.ModelProto) else onnx.load(str(model))
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    pairs = _find_pairs(proto)
+    found = _run(proto, inputs, [name for p in pairs for name in (p.source, p.codes)])
+    activations = {p.quantizer: p for p in pairs if not p.is_weight}
+    weights = {p.quantizer: p for p in pairs if p.is_weight}
+    step = _Stepwise(converted, {name: found[p.codes] for name, p in activations.items()})
+    with torch.no_grad():
+        step.run(*inputs)
+        outputs = converted(*inputs)
+        weight_codes = sum(
+            (_compare_weight(layer, found[weights[f"{name}.weight_quantizer"].codes])
+             for name, layer in _weighted(converted) if f"{name}.weight_quantizer" in weights),
+            CodeCount(),
+        )
+        quantizer_codes = sum(
+            (CodeCount.of(_grid(converted, name).codes(torch.from_numpy(found[p.source])), found[p.codes])
+             for name, p in activations.items()),
+            CodeCount(),
+        )
+    wanted = [name for name, module in converted.named_modules() if isinstance(module, Grid)]
+    return Verification(
+        weight_codes,
+        quantizer_codes,
+        sum(step.counts.values(), CodeCount()),
+        step.counts,
+        _largest_difference(outputs, [found[o.name] for o in proto.graph.output]),
+        tuple(name for name in wanted if name not in activations and name not in weights),
+    )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A quantizer in the file: the values that go in (or, for integer weights, the codes) and the codes."""
+
+    quantizer: str
+    source: str
+    codes: str
+    is_weight: bool
+
+
+def _find_pairs(proto: Any) -> list[_Pair]:
+    made_by = {output: node for node in proto.graph.node for output in node.output}
+    pairs = []
+    for node in proto.graph.node:
+        if node.op_type != "DequantizeLinear" or not node.name.split(".dequantize")[0]:
+            continue
+        quantizer, _, _ = node.name.rpartition(".dequantize")
+        origin = made_by.get(node.input[0])
+        if origin is not None and origin.op_type == "Clip":
+            origin = made_by[origin.input[0]]
+        source = node.input[0] if origin is None or origin.op_type != "QuantizeLinear" else origin.input[0]
+        pairs.append(_Pair(quantizer, source, node.input[0], quantizer.endswith("weight_quantizer")))
+    return pairs
+
+
+def _run(proto: Any, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
+    """Run the model and return its outputs, and the tensors of these names."""
+    import onnx
+    import onnxruntime
+    from onnx import numpy_helper
+
+    constants = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if t.name in names}
+    opened = onnx.ModelProto()
+    opened.CopyFrom(proto)
+    shown = {o.name for o in opened.graph.output} | {i.name for i in opened.graph.input}
+    wanted = [name for name in dict.fromkeys(names) if name not in shown and name not in constants]
+    opened.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {i.name: x.detach().cpu().numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    outputs = [o.name for o in session.get_outputs()]
+    return {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+
+
+class _Stepwise(fx.Interpreter):
+    """Runs a converted model, and puts onnxruntime's codes in place of its own after every activation quantizer."""
+
+    def __init__(self, converted: fx.GraphModule, codes: dict[str, Any]) -> None:
+        super().__init__(converted)
+        self.codes = codes
+        self.counts: dict[str, CodeCount] = {}
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grid = self.fetch_attr(target)
+        if not isinstance(grid, Grid) or target not in self.codes:
+            return super().call_module(target, args, kwargs)
+        theirs = self.codes[target]
+        self.counts[target] = CodeCount.of(grid.codes(args[0]).cpu(), theirs)
+        return grid.values(torch.from_numpy(theirs)).to(args[0].dtype)
+
+
+def _weighted(model: nn.Module) -> list[tuple[str, QuantWeighted]]:
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantWeighted) and m.weight_quantizer is not None]
+
+
+def _grid(model: nn.Module, name: str) -> Grid:
+    grid = model.get_submodule(name)
+    if not isinstance(grid, Grid):
+        raise TypeError(f"verify_onnx: {name!r} is a {type(grid).__name__}; pass what qtoolkit.convert returned.")
+    return grid
+
+
+def _compare_weight(layer: QuantWeighted, theirs: Any) -> CodeCount:
+    grid = layer.weight_quantizer
+    if not isinstance(grid, Grid):
+        raise TypeError("verify_onnx: the model is not converted; pass what qtoolkit.convert returned.")
+    ours = grid.codes(layer.weight)
+    if grid.group > 1:  # the file has them as (groups * out, in * k...)
+        ours = ours.unflatten(0, (grid.group, -1)).transpose(1, 2).flatten(0, 1).flatten(1)
+    return CodeCount.of(ours, theirs)
+
+
+def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:
+    tensors = [t for t in torch.utils._pytree.tree_leaves(ours) if isinstance(t, Tensor)]
+    gaps = [np.abs(t.numpy() - a).max(initial=0) for t, a in zip(tensors, theirs, strict=True)]
+    return float(max(gaps, default=0.0))

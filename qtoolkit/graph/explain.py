@@ -1,0 +1,61 @@
+"""Note of each op whether it is quantized, and why not; and run the prepared model once, so that it fails early."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from qtoolkit.backends import Backend
+from qtoolkit.config import QConfigMapping
+from qtoolkit.graph.fuse import batch_norm_after
+from qtoolkit.graph.insert import is_quantizer, role_of
+from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, tensor_inputs
+from qtoolkit.graph.swap import config_of, reason_float
+from qtoolkit.quantizer import disable_quantization
+
+
+def run(gm: fx.GraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> fx.GraphModule:
+    """Keep in the model's meta the backend, and of each op its status with the reason, for quantization_report."""
+    reasons = {n.name: _status(n, backend, mapping) for n in gm.graph.nodes if not is_quantizer(n)}
+    gm.meta["qtoolkit"] = {"backend": backend, "reasons": reasons}
+    return gm
+
+
+def _status(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> tuple[str, str]:
+    kind, role = kind_of(node), role_of(node, backend)
+    if kind in WEIGHTED_KINDS:
+        reason = reason_float(node, backend, mapping)
+        return ("quantized", "") if reason is None else ("float", f"float: {reason}")
+    if role == "transparent":
+        return "transparent", ""
+    if role in ("compute", "merge"):
+        qconfig = config_of(node, backend, mapping)
+        if qconfig is None or qconfig.activation is None:
+            return "float", "float: the qconfig_mapping says so"
+        return "quantized", ""
+    return _status_of_float(node, kind, backend)
+
+
+def _status_of_float(node: fx.Node, kind: str, backend: Backend) -> tuple[str, str]:
+    source = tensor_inputs(node)[0] if tensor_inputs(node) else None
+    if kind == "batch_norm" and source is not None and batch_norm_after(source) is node:
+        return "quantized", "folded into the layer before it"
+    if kind == "batch_norm":
+        return "float", "float: a batch norm that cannot be folded (no weighted layer right before it, or one with a second user)"
+    if kind == "relu":
+        return "transparent", ""
+    what = "unknown to qtoolkit" if kind == OTHER else f"a {kind}"
+    return "float", f"float: {what}, which {backend.name} computes in float"
+
+
+def try_out(gm: fx.GraphModule, example_inputs: Any) -> None:
+    """Run a prepared model on example inputs, with quantizers off, leaving its state as it was."""
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    modes = {module: module.training for module in gm.modules()}
+    gm.eval()
+    try:
+        with torch.no_grad(), disable_quantization(gm):
+            gm(*inputs)
+    finally:
+        for module, training in modes.items():
+            module.training = training

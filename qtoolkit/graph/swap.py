@@ -1,0 +1,73 @@
+"""Replace float layers by QAT layers, by table and by the user's mapping; note what stays float, and why."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx, nn
+
+from qtoolkit.backends import Backend
+from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of, object_type_of
+from qtoolkit.nn import QAT_MODULES, QuantWeighted
+
+QatModules = Mapping[type[nn.Module], type[QuantWeighted]]
+
+
+def name_of(node: fx.Node) -> str:
+    """Return what a user calls a node: its module's dotted name, or the node's own name."""
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def config_of(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> QConfig | None:
+    """Return the config that holds for a node: the mapping's, else the backend's default."""
+    match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
+    return backend.qconfig if match is None else match.qconfig
+
+
+def weight_spec(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> QuantSpec | None:
+    """Return the spec of a layer's weight.
+
+    Axis 0 of a default, or of a global rule, stands for the output channel, whatever axis that is in the layer's weight; a
+    rule for a type or a name says the axis itself.
+    """
+    qconfig = config_of(node, backend, mapping)
+    if qconfig is None or qconfig.weight is None:
+        return None
+    match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
+    general = match is None or match.source == "global"
+    if general and qconfig.weight.axis == 0 and kind_of(node) == "conv_transpose":
+        return replace(qconfig.weight, axis=backend.conv_transpose_axis)
+    return qconfig.weight
+
+
+def run(
+    gm: fx.GraphModule,
+    backend: Backend,
+    mapping: QConfigMapping | None = None,
+    qat_modules: QatModules | None = None,
+) -> fx.GraphModule:
+    """Replace each float layer that the config quantizes and the table knows. A shared layer stays shared.
+
+    Raises:
+        ValueError: A spec does not fit a layer's weight.
+    """
+    table = {**QAT_MODULES, **(qat_modules or {})}
+    for node in gm.graph.nodes:
+        if node.op != "call_module" or kind_of(node) not in WEIGHTED_KINDS:
+            continue
+        module = module_of(node)
+        spec = weight_spec(node, backend, mapping)
+        if spec is None or isinstance(module, QuantWeighted):
+            continue
+        gm.set_submodule(str(node.target), table[type(module)].from_float(module, spec, str(node.target)))
+    return gm
+
+
+def reason_float(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> str | None:
+    """Return why a weighted op has a float weight, or None where its weight is quantized."""
+    if node.op != "call_module":
+        return f"called as a function ({node.name}), whose weight no module owns; make it a torch.nn module"
+    if isinstance(module_of(node), QuantWeighted):
+        return None
+    qconfig = config_of(node, backend, mapping)
+    return "the qconfig_mapping says so" if qconfig is None or qconfig.weight is None else "no QAT module for its type"

@@ -1,0 +1,91 @@
+"""Range estimators, and how a range becomes a scale and a zero point."""
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.config import QuantSpec
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+DEFAULT_MOMENTUM = 0.1
+
+
+class RangeObserver(nn.Module):
+    """Running minimum and maximum, per tensor or per channel, overall or as a moving average.
+
+    Args:
+        channels: Number of ranges; None for one 0-d range.
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        momentum: Weight of each new range in a moving average; None for the range of all that was seen.
+
+    Example:
+        >>> observer = RangeObserver()
+        >>> observer(torch.tensor([-1.0, 3.0]))
+        >>> observer.lo, observer.hi
+        (tensor(-1.), tensor(3.))
+    """
+
+    lo: Tensor
+    hi: Tensor
+
+    def __init__(
+        self, channels: int | None = None, axis: int | None = None, group: int = 1, momentum: float | None = None
+    ) -> None:
+        super().__init__()
+        self.axis, self.group, self.momentum = axis, group, momentum
+        shape = () if channels is None else (channels,)
+        self.register_buffer("lo", torch.full(shape, torch.inf))
+        self.register_buffer("hi", torch.full(shape, -torch.inf))
+
+    def forward(self, x: Tensor) -> None:
+        """Take in the range of x."""
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, self.axis, self.group)
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.lo.fill_(torch.inf)
+        self.hi.fill_(-torch.inf)
+
+    def extra_repr(self) -> str:
+        """Return the options that are not the default."""
+        return "" if self.momentum is None else f"momentum={self.momentum}"
+
+
+def make_observer(spec: QuantSpec, channels: int | None, group: int) -> RangeObserver:
+    """Build the observer that a spec names."""
+    momentum = spec.observer_args.get("momentum", DEFAULT_MOMENTUM) if spec.observer == "moving_average" else None
+    return RangeObserver(channels, spec.axis, group, momentum)
+
+
+def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    """Return the scale, and (for an affine spec) the zero point, whose grid covers the range [lo, hi].
+
+    Zero is always representable: the range is widened to hold it. Symmetric: scale = max(|lo|, |hi|) / qmax (unsigned:
+    hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round(lo / scale), in [qmin, qmax]. A range
+    of zero width gets scale 1.
+
+    Args:
+        lo: Lowest values, float32, any shape.
+        hi: Highest values, the same shape.
+        spec: Range of codes, symmetry, powers of two.
+
+    Returns:
+        Scale and zero point, of the shape of lo. NaN or infinite ranges give scales that are not finite.
+
+    Example:
+        >>> grid_of_range(torch.tensor(-1.0), torch.tensor(3.0), QuantSpec(signed=False, symmetric=False, bits=2))
+        (tensor(1.3333), tensor(1.))
+    """
+    lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+    if spec.symmetric:
+        width = torch.maximum(-lo, hi) if spec.signed else hi
+        steps = spec.qmax
+    else:
+        width, steps = hi - lo, spec.qmax - spec.qmin
+    scale = torch.where(width == 0, torch.ones_like(width), (width / steps).clamp(min=SMALLEST_SCALE))
+    if spec.pow2_scale:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    if spec.symmetric:
+        return scale, None
+    return scale, (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)

@@ -1,0 +1,121 @@
+"""prepare() and convert(): the passes in order, nothing else."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import fx, nn
+
+from qtoolkit.backends import Backend, backends
+from qtoolkit.config import QConfigMapping
+from qtoolkit.graph import explain, fold, fuse, insert, swap, trace
+from qtoolkit.graph.swap import QatModules, name_of
+from qtoolkit.names import check_known
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Any = None,
+    backend: str | Backend = "tensorrt",
+    qconfig_mapping: QConfigMapping | None = None,
+    leaf_modules: Sequence[type[nn.Module]] = (),
+    skip: Sequence[str] = (),
+    concrete_args: Mapping[str, Any] | None = None,
+    preserve_attributes: Sequence[str] | None = None,
+    qat_modules: QatModules | None = None,
+    inplace: bool = False,
+) -> fx.GraphModule:
+    """Turn a float model into one that can be calibrated and trained with quantization.
+
+    In training mode (QAT) batch norms stay and train, and are folded by `convert`; in eval mode (PTQ) they are folded at
+    once. Parameter names stay as they are. Call `qtoolkit.calibrate` next.
+
+    Args:
+        model: The float model. It is copied, unless `inplace`.
+        example_inputs: A tuple of inputs (or one tensor); if given, the prepared model is run on them once with quantizers
+            off, in eval mode, so that a model that does not run fails here.
+        backend: A name from `qtoolkit.backends`, or a Backend.
+        qconfig_mapping: Which layers get which config; layers without a rule get the backend's default.
+        leaf_modules: Types of submodules that are not traced into (and stay float).
+        skip: Dotted names of submodules that are not traced into (and stay float).
+        concrete_args: Values of forward's arguments that are fixed at tracing.
+        preserve_attributes: Dotted names of attributes and methods of the model that the result keeps.
+        qat_modules: Float type -> QAT type, on top of qtoolkit's own.
+        inplace: Work on the model itself: it must not be used afterwards.
+
+    Returns:
+        A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
+
+    Raises:
+        UntraceableError: The model's Python cannot be traced; says where, and what to do.
+        ValueError: A backend, a layer name or an option is not known; says which is nearest.
+        TypeError: An argument is of a wrong type.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> prepared = prepare(model, (torch.zeros(1, 3, 8, 8),), backend="onnxruntime")
+        >>> [name for name, _ in prepared.named_modules() if "quantizers." in name and "observer" not in name]
+        ['activation_quantizers.input_1']
+    """
+    target = _backend(backend)
+    _check_model(model, qconfig_mapping)
+    gm = trace.run(model if inplace else copy.deepcopy(model), leaf_modules, skip, concrete_args, preserve_attributes)
+    if qconfig_mapping is not None:
+        qconfig_mapping.check_names([name_of(n) for n in gm.graph.nodes if n.op not in ("placeholder", "output")])
+    gm = swap.run(gm, target, qconfig_mapping, qat_modules)
+    gm = fuse.run(gm)
+    gm = insert.run(gm, target, qconfig_mapping)
+    gm = explain.run(gm, target, qconfig_mapping)
+    if example_inputs is not None:
+        explain.try_out(gm, example_inputs)
+    return gm
+
+
+def convert(prepared: fx.GraphModule, arithmetic: Literal["float"] = "float") -> fx.GraphModule:
+    """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
+
+    The result computes, in float, what the deployed model computes: every quantizer is a `Grid`. Each quantized layer has
+    `forward_fp32` beside its forward. The prepared model is not changed.
+
+    Args:
+        prepared: What `qtoolkit.prepare` returned, calibrated.
+        arithmetic: "float": layers compute in float on values from the grid.
+
+    Returns:
+        A GraphModule in eval mode, without observers.
+
+    Raises:
+        RuntimeError: A quantizer saw no data; names it.
+        ValueError: A scale is not positive and finite, or `arithmetic` is not known.
+        TypeError: The model was not prepared.
+
+    Example:
+        >>> import qtoolkit as qt
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> report = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
+        >>> converted = qt.convert(prepared)
+        >>> bool((converted(torch.ones(1, 4)) == prepared(torch.ones(1, 4))).all())
+        True
+    """
+    check_known("arithmetic", arithmetic, ("float",))
+    if not isinstance(prepared, fx.GraphModule) or "qtoolkit" not in prepared.meta:
+        raise TypeError(f"convert: prepared must be what qtoolkit.prepare returned, got {type(prepared).__name__}.")
+    return fold.run(copy.deepcopy(prepared))
+
+
+def _backend(backend: str | Backend) -> Backend:
+    if isinstance(backend, Backend):
+        return backend
+    check_known("backend", backend, backends)
+    return backends[backend]
+
+
+def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare: model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, fx.GraphModule) and "qtoolkit" in model.meta:
+        raise ValueError("prepare: this model is prepared already; prepare the float model.")
+    if mapping is not None and not isinstance(mapping, QConfigMapping):
+        raise TypeError(f"prepare: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")

@@ -1,0 +1,369 @@
+"""TensorQuantizer: the one quantizer module of every road, its frozen form, and the switches over whole models."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.config import QuantSpec
+from qtoolkit.observers import grid_of_range, make_observer
+
+SMALLEST_CODES = {
+    True: (torch.int8, torch.int16),
+    False: (torch.uint8, torch.uint16),
+}
+
+
+def code_dtype(qmin: int, qmax: int) -> torch.dtype:
+    """Return the smallest integer dtype that holds the codes [qmin, qmax].
+
+    Example:
+        >>> code_dtype(-8, 7), code_dtype(0, 255), code_dtype(0, 256)
+        (torch.int8, torch.uint8, torch.uint16)
+    """
+    narrow, wide = SMALLEST_CODES[qmin < 0]
+    fits = torch.iinfo(narrow).min <= qmin and qmax <= torch.iinfo(narrow).max
+    return narrow if fits else wide
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raise ValueError unless every scale is positive and finite. Waits for the device: not for a training step."""
+    bad = ~(torch.isfinite(scale) & (scale > 0))
+    if bool(bad.any()):
+        value = float(scale[bad].flatten()[0])
+        raise ValueError(
+            f"quantizer {name!r}: scale must be positive and finite, got {value} ({int(bad.sum())} of {scale.numel()}); "
+            f"calibrate it on data without NaN or infinities."
+        )
+
+
+class Grid(nn.Module):
+    """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
+
+    Args:
+        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel.
+        zero_point: As many codes, stored as floats, or None.
+        spec: Range of codes and channel axis.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+    Raises:
+        ValueError: A scale is zero, negative, NaN or infinite.
+
+    Example:
+        >>> grid = Grid(torch.tensor(0.5), None, QuantSpec())
+        >>> grid(torch.tensor([0.3, 100.0])), grid.codes(torch.tensor([0.3, 100.0]))
+        (tensor([ 0.5000, 63.5000]), tensor([  1, 127], dtype=torch.int8))
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, group: int = 1) -> None:
+        super().__init__()
+        check_scale("Grid", scale)
+        self.spec, self.group = spec, group
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values on the grid nearest to x."""
+        spec = self.spec
+        return ops.fake_quant(x, self.scale, self.zero_point, spec.qmin, spec.qmax, spec.axis, self.group)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Return the integer codes of x."""
+        spec = self.spec
+        dtype = code_dtype(spec.qmin, spec.qmax)
+        return ops.quantize(x, self.scale, self.zero_point, spec.qmin, spec.qmax, spec.axis, self.group, dtype)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the values of integer codes."""
+        return ops.dequantize(codes, self.scale, self.zero_point, self.spec.axis, self.group, self.scale.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the spec's short name."""
+        return self.spec.describe()
+
+
+class TensorQuantizer(nn.Module):
+    """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.
+
+    A new quantizer has no range: it quantizes only after it has observed (`qtoolkit.calibrate` sees to that), after
+    `amax` was set, or after a state dict was loaded. The scale is kept in float32 whatever the model is cast to (a model
+    cast to float64 takes it along).
+
+    Args:
+        spec: How to quantize.
+        channels: Number of scales along `spec.axis` (times `group`); None takes it from the first input.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        name: What errors call it.
+
+    Attributes:
+        spec: How it quantizes.
+        observing: Whether forward takes in ranges.
+        quantizing: Whether forward quantizes.
+
+    Example:
+        >>> quantizer = TensorQuantizer(QuantSpec(bits=4))
+        >>> quantizer.amax = 7.0
+        >>> quantizer(torch.tensor([0.6, 100.0]))
+        tensor([1., 7.])
+    """
+
+    _scale: Tensor
+    _zero_point: Tensor | None
+
+    def __init__(self, spec: QuantSpec, channels: int | None = None, group: int = 1, name: str = "quantizer") -> None:
+        super().__init__()
+        if group > 1 and spec.axis is None:
+            raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
+        self.spec, self.group, self.name = spec, group, name
+        self.observing, self.quantizing = False, True
+        self.grad_factor: float | None = None
+        self._sized = spec.axis is None or channels is not None
+        shape = () if spec.axis is None else (channels if channels is not None else 1,)
+        unset = torch.full(shape, torch.nan)
+        if spec.quantizer == "lsq":
+            self._scale = nn.Parameter(unset)
+        else:
+            self.register_buffer("_scale", unset)
+        self.register_buffer("_zero_point", None if spec.symmetric else torch.zeros(shape))
+        self.observer = make_observer(spec, None if spec.axis is None else shape[0], group)
+        self.ready = False
+
+    # ---- the grid
+
+    @property
+    def scale(self) -> Tensor:
+        """Steps between codes, positive: 0-d, or one per channel. Detached; NaN where there is no range yet."""
+        return self._scale.detach().abs()
+
+    @property
+    def zero_point(self) -> Tensor | None:
+        """Codes of zero, as floats; None where symmetric."""
+        return None if self._zero_point is None else self._zero_point.detach().round()
+
+    @property
+    def amax(self) -> Tensor:
+        """Largest magnitude on a symmetric grid, scale * qmax: 0-d, or one per channel."""
+        return self.scale * self.spec.qmax
+
+    @amax.setter
+    def amax(self, value: Tensor | float) -> None:
+        amax = torch.as_tensor(value, dtype=self._scale.dtype, device=self._scale.device)
+        if bool((amax < 0).any()):
+            raise ValueError(f"quantizer {self.name!r}: amax must not be negative, got {float(amax.min())}.")
+        lo = -amax if self.spec.signed else torch.zeros_like(amax)
+        self.set_range(lo, amax)
+
+    def set_range(self, lo: Tensor, hi: Tensor) -> None:
+        """Set the grid to cover the range [lo, hi], of one element or one per channel.
+
+        Raises:
+            ValueError: The range is not finite, or has a wrong number of elements.
+        """
+        scale, zero_point = grid_of_range(lo.float(), hi.float(), self.spec)
+        check_scale(self.name, scale)
+        if scale.numel() not in (1, self._scale.numel()):
+            raise ValueError(
+                f"quantizer {self.name!r}: a range must have 1 or {self._scale.numel()} elements, got {scale.numel()}."
+            )
+        self._write(scale, zero_point)
+        self.ready = True
+
+    def _write(self, scale: Tensor, zero_point: Tensor | None) -> None:
+        with torch.no_grad():
+            self._scale.copy_(scale)
+            if self._zero_point is not None and zero_point is not None:
+                self._zero_point.copy_(zero_point)
+
+    def check_observed(self) -> None:
+        """Check what was observed, without setting the grid from it.
+
+        Raises:
+            RuntimeError: Nothing was observed.
+            ValueError: What was observed is not finite.
+        """
+        lo, hi = self.observer.lo, self.observer.hi
+        if bool((lo > hi).any()):
+            raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
+        if not bool((torch.isfinite(lo) & torch.isfinite(hi)).all()):
+            raise ValueError(
+                f"quantizer {self.name!r} has observed NaN or infinities; look for the layer before it that makes them."
+            )
+
+    def load_observed(self) -> None:
+        """Set the grid from the range observed so far; errors as of `check_observed`."""
+        self.check_observed()
+        self.set_range(self.observer.lo, self.observer.hi)
+
+    # ---- use
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x, or its nearest values on the grid, by the state of the quantizer.
+
+        Raises:
+            RuntimeError: It is to quantize but has no range.
+        """
+        if self.observing:
+            self._observe(x)
+        if not self.quantizing:
+            return x
+        if not self.ready:
+            raise RuntimeError(
+                f"quantizer {self.name!r} has no range yet: call qtoolkit.calibrate(model, batches) first, or switch it "
+                f"off with qtoolkit.disable_quantization(model)."
+            )
+        spec = self.spec
+        factor = 1.0 if spec.quantizer == "fixed" else self._lsq_factor(x)
+        return ops.fake_quant(x, self._scale, self._zero_point, spec.qmin, spec.qmax, spec.axis, self.group, factor)
+
+    def _observe(self, x: Tensor) -> None:
+        if not self._sized:
+            self._resize(x.size(self.spec.axis if self.spec.axis is not None else 0) * self.group)
+        self.observer(x)
+        if self.quantizing and self.spec.quantizer == "fixed":
+            self._write(*grid_of_range(self.observer.lo, self.observer.hi, self.spec))
+            self.ready = True
+
+    def _lsq_factor(self, x: Tensor) -> float:
+        # LSQ section 2.2: 1 / sqrt(N * qmax), N the number of weights that share a scale, or of features (without the
+        # batch) of an activation.
+        if self.grad_factor is None:
+            sharing = x.numel() // self._scale.numel() if self.spec.axis is not None else x.numel() // max(len(x), 1)
+            self.grad_factor = float(max(sharing, 1) * self.spec.qmax) ** -0.5
+        return self.grad_factor
+
+    def to_grid(self) -> Grid:
+        """Return the frozen form, with the scale as it is now.
+
+        Raises:
+            RuntimeError: It has no range.
+            ValueError: A scale is not positive and finite.
+        """
+        if not self.ready:
+            raise RuntimeError(
+                f"quantizer {self.name!r} saw no data, so it has no scale: call qtoolkit.calibrate(model, batches) on data "
+                f"that reaches it, or leave its layer in float by the QConfigMapping."
+            )
+        check_scale(self.name, self.scale)
+        zero_point = self.zero_point
+        if zero_point is not None:
+            zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
+        return Grid(self.scale.clone(), zero_point, self.spec, self.group)
+
+    # ---- switches
+
+    def enable(self) -> None:
+        """Quantize from now on."""
+        self.quantizing = True
+
+    def disable(self) -> None:
+        """Pass inputs through from now on."""
+        self.quantizing = False
+
+    # ---- state
+
+    def _resize(self, channels: int) -> None:
+        for holder, name in ((self, "_scale"), (self, "_zero_point"), (self.observer, "lo"), (self.observer, "hi")):
+            tensor = getattr(holder, name)
+            if tensor is not None:
+                tensor.data = tensor.data.new_full((channels,), float(tensor.flatten()[0]))
+        self._sized = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Casting a model to half precision must not cost the scales theirs.
+        holders = ((self, "_scale"), (self, "_zero_point"), (self.observer, "lo"), (self.observer, "hi"))
+        before = [(holder, name, getattr(holder, name)) for holder, name in holders]
+        before = [(holder, name, tensor.detach()) for holder, name, tensor in before if tensor is not None]
+        super()._apply(fn, recurse)
+        for holder, name, old in before:
+            new = getattr(holder, name)
+            if new.dtype not in (torch.float32, torch.float64):
+                new.data = old.to(new.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # The state dict of a float model says nothing of quantizers: they keep what they have.
+        if not any(key.startswith(prefix) for key in state_dict):
+            missing: list[str] = []
+            super()._load_from_state_dict(state_dict, prefix, args[0], False, missing, *args[3:])
+            return
+        scale = state_dict.get(prefix + "_scale")
+        if scale is not None and not self._sized:
+            self._resize(scale.numel())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.ready = bool(torch.isfinite(self._scale).all())
+
+    def extra_repr(self) -> str:
+        """Return the spec and the state."""
+        words = [self.spec.describe()]
+        words += ["observing"] if self.observing else []
+        words += [] if self.quantizing else ["off"]
+        words += [] if self.ready else ["no range yet"]
+        return ", ".join(words)
+
+
+def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
+    """Return a model's quantizers by their dotted names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TensorQuantizer)}
+
+
+class _Switch(AbstractContextManager["_Switch"]):
+    """Set the state of all quantizers of a model or submodule: for good with apply(), or for a `with` block."""
+
+    observing: bool | None = None
+    quantizing: bool | None = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.quantizers = list(quantizers_of(model).values())
+        self.before: list[list[tuple[bool, bool]]] = []
+
+    def apply(self) -> None:
+        """Set the state for good."""
+        for quantizer in self.quantizers:
+            if self.observing is not None:
+                quantizer.observing = self.observing
+            if self.quantizing is not None:
+                quantizer.quantizing = self.quantizing
+
+    def __enter__(self) -> Self:
+        self.before.append([(q.observing, q.quantizing) for q in self.quantizers])
+        self.apply()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for quantizer, state in zip(self.quantizers, self.before.pop(), strict=True):
+            quantizer.observing, quantizer.quantizing = state
+
+
+class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)
+    """Pass tensors through all quantizers, in a `with` block or, with apply(), from now on.
+
+    Example:
+        >>> quantizer = TensorQuantizer(QuantSpec())
+        >>> with disable_quantization(quantizer):
+        ...     quantizer(torch.tensor(0.3))
+        tensor(0.3000)
+    """
+
+    quantizing = False
+
+
+class enable_quantization(_Switch):  # noqa: N801
+    """Quantize with all quantizers, in a `with` block or, with apply(), from now on."""
+
+    quantizing = True
+
+
+class calibrating(_Switch):  # noqa: N801
+    """Observe ranges and do not quantize, in a `with` block or, with apply(), from now on."""
+
+    observing = True
+    quantizing = False

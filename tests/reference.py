@@ -1,0 +1,138 @@
+"""The oracle: section 4 of the design, written out plainly in NumPy, with tensors in and out.
+
+Arithmetic is float32 (float64 for float64 input), one IEEE operation at a time; sums are float64. Nothing here shares a
+line, or an idea, with the C++.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TINY = np.finfo(np.float32).tiny  # a scale counts as at least this
+
+
+def arithmetic(dtype: torch.dtype) -> type:
+    return np.float64 if dtype == torch.float64 else np.float32
+
+
+def array(t: Tensor, kind: type) -> np.ndarray:
+    """The values of any tensor, in NumPy's row-major order (NumPy has no bfloat16)."""
+    wide = t.detach().cpu().contiguous()
+    wide = wide.double() if t.dtype == torch.float64 else wide.float() if t.dtype.is_floating_point else wide.long()
+    with np.errstate(all="ignore"):
+        return wide.numpy().astype(kind)
+
+
+def tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).reshape(values.shape)
+
+
+def channels(shape: tuple[int, ...], axis: int | None, group: int) -> tuple[np.ndarray, int]:
+    """For each element the number of its channel, and how many channels there are."""
+    if axis is None:
+        return np.zeros(shape, np.int64), 1
+    axis %= len(shape)
+    places = np.indices(shape, sparse=False).reshape(len(shape), -1)
+    within = shape[0] // group
+    part = places[0] // within if group > 1 else np.zeros(places.shape[1], np.int64)
+    return (part * shape[axis] + places[axis]).reshape(shape), group * shape[axis]
+
+
+class Snapped:
+    """Every quantity of an integer grid on x, element by element."""
+
+    def __init__(self, x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1):
+        kind = arithmetic(x.dtype)
+        self.channel, self.count = channels(tuple(x.shape), axis if scale.numel() > 1 else None, group)
+        self.x = array(x, kind)
+        self.s = self.spread(np.maximum(np.abs(array(scale, kind)), kind(TINY)))
+        z = np.zeros(scale.numel(), kind) if zero_point is None else np.rint(array(zero_point, kind))
+        self.z = self.spread(z)
+        self.qmin, self.qmax = qmin, qmax
+        with np.errstate(all="ignore"):
+            self.quotient = self.x / self.s
+            self.level = np.rint(self.quotient) + self.z
+            self.q = np.minimum(np.maximum(self.level, kind(qmin)), kind(qmax))
+            self.inside = (self.level >= kind(qmin)) & (self.level <= kind(qmax))
+
+    def spread(self, per_channel: np.ndarray) -> np.ndarray:
+        return per_channel.reshape(-1)[self.channel]
+
+    def values(self) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return (self.q - self.z) * self.s
+
+    def codes(self) -> np.ndarray:
+        low = np.where(np.isnan(self.q), self.qmin, self.q).astype(np.float64)
+        return np.clip(low, self.qmin, self.qmax).astype(np.int64)
+
+    def sum(self, terms: np.ndarray) -> np.ndarray:
+        totals = np.zeros(self.count)
+        np.add.at(totals, self.channel.reshape(-1), terms.reshape(-1).astype(np.float64))
+        return totals
+
+
+def fake_quant(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *grid, **named) -> Tensor:
+    return tensor(Snapped(x, scale, zero_point, *grid, **named).values(), x.dtype)
+
+
+def inside(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *grid, **named) -> Tensor:
+    return tensor(Snapped(x, scale, zero_point, *grid, **named).inside, torch.bool)
+
+
+def packed(bits: Tensor, like: Tensor) -> Tensor:
+    """Bits in the memory order of `like` (dense), eight a byte, the first one lowest; the last byte ends in zeros."""
+    ordered = torch.empty_like(like, dtype=torch.bool).copy_(bits)
+    flat = ordered.as_strided((ordered.numel(),), (1,))
+    return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little"))
+
+
+def quantize(x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1, dtype=torch.int8) -> Tensor:
+    return tensor(Snapped(x, scale, zero_point, qmin, qmax, axis, group).codes(), dtype)
+
+
+def dequantize(codes, scale, zero_point=None, axis=None, group=1, dtype=torch.float32) -> Tensor:
+    grid = Snapped(torch.empty_like(codes, dtype=dtype), scale, zero_point, axis=axis, group=group)
+    with np.errstate(all="ignore"):
+        return tensor((array(codes, arithmetic(dtype)) - grid.z) * grid.s, dtype)
+
+
+def minmax(x: Tensor, axis: int | None = None, group: int = 1) -> tuple[Tensor, Tensor]:
+    """Per channel; np.min and np.max spread NaN. A channel without elements has the range [inf, -inf]."""
+    channel, count = channels(tuple(x.shape), axis, group)
+    values = array(x, arithmetic(x.dtype))
+    parts = [values[channel == c] for c in range(count)]
+    lo, hi = (np.array([f(p, initial=s) for p in parts]) for f, s in ((np.min, np.inf), (np.max, -np.inf)))
+    shape = () if axis is None else (count,)
+    return tensor(lo.reshape(shape), x.dtype), tensor(hi.reshape(shape), x.dtype)
+
+
+def moved(old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, axis=None, group=1) -> tuple[Tensor, Tensor]:
+    """Running ranges after x, in float64; the first range that is seen is taken as it is."""
+    new = [array(t, np.float64).reshape(-1) for t in minmax(x.double(), axis, group)]
+    was = [array(t, np.float64).reshape(-1) for t in old]
+    if momentum is None:
+        now = [np.minimum(was[0], new[0]), np.maximum(was[1], new[1])]
+    else:
+        with np.errstate(all="ignore"):
+            now = [w * (1 - momentum) + n * momentum for w, n in zip(was, new, strict=True)]
+        unseen, nothing = was[0] > was[1], new[0] > new[1]
+        now = [np.where(nothing, w, np.where(unseen, n, m)) for w, n, m in zip(was, new, now, strict=True)]
+    return tuple(tensor(n.reshape(t.shape), torch.float64) for n, t in zip(now, old, strict=True))
+
+
+class Gradients:
+    """dx exactly; dscale and dzero_point as float64 sums of float32 terms, with the sums of the terms' magnitudes."""
+
+    def __init__(self, grad, x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1, grad_factor=1.0):
+        p = Snapped(x, scale, zero_point, qmin, qmax, axis, group)
+        g = array(grad, arithmetic(x.dtype))
+        with np.errstate(all="ignore"):
+            steps = p.q - p.z
+            ds_terms = g * np.where(p.inside, steps - p.quotient, steps)
+            dz_terms = np.where(p.inside, 0, -(g * p.s))
+        self.dx = tensor(np.where(p.inside, g, 0), x.dtype)
+        sign = np.where(array(scale, np.float64).reshape(-1) >= 0, 1.0, -1.0)
+        self.ds, self.ds_mass = (grad_factor * p.sum(t) for t in (ds_terms, np.abs(ds_terms)))
+        self.dz, self.dz_mass = (grad_factor * p.sum(t) for t in (dz_terms, np.abs(dz_terms)))
+        self.ds = self.ds * sign
