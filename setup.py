@@ -6,6 +6,11 @@ from pathlib import Path
 
 from setuptools import setup
 
+# Where only a wrapper of nvcc is on PATH, torch takes the wrapper's folder for the toolkit's: name the toolkit itself.
+TOOLKIT = Path("/usr/local/cuda")
+if "CUDA_HOME" not in os.environ and (TOOLKIT / "bin" / "nvcc").exists():
+    os.environ["CUDA_HOME"] = str(TOOLKIT)
+
 try:
     import torch
     from torch.utils import cpp_extension
@@ -36,8 +41,12 @@ def with_cuda() -> bool:
 
 def extension(cuda: bool) -> object:
     folders = ["csrc", "csrc/cpu", *(["csrc/cuda"] if cuda else [])]
-    sources = [str(p.relative_to(ROOT)) for f in folders for p in sorted((ROOT / f).iterdir()) if p.suffix in (".cpp", ".cu")]
-    headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".inc", ".cuh")]
+    sources = [
+        str(p.relative_to(ROOT)) for f in folders for p in sorted((ROOT / f).iterdir()) if p.suffix in (".cpp", ".cu")
+    ]
+    headers = [
+        str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".inc", ".cuh")
+    ]
     # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h).
     flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]}
     if not cuda:

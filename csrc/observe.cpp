@@ -1,6 +1,7 @@
 // Range observers for CPU and CUDA: one read of the input, no wait for the device.
 #include "observe.h"
 
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -53,6 +54,10 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) {
+  m.impl("snapshot", [](const Tensor& x) { return x.detach().clone(); });
+}
 
 TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
   m.impl("minmax", minmax);

@@ -131,7 +131,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("resnet20.onnx"))
     args = parser.parse_args()
     table = Table(title="CIFAR-10 ResNet-20, W8A8, 1,000 lossless test images")
-    for column in ("backend", "float %", "PTQ %", "onnxruntime %", "same class %", "weight codes", "quantizers", "layers"):
+    for column in (
+        "backend",
+        "float %",
+        "PTQ %",
+        "onnxruntime %",
+        "same class %",
+        "weight codes",
+        "quantizers",
+        "layers",
+    ):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for backend in qt.backends:
         r = run(args.data, backend, args.out)

@@ -109,7 +109,16 @@ def main() -> None:
     float_accuracy = accuracy(model, x_test, y_test)
 
     table = Table(title=f"scikit-learn digits, {len(x_test)} test images, accuracy in %")
-    for column in ("", "float", "PTQ", "QAT", "onnxruntime", "file KiB", "equal weight codes", "equal activation codes"):
+    for column in (
+        "",
+        "float",
+        "PTQ",
+        "QAT",
+        "onnxruntime",
+        "file KiB",
+        "equal weight codes",
+        "equal activation codes",
+    ):
         table.add_column(column, justify="right")
     for bits in (8, 4):
         prepared = qt.prepare(model.train(), (x[:1],), backend="onnxruntime", qconfig_mapping=mapping_of(bits))

@@ -5,7 +5,6 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.export import ExportResult, export_onnx
-
 from qtoolkit.graph.trace import UntraceableError
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.quantizer import (

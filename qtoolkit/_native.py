@@ -35,5 +35,7 @@ def load() -> ModuleType:
     try:
         from qtoolkit import _C
     except ImportError as error:
-        raise ImportError(f"qtoolkit's native library does not load under torch {running} ({error}). {REBUILD}") from None
+        raise ImportError(
+            f"qtoolkit's native library does not load under torch {running} ({error}). {REBUILD}"
+        ) from None
     return _C

@@ -66,13 +66,15 @@ def calibrate(
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
         >>> report = qt.calibrate(prepared, [torch.ones(8, 4), 2 * torch.ones(8, 4)], progress=False)
         >>> report.ranges["activation_quantizers.input_1"]
-        (2.0, 2.0)
+        (1.0, 2.0)
     """
     quantizers = quantizers_of(prepared)
     if not quantizers:
         raise ValueError("calibrate: the model has no quantizers; call qtoolkit.prepare first.")
     if isinstance(batches, torch.Tensor) or not isinstance(batches, Iterable):
-        raise TypeError(f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}.")
+        raise TypeError(
+            f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}."
+        )
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
     for quantizer in quantizers.values():

@@ -251,7 +251,9 @@ class QConfigMapping:
         """Return the mapping as JSON; types and functions by their import path."""
         return json.dumps(
             {
-                source: [[_path_of(key) if source == "object_type" else key, q and q.to_dict()] for key, q in rules.items()]
+                source: [
+                    [_path_of(key) if source == "object_type" else key, q and q.to_dict()] for key, q in rules.items()
+                ]
                 for source, rules in self.rules.items()
             },
             indent=2,
@@ -292,7 +294,12 @@ class QConfigMapping:
 
 
 def _path_of(kind: Kind) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+    short = f"{kind.__module__}:{kind.__name__}"
+    try:
+        found = _import(short)  # torch.add, for one, has a qualified name that does not import
+    except ValueError:
+        found = None
+    return short if found is kind else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _import(path: str) -> Any:

@@ -1,5 +1,7 @@
 """Range estimators, and how a range becomes a scale and a zero point."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,18 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 DEFAULT_MOMENTUM = 0.1
 
 
-class RangeObserver(nn.Module):
+class LoadsFloatCheckpoints(nn.Module):
+    """A module of quantization: where a state dict holds nothing of it, it keeps what it has.
+
+    So the state dict of a float model loads, strictly, into its prepared form.
+    """
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
+
+class RangeObserver(LoadsFloatCheckpoints):
     """Running minimum and maximum, per tensor or per channel, overall or as a moving average.
 
     Args:

@@ -22,6 +22,7 @@ from qtoolkit._native import load
 load()
 
 _fake_quant = torch.ops.qtoolkit.fake_quant.default
+_snapshot = torch.ops.qtoolkit.snapshot.default
 _quantize = torch.ops.qtoolkit.quantize.default
 _dequantize = torch.ops.qtoolkit.dequantize.default
 _minmax = torch.ops.qtoolkit.minmax.default
@@ -138,6 +139,22 @@ def dequantize(
     """
     values: Tensor = _dequantize(codes, scale, zero_point, axis, group, dtype=dtype)
     return values
+
+
+def snapshot(x: Tensor) -> Tensor:
+    """Return a copy of x as it is now, detached, which compilers keep for backward and never compute again.
+
+    torch.compile's partitioner otherwise computes values anew in backward from buffers that the forward has updated in
+    place since (seen with batch norm's statistics on torch 2.13 and 2.14: wrong gradients under inductor).
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> before = snapshot(x)
+        >>> x.add_(1), before
+        (tensor([1., 1.]), tensor([0., 0.]))
+    """
+    copy: Tensor = _snapshot(x)
+    return copy
 
 
 def minmax(x: Tensor, axis: int | None = None, group: int = 1) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from torch import fx, nn
+from torch import nn
 
 from qtoolkit.backends import Backend, backends
 from qtoolkit.config import QConfigMapping
 from qtoolkit.graph import explain, fold, fuse, insert, swap, trace
+from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.swap import QatModules, name_of
 from qtoolkit.names import check_known
 
@@ -24,7 +25,7 @@ def prepare(
     preserve_attributes: Sequence[str] | None = None,
     qat_modules: QatModules | None = None,
     inplace: bool = False,
-) -> fx.GraphModule:
+) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
 
     In training mode (QAT) batch norms stay and train, and are folded by `convert`; in eval mode (PTQ) they are folded at
@@ -72,7 +73,7 @@ def prepare(
     return gm
 
 
-def convert(prepared: fx.GraphModule, arithmetic: Literal["float"] = "float") -> fx.GraphModule:
+def convert(prepared: QuantizedGraphModule, arithmetic: Literal["float"] = "float") -> QuantizedGraphModule:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
     The result computes, in float, what the deployed model computes: every quantizer is a `Grid`. Each quantized layer has
@@ -100,7 +101,7 @@ def convert(prepared: fx.GraphModule, arithmetic: Literal["float"] = "float") ->
         True
     """
     check_known("arithmetic", arithmetic, ("float",))
-    if not isinstance(prepared, fx.GraphModule) or "qtoolkit" not in prepared.meta:
+    if not isinstance(prepared, QuantizedGraphModule):
         raise TypeError(f"convert: prepared must be what qtoolkit.prepare returned, got {type(prepared).__name__}.")
     return fold.run(copy.deepcopy(prepared))
 
@@ -115,7 +116,7 @@ def _backend(backend: str | Backend) -> Backend:
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare: model must be a torch.nn.Module, got {type(model).__name__}.")
-    if isinstance(model, fx.GraphModule) and "qtoolkit" in model.meta:
+    if isinstance(model, QuantizedGraphModule):
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
     if mapping is not None and not isinstance(mapping, QConfigMapping):
         raise TypeError(f"prepare: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")

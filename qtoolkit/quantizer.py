@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.observers import grid_of_range, make_observer
+from qtoolkit.observers import LoadsFloatCheckpoints, grid_of_range, make_observer
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
@@ -89,7 +89,7 @@ class Grid(nn.Module):
         return self.spec.describe()
 
 
-class TensorQuantizer(nn.Module):
+class TensorQuantizer(LoadsFloatCheckpoints):
     """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.
 
     A new quantizer has no range: it quantizes only after it has observed (`qtoolkit.calibrate` sees to that), after
@@ -272,7 +272,7 @@ class TensorQuantizer(nn.Module):
         for holder, name in ((self, "_scale"), (self, "_zero_point"), (self.observer, "lo"), (self.observer, "hi")):
             tensor = getattr(holder, name)
             if tensor is not None:
-                tensor.data = tensor.data.new_full((channels,), float(tensor.flatten()[0]))
+                tensor.data = tensor.data.new_full((channels,), float(tensor.detach().flatten()[0]))
         self._sized = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -288,16 +288,12 @@ class TensorQuantizer(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # The state dict of a float model says nothing of quantizers: they keep what they have.
-        if not any(key.startswith(prefix) for key in state_dict):
-            missing: list[str] = []
-            super()._load_from_state_dict(state_dict, prefix, args[0], False, missing, *args[3:])
-            return
         scale = state_dict.get(prefix + "_scale")
         if scale is not None and not self._sized:
             self._resize(scale.numel())
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.ready = bool(torch.isfinite(self._scale).all())
+        if scale is not None:
+            self.ready = bool(torch.isfinite(self._scale).all())
 
     def extra_repr(self) -> str:
         """Return the spec and the state."""

@@ -1,15 +1,16 @@
 """quantization_report: what is quantized and how, what stays float and why."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import fx, nn
 
-from qtoolkit.graph.insert import is_quantizer
+from qtoolkit.graph.insert import is_quantizer, role_of
 from qtoolkit.graph.kinds import kind_of
+from qtoolkit.graph.module import QuantizedGraphModule, Status
 from qtoolkit.graph.swap import name_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.quantizer import Grid, TensorQuantizer
+
 
 @dataclass(frozen=True)
 class LayerLine:
@@ -19,7 +20,7 @@ class LayerLine:
     kind: str
     weight: str
     inputs: tuple[str, ...]
-    status: Literal["quantized", "transparent", "float"]
+    status: Status
     reason: str
 
 
@@ -79,9 +80,9 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         A report with one line for each op and each quantized tensor; `print` it, or read its fields.
 
     Raises:
-        TypeError: The model is no GraphModule.
+        TypeError: The model was not prepared.
     """
-    if not isinstance(model, fx.GraphModule):
+    if not isinstance(model, QuantizedGraphModule):
         raise TypeError(
             f"quantization_report: model must be what qtoolkit.prepare or qtoolkit.convert returned, got "
             f"{type(model).__name__}."
@@ -95,19 +96,25 @@ def _has_line(node: fx.Node) -> bool:
     return node.op in ("call_module", "call_function", "call_method")
 
 
-def _layer_line(model: fx.GraphModule, node: fx.Node) -> LayerLine:
-    inputs = tuple(str(n.target) for n in node.all_input_nodes if is_quantizer(n))
+def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:
+    inputs = tuple(str(n.target) for n in (_origin(model, n) for n in node.all_input_nodes) if is_quantizer(n))
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     weight = _spec_of(module.weight_quantizer) if isinstance(module, QuantWeighted) else ""
-    reasons = model.meta.get("qtoolkit", {}).get("reasons", {})
-    status, reason = reasons.get(node.name, ("float", "not among the ops that the backend quantizes"))
+    status, reason = model.plan.status[node.name] if model.plan is not None else ("float", "not planned yet")
     return LayerLine(name_of(node), kind_of(node), weight, inputs, status, reason)
 
 
-def _tensor_line(model: fx.GraphModule, node: fx.Node) -> TensorLine:
+def _origin(model: QuantizedGraphModule, node: fx.Node) -> fx.Node:
+    """Return the quantizer (or other op) that a tensor comes from, through ops that only move it."""
+    moved = model.plan is not None and not is_quantizer(node) and role_of(node, model.plan.backend) == "transparent"
+    return _origin(model, node.all_input_nodes[0]) if moved else node
+
+
+def _tensor_line(model: QuantizedGraphModule, node: fx.Node) -> TensorLine:
     consumers = tuple(name_of(user) for user in node.users)
-    source = name_of(node.all_input_nodes[0])
-    return TensorLine(str(node.target), source, consumers, _spec_of(model.get_submodule(str(node.target))))
+    return TensorLine(
+        str(node.target), node.all_input_nodes[0].name, consumers, _spec_of(model.get_submodule(str(node.target)))
+    )
 
 
 def _spec_of(quantizer: nn.Module | None) -> str:

@@ -43,7 +43,7 @@ class Snapped:
 
     def __init__(self, x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1):
         kind = arithmetic(x.dtype)
-        self.channel, self.count = channels(tuple(x.shape), axis if scale.numel() > 1 else None, group)
+        self.channel, self.count = channels(tuple(x.shape), axis if scale.numel() != 1 else None, group)
         self.x = array(x, kind)
         self.s = self.spread(np.maximum(np.abs(array(scale, kind)), kind(TINY)))
         z = np.zeros(scale.numel(), kind) if zero_point is None else np.rint(array(zero_point, kind))
@@ -92,7 +92,7 @@ def quantize(x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1,
 
 
 def dequantize(codes, scale, zero_point=None, axis=None, group=1, dtype=torch.float32) -> Tensor:
-    grid = Snapped(torch.empty_like(codes, dtype=dtype), scale, zero_point, axis=axis, group=group)
+    grid = Snapped(torch.zeros_like(codes, dtype=dtype), scale, zero_point, axis=axis, group=group)
     with np.errstate(all="ignore"):
         return tensor((array(codes, arithmetic(dtype)) - grid.z) * grid.s, dtype)
 
@@ -133,6 +133,5 @@ class Gradients:
             dz_terms = np.where(p.inside, 0, -(g * p.s))
         self.dx = tensor(np.where(p.inside, g, 0), x.dtype)
         sign = np.where(array(scale, np.float64).reshape(-1) >= 0, 1.0, -1.0)
-        self.ds, self.ds_mass = (grad_factor * p.sum(t) for t in (ds_terms, np.abs(ds_terms)))
-        self.dz, self.dz_mass = (grad_factor * p.sum(t) for t in (dz_terms, np.abs(dz_terms)))
-        self.ds = self.ds * sign
+        self.ds, self.dz = grad_factor * sign * p.sum(ds_terms), grad_factor * p.sum(dz_terms)
+        self.ds_mass, self.dz_mass = (abs(grad_factor) * p.sum(np.abs(t)) for t in (ds_terms, dz_terms))

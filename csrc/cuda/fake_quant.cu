@@ -47,7 +47,8 @@ QT_DEVICE double sum_of(const A (&v)[kOctet]) {
 }
 
 template <class A, class At, bool kDense>
-__global__ void __launch_bounds__(kThreads) learned_backward_kernel(const Job job, const Slices slices, Pairs sums) {
+__global__ void __launch_bounds__(kThreads)
+    learned_backward_kernel(const __grid_constant__ Job job, const __grid_constant__ Slices slices, Pairs sums) {
   const A lo = static_cast<A>(job.qmin), hi = static_cast<A>(job.qmax);
   Pair sum = {0, 0};
   Walk walk = walk_of(slices, blockIdx.x, threadIdx.x);

@@ -179,8 +179,8 @@ static inline int64_t slots_of(const Slices& s, const Job& job) {
   return s.count > 1 ? s.count * job.channels.count : 0;
 }
 
-// Runs `rows` or `spread`, the same reduction over octets of either kind. Where there is one slice, its result is the
-// result.
+// Runs `rows` or `spread` (which take their arguments as __grid_constant__: a dozen registers less), the same reduction
+// over octets of either kind. Where there is one slice, its result is the result.
 template <class Join>
 void launch_reduction(void (*rows)(Job, Slices, Pairs), void (*spread)(Job, Slices, Pairs), Pair empty, Join join,
                       const Job& job, double* workspace, cudaStream_t stream) {

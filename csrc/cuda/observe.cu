@@ -21,7 +21,8 @@ struct Unite {
 };
 
 template <class A, class At, bool kDense>
-__global__ void __launch_bounds__(kThreads) minmax_kernel(const Job job, const Slices slices, Pairs ranges) {
+__global__ void __launch_bounds__(kThreads)
+    minmax_kernel(const __grid_constant__ Job job, const __grid_constant__ Slices slices, Pairs ranges) {
   Range<A> range = {static_cast<A>(INFINITY), static_cast<A>(-INFINITY)};
   bool nan = false;
   Walk walk = walk_of(slices, blockIdx.x, threadIdx.x);

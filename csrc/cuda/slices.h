@@ -54,7 +54,7 @@ static inline Slices shape_of(const Job& job) {
 }
 
 static inline Slices slices_of(const Job& job) {
-  constexpr int64_t kWork = 4096;       // a block is worth its start from so many elements on
+  constexpr int64_t kWork = 4096;       // elements that are worth a block of their own
   constexpr int64_t kBlocks = 2048;     // enough to fill the largest GPU
   constexpr int64_t kResults = 131072;  // bounds the workspace: 2 MB, unless there are more channels
   if (job.numel == 0) return {};
@@ -68,10 +68,10 @@ static inline Slices slices_of(const Job& job) {
   s.lanes = s.tile_channels == 1 ? kThreads : static_cast<int>(kThreads / s.width * s.width);
   const int64_t all = s.rows * s.width;
   const int64_t most = least(kBlocks / (s.groups * s.tiles), kResults / job.channels.count);
-  const int64_t wanted = least(divide_up(all * s.unit, kWork), most < 1 ? 1 : most);
+  const int64_t wanted = least(all * s.unit / kWork, most);
   s.step_columns = s.lanes % s.width;
   s.step = s.lanes / s.width * s.pattern + s.step_columns;
-  s.length = divide_up(divide_up(all, wanted), s.lanes) * s.lanes;
+  s.length = divide_up(divide_up(all, wanted < 1 ? 1 : wanted), s.lanes) * s.lanes;
   s.count = divide_up(all, s.length);
   return s;
 }

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 
+from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.names import check_known
 from qtoolkit.prepare import convert
 from qtoolkit.quantizer import Grid, quantizers_of
@@ -57,7 +58,7 @@ class ExportResult:
 
 
 def export_onnx(
-    model: fx.GraphModule,
+    model: QuantizedGraphModule,
     example_inputs: Any,
     path: str | os.PathLike[str],
     opset: int | None = None,
@@ -92,6 +93,7 @@ def export_onnx(
     Raises:
         RuntimeError: A quantizer saw no data (calibrate first), or onnxruntime's codes differ.
         ValueError: An option is not known or out of range.
+        TypeError: The model was not prepared.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -104,6 +106,10 @@ def export_onnx(
         0
     """
     check_known("exporter", exporter, ("dynamo", "torchscript"))
+    if not isinstance(model, QuantizedGraphModule):
+        raise TypeError(
+            f"export_onnx: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."
+        )
     _require_extra()
     from qtoolkit.export.verify import verify_onnx
 
@@ -118,7 +124,7 @@ def export_onnx(
         for module, training in modes:
             module.training = training
     if integer_weights is None:
-        integer_weights = converted.meta["qtoolkit"]["backend"].integer_weights
+        integer_weights = converted.plan is None or converted.plan.backend.integer_weights
     proto = _finish(proto, integer_weights)
     verification = verify_onnx(converted, proto, inputs) if verify else None
     if verification is not None:
@@ -292,5 +298,3 @@ def _write(data: bytes, path: Path) -> None:
 def _temporary_file() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "model.onnx"
-
-

@@ -112,11 +112,22 @@ def register_symbolic(opset: int) -> None:
 
     @symbolic_helper.parse_args("v", "v", "v", "i", "i", "none", "i", "f", "b")  # type: ignore[untyped-decorator]
     def fake_quant(
-        g: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, axis: Any, group: int, factor: float, mask: bool
+        g: Any,
+        x: Any,
+        scale: Any,
+        zero_point: Any,
+        qmin: int,
+        qmax: int,
+        axis: Any,
+        group: int,
+        factor: float,
+        mask: bool,
     ) -> Any:
         writer = _Legacy(g)
         absent = symbolic_helper._is_none(zero_point)
-        along = None if axis is None or symbolic_helper._is_none(axis) else symbolic_helper._get_const(axis, "i", "axis")
+        along = (
+            None if axis is None or symbolic_helper._is_none(axis) else symbolic_helper._get_const(axis, "i", "axis")
+        )
         y = _lower(writer, x, scale, None if absent else zero_point, qmin, qmax, along, group)
         return y.setType(x.type()), _no_mask(writer)
 
@@ -135,7 +146,9 @@ def _lower(
         x = writer.node("Cast", x, to=onnx_ir.DataType.FLOAT)
     if group > 1:
         shape = list(writer.shape(x))
-        y = _ungroup(writer, _pair(writer, _group(writer, x, shape, group), scale, zero_point, qmin, qmax, 0), shape, group)
+        y = _ungroup(
+            writer, _pair(writer, _group(writer, x, shape, group), scale, zero_point, qmin, qmax, 0), shape, group
+        )
     else:
         y = _pair(writer, x, scale, zero_point, qmin, qmax, axis)
     return y if given == onnx_ir.DataType.FLOAT else writer.node("Cast", y, to=given)

@@ -25,9 +25,7 @@ class CodeCount:
     steps: int = 0
 
     def __add__(self, other: "CodeCount") -> "CodeCount":
-        return CodeCount(
-            self.compared + other.compared, self.differing + other.differing, max(self.steps, other.steps)
-        )
+        return CodeCount(self.compared + other.compared, self.differing + other.differing, max(self.steps, other.steps))
 
     @property
     def share(self) -> float:
@@ -117,13 +115,18 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
         step.run(*inputs)
         outputs = converted(*inputs)
         weight_codes = sum(
-            (_compare_weight(layer, found[weights[f"{name}.weight_quantizer"].codes])
-             for name, layer in _weighted(converted) if f"{name}.weight_quantizer" in weights),
+            (
+                _compare_weight(layer, found[weights[f"{name}.weight_quantizer"].codes])
+                for name, layer in _weighted(converted)
+                if f"{name}.weight_quantizer" in weights
+            ),
             CodeCount(),
         )
         quantizer_codes = sum(
-            (CodeCount.of(_grid(converted, name).codes(torch.from_numpy(found[p.source])), found[p.codes])
-             for name, p in activations.items()),
+            (
+                CodeCount.of(_grid(converted, name).codes(torch.from_numpy(found[p.source])), found[p.codes])
+                for name, p in activations.items()
+            ),
             CodeCount(),
         )
     wanted = [name for name, module in converted.named_modules() if isinstance(module, Grid)]

@@ -1,4 +1,4 @@
-"""Note of each op whether it is quantized, and why not; and run the prepared model once, so that it fails early."""
+"""Plan: note of each op whether it is quantized, and why not. And run the prepared model once, so that it fails early."""
 
 from typing import Any
 
@@ -9,19 +9,20 @@ from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
 from qtoolkit.graph.fuse import batch_norm_after
 from qtoolkit.graph.insert import is_quantizer, role_of
-from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, tensor_inputs
+from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.graph.module import Plan, QuantizedGraphModule, Status
 from qtoolkit.graph.swap import config_of, reason_float
+from qtoolkit.nn import QuantWeighted
 from qtoolkit.quantizer import disable_quantization
 
 
-def run(gm: fx.GraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> fx.GraphModule:
-    """Keep in the model's meta the backend, and of each op its status with the reason, for quantization_report."""
-    reasons = {n.name: _status(n, backend, mapping) for n in gm.graph.nodes if not is_quantizer(n)}
-    gm.meta["qtoolkit"] = {"backend": backend, "reasons": reasons}
+def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
+    """Keep in the model's plan the backend, and of each op its status with the reason, for quantization_report."""
+    gm.plan = Plan(backend, {n.name: _status(n, backend, mapping) for n in gm.graph.nodes if not is_quantizer(n)})
     return gm
 
 
-def _status(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> tuple[str, str]:
+def _status(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> tuple[Status, str]:
     kind, role = kind_of(node), role_of(node, backend)
     if kind in WEIGHTED_KINDS:
         reason = reason_float(node, backend, mapping)
@@ -36,19 +37,28 @@ def _status(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> 
     return _status_of_float(node, kind, backend)
 
 
-def _status_of_float(node: fx.Node, kind: str, backend: Backend) -> tuple[str, str]:
-    source = tensor_inputs(node)[0] if tensor_inputs(node) else None
-    if kind == "batch_norm" and source is not None and batch_norm_after(source) is node:
-        return "quantized", "folded into the layer before it"
+def _status_of_float(node: fx.Node, kind: str, backend: Backend) -> tuple[Status, str]:
     if kind == "batch_norm":
-        return "float", "float: a batch norm that cannot be folded (no weighted layer right before it, or one with a second user)"
+        return _status_of_batch_norm(node)
     if kind == "relu":
         return "transparent", ""
     what = "unknown to qtoolkit" if kind == OTHER else f"a {kind}"
     return "float", f"float: {what}, which {backend.name} computes in float"
 
 
-def try_out(gm: fx.GraphModule, example_inputs: Any) -> None:
+def _status_of_batch_norm(node: fx.Node) -> tuple[Status, str]:
+    source = tensor_inputs(node)[0]
+    if kind_of(source) not in WEIGHTED_KINDS or batch_norm_after(source) is not node:
+        return (
+            "float",
+            "float: a batch norm that cannot be folded (no layer right before it, or one with a second user)",
+        )
+    if not isinstance(module_of(source), QuantWeighted):
+        return "float", "float: a batch norm that cannot be folded (its layer is not quantized)"
+    return "quantized", "folded into the layer before it"
+
+
+def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
     """Run a prepared model on example inputs, with quantizers off, leaving its state as it was."""
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     modes = {module: module.training for module in gm.modules()}

@@ -1,12 +1,11 @@
 """The convert pass: fold the batch norms that training kept, and freeze every quantizer."""
 
-from torch import fx
-
 from qtoolkit.graph import fuse
+from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.quantizer import quantizers_of
 
 
-def run(gm: fx.GraphModule) -> fx.GraphModule:
+def run(gm: QuantizedGraphModule) -> QuantizedGraphModule:
     """Fold linked batch norms, replace quantizers by their frozen grids, and switch to eval mode.
 
     Raises:

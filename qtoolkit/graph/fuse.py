@@ -4,6 +4,7 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of
+from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.nn import QuantWeighted
 
 
@@ -19,13 +20,13 @@ def batch_norm_after(node: fx.Node) -> fx.Node | None:
     return follower if foldable and _called_once(node) and _called_once(follower) else None
 
 
-def linked_pairs(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+def linked_pairs(gm: QuantizedGraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """Return each QAT layer with the batch norm that can become part of it."""
     pairs = [(node, batch_norm_after(node)) for node in gm.graph.nodes]
     return [(n, follower) for n, follower in pairs if follower is not None and isinstance(module_of(n), QuantWeighted)]
 
 
-def run(gm: fx.GraphModule) -> fx.GraphModule:
+def run(gm: QuantizedGraphModule) -> QuantizedGraphModule:
     """Link each QAT layer to the batch norm that follows it, or fold that one where the model is in eval mode."""
     for node, follower in linked_pairs(gm):
         if gm.training:
@@ -36,7 +37,7 @@ def run(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def fold(gm: fx.GraphModule, node: fx.Node, follower: fx.Node) -> None:
+def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
     """Fold a batch norm into the layer before it, and take it out of the graph."""
     layer, bn = module_of(node), module_of(follower)
     if not isinstance(layer, QuantWeighted) or not isinstance(bn, _BatchNorm):

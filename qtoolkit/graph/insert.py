@@ -9,6 +9,7 @@ from torch import fx, nn
 from qtoolkit.backends import Backend, Role
 from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.swap import config_of, name_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.quantizer import TensorQuantizer
@@ -43,7 +44,7 @@ def is_quantizer(node: fx.Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(HOLDER + ".")
 
 
-def run(gm: fx.GraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> fx.GraphModule:
+def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
     """Insert a quantizer on every tensor that the backend wants quantized, one for all its consumers.
 
     The quantizer of node `relu` is the submodule `activation_quantizers.relu`. Where consumers ask for different specs, the
@@ -63,7 +64,7 @@ def run(gm: fx.GraphModule, backend: Backend, mapping: QConfigMapping | None = N
     return gm
 
 
-def wanted_edges(gm: fx.GraphModule, backend: Backend, mapping: QConfigMapping | None) -> list[Edge]:
+def wanted_edges(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None) -> list[Edge]:
     """Return every edge that the backend and the config quantize."""
     edges = []
     for node in gm.graph.nodes:
@@ -98,7 +99,7 @@ def _edge(source: fx.Node, consumer: fx.Node, backend: Backend, spec: QuantSpec)
     return Edge(source, tuple(through), consumer, spec)
 
 
-def _insert(gm: fx.GraphModule, anchor: fx.Node, edges: list[Edge]) -> None:
+def _insert(gm: QuantizedGraphModule, anchor: fx.Node, edges: list[Edge]) -> None:
     spec = max((edge.spec for edge in edges), key=lambda s: s.bits)
     target = f"{HOLDER}.{anchor.name}"
     quantizer = TensorQuantizer(spec, name=target)

@@ -107,7 +107,7 @@ def _always(node: fx.Node) -> bool:
 
 
 def _adds_two_tensors(node: fx.Node) -> bool:
-    operands = [*node.args, *(v for k, v in node.kwargs.items() if k == "other")]
+    operands = [*node.args, *(v for k, v in node.kwargs.items() if k in ("input", "other"))]
     return len(operands) == 2 and all(isinstance(v, fx.Node) for v in operands) and node.kwargs.get("alpha", 1) == 1
 
 

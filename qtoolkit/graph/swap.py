@@ -8,6 +8,7 @@ from torch import fx, nn
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of, object_type_of
+from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.nn import QAT_MODULES, QuantWeighted
 
 QatModules = Mapping[type[nn.Module], type[QuantWeighted]]
@@ -41,11 +42,11 @@ def weight_spec(node: fx.Node, backend: Backend, mapping: QConfigMapping | None)
 
 
 def run(
-    gm: fx.GraphModule,
+    gm: QuantizedGraphModule,
     backend: Backend,
     mapping: QConfigMapping | None = None,
     qat_modules: QatModules | None = None,
-) -> fx.GraphModule:
+) -> QuantizedGraphModule:
     """Replace each float layer that the config quantizes and the table knows. A shared layer stays shared.
 
     Raises:

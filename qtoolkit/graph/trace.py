@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.names import unknown
 from qtoolkit.nn import QuantWeighted
 
@@ -25,7 +26,8 @@ class UntraceableError(RuntimeError):
 class _Tracer(fx.Tracer):
     """fx.Tracer with more leaves, that knows which submodule it is in."""
 
-    def __init__(self, leaf_modules: Sequence[type[nn.Module]], skip: Sequence[str]) -> None:
+    # The defaults are for torch.fx, which makes a tracer of this class when it unpickles a GraphModule.
+    def __init__(self, leaf_modules: Sequence[type[nn.Module]] = (), skip: Sequence[str] = ()) -> None:
         super().__init__()
         self.leaf_modules, self.skip = tuple(leaf_modules), set(skip)
         self.path: list[tuple[str, nn.Module]] = []
@@ -50,7 +52,7 @@ def run(
     skip: Sequence[str] = (),
     concrete_args: Mapping[str, Any] | None = None,
     preserve_attributes: Sequence[str] | None = None,
-) -> fx.GraphModule:
+) -> QuantizedGraphModule:
     """Trace a model.
 
     Args:
@@ -77,7 +79,7 @@ def run(
         graph = tracer.trace(model, dict(concrete_args) if concrete_args else None)
     except Exception as error:  # whatever the user's forward raises on proxies
         raise UntraceableError(_explain(error, model, tracer.path)) from error
-    traced = fx.GraphModule(tracer.root, graph, type(model).__name__)
+    traced = QuantizedGraphModule.of(fx.GraphModule(tracer.root, graph, type(model).__name__))
     for name in preserve_attributes or ():
         _preserve(model, traced, name)
     return traced
@@ -106,7 +108,7 @@ def _explain(error: Exception, model: nn.Module, path: list[tuple[str, nn.Module
     )
 
 
-def _preserve(model: nn.Module, traced: fx.GraphModule, name: str) -> None:
+def _preserve(model: nn.Module, traced: QuantizedGraphModule, name: str) -> None:
     owner_name, _, attribute = name.rpartition(".")
     try:
         owner = model.get_submodule(owner_name)
@@ -116,4 +118,4 @@ def _preserve(model: nn.Module, traced: fx.GraphModule, name: str) -> None:
     target = traced.get_submodule(owner_name)
     if isinstance(value, MethodType) and value.__self__ is owner:
         value = MethodType(value.__func__, target)
-    setattr(target, attribute, value)
+    traced.keep(name, value)

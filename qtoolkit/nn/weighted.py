@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizer import Grid, TensorQuantizer
 
@@ -14,7 +15,8 @@ def batch_norm_factor(bn: _BatchNorm) -> Tensor:
     """Return gamma / sqrt(running_var + eps), by which a batch norm in eval mode scales each channel."""
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
-    factor = torch.rsqrt(bn.running_var + bn.eps)
+    variance = ops.snapshot(bn.running_var) if torch.compiler.is_compiling() else bn.running_var
+    factor = torch.rsqrt(variance + bn.eps)
     return factor if bn.weight is None else bn.weight * factor
 
 

@@ -1,0 +1,12 @@
+"""Names that the docstrings' examples use without importing them."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _docstring_names(doctest_namespace: dict[str, object]) -> None:
+    import qtoolkit
+
+    doctest_namespace.update(torch=torch, qt=qtoolkit)
+    torch.manual_seed(0)

@@ -1,0 +1,75 @@
+"""QuantizedGraphModule: a GraphModule that takes its plan, and attributes the user asked for, into copies and pickles."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from torch import fx
+
+from qtoolkit.backends import Backend
+
+Status = Literal["quantized", "transparent", "float"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What prepare decided.
+
+    Attributes:
+        backend: The target.
+        status: Of each node, by name: its status and, where there is something to say, the reason.
+    """
+
+    backend: Backend
+    status: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
+
+
+class QuantizedGraphModule(fx.GraphModule):
+    """What `qtoolkit.prepare` and `qtoolkit.convert` return.
+
+    torch's GraphModule drops, when it is copied, all attributes that its graph does not use; this one keeps those named in
+    `kept`.
+
+    Attributes:
+        plan: What prepare decided; None until it has.
+        kept: Attributes to keep, by dotted name.
+    """
+
+    plan: Plan | None
+    kept: dict[str, Any]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, plan: Plan | None = None, kept: Mapping[str, Any] | None = None) -> Self:
+        """Build one from a GraphModule, with its submodules, parameters and graph."""
+        name = gm.__class__.__name__
+        result = cls(gm, gm.graph, name)
+        result.plan, result.kept = plan, {}
+        for attribute, value in (kept or {}).items():
+            result.keep(attribute, value)
+        return result
+
+    def keep(self, name: str, value: Any) -> None:
+        """Set an attribute, by dotted name, that copies and pickles keep."""
+        owner, _, attribute = name.rpartition(".")
+        setattr(self.get_submodule(owner), attribute, value)
+        self.kept[name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedGraphModule":
+        result = super().__deepcopy__(memo)
+        if not isinstance(result, QuantizedGraphModule):
+            raise TypeError(f"copying gave a {type(result).__name__}.")
+        result.plan, result.kept = self.plan, {}
+        for name, value in self.kept.items():
+            result.keep(name, copy.deepcopy(value, memo))
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = super().__reduce__()
+        return _restore, (rebuild, arguments, self.plan, self.kept)
+
+
+def _restore(
+    rebuild: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], plan: Plan | None, kept: Mapping[str, Any]
+) -> QuantizedGraphModule:
+    return QuantizedGraphModule.of(rebuild(*arguments), plan, kept)

@@ -1,0 +1,123 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from tests import nets
+
+SHAPE = (4, 3, 8, 8)
+
+
+def prepared_net() -> nn.Module:
+    return qt.prepare(nets.trained(nets.ConvNet(), *SHAPE))
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    return {name: quantizer.scale for name, quantizer in qt.quantizers_of(model).items()}
+
+
+def test_ranges_do_not_depend_on_the_split_into_batches() -> None:
+    x = torch.randn(12, *SHAPE[1:])
+    model = prepared_net()
+    models = [copy.deepcopy(model) for _ in range(3)]
+    for model, size in zip(models, (12, 4, 1), strict=True):
+        qt.calibrate(model, x.split(size), progress=False)
+    first, *others = (scales(model) for model in models)
+    for other in others:
+        for name in first:
+            torch.testing.assert_close(other[name], first[name], rtol=1e-6, atol=0)
+    assert torch.equal(others[0]["activation_quantizers.x"], first["activation_quantizers.x"])
+
+
+def test_ranges_are_those_of_the_float_activations() -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE).eval()
+    x = torch.randn(SHAPE)
+    prepared = qt.prepare(model)
+    report = qt.calibrate(prepared, [x], progress=False)
+    with torch.no_grad():
+        seen = torch.relu(model.bn1(model.conv1(x)))
+    assert report.ranges["activation_quantizers.relu"] == pytest.approx(
+        (seen.min().item(), seen.max().item()), rel=1e-5
+    )
+    assert report.ranges["activation_quantizers.x"] == (x.min().item(), x.max().item())
+
+
+@pytest.mark.parametrize(
+    ("batches", "forward"),
+    [
+        ([torch.ones(SHAPE)], None),
+        ([(torch.ones(SHAPE),)], None),
+        ([{"x": torch.ones(SHAPE)}], None),
+        ([(torch.ones(SHAPE), "label")], lambda model, batch: model(batch[0])),
+    ],
+    ids=["tensor", "tuple", "dict", "forward"],
+)
+def test_a_batch_is_passed_by_its_type(batches: list[object], forward: object) -> None:
+    assert qt.calibrate(prepared_net(), batches, forward=forward, progress=False).batches == 1
+
+
+def test_mode_and_switches_come_back() -> None:
+    model = prepared_net()
+    model.get_submodule("bn1").eval()
+    statistics = model.get_submodule("bn2").running_mean.clone()
+    qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
+    assert model.training
+    assert not model.get_submodule("bn1").training
+    assert torch.equal(model.get_submodule("bn2").running_mean, statistics)
+    assert all(q.quantizing and not q.observing for q in qt.quantizers_of(model).values())
+
+
+def test_max_batches_stops_early() -> None:
+    assert qt.calibrate(prepared_net(), iter([torch.ones(SHAPE)] * 9), max_batches=2, progress=False).batches == 2
+
+
+def test_quantizers_without_data_are_named() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.a(x) * self.b(y)
+
+    prepared = qt.prepare(Branches())
+
+    def only_a(model: nn.Module, x: Tensor) -> Tensor:
+        return model.get_submodule("a")(model.get_submodule("activation_quantizers.x")(x))
+
+    report = qt.calibrate(prepared, [torch.ones(2, 4)], forward=only_a, progress=False)
+    assert report.unreached == ("b.weight_quantizer", "activation_quantizers.y")
+    assert "activation_quantizers.y: no data reached it" in str(report)
+    with pytest.raises(RuntimeError, match=r"'activation_quantizers\.y' saw no data"):
+        qt.convert(prepared)
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "kwargs", "error", "words"),
+    [
+        (prepared_net, [], {}, ValueError, "batches is empty"),
+        (nets.LinearNet, [torch.ones(1, 6)], {}, ValueError, "has no quantizers"),
+        (prepared_net, torch.ones(SHAPE), {}, TypeError, "must be an iterable of batches"),
+        (prepared_net, None, {}, TypeError, "got NoneType"),
+        (prepared_net, [torch.ones(SHAPE)], {"max_batches": 0}, ValueError, "at least 1"),
+        (prepared_net, [torch.full(SHAPE, torch.nan)], {}, ValueError, "'activation_quantizers.x' has observed NaN"),
+    ],
+)
+def test_bad_data(model, batches: object, kwargs: dict[str, object], error: type[Exception], words: str) -> None:
+    made = model()
+    before = scales(made)
+    with pytest.raises(error) as caught:
+        qt.calibrate(made, batches, progress=False, **kwargs)
+    assert words in str(caught.value)
+    assert made.training
+    for name, scale in scales(made).items():
+        assert torch.equal(scale.nan_to_num(), before[name].nan_to_num())
+
+
+def test_an_error_in_the_model_leaves_the_switches() -> None:
+    model = prepared_net()
+    with pytest.raises(RuntimeError):
+        qt.calibrate(model, [torch.ones(1, 2, 8, 8)], progress=False)
+    assert all(q.quantizing and not q.observing for q in qt.quantizers_of(model).values())
