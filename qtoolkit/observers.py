@@ -1,6 +1,7 @@
 """Range estimators, and how a range becomes a scale and a zero point."""
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,22 @@ from qtoolkit.config import QuantSpec
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 DEFAULT_MOMENTUM = 0.1
+
+
+class KeepsFloat32(nn.Module):
+    """A module whose own buffers and parameters are ranges or scales: casting a model to half precision leaves them."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: tensor.detach() for name, tensor in self._own_tensors()}
+        super()._apply(fn, recurse)
+        for name, new in self._own_tensors():
+            if new.dtype not in (torch.float32, torch.float64):
+                new.data = before[name].to(new.device)
+        return self
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named_parameters(recurse=False)
+        yield from self.named_buffers(recurse=False)
 
 
 class LoadsFloatCheckpoints(nn.Module):
@@ -23,7 +40,7 @@ class LoadsFloatCheckpoints(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
 
 
-class RangeObserver(LoadsFloatCheckpoints):
+class RangeObserver(KeepsFloat32, LoadsFloatCheckpoints):
     """Running minimum and maximum, per tensor or per channel, overall or as a moving average.
 
     Args:

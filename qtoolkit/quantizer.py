@@ -1,6 +1,5 @@
 """TensorQuantizer: the one quantizer module of every road, its frozen form, and the switches over whole models."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.observers import LoadsFloatCheckpoints, grid_of_range, make_observer
+from qtoolkit.observers import KeepsFloat32, LoadsFloatCheckpoints, grid_of_range, make_observer
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
@@ -41,7 +40,7 @@ def check_scale(name: str, scale: Tensor) -> None:
         )
 
 
-class Grid(nn.Module):
+class Grid(KeepsFloat32):
     """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
 
     Args:
@@ -89,7 +88,7 @@ class Grid(nn.Module):
         return self.spec.describe()
 
 
-class TensorQuantizer(LoadsFloatCheckpoints):
+class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
     """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.
 
     A new quantizer has no range: it quantizes only after it has observed (`qtoolkit.calibrate` sees to that), after
@@ -274,18 +273,6 @@ class TensorQuantizer(LoadsFloatCheckpoints):
             if tensor is not None:
                 tensor.data = tensor.data.new_full((channels,), float(tensor.detach().flatten()[0]))
         self._sized = True
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Casting a model to half precision must not cost the scales theirs.
-        holders = ((self, "_scale"), (self, "_zero_point"), (self.observer, "lo"), (self.observer, "hi"))
-        before = [(holder, name, getattr(holder, name)) for holder, name in holders]
-        before = [(holder, name, tensor.detach()) for holder, name, tensor in before if tensor is not None]
-        super()._apply(fn, recurse)
-        for holder, name, old in before:
-            new = getattr(holder, name)
-            if new.dtype not in (torch.float32, torch.float64):
-                new.data = old.to(new.device)
-        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         scale = state_dict.get(prefix + "_scale")

@@ -13,7 +13,10 @@ class ConvNet(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
         self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
         self.pool = nn.MaxPool2d(2)
-        self.up, self.bn3 = nn.ConvTranspose2d(8, 12, 3, stride=2, padding=1, groups=2), nn.BatchNorm2d(12)
+        self.up, self.bn3 = (
+            nn.ConvTranspose2d(8, 12, 3, stride=2, padding=1, output_padding=1, groups=2),
+            nn.BatchNorm2d(12),
+        )
         self.relu = nn.ReLU(inplace=True)
         self.average = nn.AdaptiveAvgPool2d(2)
         self.head = nn.Linear(48, 5)

@@ -176,7 +176,7 @@ def test_backward_op(layout, channels, dtype):
 
 
 def straight_through(t: Tensor) -> Tensor:
-    return t + (t.round() - t).detach()
+    return t.detach().round() + (t - t.detach())  # exact, where t + (t.round() - t).detach() may miss by an ulp
 
 
 def composed(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
@@ -203,11 +203,13 @@ def test_plain_composition(axis, count):
 @pytest.mark.parametrize("grad_factor", [1.0, 0.25])
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_torch_learnable_with_a_power_of_two(axis, grad_factor):
-    """Dyadic numbers throughout: every sum is exact in float32, in whatever order."""
+    """Dyadic numbers throughout: every sum is exact in float32, in whatever order. Zero points are even, as torch's
+    backward adds them before it rounds (its forward does not), which moves ties by an odd one.
+    """
     x = torch.randint(-600, 600, (4, 6, 50)) / 32
     grad = torch.randint(-3, 4, x.shape).float()
     count = 1 if axis is None else x.size(axis)
-    scale, z = 2.0 ** torch.randint(-4, -1, (count,)), zero_points(count)
+    scale, z = 2.0 ** torch.randint(-4, -1, (count,)), zero_points(count) * 2
     inputs = [leaf(x), leaf(scale), leaf(z)]
     if axis is None:
         theirs = torch._fake_quantize_learnable_per_tensor_affine(*inputs, -100, 90, grad_factor)

@@ -151,14 +151,14 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
     grids = [module for module in converted.modules() if isinstance(module, Grid)]
     least = max((smallest_opset(g.spec.qmin, g.spec.qmax) for g in grids), default=lowest)
     chosen = max(DEFAULT_OPSET, least) if opset is None else opset
-    if chosen < least:
-        raise ValueError(f"export_onnx: opset must be at least {least} for codes of more than 8 bits, got {opset}.")
     if not lowest <= chosen <= highest:
         other = "torchscript" if exporter == "dynamo" else "dynamo"
         raise ValueError(
             f"export_onnx: opset must lie in [{lowest}, {highest}] for exporter={exporter!r}, got {chosen}; "
             f"exporter={other!r} takes {list(OPSETS[other])}."
         )
+    if chosen < least:
+        raise ValueError(f"export_onnx: opset must be at least {least} for codes of more than 8 bits, got {opset}.")
     return chosen
 
 

@@ -165,9 +165,17 @@ def _pair(writer: _Writer, x: Any, scale: Any, zero_point: Any, qmin: int, qmax:
     codes = writer.node("QuantizeLinear", x, scale, zero_point, **attributes)
     info = torch.iinfo(dtype)
     if (qmin, qmax) != (info.min, info.max):
-        ends = [writer.constant(np.array(end, numpy_dtype)) for end in (qmin, qmax)]
-        codes = writer.node("Clip", codes, *ends)
+        codes = _clip(writer, codes, qmin, qmax, numpy_dtype)
     return writer.node("DequantizeLinear", codes, scale, zero_point, **attributes)
+
+
+def _clip(writer: _Writer, codes: Any, qmin: int, qmax: int, dtype: Any) -> Any:
+    if np.dtype(dtype).itemsize == 1:
+        return writer.node("Clip", codes, *(writer.constant(np.array(end, dtype)) for end in (qmin, qmax)))
+    # onnxruntime clips no 16-bit integers.
+    wide = writer.node("Cast", codes, to=onnx_ir.DataType.INT32)
+    clipped = writer.node("Clip", wide, *(writer.constant(np.array(end, np.int32)) for end in (qmin, qmax)))
+    return writer.node("Cast", clipped, to=onnx_ir.DataType.from_numpy(np.dtype(dtype)))
 
 
 def _group(writer: _Writer, x: Any, shape: list[int], group: int) -> Any:

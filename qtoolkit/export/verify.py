@@ -158,8 +158,8 @@ def _find_pairs(proto: Any) -> list[_Pair]:
             continue
         quantizer, _, _ = node.name.rpartition(".dequantize")
         origin = made_by.get(node.input[0])
-        if origin is not None and origin.op_type == "Clip":
-            origin = made_by[origin.input[0]]
+        while origin is not None and origin.op_type in ("Clip", "Cast"):
+            origin = made_by.get(origin.input[0])
         source = node.input[0] if origin is None or origin.op_type != "QuantizeLinear" else origin.input[0]
         pairs.append(_Pair(quantizer, source, node.input[0], quantizer.endswith("weight_quantizer")))
     return pairs

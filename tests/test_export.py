@@ -1,0 +1,277 @@
+"""ONNX files: their nodes, their integer codes in onnxruntime, names, dynamic sizes, and what happens on errors."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from tests import nets
+
+SHAPE = (4, 3, 8, 8)
+EXPORTERS = ["dynamo", "torchscript"]
+
+
+def converted_net(backend: str = "onnxruntime", bits: int = 8, **spec: object) -> nn.Module:
+    model = nets.trained(nets.ConvNet(), *SHAPE)
+    weight = qt.QuantSpec(bits=bits, axis=0, **spec)
+    activation = qt.backends[backend].qconfig.activation
+    activation = qt.QuantSpec(bits=bits, signed=activation.signed, symmetric=activation.symmetric, **spec)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    prepared = qt.prepare(model, backend=backend, qconfig_mapping=mapping)
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    return qt.convert(prepared)
+
+
+def run_file(path: Path, *inputs: Tensor) -> np.ndarray:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    return session.run(None, feeds)[0]
+
+
+def initializers(path: Path) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in onnx.load(str(path)).graph.initializer}
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("backend", list(qt.backends))
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_codes_in_onnxruntime_are_those_of_training(
+    tmp_path, exporter: str, backend: str, bits: int, narrow: bool
+) -> None:
+    model = converted_net(backend, bits, narrow=narrow)
+    x = 3 * torch.randn(16, *SHAPE[1:])  # beyond the calibrated ranges: saturation is at the true bounds
+    result = qt.export_onnx(model, x, tmp_path / "model.onnx", exporter=exporter)
+    codes = result.verification
+    assert codes.weight_codes.compared == sum(p.numel() for n, p in model.named_parameters() if n.endswith("weight"))
+    assert codes.weight_codes.differing == 0
+    assert codes.quantizer_codes.differing == 0
+    assert codes.quantizer_codes.compared > 10_000
+    assert codes.layer_codes.steps <= 1
+    assert codes.layer_codes.share < 1e-3
+    assert codes.missing == ()
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_the_pairs_are_those_of_the_plan(tmp_path, exporter: str) -> None:
+    for backend, integer in (("tensorrt", False), ("onnxruntime", True)):
+        model = converted_net(backend)
+        result = qt.export_onnx(model, torch.randn(SHAPE), tmp_path / "m.onnx", exporter=exporter)
+        report = qt.quantization_report(model)
+        weights = sum(line.weight != "" for line in report.layers)
+        assert result.quantize_nodes == len(report.tensors) + (0 if integer else weights)
+        assert result.dequantize_nodes == len(report.tensors) + weights
+        names = {n.name for n in onnx.load(str(result.path)).graph.node if n.op_type == "QuantizeLinear"}
+        assert {f"{line.quantizer}.quantize" for line in report.tensors} <= names
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_weights_are_stored_as_integers_on_the_right_axis(tmp_path, exporter: str) -> None:
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose2d(4, 6, 3, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x)
+
+    prepared = qt.prepare(Up().eval(), backend="onnxruntime")
+    x = torch.randn(2, 4, 5, 5)
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    result = qt.export_onnx(converted, x, tmp_path / "m.onnx", exporter=exporter)
+    graph = onnx.load(str(result.path)).graph
+    node = next(n for n in graph.node if n.name == "up.weight_quantizer.dequantize")
+    assert [a.i for a in node.attribute if a.name == "axis"] == [1]
+    codes = initializers(result.path)[node.input[0]]
+    layer = converted.get_submodule("up")
+    assert codes.dtype == np.int8
+    assert np.array_equal(codes, layer.weight_quantizer.codes(layer.weight).numpy())
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("groups", [2, 4])
+def test_a_grouped_transposed_convolution_has_a_scale_for_each_output_channel(
+    tmp_path, exporter: str, groups: int
+) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(8, 12, 3, stride=2, groups=groups), nn.BatchNorm2d(12), nn.ReLU()).eval()
+    with torch.no_grad():  # channels of very different size, which shared scales would lose
+        model[0].weight.mul_(torch.logspace(-2, 1, 8 * 12 // groups).view(8, 12 // groups, 1, 1))
+    prepared = qt.prepare(model, backend="onnxruntime")
+    x = torch.randn(2, 8, 5, 5)
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    assert converted.get_submodule("0").weight_quantizer.scale.numel() == 12
+    result = qt.export_onnx(converted, x, tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.weight_codes.compared == 8 * 12 // groups * 9
+    np.testing.assert_allclose(run_file(result.path, x), converted(x).detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_names_and_a_dynamic_batch(tmp_path, exporter: str) -> None:
+    model = converted_net()
+    path = tmp_path / "model.onnx"
+    qt.export_onnx(
+        model, torch.randn(SHAPE), path, input_names=["image"], output_names=["logits"],
+        dynamic_shapes=({0: "batch"},), exporter=exporter,
+    )  # fmt: skip
+    graph = onnx.load(str(path)).graph
+    assert [i.name for i in graph.input] == ["image"]
+    assert [o.name for o in graph.output] == ["logits"]
+    for batch in (1, 7):
+        x = torch.randn(batch, *SHAPE[1:])
+        np.testing.assert_allclose(run_file(path, x), model(x).detach().numpy(), rtol=1e-4, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("exporter", "opset"), [("dynamo", 18), ("dynamo", 23), ("torchscript", 13), ("torchscript", 20)]
+)
+def test_the_opset_is_the_one_asked_for(tmp_path, exporter: str, opset: int) -> None:
+    result = qt.export_onnx(converted_net(), torch.randn(SHAPE), tmp_path / "m.onnx", opset=opset, exporter=exporter)
+    assert [o.version for o in onnx.load(str(result.path)).opset_import if o.domain in ("", "ai.onnx")] == [opset]
+
+
+@pytest.mark.parametrize("bits", [9, 12, 16])
+def test_wide_codes_take_a_newer_opset(tmp_path, bits: int) -> None:
+    result = qt.export_onnx(converted_net("tensorrt", bits), torch.randn(SHAPE), tmp_path / "m.onnx")
+    assert result.opset == 21
+    assert result.verification.weight_codes.differing == 0
+
+
+def test_learned_scales_and_prepared_models_export(tmp_path) -> None:
+    spec = {"bits": 4, "quantizer": "lsq"}
+    mapping = qt.QConfigMapping().set_global(
+        qt.QConfig(qt.QuantSpec(signed=False, symmetric=False, **spec), qt.QuantSpec(axis=0, **spec))
+    )
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), backend="onnxruntime", qconfig_mapping=mapping)
+    x = torch.randn(SHAPE)
+    qt.calibrate(prepared, [x], progress=False)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        prepared.train()(x).square().sum().backward()
+        optimizer.step()
+    result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")
+    assert result.verification.weight_codes.differing == 0
+    assert prepared.training
+
+
+def test_half_precision_inputs_pass_through_float32(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval()
+    prepared = qt.prepare(model, backend="onnxruntime")
+    qt.calibrate(prepared, [torch.randn(16, 8)], progress=False)
+    half = qt.convert(prepared).half()
+    assert half.get_submodule("0").weight_quantizer.scale.dtype == torch.float32
+    path = tmp_path / "half.onnx"
+    qt.export_onnx(half, torch.randn(16, 8).half(), path, verify=False)
+    x = torch.randn(16, 8).half()
+    np.testing.assert_allclose(run_file(path, x), half(x).detach().numpy(), rtol=1e-2, atol=1e-2)
+
+
+# ---- the verification itself can fail
+
+
+def test_a_changed_weight_is_noticed(tmp_path) -> None:
+    model, x = converted_net(), torch.randn(SHAPE)
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    model.get_submodule("conv1").weight.data[0, 0, 0, 0] *= -1.5
+    found = qt.export.verify_onnx(model, result.path, x)
+    assert found.weight_codes.differing == 1
+    with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
+        found.check()
+
+
+def test_a_changed_scale_is_noticed(tmp_path) -> None:
+    model, x = converted_net(), torch.randn(SHAPE)
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    model.get_submodule("activation_quantizers.relu").scale.mul_(1.01)
+    assert qt.export.verify_onnx(model, result.path, x).quantizer_codes.differing > 0
+
+
+def test_a_changed_layer_is_noticed(tmp_path) -> None:
+    model, x = converted_net(), torch.randn(SHAPE)
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    model.get_submodule("conv2").bias.data += 0.3
+    found = qt.export.verify_onnx(model, result.path, x)
+    assert found.weight_codes.differing == found.quantizer_codes.differing == 0
+    with pytest.raises(RuntimeError, match="other codes in onnxruntime than rounding ties explain"):
+        found.check()
+
+
+# ---- errors
+
+
+def test_export_before_calibration_says_so_and_leaves_no_file(tmp_path) -> None:
+    prepared = qt.prepare(nets.ConvNet().eval())
+    with pytest.raises(RuntimeError, match=r"saw no data, so it has no scale: call qtoolkit\.calibrate"):
+        qt.export_onnx(prepared, torch.randn(SHAPE), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_keeps_the_file_that_was_there(tmp_path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"precious")
+    with pytest.raises(Exception, match=".*"):
+        qt.export_onnx(converted_net(), torch.randn(1, 99, 8, 8), path)
+    assert path.read_bytes() == b"precious"
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"opset": 12}, ValueError, "opset must lie in [18, 23]"),
+        ({"opset": 17}, ValueError, "exporter='torchscript' takes [13, 20]"),
+        ({"exporter": "torchscrip"}, ValueError, "did you mean 'torchscript'"),
+    ],
+)
+def test_bad_options(tmp_path, kwargs: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        qt.export_onnx(converted_net(), torch.randn(SHAPE), tmp_path / "m.onnx", **kwargs)
+    assert words in str(caught.value)
+
+
+def test_float_models_are_refused(tmp_path) -> None:
+    with pytest.raises(TypeError, match="got ConvNet"):
+        qt.export_onnx(nets.ConvNet(), torch.randn(SHAPE), tmp_path / "m.onnx")
+    with pytest.raises(TypeError, match="got ConvNet"):
+        qt.convert(nets.ConvNet())
+
+
+# ---- convert
+
+
+@pytest.mark.parametrize("backend", list(qt.backends))
+@pytest.mark.parametrize("training", [True, False])
+def test_converted_equals_the_fake_quant_model_in_eval(backend: str, training: bool) -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE).train(training)
+    prepared = qt.prepare(model, backend=backend).double()
+    x = torch.randn(SHAPE, dtype=torch.float64)
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    torch.testing.assert_close(converted(x), prepared.eval()(x), rtol=1e-9, atol=1e-9)
+    assert not any(isinstance(m, nn.BatchNorm2d | qt.TensorQuantizer) for m in converted.modules())
+    assert not any("observer" in name for name in converted.state_dict())
+    assert not converted.training
+
+
+def test_forward_fp32_is_the_folded_float_layer() -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE)
+    prepared = qt.prepare(model)
+    x = torch.randn(SHAPE)
+    qt.calibrate(prepared, [x], progress=False)
+    layer = qt.convert(prepared).get_submodule("conv1")
+    model.eval()
+    torch.testing.assert_close(layer.forward_fp32(x), model.bn1(model.conv1(x)), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(layer(x), layer.forward_fp32(x))
+
+
+def test_arithmetic_is_checked() -> None:
+    with pytest.raises(ValueError, match="unknown arithmetic 'flot'; did you mean 'float'"):
+        qt.convert(qt.prepare(nets.LinearNet()), arithmetic="flot")
