@@ -77,10 +77,10 @@ struct FakeQuantLearned : torch::autograd::Function<FakeQuantLearned> {
     const variable_list saved = ctx->get_saved_variables();
     const optional<Tensor> zero_point = saved[2].defined() ? optional<Tensor>(saved[2]) : std::nullopt;
     auto& data = ctx->saved_data;
-    auto [dx, ds, dz] = op<LearnedBackwardSchema>("qtoolkit::fake_quant_learned_backward")
-                            .call(grads[0], saved[0], saved[1], zero_point, data["qmin"].toInt(), data["qmax"].toInt(),
-                                  data["axis"].toOptional<int64_t>(), data["group"].toInt(),
-                                  data["grad_factor"].toDouble());
+    auto [dx, ds, dz] =
+        op<LearnedBackwardSchema>("qtoolkit::fake_quant_learned_backward")
+            .call(grads[0], saved[0], saved[1], zero_point, data["qmin"].toInt(), data["qmax"].toInt(),
+                  data["axis"].toOptional<int64_t>(), data["group"].toInt(), data["grad_factor"].toDouble());
     return {dx, ds, zero_point ? dz : Tensor(), {}, {}, {}, {}, {}, {}};
   }
 };

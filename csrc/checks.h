@@ -18,9 +18,8 @@ inline bool is_code(c10::ScalarType t) {
 }
 
 inline void check_storage(const char* op, const char* name, const at::Tensor& x) {
-  TORCH_CHECK_TYPE(is_storage(x.scalar_type()), op, ": ", name,
-                   " must be float32, float64, bfloat16 or float16, got ", x.scalar_type(),
-                   "; convert it with .float().");
+  TORCH_CHECK_TYPE(is_storage(x.scalar_type()), op, ": ", name, " must be float32, float64, bfloat16 or float16, got ",
+                   x.scalar_type(), "; convert it with .float().");
   TORCH_CHECK_TYPE(x.layout() == c10::kStrided, op, ": ", name, " must be a dense tensor, got layout ", x.layout(),
                    "; convert it with .to_dense().");
 }
@@ -149,8 +148,8 @@ inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor&
                       t.sym_numel(), " (shape ", t.sym_sizes(), ").");
     TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, as it is updated in place.");
   }
-  TORCH_CHECK_TYPE(lo.scalar_type() == hi.scalar_type(), op, ": lo and hi must have one dtype, got ",
-                   lo.scalar_type(), " and ", hi.scalar_type(), ".");
+  TORCH_CHECK_TYPE(lo.scalar_type() == hi.scalar_type(), op, ": lo and hi must have one dtype, got ", lo.scalar_type(),
+                   " and ", hi.scalar_type(), ".");
 }
 
 }  // namespace qtoolkit

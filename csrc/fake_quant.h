@@ -1,4 +1,5 @@
-// Fake quantization of one element (V a scalar) or of one vector of them: whether it was clamped, and the gradients of a learned scale and zero point (LSQ, arXiv 1902.08153; LSQ+, 2004.09576).
+// Fake quantization of one element (V a scalar) or of one vector of them: whether it was clamped, and the gradients of
+// a learned scale and zero point (LSQ, arXiv 1902.08153; LSQ+, 2004.09576).
 #pragma once
 
 #include "grid.h"

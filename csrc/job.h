@@ -25,12 +25,12 @@ struct Operand {
 struct Job {
   int64_t numel = 0;
   Channels channels;
-  Operand x;               // the input; codes for dequantize; unused by fake_quant_backward
-  Operand grad;            // the incoming gradient, for the backward ops
-  void* y = nullptr;       // the dense result (dx for the backward ops)
+  Operand x;          // the input; codes for dequantize; unused by fake_quant_backward
+  Operand grad;       // the incoming gradient, for the backward ops
+  void* y = nullptr;  // the dense result (dx for the backward ops)
   Dtype y_dtype = Dtype::f32;
-  uint8_t* mask = nullptr;      // bit i % 8 of byte i / 8; null where not wanted. Forward writes, backward reads
-  const void* scale = nullptr;  // channels.count values, float64 where x is float64, else float32
+  uint8_t* mask = nullptr;           // bit i % 8 of byte i / 8; null where not wanted. Forward writes, backward reads
+  const void* scale = nullptr;       // channels.count values, float64 where x is float64, else float32
   const void* zero_point = nullptr;  // the same, or null: symmetric
   double qmin = 0, qmax = 0;
   // Results of the reductions, channels.count values of float64 each: of the learned backward the sums for scale

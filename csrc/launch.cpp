@@ -14,8 +14,7 @@ void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
   if (job.numel > 0 || op == Op::fake_quant_learned_backward || op == Op::minmax) cpu::launch(op, job, grid);
 }
 
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch,
-                  std::optional<double> momentum) {
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum) {
 #ifdef QTOOLKIT_CUDA
   if (lo.is_cuda()) return cuda::blend_ranges(lo, hi, batch, momentum);
 #endif

@@ -21,7 +21,6 @@ struct GridTensors {
 void launch(Op op, Job& job, const GridTensors& grid, c10::Device device);
 
 // lo and hi widen to, or (with a momentum) move towards, the ranges of a batch.
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch,
-                  std::optional<double> momentum);
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
 
 }  // namespace qtoolkit

@@ -26,8 +26,8 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_learned_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
       "int? axis=None, int group=1, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
-  // A copy of x as it is now. Compilers keep its result for backward and never compute it again: they would do so from a
-  // buffer that was updated in place since, as batch norm's statistics are.
+  // A copy of x as it is now. Compilers keep its result for backward and never compute it again: they would do so from
+  // a buffer that was updated in place since, as batch norm's statistics are.
   m.def("snapshot(Tensor x) -> Tensor");
 
   // Integer codes of x: int8, uint8, int16, uint16 or int32. NaN becomes qmin.

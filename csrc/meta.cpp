@@ -32,10 +32,10 @@ Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayR
   return empty_in_order(grad, order);
 }
 
-std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& grad, const Tensor& x,
-                                                               const Tensor& scale, const optional<Tensor>& zero_point,
-                                                               int64_t qmin, int64_t qmax, optional<int64_t> axis,
-                                                               int64_t group, double /*grad_factor*/) {
+std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
+                                                               const optional<Tensor>& zero_point, int64_t qmin,
+                                                               int64_t qmax, optional<int64_t> axis, int64_t group,
+                                                               double /*grad_factor*/) {
   constexpr const char* kOp = "fake_quant_learned_backward";
   check_storage(kOp, "x", x);
   check_storage(kOp, "grad", grad);

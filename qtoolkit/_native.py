@@ -1,6 +1,7 @@
 """Load the extension, or say in one sentence why it does not load."""
 
 import re
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -33,9 +34,8 @@ def load() -> ModuleType:
     if built is not None and built.split(".")[:2] != running.split(".")[:2]:
         raise ImportError(f"qtoolkit was built for torch {built}, but this is torch {running}. {REBUILD}")
     try:
-        from qtoolkit import _C
+        return import_module("qtoolkit._C")
     except ImportError as error:
         raise ImportError(
             f"qtoolkit's native library does not load under torch {running} ({error}). {REBUILD}"
         ) from None
-    return _C

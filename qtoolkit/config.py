@@ -80,12 +80,12 @@ class QuantSpec:
     @property
     def qmin(self) -> int:
         """Lowest code."""
-        return (-(2 ** (self.bits - 1)) if self.signed else 0) + int(self.narrow)
+        return (-(1 << self.bits - 1) if self.signed else 0) + int(self.narrow)
 
     @property
     def qmax(self) -> int:
         """Highest code."""
-        return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 1
+        return (1 << self.bits - int(self.signed)) - 1
 
     def describe(self) -> str:
         """Return a short name, as reports print it.

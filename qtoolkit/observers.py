@@ -18,7 +18,7 @@ class KeepsFloat32(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: tensor.detach() for name, tensor in self._own_tensors()}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, new in self._own_tensors():
             if new.dtype not in (torch.float32, torch.float64):
                 new.data = before[name].to(new.device)
@@ -37,7 +37,7 @@ class LoadsFloatCheckpoints(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix) for key in state_dict):
-            super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class RangeObserver(KeepsFloat32, LoadsFloatCheckpoints):

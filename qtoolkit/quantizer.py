@@ -131,7 +131,7 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         else:
             self.register_buffer("_scale", unset)
         self.register_buffer("_zero_point", None if spec.symmetric else torch.zeros(shape))
-        self.observer = make_observer(spec, None if spec.axis is None else shape[0], group)
+        self.observer = make_observer(spec, unset.numel() if unset.dim() else None, group)
         self.ready = False
 
     # ---- the grid

@@ -1,5 +1,6 @@
 """quantization_report: what is quantized and how, what stays float and why."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -65,7 +66,7 @@ class QuantizationReport:
         return "\n".join([head, "", *_table(rows), "", *_table(tensors)])
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 

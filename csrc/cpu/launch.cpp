@@ -97,9 +97,8 @@ std::vector<A> row_of(const at::Tensor* values, const Channels& row, int64_t rep
 template <class F>
 void in_chunks(const Job& job, F f) {
   const int64_t chunks = (job.numel + kChunk - 1) / kChunk;
-  at::parallel_for(0, chunks, kGrain / kChunk, [&](int64_t begin, int64_t end) {
-    f(begin * kChunk, std::min(end * kChunk, job.numel));
-  });
+  at::parallel_for(0, chunks, kGrain / kChunk,
+                   [&](int64_t begin, int64_t end) { f(begin * kChunk, std::min(end * kChunk, job.numel)); });
 }
 
 // Partial sums over segments that depend on the size alone, joined in their order: the same bits for any number of
@@ -178,9 +177,9 @@ void blend(at::Tensor lo, at::Tensor hi, const at::Tensor& batch, std::optional<
   const int64_t count = lo.numel();
   for (int64_t c = 0; c < count; ++c) {
     const Range<A> now = {lows[c], highs[c]}, seen = {static_cast<A>(news[c]), static_cast<A>(news[count + c])};
-    const Range<A> next = momentum ? qtoolkit::blend(now, seen, static_cast<A>(*momentum))
-                                   : Range<A>{static_cast<A>(lowest(now.lo, seen.lo)),
-                                              static_cast<A>(highest(now.hi, seen.hi))};
+    const Range<A> next =
+        momentum ? qtoolkit::blend(now, seen, static_cast<A>(*momentum))
+                 : Range<A>{static_cast<A>(lowest(now.lo, seen.lo)), static_cast<A>(highest(now.hi, seen.hi))};
     lows[c] = next.lo;
     highs[c] = next.hi;
   }

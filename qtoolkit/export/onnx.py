@@ -215,7 +215,7 @@ def _export_torchscript(
     names = list(input_names) if input_names else _argument_names(model)
     with _temporary_file() as path, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that the exporter is the older one is the caller's choice
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         torch.onnx.export(
             _Plain(model).eval(),
             inputs,

@@ -219,7 +219,7 @@ def _compare_weight(layer: QuantWeighted, theirs: Any) -> CodeCount:
         raise TypeError("verify_onnx: the model is not converted; pass what qtoolkit.convert returned.")
     ours = grid.codes(layer.weight)
     if grid.group > 1:  # the file has them as (groups * out, in * k...)
-        ours = ours.unflatten(0, (grid.group, -1)).transpose(1, 2).flatten(0, 1).flatten(1)
+        ours = ours.reshape(grid.group, -1, *ours.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
     return CodeCount.of(ours, theirs)
 
 

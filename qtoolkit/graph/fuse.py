@@ -49,4 +49,5 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
 
 
 def _called_once(node: fx.Node) -> bool:
-    return sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes) == 1
+    calls: int = sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes)
+    return calls == 1

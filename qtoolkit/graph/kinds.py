@@ -71,7 +71,7 @@ def kind_of(node: fx.Node) -> str:
         module = module_of(node)
         kind = MODULE_KINDS.get(type(module), OTHER)
     elif node.op == "call_function":
-        kind = FUNCTION_KINDS.get(node.target, OTHER)  # type: ignore[call-overload]
+        kind = FUNCTION_KINDS.get(node.target, OTHER)  # type: ignore[arg-type]
     elif node.op == "call_method":
         kind = METHOD_KINDS.get(str(node.target), OTHER)
     else:
@@ -108,13 +108,14 @@ def _always(node: fx.Node) -> bool:
 
 def _adds_two_tensors(node: fx.Node) -> bool:
     operands = [*node.args, *(v for k, v in node.kwargs.items() if k in ("input", "other"))]
-    return len(operands) == 2 and all(isinstance(v, fx.Node) for v in operands) and node.kwargs.get("alpha", 1) == 1
+    two_tensors = len(operands) == 2 and all(isinstance(v, fx.Node) for v in operands)
+    return two_tensors and bool(node.kwargs.get("alpha", 1) == 1)
 
 
 def _pads_with_zero(node: fx.Node) -> bool:
     mode = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
     value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
-    return mode == "constant" and value in (None, 0)
+    return bool(mode == "constant" and value in (None, 0))
 
 
 def _slices_a_tensor(node: fx.Node) -> bool:
@@ -126,7 +127,7 @@ def _averages_space(node: fx.Node) -> bool:
     if node.op == "call_module" or node.target not in (torch.mean, "mean"):
         return True
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return isinstance(dims, list | tuple) and sorted(dims) in ([2, 3], [-2, -1])  # type: ignore[type-var]
+    return isinstance(dims, list | tuple) and sorted(dims) in ([2, 3], [-2, -1])
 
 
 _CONDITIONS: Mapping[str, Callable[[fx.Node], bool]] = {

@@ -30,4 +30,5 @@ class QuantConv2d(QuantWeighted, nn.Conv2d):
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
         """Convolve, in any padding mode."""
-        return self._conv_forward(x, weight, bias)
+        y: Tensor = self._conv_forward(x, weight, bias)
+        return y

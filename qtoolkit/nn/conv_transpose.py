@@ -35,7 +35,8 @@ class QuantConvTranspose2d(QuantWeighted, nn.ConvTranspose2d):
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
         """Convolve; a further argument is output_size, as torch's layer takes it."""
         padding = self.output_padding_for(x, args[0] if args else None)
-        return F.conv_transpose2d(x, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
+        edge = [int(p) for p in self.padding]
+        return F.conv_transpose2d(x, weight, bias, self.stride, edge, padding, self.groups, self.dilation)
 
     def output_padding_for(self, x: Tensor, output_size: list[int] | None) -> list[int]:
         """Return the output padding that gives an output of the spatial size `output_size`.
@@ -60,9 +61,8 @@ class QuantConvTranspose2d(QuantWeighted, nn.ConvTranspose2d):
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel, of each group, by its factor."""
-        grouped = weight.unflatten(0, (self.groups, -1))
-        scaled = grouped * factor.reshape(self.groups, 1, -1, *[1] * (weight.dim() - 2))
-        return scaled.flatten(0, 1)
+        grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
+        return (grouped * factor.reshape(self.groups, 1, -1, *[1] * (weight.dim() - 2))).flatten(0, 1)
 
     def scale_groups(self, axis: int | None) -> int:
         """Return the groups, where scales run along the output channel."""

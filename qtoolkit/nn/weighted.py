@@ -34,8 +34,8 @@ class QuantWeighted(nn.Module):
 
     FLOAT: ClassVar[type[nn.Module]]
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any  # a Parameter, and a Parameter or None; torch's own classes declare them each in its way
+    bias: Any
     weight_quantizer: TensorQuantizer | Grid | None
     input_quantizer: TensorQuantizer | Grid | None
     _batch_norm: tuple[_BatchNorm, ...]

@@ -1,0 +1,64 @@
+"""What a user sees when the package is not built, or built for another torch, or torch is not there."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtoolkit import _native
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_library_tells_what_it_was_built_for() -> None:
+    library = Path(_native.load().__file__)
+    assert _native.built_for(library) == torch.__version__.split("+")[0]
+
+
+def test_another_torch_gives_one_clear_sentence(monkeypatch) -> None:
+    monkeypatch.setattr(_native, "built_for", lambda library: "2.11.0")
+    with pytest.raises(
+        ImportError, match=r"was built for torch 2\.11\.0, but this is torch .*pip install"
+    ):
+        _native.load()
+
+
+def test_a_missing_library_says_what_to_type(monkeypatch) -> None:
+    monkeypatch.setattr(_native, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"native library is missing.*pip install --no-build-isolation \."):
+        _native.load()
+
+
+def test_a_library_that_does_not_load_says_why(monkeypatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(_native, "import_module", fail)
+    with pytest.raises(ImportError, match=r"does not load under torch .*\(undefined symbol: _ZN3c10\)\. Rebuild it"):
+        _native.load()
+
+
+def test_building_without_torch_says_what_to_type(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        SystemExit, match=r"Install torch 2\.11 or newer first, then type: pip install --no-build-isolation \."
+    ):
+        runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize(("value", "words"), [("yes", "QTOOLKIT_CUDA must be 0 or 1, got 'yes'")])
+def test_a_bad_switch_is_named(value: str, words: str) -> None:
+    code = f"import os, runpy; os.environ['QTOOLKIT_CUDA'] = {value!r}; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def test_importing_torch_first_is_not_needed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import qtoolkit"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
