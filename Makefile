@@ -27,7 +27,7 @@ build: $(VENV)/ready         ## compile again what has changed
 	$(RUN)/python setup.py build_ext --inplace
 
 $(VENV)/built: $(VENV)/ready $(SOURCES)
-	$(RUN)/pip install --quiet --no-build-isolation --no-deps --editable . && touch $@
+	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
 $(VENV)/ready: constraints.txt requirements-dev.txt requirements-onnx.txt
 	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
