@@ -21,6 +21,8 @@ using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, 
                                                                  const optional<Tensor>&, int64_t, int64_t,
                                                                  optional<int64_t>, int64_t, double);
 
+using ObserveSchema = void(const Tensor&, Tensor&, Tensor&, optional<double>, optional<int64_t>, int64_t);
+
 template <class Schema>
 const auto& op(const char* name) {
   static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
@@ -119,12 +121,34 @@ Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayR
   return FakeQuantBackward::apply(grad, mask, order.vec());
 }
 
+Tensor snapshot(const Tensor& x) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op<Tensor(const Tensor&)>("qtoolkit::snapshot").call(x);
+}
+
+void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
+                     int64_t group) {
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op<ObserveSchema>("qtoolkit::observe_minmax_").call(x, lo, hi, momentum, axis, group);
+  }
+  torch::autograd::impl::bump_version(lo);
+  torch::autograd::impl::bump_version(hi);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("fake_quant", fake_quant);
   m.impl("fake_quant_backward", fake_quant_backward);
-  m.impl("fake_quant_learned_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("snapshot", snapshot);
+  // No gradient is lost in silence.
+  for (const char* name : {"fake_quant_learned_backward", "dequantize", "minmax"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
 }
+
+// The ranges that it updates in place count as changed.
+TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) { m.impl("observe_minmax_", observe_minmax_); }
 
 }  // namespace qtoolkit

@@ -33,8 +33,7 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
   job.y = y.mutable_data_ptr();
   job.y_dtype = job.x.dtype;
   job.mask = with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
-  job.qmin = static_cast<double>(qmin);
-  job.qmax = static_cast<double>(qmax);
+  job.ends = representable(qmin, qmax, x);
   launch(Op::fake_quant, job, {&scale, pointer(zero_point)}, x.device());
   return {y, mask};
 }
@@ -72,8 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   job.grad = operand_of(grad_in, dx);
   job.y = dx.mutable_data_ptr();
   job.y_dtype = job.x.dtype;
-  job.qmin = static_cast<double>(qmin);
-  job.qmax = static_cast<double>(qmax);
+  job.ends = representable(qmin, qmax, x);
   job.sum_scale = sums.mutable_data_ptr<double>();
   job.sum_zero_point = zero_point.has_value() ? job.sum_scale + scale.numel() : nullptr;
   launch(Op::fake_quant_learned_backward, job, {&scale, pointer(zero_point)}, x.device());

@@ -39,7 +39,7 @@ QT_FN V clamp(V v, V lo, V hi) {
 // and a zero scale maps everything to (almost) zero instead of NaN. NaN stays visible.
 template <class A>
 QT_FN A usable_scale(A scale) {
-  const A smallest = static_cast<A>(1.17549435e-38);  // the smallest normal float32
+  const A smallest = static_cast<A>(0x1p-126);  // the smallest normal float32
   const A magnitude = scale < 0 ? -scale : scale;
   return magnitude < smallest ? smallest : magnitude;
 }

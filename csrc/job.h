@@ -22,6 +22,11 @@ struct Operand {
   int64_t stride[kMaxDims] = {};
 };
 
+// The lowest and highest code, as the arithmetic can hold them.
+struct Ends {
+  double lo = 0, hi = 0;
+};
+
 struct Job {
   int64_t numel = 0;
   Channels channels;
@@ -32,7 +37,7 @@ struct Job {
   uint8_t* mask = nullptr;           // bit i % 8 of byte i / 8; null where not wanted. Forward writes, backward reads
   const void* scale = nullptr;       // channels.count values, float64 where x is float64, else float32
   const void* zero_point = nullptr;  // the same, or null: symmetric
-  double qmin = 0, qmax = 0;
+  Ends ends;
   // Results of the reductions, channels.count values of float64 each: of the learned backward the sums for scale
   // and (null where not wanted) zero point; of minmax the lowest and the highest value.
   double* sum_scale = nullptr;

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace qtoolkit {
@@ -22,6 +24,14 @@ Dtype dtype_of(const at::Tensor& t) {
     case at::kInt: return Dtype::i32;
     default: TORCH_INTERNAL_ASSERT(false, "checks.h let ", t.scalar_type(), " through");
   }
+}
+
+Ends representable(int64_t qmin, int64_t qmax, const at::Tensor& x) {
+  const Ends exact = {static_cast<double>(qmin), static_cast<double>(qmax)};
+  if (x.scalar_type() == at::kDouble) return exact;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float lo = static_cast<float>(exact.lo), hi = static_cast<float>(exact.hi);
+  return {lo < exact.lo ? std::nextafter(lo, kInfinity) : lo, hi > exact.hi ? std::nextafter(hi, -kInfinity) : hi};
 }
 
 std::vector<int64_t> memory_order(const at::Tensor& dense) {

@@ -11,6 +11,10 @@ namespace qtoolkit {
 
 Dtype dtype_of(const at::Tensor& t);
 
+// The ends of a range as the arithmetic of x's type can hold them: the next values inwards where float32 is too coarse
+// (beyond 2^24), so that no code leaves [qmin, qmax].
+Ends representable(int64_t qmin, int64_t qmax, const at::Tensor& x);
+
 // Dimensions of a dense tensor from the slowest to the fastest in memory; empty for row-major.
 std::vector<int64_t> memory_order(const at::Tensor& dense);
 

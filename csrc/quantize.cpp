@@ -24,8 +24,7 @@ Tensor quantize(const Tensor& x, const Tensor& scale, const optional<Tensor>& ze
   job.x = operand_of(in, codes);
   job.y = codes.mutable_data_ptr();
   job.y_dtype = dtype_of(codes);
-  job.qmin = static_cast<double>(qmin);
-  job.qmax = static_cast<double>(qmax);
+  job.ends = representable(qmin, qmax, x);
   launch(Op::quantize, job, {&scale, zero_point.has_value() ? &*zero_point : nullptr}, x.device());
   return codes;
 }

@@ -38,6 +38,14 @@ def channels(shape: tuple[int, ...], axis: int | None, group: int) -> tuple[np.n
     return (part * shape[axis] + places[axis]).reshape(shape), group * shape[axis]
 
 
+def ends(qmin: int, qmax: int, kind: type) -> tuple:
+    """The outermost numbers of the arithmetic within [qmin, qmax]: float32 holds not every code beyond 2^24."""
+    low, high = kind(qmin), kind(qmax)
+    low = np.nextafter(low, kind(np.inf)) if int(low) < qmin else low
+    high = np.nextafter(high, kind(-np.inf)) if int(high) > qmax else high
+    return low, high
+
+
 class Snapped:
     """Every quantity of an integer grid on x, element by element."""
 
@@ -48,12 +56,12 @@ class Snapped:
         self.s = self.spread(np.maximum(np.abs(array(scale, kind)), kind(TINY)))
         z = np.zeros(scale.numel(), kind) if zero_point is None else np.rint(array(zero_point, kind))
         self.z = self.spread(z)
-        self.qmin, self.qmax = qmin, qmax
+        self.qmin, self.qmax = lowest, highest = ends(qmin, qmax, kind)
         with np.errstate(all="ignore"):
             self.quotient = self.x / self.s
             self.level = np.rint(self.quotient) + self.z
-            self.q = np.minimum(np.maximum(self.level, kind(qmin)), kind(qmax))
-            self.inside = (self.level >= kind(qmin)) & (self.level <= kind(qmax))
+            self.q = np.minimum(np.maximum(self.level, lowest), highest)
+            self.inside = (self.level >= lowest) & (self.level <= highest)
 
     def spread(self, per_channel: np.ndarray) -> np.ndarray:
         return per_channel.reshape(-1)[self.channel]
@@ -63,8 +71,7 @@ class Snapped:
             return (self.q - self.z) * self.s
 
     def codes(self) -> np.ndarray:
-        low = np.where(np.isnan(self.q), self.qmin, self.q).astype(np.float64)
-        return np.clip(low, self.qmin, self.qmax).astype(np.int64)
+        return np.where(np.isnan(self.q), self.qmin, self.q).astype(np.int64)
 
     def sum(self, terms: np.ndarray) -> np.ndarray:
         totals = np.zeros(self.count)

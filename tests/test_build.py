@@ -20,9 +20,7 @@ def test_the_library_tells_what_it_was_built_for() -> None:
 
 def test_another_torch_gives_one_clear_sentence(monkeypatch) -> None:
     monkeypatch.setattr(_native, "built_for", lambda library: "2.11.0")
-    with pytest.raises(
-        ImportError, match=r"was built for torch 2\.11\.0, but this is torch .*pip install"
-    ):
+    with pytest.raises(ImportError, match=r"was built for torch 2\.11\.0, but this is torch .*pip install"):
         _native.load()
 
 

@@ -168,7 +168,9 @@ def test_backward_op(layout, channels, dtype):
     order = [] if y.is_contiguous() else sorted(range(y.dim()), key=lambda d: -y.stride(d))
     grad = floats(dtype, 7)(*x.shape)
     dx = backward(grad, mask, order)
-    assert_same(dx, torch.where(reference.inside(x, scale, None, -100, 90, **channels.named), grad, torch.zeros_like(grad)))
+    assert_same(
+        dx, torch.where(reference.inside(x, scale, None, -100, 90, **channels.named), grad, torch.zeros_like(grad))
+    )
     assert_laid_out_as(dx, x, channels.group)
 
 
@@ -217,7 +219,9 @@ def test_torch_learnable_with_a_power_of_two(axis, grad_factor):
     else:
         theirs = torch._fake_quantize_learnable_per_channel_affine(*inputs, axis, -100, 90, grad_factor)
     wanted = torch.autograd.grad(theirs, inputs, grad)
-    for g, w in zip(learned_gradients(grad, x, scale, z, axis=axis, grad_factor=grad_factor, **GRID), wanted, strict=True):
+    for g, w in zip(
+        learned_gradients(grad, x, scale, z, axis=axis, grad_factor=grad_factor, **GRID), wanted, strict=True
+    ):
         assert torch.equal(g, w)
 
 
@@ -241,7 +245,9 @@ def test_gradcheck_in_zero_point(channels):
     x = clamped((4, 3, 2)) * (torch.rand(4, 3, 2) < 0.5)
     count = channels.count(x)
     z = zero_points(count).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: ops.fake_quant(x, scales(count), z, **channels.named, **GRID), (z,), eps=1.0)
+    assert torch.autograd.gradcheck(
+        lambda z: ops.fake_quant(x, scales(count), z, **channels.named, **GRID), (z,), eps=1.0
+    )
 
 
 # ---- what is asked for, and what is kept ------------------------------------------------------------------------------
@@ -269,7 +275,9 @@ def test_only_what_requires_grad(needed):
 @pytest.mark.parametrize("shape", [(6,), (1, 6, 1)], ids=name_of)
 def test_gradient_has_the_scales_dtype_and_shape(x_dtype, dtype, shape):
     x = floats(x_dtype)(4, 6, 50)
-    check_gradients(torch.ones_like(x) / 64, x, scales(6).to(dtype).view(shape), zero_points(6).to(dtype).view(shape), axis=1)
+    check_gradients(
+        torch.ones_like(x) / 64, x, scales(6).to(dtype).view(shape), zero_points(6).to(dtype).view(shape), axis=1
+    )
 
 
 def test_gradient_of_a_scale_given_as_a_view():

@@ -131,7 +131,9 @@ def test_channel_runs(run, dtype, group):
     check_fake_quant(x, scales(count), zero_points(count), channels)
     check_quantize(x, scales(count), zero_points(count), channels, torch.int8)
     q = codes(torch.uint8)(*run)
-    assert_same(ops.dequantize(q, scales(count), **channels.named), reference.dequantize(q, scales(count), **channels.named))
+    assert_same(
+        ops.dequantize(q, scales(count), **channels.named), reference.dequantize(q, scales(count), **channels.named)
+    )
     for got, wanted in zip(ops.minmax(x, **channels.named), reference.minmax(x, **channels.named), strict=True):
         assert_same(got, wanted)
 
@@ -244,7 +246,9 @@ def test_ties_of_sixteen_bits():
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1e-30, 1e30, 3e38, torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "scale", [0.1, -0.1, 0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1e-30, 1e30, 3e38, torch.inf, torch.nan]
+)
 @pytest.mark.parametrize("zero_point", [None, 5.0, -0.0])
 def test_special_values(dtype, scale, zero_point):
     x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype).repeat(6)
@@ -268,7 +272,9 @@ def test_zero_scale_gives_zeros_and_negative_counts_by_magnitude():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
-@pytest.mark.parametrize(("scale", "zero_point"), [(0.1, None), (2**-7, 3), (1e-6, -9), (3e-8, None), (700.0, 5), (1e-3, 0)])
+@pytest.mark.parametrize(
+    ("scale", "zero_point"), [(0.1, None), (2**-7, 3), (1e-6, -9), (3e-8, None), (700.0, 5), (1e-3, 0)]
+)
 def test_every_sixteen_bit_float(dtype, scale, zero_point):
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     grid = torch.tensor(scale), None if zero_point is None else torch.tensor(float(zero_point))
@@ -290,10 +296,18 @@ def test_round_trip_of_every_code(dtype):
 @pytest.mark.parametrize("qmax", [2**31 - 1, 2**31 - 2, 2**24 + 1, 2**24 + 3, 127])
 def test_codes_stay_within_qmin_and_qmax(qmax):
     x = torch.tensor([torch.inf, 3e9, 2.0**31, float(qmax), -torch.inf, -3e9, torch.nan])
-    q = ops.quantize(x, torch.tensor(1.0), qmin=-qmax, qmax=qmax, dtype=torch.int32)
-    assert q.max() <= qmax
-    assert q.min() >= -qmax
-    assert_same(q, reference.quantize(x, torch.tensor(1.0), qmin=-qmax, qmax=qmax, dtype=torch.int32))
+    for dtype in (torch.float32, torch.float64):
+        for low, high in (
+            (-qmax, qmax),
+            (1 - qmax, qmax - 2),
+            (qmax // 2, qmax),
+            (2**24 + 1, qmax),
+            (-qmax, -(2**24) - 1),
+        ):
+            if low + 9 < high:
+                q = ops.quantize(x.to(dtype), torch.tensor(1.0), qmin=low, qmax=high, dtype=torch.int32)
+                assert low <= q.min() <= q.max() <= high
+                assert_same(q, reference.quantize(x.to(dtype), torch.tensor(1.0), None, low, high, dtype=torch.int32))
 
 
 # ---- observers --------------------------------------------------------------------------------------------------------
@@ -360,7 +374,9 @@ def test_anything(data):
 
 
 @pytest.mark.parametrize("exponent", [-12, -7, -3, 0, 2])
-@pytest.mark.parametrize(("zero_point", "qmin", "qmax"), [(0, -128, 127), (5, -128, 127), (128, 0, 255), (3, -8, 7), (0, -127, 127)])
+@pytest.mark.parametrize(
+    ("zero_point", "qmin", "qmax"), [(0, -128, 127), (5, -128, 127), (128, 0, 255), (3, -8, 7), (0, -127, 127)]
+)
 def test_torch_with_a_power_of_two(exponent, zero_point, qmin, qmax):
     """There 1 / scale is exact, so multiplying by it is dividing."""
     scale = 2.0**exponent
@@ -417,7 +433,9 @@ def deployed_grid(dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", ONNX_TYPES, ids=name_of)
 def test_onnxruntime_per_axis(dtype):
     scale, z = deployed_grid(dtype, 300)
-    x = torch.cat([ties(scale, -400, 400), torch.randn(300, 500) * 300 * scale[:, None], torch.tensor(SPECIAL).expand(300, -1)], 1)
+    x = torch.cat(
+        [ties(scale, -400, 400), torch.randn(300, 500) * 300 * scale[:, None], torch.tensor(SPECIAL).expand(300, -1)], 1
+    )
     q = ops.quantize(x, scale, z, *bounds(dtype), axis=0, dtype=dtype)
     assert_same(q, onnxruntime("QuantizeLinear", x, scale, z, dtype))
     q = codes(dtype)(300, 700)
@@ -428,7 +446,13 @@ def test_onnxruntime_per_axis(dtype):
 def test_onnxruntime_per_tensor(dtype):
     half = (bounds(dtype)[1] - bounds(dtype)[0]) // 2
     for scale, z in zip(*deployed_grid(dtype, 200), strict=True):
-        x = torch.cat([ties(scale[None], -half - 300, -half + 300), ties(scale[None], half - 300, half + 300), ties(scale[None], -300, 300)])
+        x = torch.cat(
+            [
+                ties(scale[None], -half - 300, -half + 300),
+                ties(scale[None], half - 300, half + 300),
+                ties(scale[None], -300, 300),
+            ]
+        )
         q = ops.quantize(x, scale, z, *bounds(dtype), dtype=dtype)
         assert_same(q, onnxruntime("QuantizeLinear", x, scale, z, dtype))
         y = ops.fake_quant(x, scale, z, *bounds(dtype))
@@ -439,7 +463,14 @@ def test_oracle_itself_on_numbers_worked_out_by_hand():
     x = torch.tensor([-1.0, -0.25, 0.25, 0.75, 0.3, 9.0])
     assert reference.fake_quant(x, torch.tensor(0.5), None, -1, 3).tolist() == [-0.5, 0, 0, 1, 0.5, 1.5]
     assert reference.inside(x, torch.tensor(0.5), None, -1, 3).tolist() == [False, True, True, True, True, False]
-    assert reference.quantize(x, torch.tensor(0.5), torch.tensor(2.0), 0, 255, dtype=torch.uint8).tolist() == [0, 2, 2, 4, 3, 20]
+    assert reference.quantize(x, torch.tensor(0.5), torch.tensor(2.0), 0, 255, dtype=torch.uint8).tolist() == [
+        0,
+        2,
+        2,
+        4,
+        3,
+        20,
+    ]
     channel, count = reference.channels((4, 2, 1), 1, 2)
     assert channel.reshape(-1).tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert count == 4

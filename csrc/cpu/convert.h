@@ -9,10 +9,10 @@ struct f16 {
   uint16_t bits;
 };
 
-QT_FN float to_arithmetic(bf16 v) { return __builtin_bit_cast(float, static_cast<uint32_t>(v.bits) << 16); }
+QT_FN float widen(bf16 v) { return __builtin_bit_cast(float, static_cast<uint32_t>(v.bits) << 16); }
 
 // The exponent is rebased by a multiplication, which also normalises denormals; inf and NaN are put back.
-QT_FN float to_arithmetic(f16 v) {
+QT_FN float widen(f16 v) {
   const uint32_t sign = static_cast<uint32_t>(v.bits & 0x8000u) << 16;
   const uint32_t body = static_cast<uint32_t>(v.bits & 0x7fffu) << 13;
   const float rebased = __builtin_bit_cast(float, body) * __builtin_bit_cast(float, 0x77800000u);  // 2^112
@@ -21,10 +21,13 @@ QT_FN float to_arithmetic(f16 v) {
   return __builtin_bit_cast(float, sign | magnitude);
 }
 
-template <class T>
-QT_FN auto to_arithmetic(T v) {
-  using A = typename std::conditional<std::is_same<T, double>::value, double, float>::type;
-  return static_cast<A>(v);
+template <class A, class T>
+QT_FN A to_arithmetic(T v) {
+  if constexpr (std::is_arithmetic<T>::value) {
+    return static_cast<A>(v);
+  } else {
+    return widen(v);
+  }
 }
 
 // Round to nearest, ties to even; a NaN stays one.
@@ -51,15 +54,10 @@ QT_FN void from_arithmetic(float v, f16* to) {
 QT_FN void from_arithmetic(float v, float* to) { *to = v; }
 QT_FN void from_arithmetic(double v, double* to) { *to = v; }
 
-// Codes are whole and clamped already, but for the ends of int32, which float32 cannot hold.
+// Codes are whole, and clamped to ends that the arithmetic can hold (representable, in layout.h).
 template <class A, class T>
 QT_FN void from_arithmetic(A v, T* to) {
-  constexpr A below = static_cast<A>(-2147483648.0), above = static_cast<A>(2147483647.0);
-  if constexpr (sizeof(T) < 4) {
-    *to = static_cast<T>(static_cast<int32_t>(v));
-  } else {
-    *to = v >= above ? 2147483647 : static_cast<T>(v < below ? below : v);
-  }
+  *to = static_cast<T>(static_cast<int32_t>(v));
 }
 
 // Calls f with a null pointer of the storage type, of those that the arithmetic type A serves.

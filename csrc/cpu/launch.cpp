@@ -104,8 +104,8 @@ void in_chunks(const Job& job, F f) {
 // Partial sums over segments that depend on the size alone, joined in their order: the same bits for any number of
 // threads.
 double add(double a, double b) { return a + b; }
-double lowest(double a, double b) { return b != b || b < a ? b : a; }
-double highest(double a, double b) { return b != b || b > a ? b : a; }
+double lowest(double a, double b) { return lower(a, b); }
+double highest(double a, double b) { return higher(a, b); }
 
 void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat, const double (&start)[2],
             double (*const (&join)[2])(double, double)) {
@@ -177,9 +177,7 @@ void blend(at::Tensor lo, at::Tensor hi, const at::Tensor& batch, std::optional<
   const int64_t count = lo.numel();
   for (int64_t c = 0; c < count; ++c) {
     const Range<A> now = {lows[c], highs[c]}, seen = {static_cast<A>(news[c]), static_cast<A>(news[count + c])};
-    const Range<A> next =
-        momentum ? qtoolkit::blend(now, seen, static_cast<A>(*momentum))
-                 : Range<A>{static_cast<A>(lowest(now.lo, seen.lo)), static_cast<A>(highest(now.hi, seen.hi))};
+    const Range<A> next = momentum ? qtoolkit::blend(now, seen, static_cast<A>(*momentum)) : unite(now, seen);
     lows[c] = next.lo;
     highs[c] = next.hi;
   }

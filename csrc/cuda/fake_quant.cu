@@ -9,7 +9,7 @@ namespace {
 
 template <class A, bool kDense>
 __global__ void __launch_bounds__(kThreads) fake_quant_kernel(const Job job) {
-  const A lo = static_cast<A>(job.qmin), hi = static_cast<A>(job.qmax);
+  const A lo = static_cast<A>(job.ends.lo), hi = static_cast<A>(job.ends.hi);
   for_octets(job.numel, [&](const Row& at) {
     A v[kOctet];
     load<kDense>(job.x, at, v);
@@ -49,7 +49,7 @@ QT_DEVICE double sum_of(const A (&v)[kOctet]) {
 template <class A, class At, bool kDense>
 __global__ void __launch_bounds__(kThreads)
     learned_backward_kernel(const __grid_constant__ Job job, const __grid_constant__ Slices slices, Pairs sums) {
-  const A lo = static_cast<A>(job.qmin), hi = static_cast<A>(job.qmax);
+  const A lo = static_cast<A>(job.ends.lo), hi = static_cast<A>(job.ends.hi);
   Pair sum = {0, 0};
   Walk walk = walk_of(slices, blockIdx.x, threadIdx.x);
   const Grid<A> grid = walk.left > 0 ? grid_of<A>(job, walk.channel) : Grid<A>{};

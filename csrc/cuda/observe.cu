@@ -7,12 +7,6 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
-// The range over both, NaN if either holds NaN. (Only the second is asked: a NaN in the first stays by itself.)
-template <class A>
-QT_FN Range<A> unite(Range<A> a, Range<A> b) {
-  return {b.lo < a.lo || b.lo != b.lo ? b.lo : a.lo, b.hi > a.hi || b.hi != b.hi ? b.hi : a.hi};
-}
-
 struct Unite {
   __device__ Pair operator()(Pair a, Pair b) const {
     const Range<double> range = unite(Range<double>{a.first, a.second}, Range<double>{b.first, b.second});

@@ -9,7 +9,7 @@ namespace {
 // Codes have no NaN: it becomes the lowest code, as in onnxruntime.
 template <class A, bool kDense>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(const Job job) {
-  const A lo = static_cast<A>(job.qmin), hi = static_cast<A>(job.qmax);
+  const A lo = static_cast<A>(job.ends.lo), hi = static_cast<A>(job.ends.hi);
   for_octets(job.numel, [&](const Row& at) {
     A v[kOctet];
     load<kDense>(job.x, at, v);
