@@ -20,8 +20,6 @@ inline bool is_code(c10::ScalarType t) {
 inline void check_storage(const char* op, const char* name, const at::Tensor& x) {
   TORCH_CHECK_TYPE(is_storage(x.scalar_type()), op, ": ", name, " must be float32, float64, bfloat16 or float16, got ",
                    x.scalar_type(), "; convert it with .float().");
-  TORCH_CHECK_TYPE(x.layout() == c10::kStrided, op, ": ", name, " must be a dense tensor, got layout ", x.layout(),
-                   "; convert it with .to_dense().");
 }
 
 inline void check_range(const char* op, int64_t qmin, int64_t qmax) {
@@ -43,6 +41,7 @@ inline int64_t check_axis(const char* op, const at::Tensor& x, std::optional<int
     return -1;
   }
   const int64_t dims = x.dim();
+  TORCH_CHECK_VALUE(dims > 0, op, ": axis must be None for an input of no dimensions, got ", *axis, ".");
   TORCH_CHECK_VALUE(*axis >= -dims && *axis < dims, op, ": axis must lie in [", -dims, ", ", dims - 1,
                     "] for an input of ", dims, " dimensions, got ", *axis, ".");
   const int64_t a = *axis < 0 ? *axis + dims : *axis;

@@ -11,8 +11,9 @@
 #include "cpu/launch.h"
 
 TORCH_LIBRARY(qtoolkit, m) {
-  // Values on the grid, and the packed in-range mask (empty unless mask). Differentiable in x, and in scale and
-  // zero_point where they require grad; their gradients are multiplied by grad_factor.
+  // Values on the grid, and the packed in-range mask (empty unless mask, or x needs it for its gradient).
+  // Differentiable in x, and in scale and zero_point where they require grad; their gradients are multiplied by
+  // grad_factor.
   m.def(
       "fake_quant(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
       "float grad_factor=1.0, bool mask=False) -> (Tensor, Tensor)");

@@ -142,7 +142,7 @@ void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat, 
 template <class A>
 void run(Op op, Job& job, const GridTensors& grid) {
   const Channels row = written_out(job.channels);
-  const int64_t repeat = row.count / job.channels.count;
+  const int64_t repeat = job.channels.count == 0 ? 1 : row.count / job.channels.count;
   std::vector<A> scale, zero_point;
   if (grid.scale != nullptr) {
     scale = row_of<A>(grid.scale, row, repeat, [](A s) { return usable_scale(s); });
