@@ -20,7 +20,7 @@ lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
 	find csrc -type f -not -name '.*' | xargs $(RUN)/clang-format --dry-run -Werror
 
 second:                      ## the tests on the oldest torch that CI knows, in a copy of the tree with an environment of its own
-	mkdir -p build/second && git ls-files -z | xargs -0 cp --parents -t build/second
+	git checkout-index --all --force --prefix=build/second/
 	$(MAKE) -C build/second unit TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
 
 build: $(VENV)/ready         ## compile again what has changed

@@ -34,6 +34,7 @@ struct Job {
   Operand grad;       // the incoming gradient, for the backward ops
   void* y = nullptr;  // the dense result (dx for the backward ops)
   Dtype y_dtype = Dtype::f32;
+  bool stream = false;               // CPU: y is large, so it is written past the caches
   uint8_t* mask = nullptr;           // bit i % 8 of byte i / 8; null where not wanted. Forward writes, backward reads
   const void* scale = nullptr;       // channels.count values, float64 where x is float64, else float32
   const void* zero_point = nullptr;  // the same, or null: symmetric

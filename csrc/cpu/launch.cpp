@@ -17,10 +17,11 @@ namespace qtoolkit {
 namespace cpu {
 namespace {
 
-constexpr int64_t kGrain = 32768;         // elements that are worth a thread
-constexpr int64_t kSegment = 16384;       // elements of one partial sum, at the least
-constexpr int64_t kSegments = 64;         // partial sums, at the most
-constexpr int64_t kLongestPeriod = 8192;  // channels * inner, up to which a row of scales is written out
+constexpr int64_t kGrain = 32768;          // elements that are worth a thread
+constexpr int64_t kSegment = 16384;        // elements of one partial sum, at the least
+constexpr int64_t kSegments = 64;          // partial sums, at the most
+constexpr int64_t kLargeResult = 4 << 20;  // elements of a result that is written past the caches
+constexpr int64_t kLongestPeriod = 8192;   // channels * inner, up to which a row of scales is written out
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> kernels;
@@ -155,6 +156,7 @@ void run(Op op, Job& job, const GridTensors& grid) {
   if (op == Op::fake_quant_learned_backward) return reduce(kernel, job, row, repeat, {0, 0}, {add, add});
   if (op == Op::minmax) return reduce(kernel, job, row, repeat, {kInfinity, -kInfinity}, {lowest, highest});
   job.channels = row;
+  job.stream = job.numel >= kLargeResult && reinterpret_cast<uintptr_t>(job.y) % 64 == 0;
   in_chunks(job, [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
 }
 

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) fake_quant_kernel(const Job job) {
     for_grids<A>(job, at, [&](int k, Grid<A> grid) {
       const auto point = snap(v[k], grid.scale, grid.zero_point, lo, hi);
       v[k] = value_of(point.code, grid.scale, grid.zero_point);
-      inside |= static_cast<unsigned>(is_inside(point, lo, hi)) << k;
+      inside |= static_cast<unsigned>(is_inside(point)) << k;
     });
     store(job, at, v);
     if (job.mask != nullptr) job.mask[at.first / 8] = static_cast<uint8_t>(inside & ((1u << at.n) - 1));
@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kOctet; ++k) {
       const auto point = snap(x[k], grid.scale, grid.zero_point, lo, hi);
-      ds[k] = scale_gradient(point, grad[k], grid.zero_point, lo, hi);
-      dz[k] = zero_point_gradient(point, grad[k], grid.scale, lo, hi);
-      grad[k] = is_inside(point, lo, hi) ? grad[k] : A(0);
+      ds[k] = scale_gradient(point, grad[k], grid.zero_point);
+      dz[k] = zero_point_gradient(point, grad[k], grid.scale);
+      grad[k] = is_inside(point) ? grad[k] : A(0);
     }
     store(job, at, grad);
     sum.first += sum_of(ds);
