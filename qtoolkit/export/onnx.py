@@ -119,7 +119,7 @@ def export_onnx(
     trace = _export_dynamo if exporter == "dynamo" else _export_torchscript
     modes = [(module, module.training) for module in converted.modules()]
     try:
-        proto = trace(converted.eval(), inputs, chosen, input_names, output_names, dynamic_shapes)
+        proto = trace(_Request(converted.eval(), inputs, chosen, input_names, output_names, dynamic_shapes))
     finally:
         for module, training in modes:
             module.training = training
@@ -162,25 +162,30 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
     return chosen
 
 
-def _export_dynamo(
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    opset: int,
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
-    dynamic_shapes: Any,
-) -> Any:
+@dataclass(frozen=True)
+class _Request:
+    """What both exporters are asked for."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    opset: int
+    input_names: Sequence[str] | None
+    output_names: Sequence[str] | None
+    dynamic_shapes: Any
+
+
+def _export_dynamo(request: _Request) -> Any:
     from qtoolkit.export.translation import translation_table
 
     program = torch.onnx.export(
-        model,
-        inputs,
+        request.model,
+        request.inputs,
         dynamo=True,
-        opset_version=opset,
-        custom_translation_table=dict(translation_table(opset)),
-        input_names=input_names,
-        output_names=output_names,
-        dynamic_shapes=dynamic_shapes,
+        opset_version=request.opset,
+        custom_translation_table=dict(translation_table(request.opset)),
+        input_names=request.input_names,
+        output_names=request.output_names,
+        dynamic_shapes=request.dynamic_shapes,
         verbose=False,
     )
     if program is None:
@@ -199,32 +204,25 @@ class _Plain(nn.Module):
         return self.get_submodule(LEGACY_ROOT)(*inputs)
 
 
-def _export_torchscript(
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    opset: int,
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
-    dynamic_shapes: Any,
-) -> Any:
+def _export_torchscript(request: _Request) -> Any:
     import onnx
 
     from qtoolkit.export.translation import register_symbolic
 
-    register_symbolic(opset)
-    names = list(input_names) if input_names else _argument_names(model)
+    register_symbolic(request.opset)
+    names = list(request.input_names) if request.input_names else _argument_names(request.model)
     with _temporary_file() as path, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that the exporter is the older one is the caller's choice
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         torch.onnx.export(
-            _Plain(model).eval(),
-            inputs,
+            _Plain(request.model).eval(),
+            request.inputs,
             str(path),
             dynamo=False,
-            opset_version=opset,
+            opset_version=request.opset,
             input_names=names,
-            output_names=list(output_names) if output_names else None,
-            dynamic_axes=_dynamic_axes(names, dynamic_shapes),
+            output_names=list(request.output_names) if request.output_names else None,
+            dynamic_axes=_dynamic_axes(names, request.dynamic_shapes),
         )
         return onnx.load(str(path))
 
