@@ -233,7 +233,8 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         # LSQ section 2.2: 1 / sqrt(N * qmax), N the number of weights that share a scale, or of features (without the
         # batch) of an activation.
         if self.grad_factor is None:
-            sharing = x.numel() // self._scale.numel() if self.spec.axis is not None else x.numel() // max(len(x), 1)
+            apart = self._scale.numel() if self.spec.axis is not None else (x.size(0) if x.dim() > 1 else 1)
+            sharing = x.numel() // max(apart, 1)
             self.grad_factor = float(max(sharing, 1) * self.spec.qmax) ** -0.5
         return self.grad_factor
 

@@ -139,6 +139,14 @@ def test_lsq_gradient_factor_is_the_papers() -> None:
     assert per_tensor.grad_factor == pytest.approx((10 * 7) ** -0.5)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (0, 3)])
+def test_odd_shapes_have_a_gradient_factor(shape: tuple[int, ...]) -> None:
+    quantizer = calibrated(LSQ, torch.ones(4))
+    x = torch.ones(shape, requires_grad=True)
+    quantizer(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(shape))
+
+
 def test_switches_restore_after_an_error() -> None:
     quantizer = calibrated(qt.QuantSpec(), torch.ones(3))
     with pytest.raises(KeyError), qt.disable_quantization(quantizer), qt.calibrating(quantizer):
