@@ -106,7 +106,7 @@ def test_amax_sets_and_reads_the_range() -> None:
 
 def test_learned_scale_trains_to_the_best_grid_and_stays_positive() -> None:
     torch.manual_seed(0)
-    x = torch.randn(4096)
+    x = torch.randn(4096, 1)
     quantizer = calibrated(qt.QuantSpec(bits=3, quantizer="lsq"), x)
     before = (quantizer(x) - x).square().mean().item()
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.5)
