@@ -21,6 +21,7 @@ using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, 
                                                                  const optional<Tensor>&, int64_t, int64_t,
                                                                  optional<int64_t>, int64_t, double);
 
+using HistogramSchema = void(const Tensor&, Tensor&, Tensor&, Tensor&);
 using ObserveSchema = void(const Tensor&, Tensor&, Tensor&, optional<double>, optional<int64_t>, int64_t);
 
 template <class Schema>
@@ -136,6 +137,14 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
   torch::autograd::impl::bump_version(hi);
 }
 
+void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi) {
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op<HistogramSchema>("qtoolkit::observe_histogram_").call(x, counts, lo, hi);
+  }
+  for (const Tensor& t : {counts, lo, hi}) torch::autograd::impl::bump_version(t);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
@@ -143,12 +152,15 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("snapshot", snapshot);
   // No gradient is lost in silence.
-  for (const char* name : {"fake_quant_learned_backward", "dequantize", "minmax"}) {
+  for (const char* name : {"fake_quant_learned_backward", "dequantize", "minmax", "search_range"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }
 
-// The ranges that it updates in place count as changed.
-TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) { m.impl("observe_minmax_", observe_minmax_); }
+// What they update in place counts as changed.
+TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) {
+  m.impl("observe_minmax_", observe_minmax_);
+  m.impl("observe_histogram_", observe_histogram_);
+}
 
 }  // namespace qtoolkit

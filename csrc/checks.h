@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string_view>
 
 namespace qtoolkit {
 
@@ -133,6 +134,53 @@ inline void check_not_empty(const char* op, const at::Tensor& x) {
 inline void check_momentum(const char* op, std::optional<double> momentum) {
   TORCH_CHECK_VALUE(!momentum.has_value() || (*momentum > 0 && *momentum <= 1), op,
                     ": momentum must lie in (0, 1] or be None, got ", momentum.value_or(0), ".");
+}
+
+inline void check_bins(const char* op, const at::Tensor& counts, const c10::SymInt& bins) {
+  TORCH_CHECK_TYPE(counts.scalar_type() == at::kLong, op, ": counts must be int64, got ", counts.scalar_type(), ".");
+  TORCH_CHECK_VALUE(bins >= 2 && bins <= (1 << 20) && bins % 2 == 0, op,
+                    ": counts must have an even number of bins from 2 to ", 1 << 20, ", got ", bins, " (shape ",
+                    counts.sym_sizes(), ").");
+}
+
+// The edges of a histogram's range.
+inline void check_edges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& counts,
+                        const c10::SymInt& wanted) {
+  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"lo", lo}, {"hi", hi}}) {
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, op, ": ", name, " must be float32, got ", t.scalar_type(), ".");
+    TORCH_CHECK_VALUE(t.device() == counts.device(), op, ": ", name, " must be on the device of counts, ",
+                      counts.device(), ", got ", t.device(), ".");
+    TORCH_CHECK_VALUE(t.sym_numel() == wanted, op, ": ", name, " must have ", wanted,
+                      wanted == 1 ? " element, got " : " elements, one a histogram, got ", t.sym_numel(), " (shape ",
+                      t.sym_sizes(), ").");
+  }
+}
+
+// A running histogram that an observer updates in place.
+inline void check_histogram(const char* op, const at::Tensor& x, const at::Tensor& counts, const at::Tensor& lo,
+                            const at::Tensor& hi) {
+  check_same_device(op, "counts", counts, x);
+  TORCH_CHECK_VALUE(counts.dim() == 1, op, ": counts must have 1 dimension, got shape ", counts.sym_sizes(),
+                    "; a histogram is of a whole tensor.");
+  check_bins(op, counts, counts.sym_size(0));
+  check_edges(op, lo, hi, counts, 1);
+  TORCH_CHECK_VALUE(counts.is_contiguous(), op, ": counts must be contiguous, as it is updated in place.");
+}
+
+inline void check_search(const char* op, const at::Tensor& counts, const at::Tensor& lo, const at::Tensor& hi,
+                         int64_t qmin, int64_t qmax, std::string_view method, double percentile) {
+  TORCH_CHECK_VALUE(counts.dim() == 1 || counts.dim() == 2, op,
+                    ": counts must have shape (bins,) or (channels, bins), got ", counts.sym_sizes(), ".");
+  check_bins(op, counts, counts.sym_size(-1));
+  check_edges(op, lo, hi, counts, counts.dim() == 1 ? c10::SymInt(1) : counts.sym_size(0));
+  check_range(op, qmin, qmax);
+  TORCH_CHECK_VALUE(qmin <= 0 && qmax > 0 && qmax - qmin < (1 << 16), op,
+                    ": qmin and qmax must hold 0 and a code above it, of 16 bits at the most, got [", qmin, ", ", qmax,
+                    "].");
+  TORCH_CHECK_VALUE(method == "percentile" || method == "mse" || method == "l2" || method == "entropy", op,
+                    ": method must be 'percentile', 'mse', 'l2' or 'entropy', got '", method, "'.");
+  TORCH_CHECK_VALUE(percentile > 0 && percentile <= 100, op, ": percentile must lie in (0, 100], got ", percentile,
+                    ".");
 }
 
 // Running ranges that an observer updates in place.

@@ -27,6 +27,14 @@ struct Ends {
   double lo = 0, hi = 0;
 };
 
+// A running histogram in the memory of its device; see histogram.h.
+struct RunningHistogram {
+  int64_t* counts = nullptr;
+  float* lo = nullptr;
+  float* hi = nullptr;
+  int64_t bins = 0;
+};
+
 struct Job {
   int64_t numel = 0;
   Channels channels;
@@ -43,6 +51,7 @@ struct Job {
   // and (null where not wanted) zero point; of minmax the lowest and the highest value.
   double* sum_scale = nullptr;
   double* sum_zero_point = nullptr;
+  RunningHistogram histogram;  // of observe_histogram_, updated in place
 };
 
 }  // namespace qtoolkit

@@ -49,6 +49,17 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def(
       "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1) "
       "-> ()");
+
+  // Adds x to the running histogram counts (int64, an even number of equal bins) of the range [lo, hi], which grows as
+  // x asks for: histogram.h has the rule. hi <= lo: nothing seen yet. NaN, an infinity or a magnitude of 2^126 or more
+  // makes lo and hi NaN, and nothing more is counted.
+  m.def("observe_histogram_(Tensor x, Tensor(a!) counts, Tensor(b!) lo, Tensor(c!) hi) -> ()");
+
+  // The range that a method ("percentile", "mse", "l2", "entropy") chooses to quantize for codes [qmin, qmax]: search.h
+  // has the formulas. counts: (bins) or (channels, bins). An empty histogram gives [inf, -inf], a broken one NaN.
+  m.def(
+      "search_range(Tensor counts, Tensor lo, Tensor hi, int qmin, int qmax, str method, float percentile=99.99, "
+      "bool symmetric=True) -> (Tensor, Tensor)");
 }
 
 // Read by qtoolkit/_native.py from the file, since a library built for another torch does not load.

@@ -80,6 +80,17 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
   check_momentum("observe_minmax_", momentum);
 }
 
+void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi) {
+  check_storage("observe_histogram_", "x", x);
+  check_histogram("observe_histogram_", x, counts, lo, hi);
+}
+
+std::tuple<Tensor, Tensor> search_range(const Tensor& counts, const Tensor& lo, const Tensor& hi, int64_t qmin,
+                                        int64_t qmax, std::string_view method, double percentile, bool /*symmetric*/) {
+  check_search("search_range", counts, lo, hi, qmin, qmax, method, percentile);
+  return {at::empty_symint(lo.sym_sizes(), lo.options()), at::empty_symint(hi.sym_sizes(), hi.options())};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, Meta, m) {
@@ -90,6 +101,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Meta, m) {
   m.impl("dequantize", dequantize);
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
+  m.impl("observe_histogram_", observe_histogram_);
+  m.impl("search_range", search_range);
 }
 
 }  // namespace qtoolkit

@@ -44,7 +44,7 @@ def calibrate(
     """Observe the ranges of all quantizers on data, and set their scales; then the model quantizes.
 
     The model runs in eval mode without gradients, with quantizers observing and not quantizing; afterwards it is in the mode
-    it was in. Ranges by "minmax" do not depend on how the data is split into batches.
+    it was in. Ranges by "minmax" and "histogram" do not depend on how the data is split into batches.
 
     Args:
         prepared: A model with quantizers.
@@ -105,14 +105,13 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 
 
 def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int) -> CalibrationReport:
-    reached = {n: q for n, q in quantizers.items() if not bool((q.observer.lo > q.observer.hi).any())}
+    reached = {n: q for n, q in quantizers.items() if q.observer.seen()}
     for name, quantizer in reached.items():
         quantizer.name = name
         quantizer.check_observed()
-    for quantizer in reached.values():
-        quantizer.load_observed()
+    loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     for module in prepared.modules():
         if isinstance(module, QuantWeighted) and module.weight_quantizer not in reached.values():
             module.reset_weight_range()  # a layer that was not run still has its weight
-    ranges = {n: (float(q.observer.lo.min()), float(q.observer.hi.max())) for n, q in reached.items()}
+    ranges = {name: (float(lo.min()), float(hi.max())) for name, (lo, hi) in loaded.items()}
     return CalibrationReport(count, ranges, tuple(n for n in quantizers if n not in reached))

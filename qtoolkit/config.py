@@ -10,7 +10,8 @@ from typing import Any, Literal, Self
 from qtoolkit.names import check_known, unknown
 
 FORMATS = ("int",)
-OBSERVERS = ("minmax", "moving_average")
+OBSERVERS = {"minmax": (), "moving_average": ("momentum",), "histogram": ("bins", "method", "percentile")}
+METHODS = ("percentile", "mse", "l2", "entropy")
 QUANTIZERS = ("fixed", "lsq")
 
 
@@ -27,8 +28,10 @@ class QuantSpec:
         group_size: Elements that share a scale along the axis; only None so far.
         pow2_scale: Round scales up to powers of two.
         format: "int".
-        observer: "minmax" (the range of all that was seen) or "moving_average".
-        observer_args: Options of the observer: `momentum` of "moving_average", 0.1 unless given.
+        observer: "minmax" (the range of all that was seen), "moving_average" or "histogram" (the range that a method chooses
+            from a histogram of all that was seen; per tensor only).
+        observer_args: Options of the observer: `momentum` of "moving_average", 0.1 unless given; of "histogram" `bins`
+            (2048), `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99).
         quantizer: "fixed" (the scale follows from the range) or "lsq" (the scale is trained, arXiv 1902.08153).
         quantizer_args: Options of the quantizer; neither of the two has one.
 
@@ -71,11 +74,24 @@ class QuantSpec:
         check_known("format", self.format, FORMATS)
         check_known("observer", self.observer, OBSERVERS)
         check_known("quantizer", self.quantizer, QUANTIZERS)
-        known = ("momentum",) if self.observer == "moving_average" else ()
-        _check_args(f"observer {self.observer!r}", self.observer_args, known)
+        _check_args(f"observer {self.observer!r}", self.observer_args, OBSERVERS[self.observer])
+        if self.observer == "histogram":
+            self._check_histogram(**self.observer_args)
         _check_args(f"quantizer {self.quantizer!r}", self.quantizer_args, ())
         if self.pow2_scale and self.quantizer == "lsq":
             raise ValueError("QuantSpec: pow2_scale=True needs quantizer='fixed'; 'lsq' trains scales of any value.")
+
+    def _check_histogram(self, bins: object = 2048, method: str = "mse", percentile: float = 99.99) -> None:
+        if self.axis is not None:
+            raise ValueError(
+                f"QuantSpec: observer='histogram' needs axis=None, got axis={self.axis}; take 'minmax' for a scale per "
+                f"channel."
+            )
+        if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
+            raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
+        check_known("method of observer 'histogram'", method, METHODS)
+        if not 0 < percentile <= 100:
+            raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
 
     @property
     def qmin(self) -> int:

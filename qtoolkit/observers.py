@@ -16,11 +16,13 @@ DEFAULT_MOMENTUM = 0.1
 class KeepsFloat32(nn.Module):
     """A module whose own buffers and parameters are ranges or scales: casting a model to half precision leaves them."""
 
+    kept_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: tensor.detach() for name, tensor in self._own_tensors()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, new in self._own_tensors():
-            if new.dtype not in (torch.float32, torch.float64):
+            if new.dtype not in self.kept_dtypes:
                 new.data = before[name].to(new.device)
         return self
 
@@ -40,7 +42,35 @@ class LoadsFloatCheckpoints(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class RangeObserver(KeepsFloat32, LoadsFloatCheckpoints):
+class Observer(KeepsFloat32, LoadsFloatCheckpoints):
+    """What a quantizer asks of its observer: to take in tensors, and to give a range."""
+
+    def forward(self, x: Tensor) -> None:
+        """Take in the values of x."""
+        raise NotImplementedError
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values to quantize: lo > hi where nothing was seen, NaN spreads."""
+        raise NotImplementedError
+
+    def seen(self) -> bool:
+        """Return whether every channel has seen something. Waits for the device."""
+        raise NotImplementedError
+
+    def finite(self) -> bool:
+        """Return whether all that was seen is finite. Waits for the device."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        raise NotImplementedError
+
+    def resize(self, channels: int) -> None:
+        """Keep a range for each of so many channels, where they become known by the first input."""
+        raise NotImplementedError
+
+
+class RangeObserver(Observer):
     """Running minimum and maximum, per tensor or per channel, overall or as a moving average.
 
     Args:
@@ -72,18 +102,111 @@ class RangeObserver(KeepsFloat32, LoadsFloatCheckpoints):
         """Take in the range of x."""
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, self.axis, self.group)
 
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values seen, or their moving averages."""
+        return self.lo, self.hi
+
+    def seen(self) -> bool:
+        """Return whether every channel has seen something."""
+        return not bool((self.lo > self.hi).any())
+
+    def finite(self) -> bool:
+        """Return whether all ranges are finite."""
+        return bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all())
+
     def reset(self) -> None:
         """Forget what was seen."""
         self.lo.fill_(torch.inf)
         self.hi.fill_(-torch.inf)
+
+    def resize(self, channels: int) -> None:
+        """Keep a range for each of so many channels; nothing must have been seen yet."""
+        for bound in (self.lo, self.hi):
+            bound.data = bound.data.new_full((channels,), float(bound.detach().flatten()[0]))
 
     def extra_repr(self) -> str:
         """Return the options that are not the default."""
         return "" if self.momentum is None else f"momentum={self.momentum}"
 
 
-def make_observer(spec: QuantSpec, channels: int | None, group: int) -> RangeObserver:
+class HistogramObserver(Observer):
+    """A running histogram of a whole tensor, and the range that a method chooses from it.
+
+    What it counts does not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
+
+    Args:
+        qmin: Lowest code of the grid that the range is for.
+        qmax: Highest code.
+        symmetric: Whether the grid has no zero point.
+        bins: Number of bins, even.
+        method: "percentile", "mse", "l2" or "entropy" (see `qtoolkit.ops.search_range`).
+        percentile: Of method "percentile".
+
+    Example:
+        >>> observer = HistogramObserver(method="percentile", percentile=50)
+        >>> observer(torch.arange(1000) / 1000)
+        >>> observer.range()
+        (tensor(-0.4990), tensor(0.4990))
+    """
+
+    kept_dtypes = (torch.float32, torch.int64)
+
+    counts: Tensor
+    lo: Tensor
+    hi: Tensor
+
+    def __init__(
+        self,
+        qmin: int = -128,
+        qmax: int = 127,
+        symmetric: bool = True,
+        bins: int = 2048,
+        method: str = "mse",
+        percentile: float = 99.99,
+    ) -> None:
+        super().__init__()
+        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
+        self.method, self.percentile = method, percentile
+        self.register_buffer("counts", torch.zeros(bins, dtype=torch.int64))
+        self.register_buffer("lo", torch.tensor(0.0))
+        self.register_buffer("hi", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> None:
+        """Count the values of x."""
+        ops.observe_histogram_(x.detach(), self.counts, self.lo, self.hi)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the range that the method chooses. Waits for the device."""
+        return ops.search_range(
+            self.counts, self.lo, self.hi, self.qmin, self.qmax, self.method, self.percentile, self.symmetric
+        )
+
+    def seen(self) -> bool:
+        """Return whether anything was counted, or met that cannot be."""
+        return not bool(self.hi <= self.lo)
+
+    def finite(self) -> bool:
+        """Return whether all that was seen could be counted."""
+        return bool(torch.isfinite(self.hi))
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        for buffer in (self.counts, self.lo, self.hi):
+            buffer.zero_()
+
+    def resize(self, channels: int) -> None:
+        """Refuse: there is one range for a whole tensor."""
+        raise ValueError(f"HistogramObserver: it has one range for a tensor, got {channels} channels.")
+
+    def extra_repr(self) -> str:
+        """Return the method and the number of bins."""
+        return f"method={self.method!r}, bins={self.counts.numel()}"
+
+
+def make_observer(spec: QuantSpec, channels: int | None, group: int) -> Observer:
     """Build the observer that a spec names."""
+    if spec.observer == "histogram":
+        return HistogramObserver(spec.qmin, spec.qmax, spec.symmetric, **spec.observer_args)
     momentum = spec.observer_args.get("momentum", DEFAULT_MOMENTUM) if spec.observer == "moving_average" else None
     return RangeObserver(channels, spec.axis, group, momentum)
 

@@ -187,18 +187,19 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             RuntimeError: Nothing was observed.
             ValueError: What was observed is not finite.
         """
-        lo, hi = self.observer.lo, self.observer.hi
-        if bool((lo > hi).any()):
+        if not self.observer.seen():
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
-        if not bool((torch.isfinite(lo) & torch.isfinite(hi)).all()):
+        if not self.observer.finite():
             raise ValueError(
                 f"quantizer {self.name!r} has observed NaN or infinities; look for the layer before it that makes them."
             )
 
-    def load_observed(self) -> None:
-        """Set the grid from the range observed so far; errors as of `check_observed`."""
+    def load_observed(self) -> tuple[Tensor, Tensor]:
+        """Set the grid from the range observed so far, and return that range; errors as of `check_observed`."""
         self.check_observed()
-        self.set_range(self.observer.lo, self.observer.hi)
+        lo, hi = self.observer.range()
+        self.set_range(lo, hi)
+        return lo, hi
 
     # ---- use
 
@@ -226,7 +227,7 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             self._resize(x.size(self.spec.axis if self.spec.axis is not None else 0) * self.group)
         self.observer(x)
         if self.quantizing and self.spec.quantizer == "fixed":
-            self._write(*grid_of_range(self.observer.lo, self.observer.hi, self.spec))
+            self._write(*grid_of_range(*self.observer.range(), self.spec))
             self.ready = True
 
     def _lsq_factor(self, x: Tensor) -> float:
@@ -269,8 +270,8 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
     # ---- state
 
     def _resize(self, channels: int) -> None:
-        for holder, name in ((self, "_scale"), (self, "_zero_point"), (self.observer, "lo"), (self.observer, "hi")):
-            tensor = getattr(holder, name)
+        self.observer.resize(channels)
+        for tensor in (self._scale, self._zero_point):
             if tensor is not None:
                 tensor.data = tensor.data.new_full((channels,), float(tensor.detach().flatten()[0]))
         self._sized = True

@@ -142,3 +142,125 @@ class Gradients:
         sign = np.where(array(scale, np.float64).reshape(-1) >= 0, 1.0, -1.0)
         self.ds, self.dz = grad_factor * sign * p.sum(ds_terms), grad_factor * p.sum(dz_terms)
         self.ds_mass, self.dz_mass = (abs(grad_factor) * p.sum(np.abs(t)) for t in (ds_terms, dz_terms))
+
+
+# ---- histograms ---------------------------------------------------------------------------------------------------------
+
+
+def histogram(x: Tensor, n: int) -> tuple[np.ndarray, float, float]:
+    """Counts and range of all values: the smallest width of 2^k that fits, found by doubling; bins found by their edges."""
+    values = array(x, np.float64).reshape(-1)
+    if values.size == 0:
+        return np.zeros(n, np.int64), 0.0, 0.0
+    if not (np.abs(values) < 2.0**126).all():
+        return np.zeros(n, np.int64), np.nan, np.nan
+    negative = values[values < 0]
+    side = n // 2 if negative.size else n
+    width = 2.0**-125 if negative.size else 2.0**-126
+    while np.abs(values).max() >= side * width:
+        width *= 2
+    edges = np.arange(side + 1) * width
+    up = np.bincount(np.searchsorted(edges, values[values >= 0], "right") - 1, minlength=side)
+    if not negative.size:
+        return up, 0.0, side * width
+    down = np.bincount(np.searchsorted(edges, -negative, "right") - 1, minlength=side)
+    return np.concatenate([down[::-1], up]), -side * width, side * width
+
+
+class Bins:
+    """A histogram with its bins as numbers, and what each method makes of a candidate range [-a, b], whole bins."""
+
+    def __init__(self, counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool):
+        self.counts = counts.numpy().astype(np.float64)
+        n = len(self.counts)
+        self.width = (float(hi) - float(lo)) / n
+        self.zero = round(-float(lo) / self.width)
+        self.edges = np.arange(n + 1) - self.zero
+        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
+        full = np.flatnonzero(self.counts)
+        self.below, self.above = max(self.zero - full[0], 0), max(full[-1] + 1 - self.zero, 0)
+
+    def grid(self, a: int, b: int) -> tuple[float, float]:
+        if self.symmetric:
+            return b / self.qmax, 0
+        scale = (a + b) / (self.qmax - self.qmin)
+        return scale, np.clip(self.qmin + np.rint(a / scale), self.qmin, self.qmax)
+
+    def mse(self, a: int, b: int) -> float:
+        scale, zero_point = self.grid(a, b)
+        centers = self.edges[:-1] + 0.5
+        q = np.clip(np.rint(centers / scale) + zero_point, self.qmin, self.qmax)
+        return float((self.counts * ((q - zero_point) * scale - centers) ** 2).sum())
+
+    def l2(self, a: int, b: int) -> float:
+        """The integral, piece by piece between the edges of bins and the boundaries of levels."""
+        scale, zero_point = self.grid(a, b)
+        levels = (np.arange(self.qmin, self.qmax + 1) - zero_point) * scale
+        boundaries = (levels[1:] + levels[:-1]) / 2
+        cuts = np.unique(np.concatenate([self.edges, np.clip(boundaries, self.edges[0], self.edges[-1])]))
+        middle = (cuts[1:] + cuts[:-1]) / 2
+        density = self.counts[np.searchsorted(self.edges, middle) - 1]
+        level = levels[np.searchsorted(boundaries, middle)]
+        return float((density * ((cuts[1:] - level) ** 3 - (cuts[:-1] - level) ** 3) / 3).sum())
+
+    def entropy(self, a: int, b: int) -> float:
+        """KL(P || Q) as pytorch-quantization computes it, for either end."""
+        if self.symmetric:
+            up = self.counts[self.zero :]
+            down = self.counts[: self.zero][::-1] if self.qmin < 0 else up[:0]
+            row = np.zeros(max(len(up), len(down)))
+            row[: len(up)] += up
+            row[: len(down)] += down
+            row = row[: max(self.above, self.below if self.qmin < 0 else 0)]
+            levels, begin, end, zero = self.qmax + 1, 0, b, 0
+        else:
+            row = self.counts[self.zero - self.below : self.zero + self.above].copy()
+            levels, zero = self.qmax - self.qmin + 1, self.below
+            begin, end = zero - a, zero + b
+        if zero + 1 < len(row):
+            row[zero] = row[zero + 1]
+        inside = row[begin:end]
+        if len(inside) < min(levels, len(row)) or inside.sum() == 0:
+            return np.inf
+        p = inside.copy()
+        p[0] += row[:begin].sum()
+        p[-1] += row[end:].sum()
+        of = np.arange(len(inside)) * levels // len(inside)
+        q = np.zeros(len(inside))
+        for level in range(levels):
+            filled = (of == level) & (inside > 0)
+            if filled.any():
+                q[filled] = inside[of == level].sum() / filled.sum()
+        p, q = p / p.sum(), q / q.sum()
+        if ((p > 0) & (q == 0)).any():
+            return np.inf
+        here = p > 0
+        return float((p[here] * np.log(p[here] / q[here])).sum())
+
+    def candidates(self) -> list[tuple[int, int]]:
+        if self.symmetric:
+            most = max(self.above, self.below) if self.qmin < 0 else self.above
+            return [(b, b) for b in range(1, most + 1)]
+        return [(a, b) for a in range(self.below + 1) for b in range(self.above + 1) if a + b > 0]
+
+    def percentile(self, percent: float) -> tuple[float, float]:
+        """Where the cumulated counts, a straight line over each bin that is not empty, reach the share."""
+        total, share = self.counts.sum(), percent / 100
+
+        def reach(row: np.ndarray, wanted: float) -> float:
+            ends = np.cumsum(row)
+            for i in np.flatnonzero(row):
+                if ends[i] >= wanted * (1 - 1e-12):
+                    return i + np.clip(1 - (ends[i] - wanted) / row[i], 0, 1)
+            return 0.0
+
+        if not self.symmetric:
+            wanted = total * (1 + share) / 2
+            above = reach(self.counts, wanted) - self.zero
+            below = reach(self.counts[::-1], wanted) - (len(self.counts) - self.zero)
+            return -max(below, 0) * self.width, max(above, 0) * self.width
+        up, down = self.counts[self.zero :], self.counts[: self.zero][::-1]
+        if self.qmin == 0:
+            return 0.0, reach(up, total * share - down.sum()) * self.width
+        t = reach(up + down if len(down) else up, total * share) * self.width
+        return -t, t

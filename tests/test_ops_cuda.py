@@ -213,3 +213,36 @@ def test_more_elements_than_an_int_counts(channels):
     assert x.grad[0, 0, :5000].sum() == 5000
     hi = ops.minmax(x.detach(), **channels.named)[1].reshape(-1)
     assert hi[-1] == tail.max().item()
+
+
+@pytest.mark.parametrize("bins", [2, 2048, 20000])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_histograms(dtype, bins):
+    """Counts exactly, as the range grows, and the range that a search finds in them."""
+    batches = [floats(dtype, seed)(*size) * 4**seed for seed, size in enumerate([(7,), (90, 1000), (3, 5), (1100003,)])]
+    for parts in (
+        batches,
+        [b.abs() for b in batches],
+        batches[::-1],
+        [b[::3] for b in batches],
+        [b[:0] for b in batches],
+    ):
+        both = [[torch.zeros(bins, dtype=torch.int64, device=d), *torch.zeros(2, device=d)] for d in ("cuda", "cpu")]
+        for x in parts:
+            ops.observe_histogram_(x.cuda() if x.is_contiguous() else on_gpu(x), *both[0])
+            ops.observe_histogram_(x, *both[1])
+            for gpu, cpu in zip(*both, strict=True):
+                assert_same(gpu, cpu)
+        for gpu, cpu in zip(*(ops.search_range(*h) for h in both), strict=True):
+            assert gpu.is_cuda
+            assert_same(gpu, cpu)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**126])
+def test_what_has_no_bin_breaks_a_histogram(bad):
+    counts, lo, hi = torch.zeros(64, dtype=torch.int64, device="cuda"), *torch.zeros(2, device="cuda")
+    ops.observe_histogram_(torch.ones(5, device="cuda"), counts, lo, hi)
+    for x in (torch.tensor([1.0, bad], device="cuda"), torch.ones(9, device="cuda")):
+        ops.observe_histogram_(x, counts, lo, hi)
+        assert torch.stack([lo, hi]).isnan().all()
+        assert counts.sum() == 5

@@ -24,6 +24,7 @@ GRID = {"qmin": -100, "qmax": 90}
 OPS = (
     *("fake_quant", "fake_quant_backward", "fake_quant_learned_backward"),
     *("quantize", "dequantize", "minmax", "observe_minmax_"),
+    *("observe_histogram_", "search_range"),
 )
 
 
@@ -140,11 +141,9 @@ def test_snapshot_is_detached():
 def test_schema_and_kernels(op):
     for key in ("CPU", "Meta"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"qtoolkit::{op}", key)
-    if op == "observe_minmax_":
-        mutated = [
-            a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write
-        ]
-        assert mutated == ["lo", "hi"]
+    updated = {"observe_minmax_": ["lo", "hi"], "observe_histogram_": ["counts", "lo", "hi"]}
+    mutated = [a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert mutated == updated.get(op, [])
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

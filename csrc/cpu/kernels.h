@@ -2,6 +2,7 @@
 // set; cpu/launch.cpp picks a table when the library loads.
 #pragma once
 
+#include "../histogram.h"
 #include "../job.h"
 
 namespace qtoolkit {
@@ -19,6 +20,16 @@ constexpr int kChunk = 64;
 // the first ones, so that a chunk reads its channels with one vector load wherever it begins.
 using Kernel = void (*)(const Job& job, int64_t begin, int64_t end);
 
+// The counts of one thread. Neighbours count in tables of their own, so that equal ones need not wait for each other;
+// what they add up to must stay below 2^31. A further table is room to move in.
+constexpr int kTables = 4;
+struct Tally {
+  int32_t* tables = nullptr;  // kTables + 1 of n places each, zero at the start
+  int64_t n = 0;
+  Bins bins = {kEmpty, false};
+};
+using TallyKernel = void (*)(const Job& job, int64_t begin, int64_t end, Tally& tally);
+
 struct Kernels {
   const char* name;
   Kernel fake_quant;
@@ -27,6 +38,7 @@ struct Kernels {
   Kernel quantize;
   Kernel dequantize;
   Kernel minmax;
+  TallyKernel histogram;
 };
 
 extern const Kernels kPlain;

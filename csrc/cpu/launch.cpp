@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -66,6 +67,7 @@ Kernel kernel_of(Op op) {
     case Op::quantize: return kernels().quantize;
     case Op::dequantize: return kernels().dequantize;
     case Op::minmax: return kernels().minmax;
+    case Op::histogram: break;  // takes a tally too
   }
   TORCH_INTERNAL_ASSERT(false);
 }
@@ -140,6 +142,64 @@ void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat, 
   }
 }
 
+// All that a batch adds to a histogram: threads bring what they have counted, in any order.
+class Total {
+ public:
+  Total(int64_t n) : n_(n), counts_(n) {}
+
+  void add(const Tally& tally) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Bins bins = join(bins_, tally.bins);
+    if (bins != bins_) grow(bins);
+    for (int t = 0; t < kTables && is_counting(bins); ++t) {
+      add_counts(counts_.data(), bins, tally.tables + t * n_, tally.bins, n_);
+    }
+  }
+
+  // Nothing is counted from the first value on that has no place.
+  void add_to(const RunningHistogram& running) {
+    const Bins old = bins_of(*running.lo, *running.hi, n_), bins = join(old, bins_);
+    if (bins.exponent == kBroken) {
+      *running.lo = *running.hi = std::numeric_limits<float>::quiet_NaN();
+    } else if (is_counting(bins)) {
+      grow(bins);
+      add_counts(counts_.data(), bins, running.counts, old, n_);
+      std::copy(counts_.begin(), counts_.end(), running.counts);
+      *running.lo = static_cast<float>(low_edge(bins, n_));
+      *running.hi = static_cast<float>(high_edge(bins, n_));
+    }
+  }
+
+ private:
+  void grow(Bins bins) {
+    std::vector<int64_t> before(n_);
+    before.swap(counts_);
+    if (is_counting(bins)) add_counts(counts_.data(), bins, before.data(), bins_, n_);
+    bins_ = bins;
+  }
+
+  int64_t n_;
+  Bins bins_ = {kEmpty, false};
+  std::vector<int64_t> counts_;
+  std::mutex mutex_;
+};
+
+void observe_histogram(const Job& job) {
+  constexpr int64_t kMost = int64_t{1} << 30;  // a tally's tables count in 32 bits
+  const RunningHistogram& running = job.histogram;
+  const Bins start = bins_of(*running.lo, *running.hi, running.bins);
+  Total total(running.bins);
+  in_chunks(job, [&](int64_t begin, int64_t end) {
+    for (; begin < end; begin += kMost) {
+      std::vector<int32_t> tables((kTables + 1) * running.bins);
+      Tally tally = {tables.data(), running.bins, start};  // most batches need no wider bins than those before
+      kernels().histogram(job, begin, std::min(begin + kMost, end), tally);
+      total.add(tally);
+    }
+  });
+  total.add_to(running);
+}
+
 template <class A>
 void run(Op op, Job& job, const GridTensors& grid) {
   const Channels row = written_out(job.channels);
@@ -165,6 +225,7 @@ void run(Op op, Job& job, const GridTensors& grid) {
 const char* instruction_set() { return kernels().name; }
 
 void launch(Op op, Job& job, const GridTensors& grid) {
+  if (op == Op::histogram) return observe_histogram(job);
   const bool f64 = op == Op::fake_quant_backward ? job.grad.dtype == Dtype::f64
                    : op == Op::dequantize        ? job.y_dtype == Dtype::f64
                                                  : job.x.dtype == Dtype::f64;

@@ -22,6 +22,10 @@ int64_t workspace_size(const Job& job);  // in float64 values
 void fake_quant_learned_backward(const Job& job, double* workspace, cudaStream_t stream);
 void minmax(const Job& job, double* workspace, cudaStream_t stream);
 
+// Adds x, at least one element with the given range (lowest, highest), to job.histogram, which grows before; `room` has
+// as many places as there are bins.
+void histogram(const Job& job, const double* range, int64_t* room, cudaStream_t stream);
+
 // lo and hi, `count` of them: with `average` they move towards the ranges of a batch by blend() of observe.h, else
 // they are widened to hold them.
 template <class A>

@@ -15,6 +15,19 @@ at::Tensor in_arithmetic(const at::Tensor& values, bool f64) {
   return values.to(f64 ? at::kDouble : at::kFloat).contiguous();
 }
 
+void observe_histogram(Job& job, c10::Device device, cudaStream_t stream) {
+  if (job.numel == 0) return;
+  const auto memory = [&](int64_t size, at::ScalarType type) {
+    return at::empty({size}, at::TensorOptions().dtype(type).device(device));
+  };
+  const at::Tensor range = memory(2, at::kDouble), workspace = memory(workspace_size(job), at::kDouble);
+  const at::Tensor room = memory(job.histogram.bins, at::kLong);
+  job.sum_scale = range.mutable_data_ptr<double>();
+  job.sum_zero_point = job.sum_scale + 1;
+  minmax(job, workspace.mutable_data_ptr<double>(), stream);
+  histogram(job, job.sum_scale, room.mutable_data_ptr<int64_t>(), stream);
+}
+
 }  // namespace
 
 void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
@@ -42,6 +55,7 @@ void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
     case Op::quantize: quantize(job, stream); break;
     case Op::dequantize: dequantize(job, stream); break;
     case Op::minmax: minmax(job, workspace().mutable_data_ptr<double>(), stream); break;
+    case Op::histogram: observe_histogram(job, device, stream); break;
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
