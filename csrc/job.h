@@ -27,6 +27,12 @@ struct Ends {
   double lo = 0, hi = 0;
 };
 
+// A small float format: bits of its mantissa, 2^(its lowest exponent), and its largest finite number.
+struct FloatFormat {
+  int mantissa = 0;
+  double smallest_normal = 0, largest = 0;
+};
+
 struct Job {
   int64_t numel = 0;
   Channels channels;
@@ -38,6 +44,7 @@ struct Job {
   const void* scale = nullptr;       // channels.count values, float64 where x is float64, else float32
   const void* zero_point = nullptr;  // the same, or null: symmetric
   Ends ends;
+  FloatFormat format;  // of fake_quant_float
   // Results of the reductions, channels.count values of float64 each: of the learned backward the sums for scale
   // and (null where not wanted) zero point; of minmax the lowest and the highest value.
   double* sum_scale = nullptr;

@@ -9,7 +9,17 @@
 
 namespace qtoolkit {
 
-enum class Op { fake_quant, fake_quant_backward, fake_quant_learned_backward, quantize, dequantize, minmax };
+enum class Op {
+  fake_quant,
+  fake_quant_float,
+  tensor_quant,
+  fake_tensor_quant,
+  fake_quant_backward,
+  fake_quant_learned_backward,
+  quantize,
+  dequantize,
+  minmax
+};
 
 // The tensors that a job's scale and zero point come from, as the user gave them.
 struct GridTensors {

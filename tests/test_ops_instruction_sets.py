@@ -39,6 +39,15 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         y, mask = native.fake_quant(x, scales(count), z, -100, 90, *how, 1.0, True)
         yield from (y, mask, native.fake_quant_backward(grad, mask, [] if y.is_contiguous() else order_of(y)))
         yield from native.fake_quant_learned_backward(grad, x, scales(count), z, -100, 90, *how)
+    for format in ("e4m3", "e5m2", "e2m1"):
+        yield from native.fake_quant_float(x, scales(count), format, *how, True)
+    amax = torch.tensor(5.3)
+    if channels.group == 1 and channels.axis is not None and count > 0:
+        sizes = [count if d == channels.axis % x.dim() else 1 for d in range(x.dim())]
+        amax = (scales(count) * 40 - 2.5).relu().reshape(sizes)  # some are zero
+    for grid in ((8, False, True), (4, True, True), (8, False, False)):
+        yield from native.tensor_quant(x, amax, *grid, True)
+        yield from native.fake_tensor_quant(x, amax, *grid, True)
     for code in CODES:
         yield (q := ops.quantize(x, scales(count), z, *bounds(code), *how, dtype=code))
         yield ops.dequantize(q, scales(count), z, *how, dtype=x.dtype)

@@ -22,6 +22,9 @@ using Kernel = void (*)(const Job& job, int64_t begin, int64_t end);
 struct Kernels {
   const char* name;
   Kernel fake_quant;
+  Kernel fake_quant_float;
+  Kernel tensor_quant;
+  Kernel fake_tensor_quant;
   Kernel fake_quant_backward;
   Kernel fake_quant_learned_backward;
   Kernel quantize;
