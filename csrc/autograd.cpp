@@ -26,6 +26,8 @@ using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, 
 
 using FloatSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view, optional<int64_t>,
                                                int64_t, bool);
+using BlockSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, std::string_view, int64_t, std::string_view,
+                                                       const optional<Tensor>&, bool);
 using TensorQuantSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
 using FakeTensorQuantSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
 
@@ -161,6 +163,25 @@ std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale
   return {out[0], out[1]};
 }
 
+std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string_view format, int64_t block_size,
+                                                    std::string_view scale_format, const optional<Tensor>& tensor_scale,
+                                                    bool mask) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor_scale.has_value() || !is_differentiated(*tensor_scale),
+                              "fake_quant_block: tensor_scale has no gradient, got one that requires grad; pass "
+                              "tensor_scale.detach().");
+  const auto call = [&](bool with_mask) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op<BlockSchema>("qtoolkit::fake_quant_block")
+        .call(x, format, block_size, scale_format, tensor_scale, with_mask);
+  };
+  if (!is_differentiated(x)) return call(mask);
+  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
+    auto [y, scales, bits] = call(true);
+    return {y, scales, bits};
+  });
+  return {out[0], out[1], out[2]};
+}
+
 // amax has no gradient, as in pytorch-quantization.
 std::tuple<Tensor, Tensor, Tensor> tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
                                                 bool narrow_range, bool mask) {
@@ -216,6 +237,7 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("fake_quant", fake_quant);
   m.impl("fake_quant_float", fake_quant_float);
+  m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);
   m.impl("fake_tensor_quant", fake_tensor_quant);
   m.impl("fake_quant_backward", fake_quant_backward);

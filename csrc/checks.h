@@ -94,6 +94,23 @@ inline FloatFormat check_format(const char* op, std::string_view format) {
   TORCH_CHECK_VALUE(false, op, ": format must be 'e4m3', 'e5m2' or 'e2m1', got '", format, "'.");
 }
 
+// The format of the scales; as e8m0 is one of powers of two, its largest number is left at 0.
+inline FloatFormat check_blocks(const char* op, const at::Tensor& x, int64_t block_size, std::string_view scale_format,
+                                const std::optional<at::Tensor>& tensor_scale) {
+  TORCH_CHECK_VALUE(block_size >= 16 && block_size <= 1024 && block_size % 16 == 0, op,
+                    ": block_size must be a multiple of 16 up to 1024, got ", block_size, ".");
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.sym_size(-1) % block_size == 0, op, ": block_size must divide the last dimension ",
+                    "of x, got block_size=", block_size, " and shape ", x.sym_sizes(), "; pad x with zeros.");
+  TORCH_CHECK_VALUE(scale_format == "e8m0" || scale_format == "e4m3", op,
+                    ": scale_format must be 'e8m0' or 'e4m3', got '", scale_format, "'.");
+  if (tensor_scale.has_value()) {
+    TORCH_CHECK_VALUE(scale_format == "e4m3", op, ": tensor_scale goes with scale_format='e4m3', got '", scale_format,
+                      "'; pass None.");
+    check_per_channel(op, "tensor_scale", *tensor_scale, x, -1, 1);
+  }
+  return scale_format == "e8m0" ? FloatFormat{} : check_format(op, scale_format);
+}
+
 inline void check_bits(const char* op, int64_t num_bits) {
   TORCH_CHECK_VALUE(num_bits >= 2 && num_bits <= 16, op, ": num_bits must lie in [2, 16], got ", num_bits, ".");
 }

@@ -59,4 +59,17 @@ QT_FN GridPoint<V> snap(const FloatGrid<V>& grid, V x, V scale) {
   return {quotient, level, clamp(level, -grid.largest, grid.largest)};
 }
 
+// The scale of a block of elements by their largest magnitude. e8m0 (OCP MX v1.0): 2^(floor(log2 amax) - the format's
+// highest exponent), within the normal numbers of float32. Else (NVFP4): amax / largest, as a number of the scales' own
+// format, times tensor_scale.
+template <class A>
+QT_FN A block_scale(A amax, const FloatFormat& format, const FloatFormat& scale_format, A tensor_scale) {
+  const A largest = static_cast<A>(format.largest);
+  if (scale_format.largest == 0) {
+    const A power = PowerBelow<A>::of(amax) / PowerBelow<A>::of(largest);
+    return clamp(power, static_cast<A>(0x1p-126), static_cast<A>(0x1p127));
+  }
+  return snap(float_grid<A, A>(scale_format), amax / largest, tensor_scale).code * tensor_scale;
+}
+
 }  // namespace qtoolkit

@@ -45,6 +45,9 @@ struct Job {
   const void* zero_point = nullptr;  // the same, or null: symmetric
   Ends ends;
   FloatFormat format;  // of fake_quant_float
+  // Of block_scale: its result has one number for each channels.inner elements of x, and job.scale is one number or
+  // null. The format of the scales; a largest number of 0 stands for e8m0, powers of two.
+  FloatFormat scale_format;
   // Results of the reductions, channels.count values of float64 each: of the learned backward the sums for scale
   // and (null where not wanted) zero point; of minmax the lowest and the highest value.
   double* sum_scale = nullptr;

@@ -12,6 +12,7 @@ namespace qtoolkit {
 enum class Op {
   fake_quant,
   fake_quant_float,
+  block_scale,
   tensor_quant,
   fake_tensor_quant,
   fake_quant_backward,

@@ -23,6 +23,13 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_float(Tensor x, Tensor scale, str format, int? axis=None, int group=1, bool mask=False) "
       "-> (Tensor, Tensor)");
 
+  // fake_quant_float with a scale for each block of block_size neighbours along the last dimension, by their largest
+  // magnitude: values, scales, mask. scale_format "e8m0" is OCP MX v1.0; "e4m3" is NVFP4's, with a scale of the tensor
+  // on top. The result is row-major.
+  m.def(
+      "fake_quant_block(Tensor x, str format, int block_size, str scale_format, Tensor? tensor_scale=None, "
+      "bool mask=False) -> (Tensor, Tensor, Tensor)");
+
   // The numerics of pytorch-quantization: codes stored as floats, the multiplier maxb / amax (1 where amax <= 2^-24),
   // and the packed mask of |x| <= amax. amax: one element, or broadcast along one dimension. Differentiable in x.
   m.def(

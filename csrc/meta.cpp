@@ -38,6 +38,19 @@ std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale
   return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
 }
 
+std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string_view format, int64_t block_size,
+                                                    std::string_view scale_format, const optional<Tensor>& tensor_scale,
+                                                    bool with_mask) {
+  check_storage("fake_quant_block", "x", x);
+  check_format("fake_quant_block", format);
+  check_blocks("fake_quant_block", x, block_size, scale_format, tensor_scale);
+  auto sizes = x.sym_sizes().vec();
+  sizes.back() = sizes.back() / block_size;
+  const auto kind = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {at::empty_symint(x.sym_sizes(), x.options()), at::empty_symint(sizes, x.options().dtype(kind)),
+          empty_mask(x, with_mask)};
+}
+
 void check_legacy(const char* op, const Tensor& x, const Tensor& amax, int64_t num_bits) {
   check_storage(op, "x", x);
   check_bits(op, num_bits);
@@ -115,6 +128,7 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
 TORCH_LIBRARY_IMPL(qtoolkit, Meta, m) {
   m.impl("fake_quant", fake_quant);
   m.impl("fake_quant_float", fake_quant_float);
+  m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);
   m.impl("fake_tensor_quant", fake_tensor_quant);
   m.impl("fake_quant_backward", fake_quant_backward);

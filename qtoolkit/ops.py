@@ -23,6 +23,7 @@ load()
 
 _fake_quant = torch.ops.qtoolkit.fake_quant.default
 _fake_quant_float = torch.ops.qtoolkit.fake_quant_float.default
+_fake_quant_block = torch.ops.qtoolkit.fake_quant_block.default
 _tensor_quant = torch.ops.qtoolkit.tensor_quant.default
 _fake_tensor_quant = torch.ops.qtoolkit.fake_tensor_quant.default
 _snapshot = torch.ops.qtoolkit.snapshot.default
@@ -102,6 +103,44 @@ def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis: int | None = N
         tensor([ 0.,  1.,  2., -6.])
     """
     y: Tensor = _fake_quant_float(x, scale, format, axis, group)[0]
+    return y
+
+
+def fake_quant_block(
+    x: Tensor, format: str, block_size: int = 32, scale_format: str = "e8m0", tensor_scale: Tensor | None = None
+) -> Tensor:
+    """Round x to a small float format and back, with a scale for each block of neighbours in the last dimension.
+
+    The scale follows from the block's largest magnitude, amax; NaN is passed over (and stays NaN itself).
+
+    - `scale_format="e8m0"`: `2^(floor(log2 amax) - emax)`, OCP MX v1.0 (blocks of 32), from 2^-126 to 2^127; emax is the
+      format's highest exponent: 8 of e4m3, 15 of e5m2, 2 of e2m1. Elements may saturate.
+    - `scale_format="e4m3"`: `e4m3(amax / largest / tensor_scale) * tensor_scale`, NVFP4 with format "e2m1" and blocks of 16;
+      `tensor_scale` is usually the tensor's amax / (448 * 6). A scale that rounds to zero gives (almost) zeros.
+
+    The gradient in x is that of `fake_quant_float`, with the scales as constants.
+
+    Args:
+        x: Input of one dimension or more; float32, float64, bfloat16 or float16.
+        format: "e4m3", "e5m2" or "e2m1".
+        block_size: Elements of a block: a multiple of 16 up to 1024 that divides the last dimension.
+        scale_format: "e8m0" or "e4m3".
+        tensor_scale: One element, or None for 1; with "e4m3" only. It has no gradient.
+
+    Returns:
+        A row-major tensor with the shape and dtype of x.
+
+    Raises:
+        ValueError: A format is unknown, or a size, shape or device does not fit.
+        TypeError: A dtype does not fit.
+        NotImplementedError: tensor_scale requires grad.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.0, 3.1, 13.0]).repeat(8)
+        >>> fake_quant_block(x, "e2m1")[:4]
+        tensor([ 0., -1.,  3., 12.])
+    """
+    y: Tensor = _fake_quant_block(x, format, block_size, scale_format, tensor_scale)[0]
     return y
 
 

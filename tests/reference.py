@@ -185,6 +185,28 @@ def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis=None, group=1) 
         return tensor(rounded * grid.s, x.dtype), tensor(inside, torch.bool)
 
 
+def fake_quant_block(x: Tensor, format: str, size: int, scale_format: str, tensor_scale=None) -> tuple[Tensor, ...]:
+    """Values, scales, and where the gradient passes."""
+    kind = arithmetic(x.dtype)
+    blocks = array(x, kind).reshape(-1, size)
+    amax = np.max(np.where(np.isnan(blocks), 0, np.abs(blocks)), axis=1, initial=0)
+    largest = kind(FORMATS[format][-1])
+    whole = kind(1) if tensor_scale is None else array(tensor_scale, kind).reshape(())
+    with np.errstate(all="ignore"):
+        if scale_format == "e8m0":
+            exponent = np.frexp(np.where(np.isinf(amax), 1, amax))[1] - np.frexp(largest)[1]
+            exponent = np.where(np.isinf(amax), 127, np.where(amax == 0, -126, np.clip(exponent, -126, 127)))
+            scales = np.ldexp(kind(1), exponent).astype(kind)
+        else:
+            scales = cast(amax / largest / whole, scale_format)[0] * whole
+        used = np.maximum(scales, kind(TINY))[:, None]
+        rounded, inside = cast(blocks / used, format)
+        values = (rounded * used).reshape(x.shape)
+    scales = scales.reshape(*x.shape[:-1], x.shape[-1] // size)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return tensor(values, x.dtype), tensor(scales, wide), tensor(inside.reshape(x.shape), torch.bool)
+
+
 # ---- the numerics of pytorch-quantization
 
 

@@ -1,4 +1,4 @@
-"""fake_quant_float: against ml_dtypes and torch's own casts on every 16-bit number, and against the oracle. All exact."""
+"""fake_quant_float and fake_quant_block: against ml_dtypes and torch's casts on every 16-bit number, and the oracle. All exact."""
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +14,11 @@ from tests.cases import (
     SIZES,
     SPECIAL,
     Channels,
+    Make,
     assert_laid_out_as,
     assert_same,
     floats,
+    generator,
     layout_cases,
     name_of,
     scales,
@@ -211,6 +213,132 @@ def test_compile(format):
         compiled(x, scales(6)).sum().backward()
         step(y, scales(6)).sum().backward()
         assert_same(x.grad, y.grad)
+
+
+# ---- block scales -----------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "mx_e4m3": ("e4m3", 32, "e8m0"),
+    "mx_e5m2": ("e5m2", 32, "e8m0"),
+    "mx_e2m1": ("e2m1", 32, "e8m0"),
+    "nvfp4": ("e2m1", 16, "e4m3"),
+    "long": ("e4m3", 1024, "e8m0"),
+    "odd": ("e2m1", 48, "e4m3"),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def spread(dtype: torch.dtype) -> Make:
+    """Rows of very different magnitude, some of zeros."""
+
+    def make(*sizes: int) -> Tensor:
+        power = torch.randint(-12, 12, (*sizes[:-1], 1), generator=generator(3))
+        return (floats(torch.float64)(*sizes) * 2.0**power * (power != 5)).to(dtype)
+
+    return make
+
+
+def check_blocks(x: Tensor, kind: tuple, tensor_scale: Tensor | None = None) -> None:
+    wanted, wanted_scales, inside = reference.fake_quant_block(x, *kind, tensor_scale)
+    y, found, mask = native.fake_quant_block(x, *kind, tensor_scale, True)
+    assert_same(y, wanted)
+    assert_same(found, wanted_scales)
+    assert torch.equal(mask, reference.packed(inside, y))
+    assert y.is_contiguous()
+    given = leaf(x)
+    grad = floats(x.dtype, 7)(*x.shape)
+    ops.fake_quant_block(given, *kind, tensor_scale).backward(grad)
+    assert_same(given.grad, torch.where(inside, grad, 0))
+
+
+@kinds
+@dtypes
+def test_blocks(kind, dtype):
+    make, size = spread(dtype), kind[1]
+    inputs = [make(size), make(7, 5, 3 * size), make(2, 0, size), make(700, size), make(3, 2 * size, 5).transpose(1, 2)]
+    inputs += [make(9, 4 * size)[::2, size : 3 * size], make(2, 3, 4, size).to(memory_format=torch.channels_last)]
+    for x in inputs:
+        check_blocks(x, kind)
+        if kind[2] == "e4m3":
+            check_blocks(x, kind, torch.tensor(0.037))
+
+
+@kinds
+@dtypes
+def test_special_blocks(kind, dtype):
+    x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
+    rows = torch.cat([x[:, None].expand(-1, kind[1]), x.repeat(kind[1])[: 13 * kind[1]].view(13, kind[1])])
+    check_blocks(rows[~rows.isinf().any(1)], kind)
+    check_blocks(rows, kind)
+
+
+def test_the_scale_of_mx():
+    """OCP MX v1.0, section 6.3: the largest power of two at or below amax, over that of the format."""
+    for amax, wanted in ((448.0, 1.0), (511.0, 1.0), (512.0, 2.0), (255.0, 0.5), (1.0, 2.0**-8), (0.0, 2.0**-126)):
+        x = torch.zeros(32)
+        x[17] = -amax
+        y, scales, _ = native.fake_quant_block(x, "e4m3", 32, "e8m0")
+        assert scales.tolist() == [wanted]
+        assert y[17] == -min(amax, 448 * wanted)
+
+
+def test_the_scale_of_nvfp4():
+    x = torch.randn(8, 64, generator=generator(0))
+    tensor_scale = x.abs().max() / (448 * 6)
+    _, scales, _ = native.fake_quant_block(x, "e2m1", 16, "e4m3", tensor_scale)
+    codes = (x.view(8, 4, 16).abs().amax(-1) / 6 / tensor_scale).clamp(max=448).to(torch.float8_e4m3fn)
+    assert_same(scales, codes.float() * tensor_scale)
+
+
+@kinds
+def test_opcheck_of_blocks(kind):
+    for x in (spread(torch.float32)(4, 2 * kind[1]), spread(torch.bfloat16)(2 * kind[1], 3).t()):
+        torch.library.opcheck(native.fake_quant_block.default, (leaf(x), *kind))
+    torch.library.opcheck(native.fake_quant_block.default, (x, *kind, None, True))
+
+
+def test_compile_of_blocks():
+    def step(x: Tensor) -> Tensor:
+        return (ops.fake_quant_block(x, "e4m3") * 2).relu()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for sizes in ((2, 64), (5, 96)):
+        x, y = (leaf(floats(torch.float32)(*sizes)) for _ in range(2))
+        compiled(x).sum().backward()
+        step(y).sum().backward()
+        assert_same(compiled(x), step(y))
+        assert_same(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"format": "e8m0"}, ValueError, "format must be 'e4m3', 'e5m2' or 'e2m1', got 'e8m0'."),
+        ({"scale_format": "e5m2"}, ValueError, "scale_format must be 'e8m0' or 'e4m3', got 'e5m2'."),
+        ({"block_size": 24}, ValueError, "block_size must be a multiple of 16 up to 1024, got 24."),
+        ({"block_size": 48}, ValueError, "must divide the last dimension of x, got block_size=48 and shape [4, 64]"),
+        ({"x": torch.ones(())}, ValueError, "must divide the last dimension of x, got block_size=32 and shape []"),
+        ({"tensor_scale": torch.ones(())}, ValueError, "tensor_scale goes with scale_format='e4m3', got 'e8m0'"),
+        (
+            {"tensor_scale": torch.ones(2), "scale_format": "e4m3"},
+            ValueError,
+            "tensor_scale must have 1 element where axis is None, got 2",
+        ),
+        (
+            {"tensor_scale": torch.ones((), requires_grad=True), "scale_format": "e4m3"},
+            NotImplementedError,
+            "pass tensor_scale.detach().",
+        ),
+    ],
+)
+def test_errors_of_blocks(change, error, sentence, device):
+    given = {"x": torch.ones(4, 64), "format": "e4m3"} | change
+    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
+    with pytest.raises(error) as raised:
+        ops.fake_quant_block(**given)
+    assert str(raised.value).startswith("fake_quant_block: ")
+    assert sentence in str(raised.value)
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------

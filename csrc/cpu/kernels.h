@@ -23,6 +23,7 @@ struct Kernels {
   const char* name;
   Kernel fake_quant;
   Kernel fake_quant_float;
+  Kernel block_scale;
   Kernel tensor_quant;
   Kernel fake_tensor_quant;
   Kernel fake_quant_backward;

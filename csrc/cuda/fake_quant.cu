@@ -25,6 +25,30 @@ __global__ void __launch_bounds__(kThreads) map_kernel(const Job job) {
   });
 }
 
+// A thread takes eight blocks, one after the other; block sizes are whole octets.
+template <class A, bool kDense>
+__global__ void __launch_bounds__(kThreads) block_scale_kernel(const Job job) {
+  const A tensor_scale = job.scale == nullptr ? A(1) : grid_of<A>(job, 0).scale;
+  const int64_t size = job.channels.inner;
+  for_octets(job.numel, [&](const Row& at) {
+    A scales[kOctet] = {};
+    for (int b = 0; b < at.n; ++b) {
+      A amax = 0;
+      for (int64_t i = 0; i < size; i += kOctet) {
+        A v[kOctet];
+        load<kDense>(job.x, Row{(at.first + b) * size + i, kOctet}, v);
+#pragma unroll
+        for (int k = 0; k < kOctet; ++k) {
+          const A magnitude = v[k] < 0 ? -v[k] : v[k];
+          amax = magnitude > amax ? magnitude : amax;
+        }
+      }
+      scales[b] = qtoolkit::block_scale(amax, job.format, job.scale_format, tensor_scale);
+    }
+    store(job, at, scales);
+  });
+}
+
 template <class A, bool kDense>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const Job job) {
   for_octets(job.numel, [&](const Row& at) {
@@ -86,6 +110,12 @@ void fake_quant(const Job& job, cudaStream_t stream) { map<IntegerRule>(job, str
 void fake_quant_float(const Job& job, cudaStream_t stream) { map<FloatRule>(job, stream); }
 void tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyCodeRule>(job, stream); }
 void fake_tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyValueRule>(job, stream); }
+
+void block_scale(const Job& job, cudaStream_t stream) {
+  launch_map(pick(job.x.dtype, job.x.dense, block_scale_kernel<float, true>, block_scale_kernel<float, false>,
+                  block_scale_kernel<double, false>),
+             job, stream);
+}
 
 void fake_quant_backward(const Job& job, cudaStream_t stream) {
   launch_map(pick(job.grad.dtype, job.grad.dense, backward_kernel<float, true>, backward_kernel<float, false>,
