@@ -1,4 +1,4 @@
-"""fake_quant_float and fake_quant_block: against ml_dtypes and torch's casts on every 16-bit number, and the oracle. All exact."""
+"""fake_quant_float and fake_quant_block: against ml_dtypes, torch's casts and the oracle. All exact."""
 
 import ml_dtypes
 import numpy as np
