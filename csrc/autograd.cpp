@@ -4,6 +4,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <functional>
+#include <string_view>
+
 #include "layout.h"
 
 namespace qtoolkit {
@@ -22,6 +25,13 @@ using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, 
                                                                  optional<int64_t>, int64_t, double);
 
 using HistogramSchema = void(const Tensor&, Tensor&, Tensor&, Tensor&);
+using FloatSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view, optional<int64_t>,
+                                               int64_t, bool);
+using BlockSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, std::string_view, int64_t, std::string_view,
+                                                       const optional<Tensor>&, bool);
+using TensorQuantSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
+using FakeTensorQuantSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
+
 using ObserveSchema = void(const Tensor&, Tensor&, Tensor&, optional<double>, optional<int64_t>, int64_t);
 
 template <class Schema>
@@ -57,6 +67,23 @@ struct FakeQuant : torch::autograd::Function<FakeQuant> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor dx = backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector());
     return {dx, {}, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+// Any other op whose gradient in x is the incoming one where the mask's bit is set. `below` calls it with the mask
+// wanted; its last result is the mask, and only its first is differentiable.
+struct StraightThrough : torch::autograd::Function<StraightThrough> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*x*/, const std::function<variable_list()>& below) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    variable_list results = below();
+    ctx->save_for_backward({results.back()});
+    ctx->saved_data["order"] = memory_order(results.front());
+    ctx->mark_non_differentiable({results.begin() + 1, results.end()});
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector()), {}};
   }
 };
 
@@ -118,6 +145,75 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
   return forward_below(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, mask);
 }
 
+bool is_differentiated(const Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
+
+std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
+                                            optional<int64_t> axis, int64_t group, bool mask) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(scale),
+                              "fake_quant_float: scale has no gradient, got one that requires grad; pass "
+                              "scale.detach().");
+  const auto call = [&](bool with_mask) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op<FloatSchema>("qtoolkit::fake_quant_float").call(x, scale, format, axis, group, with_mask);
+  };
+  if (!is_differentiated(x)) return call(mask);
+  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
+    auto [y, bits] = call(true);
+    return {y, bits};
+  });
+  return {out[0], out[1]};
+}
+
+std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string_view format, int64_t block_size,
+                                                    std::string_view scale_format, const optional<Tensor>& tensor_scale,
+                                                    bool mask) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor_scale.has_value() || !is_differentiated(*tensor_scale),
+                              "fake_quant_block: tensor_scale has no gradient, got one that requires grad; pass "
+                              "tensor_scale.detach().");
+  const auto call = [&](bool with_mask) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op<BlockSchema>("qtoolkit::fake_quant_block")
+        .call(x, format, block_size, scale_format, tensor_scale, with_mask);
+  };
+  if (!is_differentiated(x)) return call(mask);
+  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
+    auto [y, scales, bits] = call(true);
+    return {y, scales, bits};
+  });
+  return {out[0], out[1], out[2]};
+}
+
+// amax has no gradient, as in pytorch-quantization.
+std::tuple<Tensor, Tensor, Tensor> tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
+                                                bool narrow_range, bool mask) {
+  const auto call = [&](bool with_mask) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op<TensorQuantSchema>("qtoolkit::tensor_quant")
+        .call(x, amax, num_bits, is_unsigned, narrow_range, with_mask);
+  };
+  if (!is_differentiated(x)) return call(mask);
+  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
+    auto [codes, scale, bits] = call(true);
+    return {codes, scale, bits};
+  });
+  return {out[0], out[1], out[2]};
+}
+
+std::tuple<Tensor, Tensor> fake_tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
+                                             bool narrow_range, bool mask) {
+  const auto call = [&](bool with_mask) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op<FakeTensorQuantSchema>("qtoolkit::fake_tensor_quant")
+        .call(x, amax, num_bits, is_unsigned, narrow_range, with_mask);
+  };
+  if (!is_differentiated(x)) return call(mask);
+  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
+    auto [y, bits] = call(true);
+    return {y, bits};
+  });
+  return {out[0], out[1]};
+}
+
 Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
   return FakeQuantBackward::apply(grad, mask, order.vec());
 }
@@ -149,6 +245,10 @@ void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi)
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_float", fake_quant_float);
+  m.impl("fake_quant_block", fake_quant_block);
+  m.impl("tensor_quant", tensor_quant);
+  m.impl("fake_tensor_quant", fake_tensor_quant);
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("snapshot", snapshot);
   // No gradient is lost in silence.

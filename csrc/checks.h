@@ -8,6 +8,8 @@
 #include <optional>
 #include <string_view>
 
+#include "job.h"
+
 namespace qtoolkit {
 
 inline bool is_storage(c10::ScalarType t) {
@@ -81,6 +83,53 @@ inline int64_t check_grid(const char* op, const at::Tensor& x, const at::Tensor&
                       "scale, ", scale.sym_numel(), ", got ", zero_point->sym_numel(), ".");
   }
   return a;
+}
+
+// The smallest exponent and the largest number of each format are those of OCP OFP8 and MX v1.0.
+inline FloatFormat check_format(const char* op, std::string_view format) {
+  if (format == "e4m3") return {3, 0x1p-6, 448};
+  if (format == "e5m2") return {2, 0x1p-14, 57344};
+  if (format == "e2m1") return {1, 1, 6};
+  TORCH_CHECK_VALUE(false, op, ": format must be 'e4m3', 'e5m2' or 'e2m1', got '", format, "'.");
+}
+
+// The format of the scales; as e8m0 is one of powers of two, its largest number is left at 0.
+inline FloatFormat check_blocks(const char* op, const at::Tensor& x, int64_t block_size, std::string_view scale_format,
+                                const std::optional<at::Tensor>& tensor_scale) {
+  TORCH_CHECK_VALUE(block_size >= 16 && block_size <= 1024 && block_size % 16 == 0, op,
+                    ": block_size must be a multiple of 16 up to 1024, got ", block_size, ".");
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.sym_size(-1) % block_size == 0, op, ": block_size must divide the last dimension ",
+                    "of x, got block_size=", block_size, " and shape ", x.sym_sizes(), "; pad x with zeros.");
+  TORCH_CHECK_VALUE(scale_format == "e8m0" || scale_format == "e4m3", op,
+                    ": scale_format must be 'e8m0' or 'e4m3', got '", scale_format, "'.");
+  if (tensor_scale.has_value()) {
+    TORCH_CHECK_VALUE(scale_format == "e4m3", op, ": tensor_scale goes with scale_format='e4m3', got '", scale_format,
+                      "'; pass None.");
+    check_per_channel(op, "tensor_scale", *tensor_scale, x, -1, 1);
+  }
+  return scale_format == "e8m0" ? FloatFormat{} : check_format(op, scale_format);
+}
+
+inline void check_bits(const char* op, int64_t num_bits) {
+  TORCH_CHECK_VALUE(num_bits >= 2 && num_bits <= 16, op, ": num_bits must lie in [2, 16], got ", num_bits, ".");
+}
+
+// The axis that amax runs along, counted from the front of x, or -1 where it has one element.
+inline int64_t check_amax(const char* op, const at::Tensor& x, const at::Tensor& amax) {
+  TORCH_CHECK_TYPE(c10::isFloatingType(amax.scalar_type()), op, ": amax must be a floating point tensor, got ",
+                   amax.scalar_type(), "; convert it with .float().");
+  check_same_device(op, "amax", amax, x);
+  int64_t axis = -1;
+  for (int64_t d = 0; d < amax.dim(); ++d) {
+    if (amax.sym_size(d) == 1) continue;
+    TORCH_CHECK_VALUE(axis < 0, op, ": amax must have one dimension of a size other than 1, got shape ",
+                      amax.sym_sizes(), ".");
+    axis = d + x.dim() - amax.dim();
+    TORCH_CHECK_VALUE(axis >= 0 && amax.sym_size(d) == x.sym_size(axis), op,
+                      ": amax must broadcast to the shape of x, ", x.sym_sizes(), ", got shape ", amax.sym_sizes(),
+                      "; keep its reduced dimensions (keepdim=True).");
+  }
+  return axis;
 }
 
 inline void check_same_shape(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {

@@ -2,9 +2,12 @@
 #include "fake_quant.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "checks.h"
 #include "launch.h"
@@ -18,24 +21,77 @@ using std::optional;
 
 const Tensor* pointer(const optional<Tensor>& t) { return t.has_value() ? &*t : nullptr; }
 
+// An op that maps x element by element; `job` brings what its rule needs beside the grid's tensors.
+std::tuple<Tensor, Tensor> map_onto(Tensor y, Op op, Job& job, const Tensor& x, const GridTensors& grid,
+                                    const Channels& channels, bool with_mask) {
+  Tensor in = x;
+  Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
+  job.numel = x.numel();
+  job.channels = channels;
+  job.x = operand_of(in, y);
+  job.y = y.mutable_data_ptr();
+  job.y_dtype = job.x.dtype;
+  job.mask = with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
+  launch(op, job, grid, x.device());
+  return {y, mask};
+}
+
+std::tuple<Tensor, Tensor> map(Op op, Job& job, const Tensor& x, const GridTensors& grid, int64_t axis, int64_t group,
+                               bool with_mask) {
+  const Tensor y = empty_result(x, x.options(), group);
+  return map_onto(y, op, job, x, grid, channels_of(y, axis, group, grid.scale->numel()), with_mask);
+}
+
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                       int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
                                       double /*grad_factor*/, bool with_mask) {
   check_storage("fake_quant", "x", x);
   check_range("fake_quant", qmin, qmax);
   const int64_t a = check_grid("fake_quant", x, scale, zero_point, axis, group);
-  Tensor in = x, y = empty_result(x, x.options(), group);
-  Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
   Job job;
-  job.numel = x.numel();
-  job.channels = channels_of(y, a, group, scale.numel());
-  job.x = operand_of(in, y);
-  job.y = y.mutable_data_ptr();
-  job.y_dtype = job.x.dtype;
-  job.mask = with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
   job.ends = representable(qmin, qmax, x);
-  launch(Op::fake_quant, job, {&scale, pointer(zero_point)}, x.device());
-  return {y, mask};
+  return map(Op::fake_quant, job, x, {&scale, pointer(zero_point)}, a, group, with_mask);
+}
+
+std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
+                                            optional<int64_t> axis, int64_t group, bool with_mask) {
+  constexpr const char* kOp = "fake_quant_float";
+  check_storage(kOp, "x", x);
+  Job job;
+  job.format = check_format(kOp, format);
+  const int64_t a = check_grid(kOp, x, scale, std::nullopt, axis, group);
+  return map(Op::fake_quant_float, job, x, {&scale, nullptr}, a, group, with_mask);
+}
+
+// y, a row-major tensor, is only asked for its order.
+Tensor scales_of_blocks(Job job, const Tensor& x, const Tensor& y, int64_t block_size,
+                        const optional<Tensor>& tensor_scale) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() /= block_size;
+  Tensor in = x;
+  Tensor scales = at::empty(sizes, x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  job.numel = scales.numel();
+  job.channels.inner = block_size;
+  job.x = operand_of(in, y);
+  job.y = scales.mutable_data_ptr();
+  job.y_dtype = dtype_of(scales);
+  launch(Op::block_scale, job, {pointer(tensor_scale), nullptr}, x.device());
+  return scales;
+}
+
+std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string_view format, int64_t block_size,
+                                                    std::string_view scale_format, const optional<Tensor>& tensor_scale,
+                                                    bool with_mask) {
+  constexpr const char* kOp = "fake_quant_block";
+  check_storage(kOp, "x", x);
+  Job job;
+  job.format = check_format(kOp, format);
+  job.scale_format = check_blocks(kOp, x, block_size, scale_format, tensor_scale);
+  const Tensor y = at::empty(x.sizes(), x.options());
+  const Tensor scales = scales_of_blocks(job, x, y, block_size, tensor_scale);
+  const Channels blocks = {scales.numel(), block_size, std::max<int64_t>(x.numel(), 1), scales.numel()};
+  auto [values, mask] = map_onto(y, Op::fake_quant_float, job, x, {&scales, nullptr}, blocks, with_mask);
+  return {values, scales, mask};
 }
 
 Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
@@ -88,10 +144,46 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   return {dx, ds, dz};
 }
 
+// ---- pytorch-quantization ---------------------------------------------------------------------------------------
+
+Ends legacy_ends(int64_t num_bits, bool is_unsigned, bool narrow_range) {
+  const double most = static_cast<double>((int64_t{1} << (num_bits - 1 + is_unsigned)) - 1);
+  return {is_unsigned ? 0 : narrow_range ? -most : -most - 1, most};
+}
+
+std::tuple<Tensor, Tensor> legacy(Op which, const char* op, const Tensor& x, const Tensor& amax, int64_t num_bits,
+                                  bool is_unsigned, bool narrow_range, bool with_mask) {
+  check_storage(op, "x", x);
+  check_bits(op, num_bits);
+  const int64_t axis = check_amax(op, x, amax);
+  Job job;
+  job.ends = legacy_ends(num_bits, is_unsigned, narrow_range);
+  return map(which, job, x, {&amax, nullptr}, axis, 1, with_mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor> tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
+                                                bool narrow_range, bool with_mask) {
+  auto [codes, mask] =
+      legacy(Op::tensor_quant, "tensor_quant", x, amax, num_bits, is_unsigned, narrow_range, with_mask);
+  const Tensor wide = amax.to(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).abs();
+  const Tensor most = at::full_like(wide, legacy_ends(num_bits, is_unsigned, narrow_range).hi);
+  const Tensor multiplier = most.div(wide).masked_fill_(wide.le(0x1p-24), 1);
+  return {codes, multiplier.to(x.scalar_type()), mask};
+}
+
+std::tuple<Tensor, Tensor> fake_tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
+                                             bool narrow_range, bool with_mask) {
+  return legacy(Op::fake_tensor_quant, "fake_tensor_quant", x, amax, num_bits, is_unsigned, narrow_range, with_mask);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_float", fake_quant_float);
+  m.impl("fake_quant_block", fake_quant_block);
+  m.impl("tensor_quant", tensor_quant);
+  m.impl("fake_tensor_quant", fake_tensor_quant);
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("fake_quant_learned_backward", fake_quant_learned_backward);
 }
@@ -99,6 +191,10 @@ TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
 #ifdef QTOOLKIT_CUDA
 TORCH_LIBRARY_IMPL(qtoolkit, CUDA, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_float", fake_quant_float);
+  m.impl("fake_quant_block", fake_quant_block);
+  m.impl("tensor_quant", tensor_quant);
+  m.impl("fake_tensor_quant", fake_tensor_quant);
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("fake_quant_learned_backward", fake_quant_learned_backward);
 }

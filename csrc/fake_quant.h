@@ -2,7 +2,9 @@
 // a learned scale and zero point (LSQ, arXiv 1902.08153; LSQ+, 2004.09576).
 #pragma once
 
+#include "float_grid.h"
 #include "grid.h"
+#include "job.h"
 
 namespace qtoolkit {
 
@@ -11,6 +13,54 @@ template <class V>
 QT_FN auto is_inside(const GridPoint<V>& p) {
   return p.level == p.code;
 }
+
+// What an op that maps element by element gives of each: its value, and whether its gradient passes. A rule below reads
+// what it needs of a Job (A is V's scalar) and is what the loops of the back ends are told.
+template <class V>
+struct Mapped {
+  V value;
+  decltype((V{} < V{}) & (V{} < V{})) inside;
+};
+
+template <class A, class V>
+struct IntegerRule {
+  V lo, hi;
+  QT_FN IntegerRule of(const Job& job) {
+    return {same<V>(static_cast<A>(job.ends.lo)), same<V>(static_cast<A>(job.ends.hi))};
+  }
+  QT_FN Mapped<V> map(const IntegerRule& rule, V x, V scale, V zero_point) {
+    const auto point = snap(x, scale, zero_point, rule.lo, rule.hi);
+    return {value_of(point.code, scale, zero_point), is_inside(point)};
+  }
+};
+
+template <class A, class V>
+struct FloatRule {
+  FloatGrid<V> grid;
+  QT_FN FloatRule of(const Job& job) { return {float_grid<A, V>(job.format)}; }
+  QT_FN Mapped<V> map(const FloatRule& rule, V x, V scale, V) {
+    const auto point = snap(rule.grid, x, scale);
+    return {point.code * scale, is_inside(point)};
+  }
+};
+
+// Legacy: job.scale holds amax (by its magnitude and never zero, as every scale), and the gradient is judged by x
+// itself, before rounding.
+template <class A, class V, bool kCodes>
+struct LegacyRule {
+  V lo, hi;
+  QT_FN LegacyRule of(const Job& job) {
+    return {same<V>(static_cast<A>(job.ends.lo)), same<V>(static_cast<A>(job.ends.hi))};
+  }
+  QT_FN Mapped<V> map(const LegacyRule& rule, V x, V amax, V) {
+    const auto point = snap_legacy(x, amax, rule.lo, rule.hi);
+    return {kCodes ? point.code : point.value, (x <= amax) & (x >= -amax)};
+  }
+};
+template <class A, class V>
+using LegacyCodeRule = LegacyRule<A, V, true>;
+template <class A, class V>
+using LegacyValueRule = LegacyRule<A, V, false>;
 
 // d(value)/d(scale), times the incoming gradient.
 template <class V>

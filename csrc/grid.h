@@ -1,4 +1,4 @@
-// The only rounding and clamping rules of the integer grid.
+// The only rounding and clamping rules of the integer grids: ONNX's, and the one of pytorch-quantization by amax.
 //
 // Each formula is written once, for any V: a scalar (float, double) on host and device, or a vector of
 // them on the host, where cpu/simd.h overloads the few names that the compiler has no operator for.
@@ -27,6 +27,12 @@ template <>
 struct Round<double> {
   QT_FN double half_even(double v) { return ::rint(v); }
 };
+
+// A vector of one value; for a scalar V, the value.
+template <class V, class A>
+QT_FN V same(A value) {
+  return value - V{};  // value - 0 keeps -0 and NaN
+}
 
 // NaN fails both comparisons and stays NaN.
 template <class V>
@@ -68,6 +74,23 @@ QT_FN GridPoint<V> snap(V x, V scale, V zero_point, V lo, V hi) {
 template <class V>
 QT_FN V value_of(V code, V scale, V zero_point) {
   return (code - zero_point) * scale;
+}
+
+// The legacy grid of pytorch-quantization 2.x: the largest magnitude is given, and x is multiplied by codes per unit.
+template <class V>
+struct LegacyPoint {
+  V code;
+  V value;
+};
+
+// An amax of 2^-24 or less (what float16 cannot hold) gives zeros. The code -0 is 0, as on the other grid.
+template <class V>
+QT_FN LegacyPoint<V> snap_legacy(V x, V amax, V lo, V hi) {
+  const auto vanishes = amax <= 0x1p-24f;
+  const V multiplier = hi / amax;
+  const V level = Round<V>::half_even(x * (vanishes ? V{} : multiplier)) + V{};
+  const V code = clamp(level, lo, hi);
+  return {code, code / (vanishes ? V{} + 1 : multiplier)};
 }
 
 }  // namespace qtoolkit

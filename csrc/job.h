@@ -35,6 +35,12 @@ struct RunningHistogram {
   int64_t bins = 0;
 };
 
+// A small float format: bits of its mantissa, 2^(its lowest exponent), and its largest finite number.
+struct FloatFormat {
+  int mantissa = 0;
+  double smallest_normal = 0, largest = 0;
+};
+
 struct Job {
   int64_t numel = 0;
   Channels channels;
@@ -47,6 +53,10 @@ struct Job {
   const void* scale = nullptr;       // channels.count values, float64 where x is float64, else float32
   const void* zero_point = nullptr;  // the same, or null: symmetric
   Ends ends;
+  FloatFormat format;  // of fake_quant_float
+  // Of block_scale: its result has one number for each channels.inner elements of x, and job.scale is one number or
+  // null. The format of the scales; a largest number of 0 stands for e8m0, powers of two.
+  FloatFormat scale_format;
   // Results of the reductions, channels.count values of float64 each: of the learned backward the sums for scale
   // and (null where not wanted) zero point; of minmax the lowest and the highest value.
   double* sum_scale = nullptr;

@@ -9,7 +9,19 @@
 
 namespace qtoolkit {
 
-enum class Op { fake_quant, fake_quant_backward, fake_quant_learned_backward, quantize, dequantize, minmax, histogram };
+enum class Op {
+  fake_quant,
+  fake_quant_float,
+  block_scale,
+  tensor_quant,
+  fake_tensor_quant,
+  fake_quant_backward,
+  fake_quant_learned_backward,
+  quantize,
+  dequantize,
+  minmax,
+  histogram
+};
 
 // The tensors that a job's scale and zero point come from, as the user gave them.
 struct GridTensors {

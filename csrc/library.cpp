@@ -18,6 +18,30 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
       "float grad_factor=1.0, bool mask=False) -> (Tensor, Tensor)");
 
+  // Values on the grid of a small float format ("e4m3", "e5m2" or "e2m1"): x / scale rounded half to even, saturated at
+  // the format's largest number, times scale; and the packed mask of what was not saturated. Differentiable in x.
+  m.def(
+      "fake_quant_float(Tensor x, Tensor scale, str format, int? axis=None, int group=1, bool mask=False) "
+      "-> (Tensor, Tensor)");
+
+  // fake_quant_float with a scale for each block of block_size neighbours along the last dimension, by their largest
+  // magnitude: values, scales, mask. scale_format "e8m0" is OCP MX v1.0; "e4m3" is NVFP4's, with a scale of the tensor
+  // on top. The result is row-major.
+  m.def(
+      "fake_quant_block(Tensor x, str format, int block_size, str scale_format, Tensor? tensor_scale=None, "
+      "bool mask=False) -> (Tensor, Tensor, Tensor)");
+
+  // The numerics of pytorch-quantization: codes stored as floats, the multiplier maxb / amax (1 where amax <= 2^-24),
+  // and the packed mask of |x| <= amax. amax: one element, or broadcast along one dimension. Differentiable in x.
+  m.def(
+      "tensor_quant(Tensor x, Tensor amax, int num_bits=8, bool unsigned=False, bool narrow_range=True, "
+      "bool mask=False) -> (Tensor, Tensor, Tensor)");
+
+  // The same, divided by the multiplier again: values and mask.
+  m.def(
+      "fake_tensor_quant(Tensor x, Tensor amax, int num_bits=8, bool unsigned=False, bool narrow_range=True, "
+      "bool mask=False) -> (Tensor, Tensor)");
+
   // dx: grad where the mask's bit is set, else 0. order: x's dimensions from the slowest to the fastest in memory,
   // empty for row-major.
   m.def("fake_quant_backward(Tensor grad, Tensor mask, int[] order) -> Tensor");

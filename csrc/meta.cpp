@@ -16,14 +16,57 @@ using at::Tensor;
 using c10::SymInt;
 using std::optional;
 
+Tensor empty_mask(const Tensor& x, bool wanted) {
+  const SymInt bytes = wanted ? (x.sym_numel() + 7) / 8 : SymInt(0);
+  return at::empty_symint({bytes}, x.options().dtype(at::kByte));
+}
+
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                       int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
                                       double /*grad_factor*/, bool with_mask) {
   check_storage("fake_quant", "x", x);
   check_range("fake_quant", qmin, qmax);
   check_grid("fake_quant", x, scale, zero_point, axis, group);
-  const SymInt bytes = with_mask ? (x.sym_numel() + 7) / 8 : SymInt(0);
-  return {empty_result(x, x.options(), group), at::empty_symint({bytes}, x.options().dtype(at::kByte))};
+  return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
+}
+
+std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
+                                            optional<int64_t> axis, int64_t group, bool with_mask) {
+  check_storage("fake_quant_float", "x", x);
+  check_format("fake_quant_float", format);
+  check_grid("fake_quant_float", x, scale, std::nullopt, axis, group);
+  return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string_view format, int64_t block_size,
+                                                    std::string_view scale_format, const optional<Tensor>& tensor_scale,
+                                                    bool with_mask) {
+  check_storage("fake_quant_block", "x", x);
+  check_format("fake_quant_block", format);
+  check_blocks("fake_quant_block", x, block_size, scale_format, tensor_scale);
+  auto sizes = x.sym_sizes().vec();
+  sizes.back() = sizes.back() / block_size;
+  const auto kind = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {at::empty_symint(x.sym_sizes(), x.options()), at::empty_symint(sizes, x.options().dtype(kind)),
+          empty_mask(x, with_mask)};
+}
+
+void check_legacy(const char* op, const Tensor& x, const Tensor& amax, int64_t num_bits) {
+  check_storage(op, "x", x);
+  check_bits(op, num_bits);
+  check_amax(op, x, amax);
+}
+
+std::tuple<Tensor, Tensor, Tensor> tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits,
+                                                bool /*unsigned*/, bool /*narrow_range*/, bool with_mask) {
+  check_legacy("tensor_quant", x, amax, num_bits);
+  return {empty_result(x, x.options(), 1), at::empty_like(amax, x.options()), empty_mask(x, with_mask)};
+}
+
+std::tuple<Tensor, Tensor> fake_tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool /*unsigned*/,
+                                             bool /*narrow_range*/, bool with_mask) {
+  check_legacy("fake_tensor_quant", x, amax, num_bits);
+  return {empty_result(x, x.options(), 1), empty_mask(x, with_mask)};
 }
 
 Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
@@ -95,6 +138,10 @@ std::tuple<Tensor, Tensor> search_range(const Tensor& counts, const Tensor& lo, 
 
 TORCH_LIBRARY_IMPL(qtoolkit, Meta, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_float", fake_quant_float);
+  m.impl("fake_quant_block", fake_quant_block);
+  m.impl("tensor_quant", tensor_quant);
+  m.impl("fake_tensor_quant", fake_tensor_quant);
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("fake_quant_learned_backward", fake_quant_learned_backward);
   m.impl("quantize", quantize);

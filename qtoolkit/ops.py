@@ -22,6 +22,10 @@ from qtoolkit._native import load
 load()
 
 _fake_quant = torch.ops.qtoolkit.fake_quant.default
+_fake_quant_float = torch.ops.qtoolkit.fake_quant_float.default
+_fake_quant_block = torch.ops.qtoolkit.fake_quant_block.default
+_tensor_quant = torch.ops.qtoolkit.tensor_quant.default
+_fake_tensor_quant = torch.ops.qtoolkit.fake_tensor_quant.default
 _snapshot = torch.ops.qtoolkit.snapshot.default
 _quantize = torch.ops.qtoolkit.quantize.default
 _dequantize = torch.ops.qtoolkit.dequantize.default
@@ -70,6 +74,159 @@ def fake_quant(
         tensor([-0.8000,  0.0000,  0.0000,  0.2000,  0.7000])
     """
     y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, grad_factor)[0]
+    return y
+
+
+def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis: int | None = None, group: int = 1) -> Tensor:
+    """Round x to a small float format and back, with a straight-through gradient.
+
+    `y = cast(x / scale) * scale`, where the cast rounds half to even and saturates at the format's largest number. NaN
+    stays NaN, infinities saturate, denormals of the format are its own, and zeros keep their sign. The gradient in x is
+    passed where the cast did not saturate: where x / scale, rounded as if the format's exponents had no end, is at most
+    the largest number. It is zero elsewhere. One bit an element is kept for backward.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        scale: What the format's 1 stands for; see the module's docstring for its shape. It has no gradient.
+        format: "e4m3" (largest 448, no infinity), "e5m2" (57344) or "e2m1" (6): OCP OFP8 and MX v1.0.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: The format is unknown, or a shape, axis, group or device does not fit.
+        TypeError: A dtype does not fit.
+        NotImplementedError: scale requires grad.
+
+    Example:
+        >>> fake_quant_float(torch.tensor([0.2, 0.75, 2.5, -9.0]), torch.tensor(1.0), "e2m1")
+        tensor([ 0.,  1.,  2., -6.])
+    """
+    y: Tensor = _fake_quant_float(x, scale, format, axis, group)[0]
+    return y
+
+
+def fake_quant_block(
+    x: Tensor, format: str, block_size: int = 32, scale_format: str = "e8m0", tensor_scale: Tensor | None = None
+) -> Tensor:
+    """Round x to a small float format and back, with a scale for each block of neighbours in the last dimension.
+
+    The scale follows from the block's largest magnitude, amax; NaN is passed over (and stays NaN itself).
+
+    - `scale_format="e8m0"`: `2^(floor(log2 amax) - emax)`, OCP MX v1.0 (blocks of 32), from 2^-126 to 2^127; emax is the
+      format's highest exponent: 8 of e4m3, 15 of e5m2, 2 of e2m1. Elements may saturate.
+    - `scale_format="e4m3"`: `e4m3(amax / largest / tensor_scale) * tensor_scale`, NVFP4 with format "e2m1" and blocks of 16;
+      `tensor_scale` is usually the tensor's amax / (448 * 6). A scale that rounds to zero gives (almost) zeros.
+
+    The gradient in x is that of `fake_quant_float`, with the scales as constants.
+
+    Args:
+        x: Input of one dimension or more; float32, float64, bfloat16 or float16.
+        format: "e4m3", "e5m2" or "e2m1".
+        block_size: Elements of a block: a multiple of 16 up to 1024 that divides the last dimension.
+        scale_format: "e8m0" or "e4m3".
+        tensor_scale: One element, or None for 1; with "e4m3" only. It has no gradient.
+
+    Returns:
+        A row-major tensor with the shape and dtype of x.
+
+    Raises:
+        ValueError: A format is unknown, or a size, shape or device does not fit.
+        TypeError: A dtype does not fit.
+        NotImplementedError: tensor_scale requires grad.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.0, 3.1, 13.0]).repeat(8)
+        >>> fake_quant_block(x, "e2m1")[:4]
+        tensor([ 0., -1.,  3., 12.])
+    """
+    y: Tensor = _fake_quant_block(x, format, block_size, scale_format, tensor_scale)[0]
+    return y
+
+
+def _check_legacy(x: Tensor, amax: Tensor, unsigned: bool) -> None:
+    """Check values, for eager CPU tensors only: on a GPU this would wait for the device, and compilers have no values."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or amax.device.type != "cpu":
+        return
+    if unsigned and bool((x < 0).any()):
+        raise TypeError("Negative values encountered in unsigned quantization.")
+    if bool((amax < 0).any()):
+        raise ValueError("Negative values in amax")
+
+
+def tensor_quant(
+    x: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return codes, stored as floats, and their multiplier: `tensor_quant` of pytorch-quantization 2.x.
+
+    `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax`: a multiplier, not ONNX's step. For new
+    work take `quantize`, which computes what is deployed. Arithmetic is float32 (float64 for float64). The gradient in x
+    is passed where |x| <= amax; amax has none.
+
+    Signs are checked on CPU tensors only, as a GPU would have to be waited for. There, a negative amax counts by its
+    magnitude, and negative values are clamped to 0 where unsigned.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
+        num_bits: Bits of a code, 2 to 16.
+        unsigned: Codes from 0 to 2^num_bits - 1.
+        narrow_range: Of signed codes, leave out the lowest.
+
+    Returns:
+        The codes, with x's shape, dtype and memory format, and the multiplier, with amax's shape and x's dtype: 1 where
+        amax is 2^-24 or less.
+
+    Raises:
+        ValueError: amax has negative values, its shape or device or num_bits does not fit, or the multiplier is too large
+            for float16.
+        TypeError: unsigned and x has negative values, or a dtype does not fit.
+
+    Example:
+        >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), torch.tensor(1.0), num_bits=4)
+        (tensor([-7.,  2.,  7.]), tensor(7.))
+    """
+    _check_legacy(x, amax, unsigned)
+    codes, scale, _ = _tensor_quant(x, amax, num_bits, unsigned, narrow_range)
+    checked = x.dtype == torch.float16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if checked and bool(scale.isinf().any()):
+        raise ValueError(f"scale is too large for FP16 with amax={amax}")
+    return codes, scale
+
+
+def fake_tensor_quant(
+    x: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> Tensor:
+    """Round x to an integer grid and back: `fake_tensor_quant` of pytorch-quantization 2.x.
+
+    The codes of `tensor_quant` divided by its multiplier. For new work take `fake_quant`, whose grid is ONNX's. The
+    gradient in x is passed where |x| <= amax, of which one bit an element is kept; amax has none.
+
+    Signs are checked on CPU tensors only, as a GPU would have to be waited for; see `tensor_quant`.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
+        num_bits: Bits of a code, 2 to 16.
+        unsigned: Codes from 0 to 2^num_bits - 1.
+        narrow_range: Of signed codes, leave out the lowest.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: amax has negative values, or its shape or device or num_bits does not fit.
+        TypeError: unsigned and x has negative values, or a dtype does not fit.
+
+    Example:
+        >>> x = torch.tensor([0.5043, 0.8178, 0.4798, 0.9201])
+        >>> fake_tensor_quant(x, x.abs().max())
+        tensor([0.5071, 0.8187, 0.4782, 0.9201])
+    """
+    _check_legacy(x, amax, unsigned)
+    y: Tensor = _fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)[0]
     return y
 
 

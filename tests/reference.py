@@ -264,3 +264,85 @@ class Bins:
             return 0.0, reach(up, total * share - down.sum()) * self.width
         t = reach(up + down if len(down) else up, total * share) * self.width
         return -t, t
+
+
+# ---- small float formats: every number of a format is listed, and the nearest is looked up
+
+
+def float_numbers(mantissa: int, bias: int, exponents: int, largest: float) -> np.ndarray:
+    """The magnitudes of a format in order, which is the order of their codes: even places have even codes."""
+    fractions = np.arange(2**mantissa) / 2**mantissa
+    normal = [(1 + fractions) * 2.0 ** (e - bias) for e in range(1, exponents)]
+    numbers = np.concatenate([fractions * 2.0 ** (1 - bias), *normal])
+    return numbers[numbers <= largest]
+
+
+FORMATS = {
+    "e4m3": float_numbers(3, 7, 16, 448),
+    "e5m2": float_numbers(2, 15, 31, 57344),
+    "e2m1": float_numbers(1, 1, 4, 6),
+}
+
+
+def cast(values: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values rounded to a format, and whether they did not saturate."""
+    numbers = FORMATS[format]
+    mid = (numbers[1:] + numbers[:-1]) / 2  # exact: float64 holds them
+    step = numbers[-1] - numbers[-2]
+    end = numbers[-1] + step / 2
+    magnitude = np.abs(values).astype(np.float64)
+    place = np.searchsorted(mid, magnitude)  # ties go to the lower number...
+    tie = (place < len(mid)) & (magnitude == np.append(mid, 0)[np.minimum(place, len(mid))])
+    place = place + (tie & (place % 2 == 1))  # ... unless its code is odd
+    rounded = np.where(np.isnan(values), np.nan, np.copysign(numbers[place], values))
+    inside = (magnitude < end) | ((magnitude == end) & (len(numbers) % 2 == 1))
+    return rounded.astype(values.dtype), inside
+
+
+def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis=None, group=1) -> tuple[Tensor, Tensor]:
+    """Values, and where the gradient passes."""
+    grid = Snapped(x, scale, axis=axis, group=group)
+    with np.errstate(all="ignore"):
+        rounded, inside = cast(grid.quotient, format)
+        return tensor(rounded * grid.s, x.dtype), tensor(inside, torch.bool)
+
+
+def fake_quant_block(x: Tensor, format: str, size: int, scale_format: str, tensor_scale=None) -> tuple[Tensor, ...]:
+    """Values, scales, and where the gradient passes."""
+    kind = arithmetic(x.dtype)
+    blocks = array(x, kind).reshape(-1, size)
+    amax = np.max(np.where(np.isnan(blocks), 0, np.abs(blocks)), axis=1, initial=0)
+    largest = kind(FORMATS[format][-1])
+    whole = kind(1) if tensor_scale is None else array(tensor_scale, kind).reshape(())
+    with np.errstate(all="ignore"):
+        if scale_format == "e8m0":
+            exponent = np.frexp(np.where(np.isinf(amax), 1, amax))[1] - np.frexp(largest)[1]
+            exponent = np.where(np.isinf(amax), 127, np.where(amax == 0, -126, np.clip(exponent, -126, 127)))
+            scales = np.ldexp(kind(1), exponent).astype(kind)
+        else:
+            scales = cast(amax / largest / whole, scale_format)[0] * whole
+        used = np.maximum(scales, kind(TINY))[:, None]
+        rounded, inside = cast(blocks / used, format)
+        values = (rounded * used).reshape(x.shape)
+    scales = scales.reshape(*x.shape[:-1], x.shape[-1] // size)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return tensor(values, x.dtype), tensor(scales, wide), tensor(inside.reshape(x.shape), torch.bool)
+
+
+# ---- the numerics of pytorch-quantization
+
+
+def tensor_quant(x: Tensor, amax: Tensor, num_bits=8, unsigned=False, narrow_range=True) -> tuple[Tensor, ...]:
+    """Codes, multiplier, values, and where the gradient passes."""
+    kind = arithmetic(x.dtype)
+    values, most = array(x, kind), np.maximum(np.abs(array(amax, kind)), kind(TINY))  # as every scale
+    high = kind(2 ** (num_bits - 1 + unsigned) - 1)
+    low = kind(0) if unsigned else -high if narrow_range else -high - kind(1)
+    with np.errstate(all="ignore"):
+        none = most <= kind(2.0**-24)
+        multiplier = high / most
+        codes = np.minimum(np.maximum(np.rint(values * np.where(none, kind(0), multiplier)) + kind(0), low), high)
+        multiplier = np.where(none, kind(1), multiplier)
+        results = codes, multiplier, codes / multiplier
+        inside = np.abs(values) <= most
+    return *(tensor(r, x.dtype) for r in results), tensor(inside, torch.bool)

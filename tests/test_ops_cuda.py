@@ -56,6 +56,10 @@ def check_everything(x: Tensor, channels: Channels) -> None:
     s, z, grad = scales(count), zero_points(count), floats(x.dtype, 7)(*x.shape)
     for zero_point in (None, z):
         check(lambda x, s, z: native.fake_quant(x, s, z, -100, 90, *how, 1.0, True), x, s, zero_point)
+    for format in ("e4m3", "e5m2", "e2m1"):
+        check(lambda x, s, f=format: native.fake_quant_float(x, s, f, *how, True), x, s)
+    for op in (native.tensor_quant, native.fake_tensor_quant):
+        check(lambda x, a, op=op: op(x, a, 8, False, True, True), x, torch.tensor(5.3))
     for code in CODES:
         check(lambda x, s, z, c=code: ops.quantize(x, s, z, *bounds(c), *how, dtype=c), x, s, z)
     if x.numel() > 0:
@@ -246,3 +250,24 @@ def test_what_has_no_bin_breaks_a_histogram(bad):
         ops.observe_histogram_(x, counts, lo, hi)
         assert torch.stack([lo, hi]).isnan().all()
         assert counts.sum() == 5
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("kind", [("e4m3", 32, "e8m0"), ("e2m1", 16, "e4m3"), ("e5m2", 48, "e8m0")])
+def test_block_scales(kind, dtype):
+    size, scale = kind[1], torch.tensor(0.037) if kind[2] == "e4m3" else None
+    for x in (
+        floats(dtype)(700, 2 * size),
+        floats(dtype)(3, size, 5).transpose(1, 2),
+        floats(dtype)(9, size + 1)[:, 1:],
+    ):
+        check(lambda x, s: native.fake_quant_block(x, *kind, s, True), x, scale)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_legacy_per_channel(dtype):
+    x, amax = floats(dtype)(4, 6, 5, 7), torch.tensor([0.0, 2.0**-24, 1e-3, 1.0, 5.0, 9.0]).view(6, 1, 1)
+    for given in (x, x.to(memory_format=torch.channels_last), x[:, :, 1:]):
+        for grid in ((8, False, True), (4, False, False)):
+            check(lambda x, a, g=grid: native.tensor_quant(x, a, *g, True)[::2], given, amax)
+            check(lambda x, a, g=grid: native.fake_tensor_quant(x, a, *g, True), given, amax)

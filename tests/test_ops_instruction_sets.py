@@ -39,6 +39,19 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         y, mask = native.fake_quant(x, scales(count), z, -100, 90, *how, 1.0, True)
         yield from (y, mask, native.fake_quant_backward(grad, mask, [] if y.is_contiguous() else order_of(y)))
         yield from native.fake_quant_learned_backward(grad, x, scales(count), z, -100, 90, *how)
+    for format in ("e4m3", "e5m2", "e2m1"):
+        yield from native.fake_quant_float(x, scales(count), format, *how, True)
+    if x.dim() > 0 and x.numel() > 0 and channels.axis is None:
+        wide = x.repeat_interleave(48, -1)
+        yield from native.fake_quant_block(wide, "e4m3", 16, "e8m0", None, True)
+        yield from native.fake_quant_block(wide, "e2m1", 48, "e4m3", torch.tensor(0.01), True)
+    amax = torch.tensor(5.3)
+    if channels.group == 1 and channels.axis is not None and count > 0:
+        sizes = [count if d == channels.axis % x.dim() else 1 for d in range(x.dim())]
+        amax = (scales(count) * 40 - 2.5).relu().reshape(sizes)  # some are zero
+    for grid in ((8, False, True), (4, True, True), (8, False, False)):
+        yield from native.tensor_quant(x, amax, *grid, True)
+        yield from native.fake_tensor_quant(x, amax, *grid, True)
     for code in CODES:
         yield (q := ops.quantize(x, scales(count), z, *bounds(code), *how, dtype=code))
         yield ops.dequantize(q, scales(count), z, *how, dtype=x.dtype)

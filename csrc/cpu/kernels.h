@@ -33,6 +33,10 @@ using TallyKernel = void (*)(const Job& job, int64_t begin, int64_t end, Tally& 
 struct Kernels {
   const char* name;
   Kernel fake_quant;
+  Kernel fake_quant_float;
+  Kernel block_scale;
+  Kernel tensor_quant;
+  Kernel fake_tensor_quant;
   Kernel fake_quant_backward;
   Kernel fake_quant_learned_backward;
   Kernel quantize;

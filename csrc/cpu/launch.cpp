@@ -62,6 +62,10 @@ const Kernels& kernels() {
 Kernel kernel_of(Op op) {
   switch (op) {
     case Op::fake_quant: return kernels().fake_quant;
+    case Op::fake_quant_float: return kernels().fake_quant_float;
+    case Op::block_scale: return kernels().block_scale;
+    case Op::tensor_quant: return kernels().tensor_quant;
+    case Op::fake_tensor_quant: return kernels().fake_tensor_quant;
     case Op::fake_quant_backward: return kernels().fake_quant_backward;
     case Op::fake_quant_learned_backward: return kernels().fake_quant_learned_backward;
     case Op::quantize: return kernels().quantize;

@@ -54,11 +54,6 @@ QT_FN void stream_fence() {
 #endif
 }
 
-template <class A>
-QT_FN Vector<A> splat(A value) {
-  return value - Vector<A>{};  // value - 0 keeps -0 and NaN
-}
-
 #if QT_BYTES == 64
 
 QT_FN Vector<float> round_vector(Vector<float> v) { return (Vector<float>)_mm512_roundscale_ps((__m512)v, 8); }
@@ -117,6 +112,21 @@ QT_FN V keep(V v, unsigned bits) {
 #endif
 
 }  // namespace QT_ISA
+
+template <>
+struct PowerBelow<QT_ISA::Vector<float>> {
+  QT_FN QT_ISA::Vector<float> of(QT_ISA::Vector<float> v) {
+    using Bits = decltype(v < v);
+    return (QT_ISA::Vector<float>)((Bits)v & 0x7f800000);
+  }
+};
+template <>
+struct PowerBelow<QT_ISA::Vector<double>> {
+  QT_FN QT_ISA::Vector<double> of(QT_ISA::Vector<double> v) {
+    using Bits = decltype(v < v);
+    return (QT_ISA::Vector<double>)((Bits)v & 0x7ff0000000000000);
+  }
+};
 
 template <>
 struct Round<QT_ISA::Vector<float>> {

@@ -1,4 +1,4 @@
-// Fake quantization and its gradients, on CUDA.
+// Fake quantization onto every grid, and its gradients, on CUDA.
 #include "../fake_quant.h"
 #include "kernels.h"
 #include "loops.cuh"
@@ -7,20 +7,45 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
-template <class A, bool kDense>
-__global__ void __launch_bounds__(kThreads) fake_quant_kernel(const Job job) {
-  const A lo = static_cast<A>(job.ends.lo), hi = static_cast<A>(job.ends.hi);
+// Rule is one of fake_quant.h.
+template <class A, bool kDense, template <class, class> class Rule>
+__global__ void __launch_bounds__(kThreads) map_kernel(const Job job) {
+  const auto rule = Rule<A, A>::of(job);
   for_octets(job.numel, [&](const Row& at) {
     A v[kOctet];
     load<kDense>(job.x, at, v);
     unsigned inside = 0;
     for_grids<A>(job, at, [&](int k, Grid<A> grid) {
-      const auto point = snap(v[k], grid.scale, grid.zero_point, lo, hi);
-      v[k] = value_of(point.code, grid.scale, grid.zero_point);
-      inside |= static_cast<unsigned>(is_inside(point)) << k;
+      const auto mapped = Rule<A, A>::map(rule, v[k], grid.scale, grid.zero_point);
+      v[k] = mapped.value;
+      inside |= static_cast<unsigned>(mapped.inside) << k;
     });
     store(job, at, v);
     if (job.mask != nullptr) job.mask[at.first / 8] = static_cast<uint8_t>(inside & ((1u << at.n) - 1));
+  });
+}
+
+// A thread takes eight blocks, one after the other; block sizes are whole octets.
+template <class A, bool kDense>
+__global__ void __launch_bounds__(kThreads) block_scale_kernel(const Job job) {
+  const A tensor_scale = job.scale == nullptr ? A(1) : grid_of<A>(job, 0).scale;
+  const int64_t size = job.channels.inner;
+  for_octets(job.numel, [&](const Row& at) {
+    A scales[kOctet] = {};
+    for (int b = 0; b < at.n; ++b) {
+      A amax = 0;
+      for (int64_t i = 0; i < size; i += kOctet) {
+        A v[kOctet];
+        load<kDense>(job.x, Row{(at.first + b) * size + i, kOctet}, v);
+#pragma unroll
+        for (int k = 0; k < kOctet; ++k) {
+          const A magnitude = v[k] < 0 ? -v[k] : v[k];
+          amax = magnitude > amax ? magnitude : amax;
+        }
+      }
+      scales[b] = qtoolkit::block_scale(amax, job.format, job.scale_format, tensor_scale);
+    }
+    store(job, at, scales);
   });
 }
 
@@ -72,11 +97,23 @@ __global__ void __launch_bounds__(kThreads)
   join_block(slices, sum, sums, Add());
 }
 
+template <template <class, class> class Rule>
+void map(const Job& job, cudaStream_t stream) {
+  launch_map(pick(job.x.dtype, job.x.dense, map_kernel<float, true, Rule>, map_kernel<float, false, Rule>,
+                  map_kernel<double, false, Rule>),
+             job, stream);
+}
+
 }  // namespace
 
-void fake_quant(const Job& job, cudaStream_t stream) {
-  launch_map(pick(job.x.dtype, job.x.dense, fake_quant_kernel<float, true>, fake_quant_kernel<float, false>,
-                  fake_quant_kernel<double, false>),
+void fake_quant(const Job& job, cudaStream_t stream) { map<IntegerRule>(job, stream); }
+void fake_quant_float(const Job& job, cudaStream_t stream) { map<FloatRule>(job, stream); }
+void tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyCodeRule>(job, stream); }
+void fake_tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyValueRule>(job, stream); }
+
+void block_scale(const Job& job, cudaStream_t stream) {
+  launch_map(pick(job.x.dtype, job.x.dense, block_scale_kernel<float, true>, block_scale_kernel<float, false>,
+                  block_scale_kernel<double, false>),
              job, stream);
 }
 

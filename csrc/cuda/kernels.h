@@ -11,6 +11,10 @@ namespace cuda {
 // job.scale and job.zero_point are device pointers to values as the user gave them (in the arithmetic's type):
 // the kernels apply usable_scale and usable_zero_point where they load them.
 void fake_quant(const Job& job, cudaStream_t stream);
+void fake_quant_float(const Job& job, cudaStream_t stream);
+void block_scale(const Job& job, cudaStream_t stream);
+void tensor_quant(const Job& job, cudaStream_t stream);
+void fake_tensor_quant(const Job& job, cudaStream_t stream);
 void fake_quant_backward(const Job& job, cudaStream_t stream);
 void quantize(const Job& job, cudaStream_t stream);
 void dequantize(const Job& job, cudaStream_t stream);
