@@ -48,7 +48,7 @@ def extension(cuda: bool) -> object:
         str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".inc", ".cuh")
     ]
     # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h).
-    flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]}
+    flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-fopenmp"]}
     if not cuda:
         return cpp_extension.CppExtension("qtoolkit._C", sources, depends=headers, extra_compile_args=flags)
     # Where no GPU is seen, torch cannot guess: build for the two data-centre generations and carry PTX for later ones.
