@@ -47,7 +47,8 @@ def extension(cuda: bool) -> object:
     headers = [
         str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".inc", ".cuh")
     ]
-    # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h).
+    # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h). ATen's parallel_for runs
+    # on one thread unless the compiler has OpenMP on; its library is torch's own, so it is not linked again.
     flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-fopenmp"]}
     if not cuda:
         return cpp_extension.CppExtension("qtoolkit._C", sources, depends=headers, extra_compile_args=flags)
