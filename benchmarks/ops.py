@@ -183,6 +183,38 @@ def observer_cases(named: Mapping[str, Tensors], compiled: bool) -> Iterator[Cas
         yield Case("observers (roof: torch.aminmax)", name, work, "1.1 per tensor, 1.4 per channel")
 
 
+def histogram_cases(named: Mapping[str, Tensors], compiled: bool) -> Iterator[Case]:
+    x = named["6.4M, per tensor"].x
+    for name, values in (("6.4M, normal", x), ("6.4M, after ReLU", x.relu())):
+        counts = torch.zeros(2048, dtype=torch.int64, device=x.device)
+        lo, hi = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
+        ops.observe_histogram_(values, counts, lo, hi)
+
+        def observe_and_search(v: Tensor = values, state: tuple[Tensor, ...] = (counts, lo, hi)) -> object:
+            ops.observe_histogram_(v, *state)
+            return ops.search_range(*state, qmin=-128, qmax=127, method="mse")
+
+        work: dict[str, Callable[[], object]] = {
+            ROOF: values.aminmax,
+            "ours": lambda v=values, state=(counts, lo, hi): ops.observe_histogram_(v, *state),
+            "ours, with MSE search": observe_and_search,
+            "torch.histc": lambda v=values: torch.histc(v, 2048),
+        }
+        yield Case("histogram of 2048 bins (roof: torch.aminmax)", name, work, "2.5, with the MSE range 3")
+
+
+def search_case() -> Case:
+    counts = torch.zeros(2048, dtype=torch.int64)
+    lo, hi = torch.zeros(()), torch.zeros(())
+    ops.observe_histogram_(torch.randn(1 << 20), counts, lo, hi)
+
+    def search(method: str) -> Callable[[], object]:
+        return lambda: ops.search_range(counts, lo, hi, qmin=-128, qmax=127, method=method)
+
+    work = {ROOF: search("percentile"), **{method: search(method) for method in ("mse", "l2", "entropy")}}
+    return Case("range search on 2048 bins (roof: percentile)", "one tensor", work, "each below 2000 us")
+
+
 def overhead_case(device: str) -> Case:
     x, scale, zero = torch.randn(1, device=device), torch.tensor([0.1]), torch.zeros(1, dtype=torch.int32)
     scale, zero = scale.to(device), zero.to(device)
@@ -264,6 +296,8 @@ def main() -> None:
         *backward_cases(named, args.compile),
         *learned_cases(named, args.compile),
         *observer_cases(observed(args.device), args.compile),
+        *histogram_cases(observed(args.device), args.compile),
+        *([search_case()] if args.device == "cpu" else []),
         overhead_case(args.device),
     ]
     sync = torch.cuda.synchronize if args.device != "cpu" else lambda: None
