@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.quantizer import TensorQuantizer, calibrating, quantizers_of
 
@@ -80,19 +81,13 @@ def calibrate(
     for quantizer in quantizers.values():
         quantizer.observer.reset()
     run = forward or _forward
-    modes = {module: module.training for module in prepared.modules()}
-    prepared.eval()
     count = 0
-    try:
-        with torch.no_grad(), calibrating(prepared):
-            for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
-                run(prepared, batch)
-                count += 1
-                if count == max_batches:
-                    break
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with torch.no_grad(), evaluating(prepared), calibrating(prepared):
+        for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
+            run(prepared, batch)
+            count += 1
+            if count == max_batches:
+                break
     if count == 0:
         raise ValueError("calibrate: batches is empty: there is nothing to take ranges from.")
     return _finish(prepared, quantizers, count)

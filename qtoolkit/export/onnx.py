@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.modes import evaluating
 from qtoolkit.names import check_known
 from qtoolkit.prepare import convert
 from qtoolkit.quantizer import Grid, quantizers_of
@@ -117,12 +118,8 @@ def export_onnx(
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     chosen = _choose_opset(opset, converted, exporter)
     trace = _export_dynamo if exporter == "dynamo" else _export_torchscript
-    modes = [(module, module.training) for module in converted.modules()]
-    try:
-        proto = trace(_Request(converted.eval(), inputs, chosen, input_names, output_names, dynamic_shapes))
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(converted):
+        proto = trace(_Request(converted, inputs, chosen, input_names, output_names, dynamic_shapes))
     if integer_weights is None:
         integer_weights = converted.plan is None or converted.plan.backend.integer_weights
     proto = _finish(proto, integer_weights)

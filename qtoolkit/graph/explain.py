@@ -12,6 +12,7 @@ from qtoolkit.graph.insert import is_quantizer, role_of
 from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
 from qtoolkit.graph.module import Plan, QuantizedGraphModule, Status
 from qtoolkit.graph.swap import config_of, reason_float
+from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.quantizer import disable_quantization
 
@@ -61,11 +62,5 @@ def _status_of_batch_norm(node: fx.Node) -> tuple[Status, str]:
 def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
     """Run a prepared model on example inputs, with quantizers off, leaving its state as it was."""
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    modes = {module: module.training for module in gm.modules()}
-    gm.eval()
-    try:
-        with torch.no_grad(), disable_quantization(gm):
-            gm(*inputs)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with torch.no_grad(), evaluating(gm), disable_quantization(gm):
+        gm(*inputs)
