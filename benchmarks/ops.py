@@ -1,6 +1,6 @@
 """The ops against the memory roof: every time as a multiple of copying the same tensor, measured side by side in one run.
 
-python benchmarks/ops.py                 prints tables and writes benchmarks/results/ops.json
+python benchmarks/ops.py                 prints tables and writes benchmarks/results/ops.json and ops.md
 python benchmarks/ops.py --quick         fewer repeats and sizes
 python benchmarks/ops.py --compile       torch.compile's code of the same formulas beside ours (slow to compile)
 
@@ -276,6 +276,26 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def markdown_of(rows: list[Row], head: str, command: str) -> str:
+    lines = ["# The ops against the memory roof", "", f"{head}. Made by `{command}`.", ""]
+    for group in dict.fromkeys(row.group for row in rows):
+        of_group = [row for row in rows if row.group == group]
+        names = list(dict.fromkeys(name for row in of_group for name in row.ratios))
+        lines += [f"## {group}", "", f"Goal: {of_group[0].goal}.", ""]
+        lines += ["| " + " | ".join(["tensor", "threads", "roof, us", *names]) + " |", "|---" * (3 + len(names)) + "|"]
+        for row in of_group:
+            ratios = (f"{row.ratios[n]:.2f}" if n in row.ratios else "" for n in names)
+            lines.append("| " + " | ".join([row.name, str(row.threads), f"{row.roof_us:.1f}", *ratios]) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure all cases on one and two threads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,9 +325,11 @@ def main() -> None:
     work = [(case, threads) for case in cases for threads in args.threads]
     rows = [measure(case, threads, repeats, sync) for case, threads in tqdm(work, desc="measuring", leave=False)]
 
-    machine = torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or platform.machine()
+    machine = torch.cuda.get_device_name() if args.device != "cpu" else processor()
     console = Console(width=170)
-    console.print(f"{machine}, {_native.load().instruction_set()}, torch {torch.__version__}; multiples of the roof")
+    head = f"{machine}, {_native.load().instruction_set()}, torch {torch.__version__}; multiples of the roof"
+    command = " ".join(["python", "benchmarks/ops.py", *sys.argv[1:]])
+    console.print(head)
     for group in dict.fromkeys(row.group for row in rows):
         console.print(table_of([row for row in rows if row.group == group]))
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -317,12 +339,13 @@ def main() -> None:
                 "machine": machine,
                 "instruction_set": _native.load().instruction_set(),
                 "torch": torch.__version__,
-                "command": " ".join(["python", "benchmarks/ops.py", *sys.argv[1:]]),
+                "command": command,
                 "rows": [asdict(row) for row in rows],
             },
             indent=1,
         )
     )
+    args.out.with_suffix(".md").write_text(markdown_of(rows, head, command))
 
 
 if __name__ == "__main__":

@@ -21,4 +21,4 @@ def test_the_map_names_what_exists() -> None:
     table = text[text.index("## Map of the house") : text.index("**Add an op**")]
     for name in re.findall(r"`([\w/]+(?:\.\w+)?)`", table):
         root = README.parent
-        assert any((root / folder / name).exists() for folder in ("", "csrc", "qtoolkit")), name
+        assert any((root / folder / name).exists() for folder in ("", "csrc", "qtoolkit", "benchmarks")), name
