@@ -110,7 +110,7 @@ def register_symbolic(opset: int) -> None:
     """Teach the TorchScript exporter the op, for one opset."""
     from torch.onnx import symbolic_helper
 
-    @symbolic_helper.parse_args("v", "v", "v", "i", "i", "none", "i", "f", "b")
+    @symbolic_helper.parse_args("v", "v", "v", "i", "i", "i", "i", "f", "b")
     def fake_quant(
         g: Any,
         x: Any,
@@ -118,17 +118,14 @@ def register_symbolic(opset: int) -> None:
         zero_point: Any,
         qmin: int,
         qmax: int,
-        axis: Any,
+        axis: int | None,
         group: int,
         factor: float,
         mask: bool,
     ) -> Any:
         writer = _Legacy(g)
-        absent = symbolic_helper._is_none(zero_point)
-        along = (
-            None if axis is None or symbolic_helper._is_none(axis) else symbolic_helper._get_const(axis, "i", "axis")  # type: ignore[no-untyped-call]
-        )
-        y = _lower(writer, x, scale, None if absent else zero_point, qmin, qmax, along, group)
+        absent = zero_point.node().mustBeNone()
+        y = _lower(writer, x, scale, None if absent else zero_point, qmin, qmax, axis, group)
         return y.setType(x.type()), _no_mask(writer)
 
     torch.onnx.register_custom_op_symbolic(OP, fake_quant, opset)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Compare an exported file's integer codes, as onnxruntime computes them, with the model's own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,6 +224,12 @@ def _compare_weight(layer: QuantWeighted, theirs: Any) -> CodeCount:
 
 
 def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:
-    tensors = [t for t in torch.utils._pytree.tree_leaves(ours) if isinstance(t, Tensor)]
-    gaps = [np.abs(t.numpy() - a).max(initial=0) for t, a in zip(tensors, theirs, strict=True)]
+    gaps = [np.abs(t.numpy() - a).max(initial=0) for t, a in zip(_tensors_of(ours), theirs, strict=True)]
     return float(max(gaps, default=0.0))
+
+
+def _tensors_of(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+    return [tensor for part in parts for tensor in _tensors_of(part)]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.weighted import QuantWeighted
@@ -30,5 +31,14 @@ class QuantConv2d(QuantWeighted, nn.Conv2d):
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
         """Convolve, in any padding mode."""
-        y: Tensor = self._conv_forward(x, weight, bias)
-        return y
+        if self.padding_mode == "zeros":
+            return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        x = F.pad(x, self.edges(), mode=self.padding_mode)
+        return F.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+    def edges(self) -> list[int]:
+        """Return the padding of each edge, as torch.nn.functional.pad takes them: from the last dimension back."""
+        totals = [2 * int(p) for p in self.padding] if isinstance(self.padding, tuple) else [0, 0]
+        if self.padding == "same":
+            totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        return [edge for total in reversed(totals) for edge in (total // 2, total - total // 2)]
