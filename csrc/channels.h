@@ -23,4 +23,7 @@ QT_FN int64_t channel_of(const Channels& c, int64_t i) {
   return c.count == 1 ? 0 : (i / c.group_span) * c.size + (i / c.inner) % c.size;
 }
 
+// Whether neighbouring elements have neighbouring channels: then a chunk reads its scales as one row, without copying.
+QT_FN bool in_a_row(const Channels& c) { return c.inner == 1 && c.count == c.size && c.count > 1; }
+
 }  // namespace qtoolkit

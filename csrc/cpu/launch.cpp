@@ -76,8 +76,6 @@ Kernel kernel_of(Op op) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-bool in_a_row(const Channels& c) { return c.inner == 1 && c.count == c.size && c.count > 1; }
-
 // Short channels (the kernel positions of a transposed convolution's weight) are written out as a row: channel by
 // element rather than by run, so that a chunk reads its scales with vector loads.
 Channels written_out(Channels c) {

@@ -10,7 +10,7 @@ from qtoolkit.backends import Backend, Role
 from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
 from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.swap import config_of, name_of
+from qtoolkit.graph.swap import config_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.quantizer import TensorQuantizer
 
@@ -148,6 +148,3 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
             found.add(current)
             waiting += current.all_input_nodes
     return found
-
-
-__all__ = ["HOLDER", "Edge", "free_branch", "is_quantizer", "name_of", "role_of", "run", "wanted_edges"]
