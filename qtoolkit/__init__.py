@@ -5,17 +5,12 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.export import ExportResult, export_onnx
+from qtoolkit.frozen import Grid
 from qtoolkit.graph.trace import UntraceableError
 from qtoolkit.prepare import convert, prepare
-from qtoolkit.quantizer import (
-    Grid,
-    TensorQuantizer,
-    calibrating,
-    disable_quantization,
-    enable_quantization,
-    quantizers_of,
-)
+from qtoolkit.quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
+from qtoolkit.switches import calibrating, disable_quantization, enable_quantization
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""Load the extension, or say in one sentence why it does not load."""
+"""The extension's ops (`library`); or one sentence that says why it does not load."""
 
 import re
 from importlib import import_module
@@ -39,3 +39,7 @@ def load() -> ModuleType:
         raise ImportError(
             f"qtoolkit's native library does not load under torch {running} ({error}). {REBUILD}"
         ) from None
+
+
+load()
+library = torch.ops.qtoolkit

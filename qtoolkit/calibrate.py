@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.quantizer import TensorQuantizer, calibrating, quantizers_of
+from qtoolkit.quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.switches import calibrating
 
 
 @dataclass(frozen=True)

@@ -1,91 +1,14 @@
-"""TensorQuantizer: the one quantizer module of every road, its frozen form, and the switches over whole models."""
+"""TensorQuantizer: the one quantizer module of every road."""
 
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.frozen import Grid, check_scale
 from qtoolkit.observers import KeepsFloat32, LoadsFloatCheckpoints, grid_of_range, make_observer
-
-SMALLEST_CODES = {
-    True: (torch.int8, torch.int16),
-    False: (torch.uint8, torch.uint16),
-}
-
-
-def code_dtype(qmin: int, qmax: int) -> torch.dtype:
-    """Return the smallest integer dtype that holds the codes [qmin, qmax].
-
-    Example:
-        >>> code_dtype(-8, 7), code_dtype(0, 255), code_dtype(0, 256)
-        (torch.int8, torch.uint8, torch.uint16)
-    """
-    narrow, wide = SMALLEST_CODES[qmin < 0]
-    fits = torch.iinfo(narrow).min <= qmin and qmax <= torch.iinfo(narrow).max
-    return narrow if fits else wide
-
-
-def check_scale(name: str, scale: Tensor) -> None:
-    """Raise ValueError unless every scale is positive and finite. Waits for the device: not for a training step."""
-    bad = ~(torch.isfinite(scale) & (scale > 0))
-    if bool(bad.any()):
-        value = float(scale[bad].flatten()[0])
-        raise ValueError(
-            f"quantizer {name!r}: scale must be positive and finite, got {value} ({int(bad.sum())} of {scale.numel()}); "
-            f"calibrate it on data without NaN or infinities."
-        )
-
-
-class Grid(KeepsFloat32):
-    """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
-
-    Args:
-        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel.
-        zero_point: As many codes, stored as floats, or None.
-        spec: Range of codes and channel axis.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-
-    Raises:
-        ValueError: A scale is zero, negative, NaN or infinite.
-
-    Example:
-        >>> grid = Grid(torch.tensor(0.5), None, QuantSpec())
-        >>> grid(torch.tensor([0.3, 100.0])), grid.codes(torch.tensor([0.3, 100.0]))
-        (tensor([ 0.5000, 63.5000]), tensor([  1, 127], dtype=torch.int8))
-    """
-
-    scale: Tensor
-    zero_point: Tensor | None
-
-    def __init__(self, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, group: int = 1) -> None:
-        super().__init__()
-        check_scale("Grid", scale)
-        self.spec, self.group = spec, group
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", zero_point)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the values on the grid nearest to x."""
-        spec = self.spec
-        return ops.fake_quant(x, self.scale, self.zero_point, spec.qmin, spec.qmax, spec.axis, self.group)
-
-    def codes(self, x: Tensor) -> Tensor:
-        """Return the integer codes of x."""
-        spec = self.spec
-        dtype = code_dtype(spec.qmin, spec.qmax)
-        return ops.quantize(x, self.scale, self.zero_point, spec.qmin, spec.qmax, spec.axis, self.group, dtype)
-
-    def values(self, codes: Tensor) -> Tensor:
-        """Return the values of integer codes."""
-        return ops.dequantize(codes, self.scale, self.zero_point, self.spec.axis, self.group, self.scale.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the spec's short name."""
-        return self.spec.describe()
 
 
 class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
@@ -296,59 +219,3 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
 def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return a model's quantizers by their dotted names."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TensorQuantizer)}
-
-
-class _Switch(AbstractContextManager["_Switch"]):
-    """Set the state of all quantizers of a model or submodule: for good with apply(), or for a `with` block."""
-
-    observing: bool | None = None
-    quantizing: bool | None = None
-
-    def __init__(self, model: nn.Module) -> None:
-        self.quantizers = list(quantizers_of(model).values())
-        self.before: list[list[tuple[bool, bool]]] = []
-
-    def apply(self) -> None:
-        """Set the state for good."""
-        for quantizer in self.quantizers:
-            if self.observing is not None:
-                quantizer.observing = self.observing
-            if self.quantizing is not None:
-                quantizer.quantizing = self.quantizing
-
-    def __enter__(self) -> Self:
-        self.before.append([(q.observing, q.quantizing) for q in self.quantizers])
-        self.apply()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for quantizer, state in zip(self.quantizers, self.before.pop(), strict=True):
-            quantizer.observing, quantizer.quantizing = state
-
-
-class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)
-    """Pass tensors through all quantizers, in a `with` block or, with apply(), from now on.
-
-    Example:
-        >>> quantizer = TensorQuantizer(QuantSpec())
-        >>> with disable_quantization(quantizer):
-        ...     quantizer(torch.tensor(0.3))
-        tensor(0.3000)
-    """
-
-    quantizing = False
-
-
-class enable_quantization(_Switch):  # noqa: N801
-    """Quantize with all quantizers, in a `with` block or, with apply(), from now on."""
-
-    quantizing = True
-
-
-class calibrating(_Switch):  # noqa: N801
-    """Observe ranges and do not quantize, in a `with` block or, with apply(), from now on."""
-
-    observing = True
-    quantizing = False

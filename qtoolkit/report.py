@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from qtoolkit.frozen import Grid
 from qtoolkit.graph.insert import is_quantizer, role_of
 from qtoolkit.graph.kinds import kind_of
 from qtoolkit.graph.module import QuantizedGraphModule, Status
 from qtoolkit.graph.swap import name_of
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.quantizer import Grid, TensorQuantizer
+from qtoolkit.quantizer import TensorQuantizer
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from qtoolkit.frozen import Grid
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.modes import evaluating
 from qtoolkit.names import check_known
 from qtoolkit.prepare import convert
-from qtoolkit.quantizer import Grid, quantizers_of
+from qtoolkit.quantizer import quantizers_of
 
 if TYPE_CHECKING:
     import onnx_ir

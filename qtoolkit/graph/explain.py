@@ -14,7 +14,7 @@ from qtoolkit.graph.module import Plan, QuantizedGraphModule, Status
 from qtoolkit.graph.swap import config_of, reason_float
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.quantizer import disable_quantization
+from qtoolkit.switches import disable_quantization
 
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:

@@ -8,7 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizer import Grid, TensorQuantizer
+from qtoolkit.frozen import Grid
+from qtoolkit.quantizer import TensorQuantizer
 
 
 def batch_norm_factor(bn: _BatchNorm) -> Tensor:

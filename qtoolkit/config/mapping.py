@@ -1,146 +1,14 @@
-"""What to quantize and how: frozen values that compare, print, and go to JSON and back."""
+"""QConfig and QConfigMapping: which layers are quantized, and how."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Self
 
+from qtoolkit.config.spec import QuantSpec
 from qtoolkit.names import check_known, unknown
-
-FORMATS = ("int",)
-OBSERVERS = {"minmax": (), "moving_average": ("momentum",), "histogram": ("bins", "method", "percentile")}
-METHODS = ("percentile", "mse", "l2", "entropy")
-QUANTIZERS = ("fixed", "lsq")
-
-
-@dataclass(frozen=True)
-class QuantSpec:
-    """How one kind of tensor is quantized.
-
-    Attributes:
-        bits: Width of a code, 2 to 16.
-        signed: Codes from -2^(bits-1) to 2^(bits-1)-1; else from 0 to 2^bits-1.
-        symmetric: No zero point: zero is code 0.
-        narrow: Leave out the lowest code, so that a signed range is symmetric.
-        axis: Channel axis with a scale of its own for each channel; None is one scale for the tensor.
-        group_size: Elements that share a scale along the axis; only None so far.
-        pow2_scale: Round scales up to powers of two.
-        format: "int".
-        observer: "minmax" (the range of all that was seen), "moving_average" or "histogram" (the range that a method chooses
-            from a histogram of all that was seen; per tensor only).
-        observer_args: Options of the observer: `momentum` of "moving_average", 0.1 unless given; of "histogram" `bins`
-            (2048), `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99).
-        quantizer: "fixed" (the scale follows from the range) or "lsq" (the scale is trained, arXiv 1902.08153).
-        quantizer_args: Options of the quantizer; neither of the two has one.
-
-    Raises:
-        ValueError: A value is out of its range, or a name is not known.
-
-    Example:
-        >>> spec = QuantSpec(bits=4, narrow=True)
-        >>> spec.qmin, spec.qmax
-        (-7, 7)
-        >>> QuantSpec.from_dict({"bit": 4})
-        Traceback (most recent call last):
-        ...
-        ValueError: unknown key of QuantSpec 'bit'; did you mean 'bits'? Known: axis, bits, format, group_size, ...
-    """
-
-    bits: int = 8
-    signed: bool = True
-    symmetric: bool = True
-    narrow: bool = False
-    axis: int | None = None
-    group_size: int | None = None
-    pow2_scale: bool = False
-    format: Literal["int"] = "int"
-    observer: str = "minmax"
-    observer_args: Mapping[str, Any] = field(default_factory=dict)
-    quantizer: str = "fixed"
-    quantizer_args: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if type(self.bits) is not int or not 2 <= self.bits <= 16:
-            raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}.")
-        if self.axis is not None and type(self.axis) is not int:
-            raise ValueError(f"QuantSpec: axis must be a whole number or None, got {self.axis!r}.")
-        if self.group_size is not None:
-            raise ValueError(
-                f"QuantSpec: group_size must be None in this version, got {self.group_size!r}; use axis for a scale per "
-                f"channel."
-            )
-        check_known("format", self.format, FORMATS)
-        check_known("observer", self.observer, OBSERVERS)
-        check_known("quantizer", self.quantizer, QUANTIZERS)
-        _check_args(f"observer {self.observer!r}", self.observer_args, OBSERVERS[self.observer])
-        if self.observer == "histogram":
-            self._check_histogram(**self.observer_args)
-        _check_args(f"quantizer {self.quantizer!r}", self.quantizer_args, ())
-        if self.pow2_scale and self.quantizer == "lsq":
-            raise ValueError("QuantSpec: pow2_scale=True needs quantizer='fixed'; 'lsq' trains scales of any value.")
-
-    def _check_histogram(self, bins: object = 2048, method: str = "mse", percentile: float = 99.99) -> None:
-        if self.axis is not None:
-            raise ValueError(
-                f"QuantSpec: observer='histogram' needs axis=None, got axis={self.axis}; take 'minmax' for a scale per "
-                f"channel."
-            )
-        if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
-            raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
-        check_known("method of observer 'histogram'", method, METHODS)
-        if not 0 < percentile <= 100:
-            raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
-
-    @property
-    def qmin(self) -> int:
-        """Lowest code."""
-        return (-(1 << self.bits - 1) if self.signed else 0) + int(self.narrow)
-
-    @property
-    def qmax(self) -> int:
-        """Highest code."""
-        return (1 << self.bits - int(self.signed)) - 1
-
-    def describe(self) -> str:
-        """Return a short name, as reports print it.
-
-        Example:
-            >>> QuantSpec(axis=0).describe(), QuantSpec(signed=False, symmetric=False, quantizer="lsq").describe()
-            ('int8 per-channel(0)', 'uint8 affine lsq')
-        """
-        words = [f"{'' if self.signed else 'u'}int{self.bits}"]
-        words += ["narrow"] if self.narrow else []
-        words += [] if self.symmetric else ["affine"]
-        words += [] if self.axis is None else [f"per-channel({self.axis})"]
-        words += ["pow2"] if self.pow2_scale else []
-        words += [] if self.quantizer == "fixed" else [self.quantizer]
-        return " ".join(words)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, as JSON can hold them."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build a spec from `to_dict`'s result.
-
-        Raises:
-            ValueError: A key or a value is not known.
-        """
-        names = [f.name for f in fields(cls)]
-        for key in values:
-            check_known("key of QuantSpec", key, names)
-        return cls(**values)
-
-
-def _check_args(of: str, args: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key in args:
-        if key not in known:
-            raise ValueError(
-                unknown(f"option of {of}", key, known) if known else f"{of} takes no options, got {key!r}."
-            )
 
 
 @dataclass(frozen=True)

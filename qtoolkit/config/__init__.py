@@ -1,0 +1,6 @@
+"""What to quantize and how: frozen values that compare, print, and go to JSON and back."""
+
+from qtoolkit.config.mapping import Kind, Match, QConfig, QConfigMapping
+from qtoolkit.config.spec import METHODS, QuantSpec
+
+__all__ = ["METHODS", "Kind", "Match", "QConfig", "QConfigMapping", "QuantSpec"]

@@ -1,0 +1,36 @@
+"""The native ops: typed fronts over `torch.ops.qtoolkit`.
+
+Common arguments, of every op here:
+
+- `scale` is a floating point tensor on the input's device, with one element, or with one per channel of `axis`. It counts
+  by its magnitude; zero counts as the smallest normal float32.
+- `zero_point` has as many elements, or is None (symmetric). It is a code stored as a float, and is rounded where used.
+- `axis` is the channel axis; None is per tensor.
+- `group` above 1 splits dimension 0 into groups, each with channels of its own: `scale` then has `group * x.size(axis)`
+  elements, row-major. This is the weight of a grouped transposed convolution, (in, out / groups, k...).
+
+Arithmetic is float32, and float64 for float64 input, whatever the storage type. Results lie in memory as the input does
+(channels_last stays channels_last). The grid is ONNX QuantizeLinear's:
+`q = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)`.
+"""
+
+from qtoolkit.ops.compiling import snapshot
+from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
+from qtoolkit.ops.integer import dequantize, fake_quant, quantize
+from qtoolkit.ops.legacy import fake_tensor_quant, tensor_quant
+from qtoolkit.ops.observe import minmax, observe_histogram_, observe_minmax_, search_range
+
+__all__ = [
+    "dequantize",
+    "fake_quant",
+    "fake_quant_block",
+    "fake_quant_float",
+    "fake_tensor_quant",
+    "minmax",
+    "observe_histogram_",
+    "observe_minmax_",
+    "quantize",
+    "search_range",
+    "snapshot",
+    "tensor_quant",
+]

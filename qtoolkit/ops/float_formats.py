@@ -1,0 +1,77 @@
+"""Small float formats, with a scale per tensor, per channel or per block."""
+
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_fake_quant_block = library.fake_quant_block.default
+_fake_quant_float = library.fake_quant_float.default
+
+
+def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis: int | None = None, group: int = 1) -> Tensor:
+    """Round x to a small float format and back, with a straight-through gradient.
+
+    `y = cast(x / scale) * scale`, where the cast rounds half to even and saturates at the format's largest number. NaN
+    stays NaN, infinities saturate, denormals of the format are its own, and zeros keep their sign. The gradient in x is
+    passed where the cast did not saturate: where x / scale, rounded as if the format's exponents had no end, is at most
+    the largest number. It is zero elsewhere. One bit an element is kept for backward.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        scale: What the format's 1 stands for; see the module's docstring for its shape. It has no gradient.
+        format: "e4m3" (largest 448, no infinity), "e5m2" (57344) or "e2m1" (6): OCP OFP8 and MX v1.0.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: The format is unknown, or a shape, axis, group or device does not fit.
+        TypeError: A dtype does not fit.
+        NotImplementedError: scale requires grad.
+
+    Example:
+        >>> fake_quant_float(torch.tensor([0.2, 0.75, 2.5, -9.0]), torch.tensor(1.0), "e2m1")
+        tensor([ 0.,  1.,  2., -6.])
+    """
+    y: Tensor = _fake_quant_float(x, scale, format, axis, group)[0]
+    return y
+
+
+def fake_quant_block(
+    x: Tensor, format: str, block_size: int = 32, scale_format: str = "e8m0", tensor_scale: Tensor | None = None
+) -> Tensor:
+    """Round x to a small float format and back, with a scale for each block of neighbours in the last dimension.
+
+    The scale follows from the block's largest magnitude, amax; NaN is passed over (and stays NaN itself).
+
+    - `scale_format="e8m0"`: `2^(floor(log2 amax) - emax)`, OCP MX v1.0 (blocks of 32), from 2^-126 to 2^127; emax is the
+      format's highest exponent: 8 of e4m3, 15 of e5m2, 2 of e2m1. Elements may saturate.
+    - `scale_format="e4m3"`: `e4m3(amax / largest / tensor_scale) * tensor_scale`, NVFP4 with format "e2m1" and blocks of 16;
+      `tensor_scale` is usually the tensor's amax / (448 * 6). A scale that rounds to zero gives (almost) zeros.
+
+    The gradient in x is that of `fake_quant_float`, with the scales as constants.
+
+    Args:
+        x: Input of one dimension or more; float32, float64, bfloat16 or float16.
+        format: "e4m3", "e5m2" or "e2m1".
+        block_size: Elements of a block: a multiple of 16 up to 1024 that divides the last dimension.
+        scale_format: "e8m0" or "e4m3".
+        tensor_scale: One element, or None for 1; with "e4m3" only. It has no gradient.
+
+    Returns:
+        A row-major tensor with the shape and dtype of x.
+
+    Raises:
+        ValueError: A format is unknown, or a size, shape or device does not fit.
+        TypeError: A dtype does not fit.
+        NotImplementedError: tensor_scale requires grad.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.0, 3.1, 13.0]).repeat(8)
+        >>> fake_quant_block(x, "e2m1")[:4]
+        tensor([ 0., -1.,  3., 12.])
+    """
+    y: Tensor = _fake_quant_block(x, format, block_size, scale_format, tensor_scale)[0]
+    return y

@@ -1,0 +1,122 @@
+"""Integer grids: fake quantization, and the deployed pair of quantize and dequantize."""
+
+import torch
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_dequantize = library.dequantize.default
+_fake_quant = library.fake_quant.default
+_quantize = library.quantize.default
+
+
+def fake_quant(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    axis: int | None = None,
+    group: int = 1,
+    grad_factor: float = 1.0,
+) -> Tensor:
+    """Round x to an integer grid and back to floats, with a straight-through gradient.
+
+    The gradient in x is passed where the code was not clamped, and is zero elsewhere. Where `scale` (or `zero_point`)
+    requires grad, it gets the gradient of LSQ (arXiv 1902.08153) and LSQ+ (2004.09576), times `grad_factor`. With a fixed
+    scale, one bit an element is kept for backward. NaN stays NaN, infinities clamp.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        scale: Step between codes; see the module's docstring for its shape.
+        zero_point: Code that zero maps to, or None for 0.
+        qmin: Lowest code.
+        qmax: Highest code.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        grad_factor: Factor of the gradients of scale and zero_point.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: A shape, axis, range, group or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 0.04, 0.05, 0.15, 9.0])
+        >>> fake_quant(x, torch.tensor(0.1), qmin=-8, qmax=7)
+        tensor([-0.8000,  0.0000,  0.0000,  0.2000,  0.7000])
+    """
+    y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, grad_factor)[0]
+    return y
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    axis: int | None = None,
+    group: int = 1,
+    dtype: torch.dtype = torch.int8,
+) -> Tensor:
+    """Return the integer codes of x, as ONNX QuantizeLinear computes them.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16. NaN becomes qmin, as in onnxruntime.
+        scale: Step between codes.
+        zero_point: Code that zero maps to, or None for 0.
+        qmin: Lowest code; must fit `dtype`.
+        qmax: Highest code; must fit `dtype`.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        dtype: torch.int8, uint8, int16, uint16 or int32.
+
+    Returns:
+        A tensor of `dtype` with the shape and memory format of x.
+
+    Raises:
+        ValueError: A shape, axis, range, group or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> quantize(torch.tensor([-1.0, 0.05, 0.15]), torch.tensor(0.1))
+        tensor([-10,   0,   2], dtype=torch.int8)
+    """
+    codes: Tensor = _quantize(x, scale, zero_point, qmin, qmax, axis, group, dtype=dtype)
+    return codes
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+    group: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the values `(codes - zero_point) * scale` of integer codes.
+
+    Args:
+        codes: int8, uint8, int16, uint16 or int32, of any shape.
+        scale: Step between codes.
+        zero_point: Code that zero maps to, or None for 0.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        dtype: float32, float64, bfloat16 or float16.
+
+    Returns:
+        A tensor of `dtype` with the shape and memory format of codes.
+
+    Raises:
+        ValueError: A shape, axis, group or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> dequantize(torch.tensor([-10, 0, 2], dtype=torch.int8), torch.tensor(0.5))
+        tensor([-5.,  0.,  1.])
+    """
+    values: Tensor = _dequantize(codes, scale, zero_point, axis, group, dtype=dtype)
+    return values

@@ -1,0 +1,93 @@
+"""The numerics of pytorch-quantization 2.x: multipliers by amax."""
+
+import torch
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_fake_tensor_quant = library.fake_tensor_quant.default
+_tensor_quant = library.tensor_quant.default
+
+
+def _check_legacy(x: Tensor, amax: Tensor, unsigned: bool) -> None:
+    """Check values, for eager CPU tensors only: on a GPU this would wait for the device, and compilers have no values."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or amax.device.type != "cpu":
+        return
+    if unsigned and bool((x < 0).any()):
+        raise TypeError("Negative values encountered in unsigned quantization.")
+    if bool((amax < 0).any()):
+        raise ValueError("Negative values in amax")
+
+
+def tensor_quant(
+    x: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return codes, stored as floats, and their multiplier: `tensor_quant` of pytorch-quantization 2.x.
+
+    `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax`: a multiplier, not ONNX's step. For new
+    work take `quantize`, which computes what is deployed. Arithmetic is float32 (float64 for float64). The gradient in x
+    is passed where |x| <= amax; amax has none.
+
+    Signs are checked on CPU tensors only, as a GPU would have to be waited for. There, a negative amax counts by its
+    magnitude, and negative values are clamped to 0 where unsigned.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
+        num_bits: Bits of a code, 2 to 16.
+        unsigned: Codes from 0 to 2^num_bits - 1.
+        narrow_range: Of signed codes, leave out the lowest.
+
+    Returns:
+        The codes, with x's shape, dtype and memory format, and the multiplier, with amax's shape and x's dtype: 1 where
+        amax is 2^-24 or less.
+
+    Raises:
+        ValueError: amax has negative values, its shape or device or num_bits does not fit, or the multiplier is too large
+            for float16.
+        TypeError: unsigned and x has negative values, or a dtype does not fit.
+
+    Example:
+        >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), torch.tensor(1.0), num_bits=4)
+        (tensor([-7.,  2.,  7.]), tensor(7.))
+    """
+    _check_legacy(x, amax, unsigned)
+    codes, scale, _ = _tensor_quant(x, amax, num_bits, unsigned, narrow_range)
+    checked = x.dtype == torch.float16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if checked and bool(scale.isinf().any()):
+        raise ValueError(f"scale is too large for FP16 with amax={amax}")
+    return codes, scale
+
+
+def fake_tensor_quant(
+    x: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> Tensor:
+    """Round x to an integer grid and back: `fake_tensor_quant` of pytorch-quantization 2.x.
+
+    The codes of `tensor_quant` divided by its multiplier. For new work take `fake_quant`, whose grid is ONNX's. The
+    gradient in x is passed where |x| <= amax, of which one bit an element is kept; amax has none.
+
+    Signs are checked on CPU tensors only, as a GPU would have to be waited for; see `tensor_quant`.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
+        num_bits: Bits of a code, 2 to 16.
+        unsigned: Codes from 0 to 2^num_bits - 1.
+        narrow_range: Of signed codes, leave out the lowest.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: amax has negative values, or its shape or device or num_bits does not fit.
+        TypeError: unsigned and x has negative values, or a dtype does not fit.
+
+    Example:
+        >>> x = torch.tensor([0.5043, 0.8178, 0.4798, 0.9201])
+        >>> fake_tensor_quant(x, x.abs().max())
+        tensor([0.5071, 0.8187, 0.4782, 0.9201])
+    """
+    _check_legacy(x, amax, unsigned)
+    y: Tensor = _fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)[0]
+    return y

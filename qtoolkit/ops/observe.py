@@ -1,0 +1,150 @@
+"""Ranges and histograms of tensors, and the range that a histogram asks for."""
+
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_minmax = library.minmax.default
+_observe_histogram_ = library.observe_histogram_.default
+_observe_minmax_ = library.observe_minmax_.default
+_search_range = library.search_range.default
+
+
+def minmax(x: Tensor, axis: int | None = None, group: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of x, per tensor or per channel, in one read of x.
+
+    Args:
+        x: Input with at least one element; float32, float64, bfloat16 or float16.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Returns:
+        Two tensors of x's dtype, 0-d per tensor, else of `group * x.size(axis)` elements. NaN anywhere in a channel makes
+        both its values NaN.
+
+    Raises:
+        ValueError: x is empty, or axis or group does not fit.
+        TypeError: x is not floating point.
+
+    Example:
+        >>> minmax(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), axis=0)
+        (tensor([-2.,  3.]), tensor([1., 4.]))
+    """
+    lo, hi = _minmax(x, axis, group)
+    return lo, hi
+
+
+def observe_minmax_(
+    x: Tensor, lo: Tensor, hi: Tensor, momentum: float | None = None, axis: int | None = None, group: int = 1
+) -> None:
+    """Update running ranges in place with those of x; nothing waits for the device.
+
+    Args:
+        x: Input; an empty one changes nothing.
+        lo: Lowest values so far, float32 or float64, one a channel; start with +inf.
+        hi: Highest values so far; start with -inf.
+        momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Raises:
+        ValueError: A shape, axis, group, device or the momentum does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> lo, hi = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+        >>> observe_minmax_(torch.tensor([1.0, 5.0]), lo, hi)
+        >>> observe_minmax_(torch.tensor([-3.0]), lo, hi)
+        >>> lo, hi
+        (tensor(-3.), tensor(5.))
+    """
+    _observe_minmax_(x, lo, hi, momentum, axis, group)
+
+
+def observe_histogram_(x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor) -> None:
+    """Add the values of x to a running histogram in place; its range grows by itself, and nothing waits for the device.
+
+    The width of the bins is a power of two. There are two layouts: all bins above zero while nothing negative was seen, as
+    many on either side of zero from then on. The width is the smallest that holds all that was seen. So it follows from
+    the values alone, and the counts are exactly the same however the data is split into batches, threads or processes.
+    Where the range must grow, neighbouring bins are added in pairs: counts move whole.
+
+    To merge histograms exactly (of several processes, say): double the width of the one with the narrower bins, by adding
+    its bins in pairs from zero outwards, until both agree; one whose `lo` is 0 has its bins moved up by half of their
+    number after its width was doubled, if the other's `lo` is negative; then add the counts.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16. An empty one changes nothing.
+        counts: int64 of shape (bins,): an even number of bins, 2 to 2^20; start with zeros. A bin holds the edge that is
+            nearer to zero; zero of either sign is in the first bin above zero.
+        lo: Lower end of the range that counts covers, float32, one element; start with 0.
+        hi: Upper end, likewise. hi <= lo means that nothing was seen. NaN, an infinity or a magnitude of 2^126 or more
+            makes both NaN, and from that batch on nothing more is counted.
+
+    Raises:
+        ValueError: A shape or device does not fit, or the number of bins is odd or out of range.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> counts, lo, hi = torch.zeros(4, dtype=torch.int64), torch.tensor(0.0), torch.tensor(0.0)
+        >>> observe_histogram_(torch.tensor([0.0, 0.1, 0.6, 0.9]), counts, lo, hi)
+        >>> counts, lo, hi
+        (tensor([2, 0, 1, 1]), tensor(0.), tensor(1.))
+        >>> observe_histogram_(torch.tensor([-1.5]), counts, lo, hi)
+        >>> counts, lo, hi
+        (tensor([1, 0, 4, 0]), tensor(-2.), tensor(2.))
+    """
+    _observe_histogram_(x, counts, lo, hi)
+
+
+def search_range(
+    counts: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    qmin: int = -128,
+    qmax: int = 127,
+    method: str = "mse",
+    percentile: float = 99.99,
+    symmetric: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the range that is best to quantize, chosen from histograms that `observe_histogram_` made.
+
+    What each method takes for the best:
+
+    - "mse": the least squared error of the grid on the centers of the bins, by their counts (pytorch-quantization).
+    - "l2": the same with each bin's counts spread evenly over it (what torch.ao's HistogramObserver approximates).
+    - "entropy": the least KL divergence between the clipped histogram and its quantized form, as in TensorRT's calibrator
+      (S. Migacz, GTC 2017). The bin at zero takes its neighbour's count, as in pytorch-quantization.
+    - "percentile": the range that holds `percentile` % of the values, counts being spread evenly within a bin.
+
+    A symmetric range is [-t, t] ([0, t] for codes from 0 up), and every edge of a bin is tried for t. An affine one is
+    [-a, b]: a grid of pairs of edges is tried, then the neighbours of the best pair down to single bins; "percentile" cuts
+    half of the rest off each end. Of equal ranges the widest is taken. It runs on the CPU (and so waits for a GPU), the
+    channels in parallel; about a millisecond for 2048 bins and 8 bits.
+
+    Args:
+        counts: int64 of shape (bins,) or (channels, bins).
+        lo: Lower ends of the histograms' ranges, float32, one a channel.
+        hi: Upper ends.
+        qmin: Lowest code, at most 0.
+        qmax: Highest code.
+        method: "percentile", "mse", "l2" or "entropy".
+        percentile: For "percentile": the share of the values to keep, in (0, 100].
+        symmetric: Whether the grid has no zero point.
+
+    Returns:
+        The lower and upper ends, of the shapes of lo and hi, always around zero. [inf, -inf] for an empty histogram, NaN for
+        one that met NaN or infinities, [0, 0] for nothing but zeros.
+
+    Raises:
+        ValueError: A shape, device, range, method or percentile does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> counts, lo, hi = torch.zeros(2048, dtype=torch.int64), torch.tensor(0.0), torch.tensor(0.0)
+        >>> observe_histogram_(torch.arange(1000) / 1000, counts, lo, hi)
+        >>> search_range(counts, lo, hi, method="percentile", percentile=50)
+        (tensor(-0.4990), tensor(0.4990))
+    """
+    low, high = _search_range(counts, lo, hi, qmin, qmax, method, percentile, symmetric)
+    return low, high
