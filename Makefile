@@ -29,9 +29,9 @@ build: $(VENV)/ready         ## compile again what has changed
 $(VENV)/built: $(VENV)/ready $(SOURCES)
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
-$(VENV)/ready: constraints.txt requirements-dev.txt requirements-onnx.txt
+$(VENV)/ready: constraints.txt requirements-dev.txt requirements-onnx.txt requirements-report.txt
 	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
-	$(RUN)/pip install --quiet -r requirements-dev.txt -r requirements-onnx.txt -c constraints.txt && touch $@
+	$(RUN)/pip install --quiet -r requirements-dev.txt -r requirements-onnx.txt -r requirements-report.txt -c constraints.txt && touch $@
 
 clean:
 	rm -rf build $(VENV) qtoolkit/*.so

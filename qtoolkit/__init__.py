@@ -1,6 +1,6 @@
 """qtoolkit: quantization-aware training for PyTorch, and ONNX models that compute the codes seen in training."""
 
-from qtoolkit import export, graph, nn, ops
+from qtoolkit import debug, export, graph, nn, ops
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
@@ -29,6 +29,7 @@ __all__ = [
     "calibrate",
     "calibrating",
     "convert",
+    "debug",
     "disable_quantization",
     "enable_quantization",
     "export",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from qtoolkit.files import write_whole
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.modes import evaluating
@@ -127,7 +128,7 @@ def export_onnx(
     verification = verify_onnx(converted, proto, inputs) if verify else None
     if verification is not None:
         verification.check()
-    _write(proto.SerializeToString(), Path(path))
+    write_whole(proto.SerializeToString(), path)
     ops = [node.op_type for node in proto.graph.node]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, Path(path).stat().st_size, verification)
@@ -274,20 +275,6 @@ def _make_names_unique(model: "onnx_ir.Model") -> None:
         name = node.name or node.op_type
         seen[name] = seen.get(name, 0) + 1
         node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
-
-
-def _write(data: bytes, path: Path) -> None:
-    """Write a file as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

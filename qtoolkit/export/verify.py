@@ -1,6 +1,6 @@
 """Compare an exported file's integer codes, as onnxruntime computes them, with the model's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.frozen import Grid
 from qtoolkit.nn import QuantWeighted
+from qtoolkit.values import tensors_of
 
 # A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.
 TIE_SHARE = 1e-4
@@ -224,12 +225,5 @@ def _compare_weight(layer: QuantWeighted, theirs: Any) -> CodeCount:
 
 
 def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:
-    gaps = [np.abs(t.numpy() - a).max(initial=0) for t, a in zip(_tensors_of(ours), theirs, strict=True)]
+    gaps = [np.abs(t.numpy() - a).max(initial=0) for t, a in zip(tensors_of(ours), theirs, strict=True)]
     return float(max(gaps, default=0.0))
-
-
-def _tensors_of(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
-    return [tensor for part in parts for tensor in _tensors_of(part)]

@@ -1,0 +1,233 @@
+"""compare(): a float and a quantized model side by side, node by node."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtoolkit.graph import trace
+from qtoolkit.graph.fuse import batch_norm_after
+from qtoolkit.graph.insert import is_quantizer, role_of
+from qtoolkit.graph.kinds import kind_of
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.swap import name_of
+from qtoolkit.modes import evaluating
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.tables import table
+from qtoolkit.values import tensors_of
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How near a quantized tensor is to a float one.
+
+    Attributes:
+        cosine: Cosine of the angle between the two, 1 for the same direction.
+        sqnr: Signal to quantization noise ratio in decibels, 10 log10(|float|^2 / |float - quantized|^2); inf for equal ones.
+    """
+
+    cosine: float
+    sqnr: float
+
+    @classmethod
+    def of(cls, reference: Tensor, quantized: Tensor) -> "Similarity":
+        """Compare two tensors of one shape, in float64.
+
+        Example:
+            >>> Similarity.of(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+            Similarity(cosine=0.9984603532054125, sqnr=20.0)
+        """
+        a, b = reference.detach().double().flatten(), quantized.detach().double().flatten()
+        signal, noise = float(a @ a), float((a - b) @ (a - b))
+        if noise == 0:
+            return cls(1.0, math.inf)
+        norms = math.sqrt(signal * float(b @ b))
+        cosine = float(a @ b) / norms if norms else 0.0
+        return cls(cosine, 10 * math.log10(signal / noise) if signal else -math.inf)
+
+    def __str__(self) -> str:
+        return f"{self.cosine:.6f} {self.sqnr:6.1f} dB"
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """One quantized layer or op.
+
+    Attributes:
+        name: Its dotted name, or its node's.
+        kind: Kind of op.
+        own: Its output, its inputs being the float model's: what this layer alone does.
+        accumulated: Its output, after all the quantized layers before it.
+        weight: Its weight on the grid, against the same weight in float; None where it has none.
+    """
+
+    name: str
+    kind: str
+    own: Similarity
+    accumulated: Similarity
+    weight: Similarity | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` returns: data, and a table when printed.
+
+    Attributes:
+        layers: The quantized layers, that with the least SQNR of its own first.
+        output: The outputs of the models.
+    """
+
+    layers: tuple[LayerComparison, ...]
+    output: Similarity
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures, as JSON can hold them (but for infinite ones)."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [("layer", "kind", "own: cosine, SQNR", "accumulated", "weight")]
+        rows += [
+            (x.name, x.kind, str(x.own), str(x.accumulated), "" if x.weight is None else str(x.weight))
+            for x in self.layers
+        ]
+        return "\n".join([f"{len(self.layers)} quantized layers, worst first; output {self.output}", "", *table(rows)])
+
+
+def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any) -> Comparison:
+    """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
+
+    Both run in eval mode without gradients, and are afterwards as they were.
+
+    Args:
+        float_model: The model that was given to `qtoolkit.prepare`; another state of its parameters is fine.
+        quantized: What `qtoolkit.prepare` (calibrated) or `qtoolkit.convert` returned.
+        inputs: A tuple of inputs, or one tensor.
+
+    Returns:
+        Cosine and SQNR of each layer alone, accumulated, and of its weight, the worst layer first.
+
+    Raises:
+        TypeError: `quantized` was not prepared, or `float_model` is no module or was prepared itself.
+        ValueError: The models' graphs differ.
+        UntraceableError: The float model cannot be traced.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> prepared = qt.prepare(model)
+        >>> batch = torch.rand(64, 8)
+        >>> report = qt.calibrate(prepared, [batch], progress=False)
+        >>> result = qt.debug.compare(model, prepared, batch)
+        >>> min(layer.own.cosine for layer in result.layers) > 0.999
+        True
+    """
+    _check(float_model, quantized)
+    twin = trace.run(float_model)
+    values = inputs if isinstance(inputs, tuple) else (inputs,)
+    with torch.no_grad(), evaluating(twin), evaluating(quantized):
+        reference = _Recorder(twin)
+        expected = reference.run(*values)
+        run = _SideBySide(quantized, _counterparts(twin, quantized), reference.values)
+        result = run.run(*values)
+    layers = sorted(run.layers, key=lambda layer: layer.own.sqnr)
+    return Comparison(tuple(layers), _similarity(expected, result))
+
+
+def _check(float_model: nn.Module, quantized: QuantizedGraphModule) -> None:
+    if not isinstance(quantized, QuantizedGraphModule):
+        raise TypeError(
+            f"compare: quantized must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(quantized).__name__}."
+        )
+    if not isinstance(float_model, nn.Module) or isinstance(float_model, QuantizedGraphModule):
+        raise TypeError(f"compare: float_model must be the float torch.nn.Module, got {type(float_model).__name__}.")
+
+
+def _counterparts(twin: QuantizedGraphModule, quantized: QuantizedGraphModule) -> dict[str, str]:
+    """Return of each op of the quantized graph the float node with the same meaning: after a folded batch norm, its own."""
+    present = {node.name for node in quantized.graph.nodes}
+    names = {node.name: node.name for node in twin.graph.nodes}
+    for node in twin.graph.nodes:
+        follower = batch_norm_after(node)
+        if follower is not None and follower.name not in present:
+            names[node.name] = follower.name
+    lost = [n.name for n in quantized.graph.nodes if not is_quantizer(n) and n.name not in names]
+    if lost:
+        raise ValueError(
+            f"compare: the float model's graph has no {', '.join(lost)}; pass the model that qtoolkit.prepare was given."
+        )
+    return names
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and keeps a copy of each node's value: later ops may work in place."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.values[n.name] = _copy(value)
+        return value
+
+
+class _SideBySide(fx.Interpreter):
+    """Runs a quantized graph; after each quantized op, runs that op on the float values too, and compares."""
+
+    def __init__(self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Any]) -> None:
+        super().__init__(gm)
+        self.gm, self.counterparts, self.reference = gm, counterparts, reference
+        self.layers: list[LayerComparison] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if self._is_quantized(n):
+            expected = self._float(n)
+            self.layers.append(
+                LayerComparison(
+                    name_of(n),
+                    kind_of(n),
+                    _similarity(expected, self._alone(n)),
+                    _similarity(expected, value),
+                    self._weight(n),
+                )
+            )
+        return value
+
+    def _is_quantized(self, node: fx.Node) -> bool:
+        if node.op not in ("call_module", "call_function", "call_method") or is_quantizer(node) or self.gm.plan is None:
+            return False
+        status, reason = self.gm.plan.status.get(node.name, ("float", ""))
+        return status == "quantized" and not reason
+
+    def _alone(self, node: fx.Node) -> Any:
+        args, kwargs = (fx.node.map_arg(a, self._entering) for a in (node.args, node.kwargs))
+        return getattr(self, node.op)(node.target, args, kwargs)
+
+    def _entering(self, node: fx.Node) -> Any:
+        """Return what goes into an op: the float values, through the quantizers and the ops that only move them."""
+        return self._alone(node) if is_quantizer(node) or self._moves(node) else _copy(self._float(node))
+
+    def _moves(self, node: fx.Node) -> bool:
+        return self.gm.plan is not None and role_of(node, self.gm.plan.backend) == "transparent"
+
+    def _float(self, node: fx.Node) -> Any:
+        return self.reference[self.counterparts[node.name]]
+
+    def _weight(self, node: fx.Node) -> Similarity | None:
+        layer = self.gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(layer, QuantWeighted) or layer.weight_quantizer is None:
+            return None
+        weight = layer.effective_weight()
+        return Similarity.of(weight, layer.weight_quantizer(weight))
+
+
+def _copy(value: Any) -> Any:
+    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
+
+
+def _similarity(reference: Any, quantized: Any) -> Similarity:
+    a, b = ([t.flatten().double() for t in tensors_of(v) if t.is_floating_point()] for v in (reference, quantized))
+    return Similarity.of(torch.cat(a), torch.cat(b))

@@ -1,0 +1,90 @@
+"""draw(): the graph of a model as an SVG, with its quantizers and their ranges."""
+
+import os
+from typing import Any
+
+from torch import fx, nn
+
+from qtoolkit.files import write_whole
+from qtoolkit.frozen import Grid
+from qtoolkit.graph.insert import is_quantizer
+from qtoolkit.graph.kinds import kind_of
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.swap import name_of
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.quantizer import TensorQuantizer
+
+# Fill of a node by its status in the plan; ops of a graph without a plan have none.
+COLORS = {"quantized": "#cfe8cf", "transparent": "#eeeeee", "float": "#f6d5c3", "": "#ffffff"}
+QUANTIZER_COLOR = "#d3e3f8"
+
+
+def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
+    """Write the graph of a model as an SVG file.
+
+    Ops are boxes: green where quantized, gray where values only move, orange where float, with the reason as tooltip. A
+    layer shows how its weight is quantized. Quantizers are blue, with their spec and range.
+
+    Args:
+        graph_module: What `qtoolkit.prepare` or `qtoolkit.convert` returned, or another GraphModule.
+        path: The file to write; its folder is made. Nothing is left there if a step fails.
+
+    Raises:
+        TypeError: `graph_module` is no GraphModule.
+        ImportError: The extra [report] is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     qt.debug.draw(prepared, folder + "/model.svg")
+        ...     "int8" in open(folder + "/model.svg").read()
+        True
+    """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(
+            f"draw: graph_module must be a torch.fx.GraphModule, got {type(graph_module).__name__}; call qtoolkit.prepare "
+            f"first."
+        )
+    try:
+        import pygraphviz
+    except ImportError as error:
+        raise ImportError(f"draw needs {error.name}; type: pip install qtoolkit[report]") from None
+    picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica")
+    picture.node_attr.update(shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
+    for node in graph_module.graph.nodes:
+        picture.add_node(node.name, **_attributes(graph_module, node))
+    for node in graph_module.graph.nodes:
+        for source in node.all_input_nodes:
+            picture.add_edge(source.name, node.name)
+    write_whole(picture.draw(format="svg", prog="dot"), path)
+
+
+def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if isinstance(module, TensorQuantizer | Grid) and is_quantizer(node):
+        return {
+            "label": _describe(module),
+            "tooltip": str(node.target),
+            "fillcolor": QUANTIZER_COLOR,
+            "shape": "ellipse",
+        }
+    status, reason = "", ""
+    if isinstance(gm, QuantizedGraphModule) and gm.plan is not None:
+        status, reason = gm.plan.status.get(node.name, ("", ""))
+    lines = [name_of(node), kind_of(node)]
+    if isinstance(module, QuantWeighted) and module.weight_quantizer is not None:
+        lines.append(f"weight {_describe(module.weight_quantizer)}")
+    return {"label": "\n".join(lines), "tooltip": reason or status or node.op, "fillcolor": COLORS[status]}
+
+
+def _describe(quantizer: nn.Module) -> str:
+    """Return the spec and the range that the grid can hold."""
+    if not isinstance(quantizer, TensorQuantizer | Grid):
+        return type(quantizer).__name__
+    spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point
+    if not bool(scale.isfinite().all()):
+        return f"{spec.describe()}\nno range yet"
+    shift = 0 if zero_point is None else zero_point
+    lo, hi = (float(end) for end in (((spec.qmin - shift) * scale).min(), ((spec.qmax - shift) * scale).max()))
+    return f"{spec.describe()}\n[{lo:.4g}, {hi:.4g}]"

@@ -1,0 +1,27 @@
+"""Files that are there as a whole, or not at all."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Write a file; what was at `path` stays if any step fails.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_whole(b"abc", folder + "/new/file.bin")
+        ...     Path(folder, "new", "file.bin").read_bytes()
+        b'abc'
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,151 @@
+"""compare() against figures computed by hand; draw() by what stands in the file."""
+
+import builtins
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from tests.nets import Residual
+
+W2 = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=2, axis=0))
+
+
+def by_hand(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    a, b = a.detach().double(), b.detach().double()
+    cosine = float((a * b).sum() / a.norm() / b.norm())
+    return cosine, float(20 * torch.log10(a.norm() / (a - b).norm()))
+
+
+def calibrated(model: nn.Module, x: torch.Tensor, mapping: qt.QConfigMapping | None = None, **options: object):
+    prepared = qt.prepare(model, qconfig_mapping=mapping, **options)
+    qt.calibrate(prepared, [x], progress=False)
+    return prepared
+
+
+def test_figures_are_those_computed_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 8)).eval()
+    x = torch.randn(64, 16)
+    prepared = calibrated(model, x, qt.QConfigMapping().set_global(W2))
+    result = qt.debug.compare(model, prepared, x)
+    layers = {layer.name: layer for layer in result.layers}
+    assert set(layers) == {"0", "2"}
+
+    inputs = [prepared.get_submodule(f"activation_quantizers.{name}") for name in ("input_1", "_1")]
+    hidden = F.relu(model[0](x))
+    expected = model[2](hidden)
+    first = F.linear(inputs[0](x), prepared.get_submodule("0").weight_quantizer(model[0].weight), model[0].bias)
+    weight = prepared.get_submodule("2").weight_quantizer(model[2].weight)
+    alone = F.linear(inputs[1](hidden), weight, model[2].bias)
+    after = F.linear(inputs[1](F.relu(first)), weight, model[2].bias)
+    line = layers["2"]
+    for found, wanted in (
+        (line.own, by_hand(expected, alone)),
+        (line.accumulated, by_hand(expected, after)),
+        (line.weight, by_hand(model[2].weight, weight)),
+        (result.output, by_hand(expected, after)),
+    ):
+        assert (found.cosine, found.sqnr) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_batch_norm_counts_to_its_layer(mode: str, converted: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    x = torch.randn(8, 3, 9, 9)
+    model(x)
+    prepared = calibrated(model.train(mode == "train"), x)
+    quantized = qt.convert(prepared) if converted else prepared
+    (line,) = qt.debug.compare(model, quantized, x).layers
+    assert line.name == "0"
+    assert 0.999 < line.own.cosine < 1
+    assert 30 < line.own.sqnr < 60
+
+
+def test_the_worst_layer_comes_first_and_adds_have_lines() -> None:
+    model, x = Residual(True).eval(), torch.randn(4, 4, 8, 8)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    result = qt.debug.compare(model, calibrated(model, x, qt.QConfigMapping().set_module_name(names[0], W2)), x)
+    assert result.layers[0].name == names[0]
+    assert "add" in {layer.kind for layer in result.layers}
+    assert [layer.own.sqnr for layer in result.layers] == sorted(layer.own.sqnr for layer in result.layers)
+    assert names[0] in str(result).splitlines()[3]
+    assert result.to_dict()["layers"][0]["name"] == names[0]
+
+
+def test_with_quantizers_off_nothing_differs() -> None:
+    model, x = Residual(True).eval(), torch.randn(4, 4, 8, 8)
+    prepared = calibrated(model, x)
+    with qt.disable_quantization(prepared):
+        result = qt.debug.compare(model, prepared, x)
+    figures = {layer.name: layer.own.sqnr for layer in result.layers}
+    assert figures.pop("conv2") > 120  # its batch norm is folded, which rounds
+    assert set(figures.values()) == {math.inf}
+
+
+def test_compare_leaves_both_models_as_they_were() -> None:
+    model, x = Residual(True), torch.randn(4, 4, 8, 8)
+    prepared = calibrated(model, x)
+    before = [{k: v.clone() for k, v in m.state_dict().items()} for m in (model, prepared)]
+    qt.debug.compare(model, prepared, x)
+    assert model.training
+    assert prepared.training
+    for m, state in zip((model, prepared), before, strict=True):
+        assert all(torch.equal(v, state[k]) or v.isnan().all() for k, v in m.state_dict().items())
+
+
+def test_bad_arguments_are_named() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 2)).eval(), torch.randn(2, 4)
+    prepared = calibrated(model, x)
+    with pytest.raises(TypeError, match="quantized must be what qtoolkit.prepare"):
+        qt.debug.compare(model, model, x)
+    with pytest.raises(TypeError, match="float_model must be the float"):
+        qt.debug.compare(prepared, prepared, x)
+    with pytest.raises(ValueError, match="graph has no _0; pass the model"):
+        qt.debug.compare(nn.Sequential(nn.Sequential(nn.Linear(4, 2))), prepared, x)
+    with pytest.raises(TypeError, match=r"must be a torch\.fx\.GraphModule, got Sequential"):
+        qt.debug.draw(model, "never.svg")
+
+
+def texts_of(path: Path) -> list[str]:
+    root = ElementTree.fromstring(path.read_text())
+    return [text for text in root.itertext() if text.strip()]
+
+
+def test_a_drawing_shows_ops_quantizers_and_ranges(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Softmax(1), nn.Linear(4, 2)).eval()
+    prepared = qt.prepare(model)
+    qt.debug.draw(prepared, tmp_path / "before.svg")
+    assert texts_of(tmp_path / "before.svg").count("no range yet") == 2
+    for name in ("input_1", "_2"):
+        prepared.get_submodule(f"activation_quantizers.{name}").amax = 12.7
+    qt.debug.draw(qt.convert(prepared), tmp_path / "new" / "after.svg")
+    texts = texts_of(tmp_path / "new" / "after.svg")
+    assert texts.count("[-12.8, 12.7]") == 2
+    assert {"linear", "relu", "0", "3", "weight int8 per-channel(0)"} <= set(texts)
+    titles = {t.text for t in ElementTree.parse(tmp_path / "before.svg").iter("{http://www.w3.org/2000/svg}title")}
+    assert {node.name for node in prepared.graph.nodes} <= titles
+
+
+def test_a_float_graph_is_drawn_too(tmp_path: Path) -> None:
+    qt.debug.draw(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2))), tmp_path / "float.svg")
+    assert "linear" in texts_of(tmp_path / "float.svg")
+
+
+def test_without_the_extra_a_sentence_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: object) -> object:
+        if name == "pygraphviz":
+            raise ImportError(name=name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match=r"draw needs pygraphviz; type: pip install qtoolkit\[report\]"):
+        qt.debug.draw(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2))), tmp_path / "float.svg")
+    assert not list(tmp_path.iterdir())
