@@ -275,3 +275,15 @@ def test_forward_fp32_is_the_folded_float_layer() -> None:
 def test_arithmetic_is_checked() -> None:
     with pytest.raises(ValueError, match="unknown arithmetic 'flot'; did you mean 'float'"):
         qt.convert(qt.prepare(nets.LinearNet()), arithmetic="flot")
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_quantizers_with_scales_of_equal_value_keep_their_names(tmp_path, exporter: str) -> None:
+    prepared = qt.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval())
+    for quantizer in prepared.activation_quantizers.children():
+        quantizer.amax = 4.0
+    result = qt.export_onnx(prepared, torch.randn(2, 4), tmp_path / "model.onnx", exporter=exporter)
+    names = [node.name for node in onnx.load(result.path).graph.node if node.op_type == "QuantizeLinear"]
+    wanted = ["activation_quantizers.input_1", "activation_quantizers._1", "activation_quantizers._3"]
+    assert [name for name in names if "activation" in name] == [f"{name}.quantize" for name in wanted]
+    assert result.verification.missing == ()

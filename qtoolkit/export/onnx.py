@@ -186,9 +186,12 @@ def _export_dynamo(request: _Request) -> Any:
         output_names=request.output_names,
         dynamic_shapes=request.dynamic_shapes,
         verbose=False,
+        optimize=False,
     )
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
+    _name_by_quantizers(program.model)  # before the optimizer, which joins scales of equal value
+    program.optimize()
     return program.model_proto
 
 
@@ -205,6 +208,7 @@ class _Plain(nn.Module):
 
 def _export_torchscript(request: _Request) -> Any:
     import onnx
+    import onnx_ir
 
     from qtoolkit.export.translation import register_symbolic
 
@@ -223,7 +227,9 @@ def _export_torchscript(request: _Request) -> Any:
             output_names=list(request.output_names) if request.output_names else None,
             dynamic_axes=_dynamic_axes(names, request.dynamic_shapes),
         )
-        return onnx.load(str(path))
+        model = onnx_ir.from_proto(onnx.load(str(path)))
+        _name_by_quantizers(model)
+        return onnx_ir.to_proto(model)
 
 
 def _argument_names(model: nn.Module) -> list[str]:
@@ -243,7 +249,7 @@ def _dynamic_axes(names: Sequence[str], dynamic_shapes: Any) -> dict[str, dict[i
 
 
 def _finish(proto: Any, integer_weights: bool) -> Any:
-    """Name the nodes by their quantizers, turn constant weights to integers if asked for, and check the model."""
+    """Turn constant weights to integers if asked for, give each node a name of its own, and check the model."""
     import onnx
     import onnx_ir
     import onnxscript.optimizer
@@ -254,14 +260,19 @@ def _finish(proto: Any, integer_weights: bool) -> Any:
         onnxscript.optimizer.remove_unused_nodes(model)
     for node in model.graph:
         node.metadata_props.clear()  # the exporter's stack traces, larger than a small model
-        scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
-        if scale is not None and scale.name is not None and scale.name.endswith(".scale"):
-            name = scale.name.removeprefix(LEGACY_ROOT + ".").removesuffix(".scale")
-            node.name = f"{name}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
     _make_names_unique(model)
     finished = onnx_ir.to_proto(model)
     onnx.checker.check_model(finished, full_check=True)
     return finished
+
+
+def _name_by_quantizers(model: "onnx_ir.Model") -> None:
+    """Name the QuantizeLinear and DequantizeLinear nodes by the module that owns their scale."""
+    for node in model.graph:
+        scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
+        if scale is not None and scale.name is not None and scale.name.endswith(".scale"):
+            name = scale.name.removeprefix(LEGACY_ROOT + ".").removesuffix(".scale")
+            node.name = f"{name}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
 
 
 def _is_weight_quantization(node: "onnx_ir.Node") -> bool:
