@@ -1,0 +1,1 @@
+"""What benchmarks/ops.py measures: one file a subject."""

@@ -1,0 +1,30 @@
+"""Brevitas: its integer quantizer, put together from its parts, with a constant or a parameter for the scale."""
+
+from brevitas.core.bit_width import BitWidthConst
+from brevitas.core.function_wrapper import Identity, TensorClamp
+from brevitas.core.quant.int import RescalingIntQuant
+from brevitas.core.quant.int_base import IntQuant
+from brevitas.core.scaling import ConstScaling, IntScaling, ParameterScaling
+from brevitas.core.zero_point import ZeroZeroPoint
+from op_cases.subjects import QMIN, Subject
+from tools import Forward, Learned, Tool
+from torch import nn
+
+
+def _quantizer(scaling: nn.Module, t: Subject) -> nn.Module:
+    grid = IntQuant(narrow_range=False, signed=True, input_view_impl=Identity(), tensor_clamp_impl=TensorClamp())
+    integers = IntScaling(signed=True, narrow_range=False)
+    return RescalingIntQuant(grid, scaling, integers, ZeroZeroPoint(), BitWidthConst(8)).to(t.x.device)
+
+
+def fixed(t: Subject) -> Forward:
+    module = _quantizer(ConstScaling(-QMIN * t.shaped), t)
+    return lambda x: module(x)[0]
+
+
+def learned(t: Subject) -> Learned:
+    module = _quantizer(ParameterScaling(-QMIN * t.shaped, tuple(t.shaped.shape)), t)
+    return lambda x: module(x)[0], list(module.parameters())
+
+
+TOOL = Tool("brevitas", fixed, learned)

@@ -1,0 +1,32 @@
+"""NNCF: its symmetric quantizer. Its C++ extension is compiled at first use, for about a minute, once on a machine."""
+
+import os
+
+os.environ.setdefault("NNCF_EXTENSION_LOAD_TIMEOUT", "0")  # by default it gives up after a minute
+
+from nncf.common.quantization.structs import QuantizationScheme
+from nncf.torch.quantization.layers import PTQuantizerSpec, SymmetricQuantizer
+from op_cases.subjects import QMAX, Subject
+from tools import Forward, Learned, Tool
+from torch import nn
+
+
+def _quantizer(t: Subject) -> SymmetricQuantizer:
+    spec = PTQuantizerSpec(8, QuantizationScheme.SYMMETRIC, True, False, False, tuple(t.shaped.shape), False)
+    module = SymmetricQuantizer(spec).to(t.x.device)
+    module.scale = nn.Parameter(QMAX * t.shaped)
+    return module
+
+
+def fixed(t: Subject) -> Forward:
+    module = _quantizer(t)
+    module.disable_gradients()
+    return module
+
+
+def learned(t: Subject) -> Learned:
+    module = _quantizer(t)
+    return module, [module.scale]
+
+
+TOOL = Tool("nncf", fixed, learned)

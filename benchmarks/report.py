@@ -1,0 +1,102 @@
+"""Results as tables on the console, as markdown and as JSON."""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from measure import Row
+from rich.console import Console
+from rich.table import Table
+
+from qtoolkit import _native
+
+NOISY = 0.3  # an interquartile range above this share of the median is marked
+KEPT_TITLE = "kept for backward, bytes an element (fixed / learned scale); goal: 1/8 with a fixed scale"
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that a run says: where and how it ran, times as rows, and bytes kept for backward by tool."""
+
+    facts: Mapping[str, object]
+    rows: Sequence[Row]
+    kept: Mapping[str, Mapping[str, float]]
+
+    @property
+    def head(self) -> str:
+        """One line about where it ran."""
+        f = self.facts
+        cpu = f"{f['cpu']}, {f['cores']} cores, {f['instruction_set']}"
+        return f"{f['device']}; {cpu}; torch {f['torch']}; multiples of the roof, ~ where the times spread by more than 30 %"
+
+    def tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+        """Title, names of columns and cells of each table."""
+        for group in dict.fromkeys(row.group for row in self.rows):
+            rows = [row for row in self.rows if row.group == group]
+            names = list(dict.fromkeys(name for row in rows for name in row.ratios))
+            cells = [[*_head(row), *(_number(row.ratios.get(name)) for name in names)] for row in rows]
+            yield f"{group}; goal: {rows[0].goal}", ["tensor", "threads", "roof, us", *names], cells
+        names = list(dict.fromkeys(name for of_tool in self.kept.values() for name in of_tool))
+        kept = [[tool, *(_number(of_tool.get(name), 3) for name in names)] for tool, of_tool in self.kept.items()]
+        yield KEPT_TITLE, ["tool", *names], kept
+
+    def show(self, console: Console) -> None:
+        """Print all tables."""
+        console.print(self.head)
+        for title, names, cells in self.tables():
+            table = Table(title=title)
+            for name in names:
+                table.add_column(name, justify="left" if name in ("tensor", "tool") else "right")
+            for line in cells:
+                table.add_row(*line)
+            console.print(table)
+
+    def markdown(self) -> str:
+        """All tables as markdown."""
+        lines = ["# The ops against the memory roof", "", f"{self.head}. Made by `{self.facts['command']}`.", ""]
+        if self.facts["peers"]:
+            versions = ", ".join(f"{name} {version}" for name, version in self.facts["peers"].items())
+            lines += [f"Peers: {versions}.", ""]
+        for title, names, cells in self.tables():
+            lines += [f"## {title.split('; goal: ')[0]}", "", f"Goal: {title.split('; goal: ')[1]}.", ""]
+            lines += [_line(names), "|---" * len(names) + "|", *map(_line, cells), ""]
+        return "\n".join(lines)
+
+    def json(self) -> dict[str, object]:
+        """Everything, as plain values."""
+        return {**self.facts, "rows": [asdict(row) for row in self.rows], "kept_bytes": self.kept}
+
+
+def _head(row: Row) -> list[str]:
+    noisy = " ~" if row.spread > NOISY else ""
+    return [row.name, str(row.threads), f"{row.roof_us:.1f}{noisy}"]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, places: int = 2) -> str:
+    return "" if value is None else f"{value:.{places}f}"
+
+
+def facts(device: str) -> dict[str, object]:
+    """What the machine, the processor, torch and the library are."""
+    return {
+        "machine": platform.platform(),
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "device": "CPU" if device == "cpu" else torch.cuda.get_device_name(device),
+        "instruction_set": _native.load().instruction_set(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
