@@ -122,7 +122,7 @@ def forward_cases(named: Mapping[str, Tensors], compiled: bool) -> Iterator[Case
     for name, t in named.items():
         work: dict[str, Callable[[], object]] = {
             ROOF: t.x.clone,
-            "ours": lambda t=t: native.fake_quant(t.x, t.scale, None, -128, 127, t.axis, 1, 1.0, True),
+            "ours": lambda t=t: native.fake_quant(t.x, t.scale, None, -128, 127, t.axis, mask=True),
             "ours, no mask": lambda t=t: ops.fake_quant(t.x, t.scale, axis=t.axis),
             "torch": lambda t=t: t.torch_forward(t.x),
         }
@@ -134,7 +134,7 @@ def forward_cases(named: Mapping[str, Tensors], compiled: bool) -> Iterator[Case
 
 def backward_cases(named: Mapping[str, Tensors], compiled: bool) -> Iterator[Case]:
     for name, t in named.items():
-        _, mask = native.fake_quant(t.x, t.scale, None, -128, 127, t.axis, 1, 1.0, True)
+        _, mask = native.fake_quant(t.x, t.scale, None, -128, 127, t.axis, mask=True)
         order = [] if t.x.is_contiguous() else [0, 2, 3, 1]
         work: dict[str, Callable[[], object]] = {
             ROOF: t.x.clone,
