@@ -19,6 +19,7 @@ import peers
 import torch
 from measure import Case, Pace, measure
 from op_cases.fake_quant import axis_cases, backward_cases, forward_cases, kept, learned_cases, overhead_case
+from op_cases.moving import in_place_cases, moving_range_cases
 from op_cases.ranges import histogram_cases, minmax_cases, resnet_case, search_case
 from op_cases.storage import block_cases, dequantize_cases, float_cases, quantize_cases
 from op_cases.subjects import subjects
@@ -46,6 +47,8 @@ def all_cases(args: argparse.Namespace, tools: list[Tool]) -> list[Case]:
         *dequantize_cases(args.device, args.compile),
         *float_cases(args.device, args.compile),
         *block_cases(args.device),
+        *moving_range_cases(named),
+        *in_place_cases(named),
         *minmax_cases(args.device),
         *histogram_cases(args.device),
         *([search_case(), resnet_case()] if args.device == "cpu" else []),  # the search runs on the CPU alone

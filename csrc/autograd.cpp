@@ -18,21 +18,21 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using ForwardSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t,
-                                                 int64_t, optional<int64_t>, int64_t, double, bool);
+                                                 int64_t, optional<int64_t>, int64_t, int64_t, double, bool);
 using BackwardSchema = Tensor(const Tensor&, const Tensor&, at::IntArrayRef);
 using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                                  const optional<Tensor>&, int64_t, int64_t,
-                                                                 optional<int64_t>, int64_t, double);
+                                                                 optional<int64_t>, int64_t, int64_t, double);
 
 using HistogramSchema = void(const Tensor&, Tensor&, Tensor&, Tensor&);
 using FloatSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view, optional<int64_t>,
-                                               int64_t, bool);
+                                               int64_t, int64_t, bool);
 using BlockSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, std::string_view, int64_t, std::string_view,
                                                        const optional<Tensor>&, bool);
 using TensorQuantSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
 using FakeTensorQuantSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
 
-using ObserveSchema = void(const Tensor&, Tensor&, Tensor&, optional<double>, optional<int64_t>, int64_t);
+using ObserveSchema = void(const Tensor&, Tensor&, Tensor&, optional<double>, optional<int64_t>, int64_t, int64_t);
 
 template <class Schema>
 const auto& op(const char* name) {
@@ -42,10 +42,10 @@ const auto& op(const char* name) {
 
 std::tuple<Tensor, Tensor> forward_below(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                          int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
-                                         double grad_factor, bool mask) {
+                                         int64_t block_size, double grad_factor, bool mask) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   return op<ForwardSchema>("qtoolkit::fake_quant")
-      .call(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, mask);
+      .call(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
 
 Tensor backward_op(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
@@ -56,8 +56,8 @@ Tensor backward_op(const Tensor& grad, const Tensor& mask, at::IntArrayRef order
 struct FakeQuant : torch::autograd::Function<FakeQuant> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
                                const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
-                               int64_t group, double grad_factor) {
-    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, true);
+                               int64_t group, int64_t block_size, double grad_factor) {
+    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, true);
     ctx->save_for_backward({mask});
     ctx->saved_data["order"] = memory_order(y);
     ctx->mark_non_differentiable({mask});
@@ -66,7 +66,7 @@ struct FakeQuant : torch::autograd::Function<FakeQuant> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor dx = backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector());
-    return {dx, {}, {}, {}, {}, {}, {}, {}};
+    return {dx, {}, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -91,13 +91,14 @@ struct StraightThrough : torch::autograd::Function<StraightThrough> {
 struct FakeQuantLearned : torch::autograd::Function<FakeQuantLearned> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
                                const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
-                               int64_t group, double grad_factor, bool with_mask) {
-    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, with_mask);
+                               int64_t group, int64_t block_size, double grad_factor, bool with_mask) {
+    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, with_mask);
     ctx->save_for_backward({x, scale, zero_point.value_or(Tensor())});
     ctx->saved_data["qmin"] = qmin;
     ctx->saved_data["qmax"] = qmax;
     ctx->saved_data["axis"] = axis;
     ctx->saved_data["group"] = group;
+    ctx->saved_data["block_size"] = block_size;
     ctx->saved_data["grad_factor"] = grad_factor;
     ctx->mark_non_differentiable({mask});
     return {y, mask};
@@ -107,11 +108,11 @@ struct FakeQuantLearned : torch::autograd::Function<FakeQuantLearned> {
     const variable_list saved = ctx->get_saved_variables();
     const optional<Tensor> zero_point = saved[2].defined() ? optional<Tensor>(saved[2]) : std::nullopt;
     auto& data = ctx->saved_data;
-    auto [dx, ds, dz] =
-        op<LearnedBackwardSchema>("qtoolkit::fake_quant_learned_backward")
-            .call(grads[0], saved[0], saved[1], zero_point, data["qmin"].toInt(), data["qmax"].toInt(),
-                  data["axis"].toOptional<int64_t>(), data["group"].toInt(), data["grad_factor"].toDouble());
-    return {dx, ds, zero_point ? dz : Tensor(), {}, {}, {}, {}, {}, {}};
+    auto [dx, ds, dz] = op<LearnedBackwardSchema>("qtoolkit::fake_quant_learned_backward")
+                            .call(grads[0], saved[0], saved[1], zero_point, data["qmin"].toInt(), data["qmax"].toInt(),
+                                  data["axis"].toOptional<int64_t>(), data["group"].toInt(), data["block_size"].toInt(),
+                                  data["grad_factor"].toDouble());
+    return {dx, ds, zero_point ? dz : Tensor(), {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -131,30 +132,31 @@ struct FakeQuantBackward : torch::autograd::Function<FakeQuantBackward> {
 
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                       int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
-                                      double grad_factor, bool mask) {
+                                      int64_t block_size, double grad_factor, bool mask) {
   const bool grad_mode = at::GradMode::is_enabled();
   const bool learned = grad_mode && (scale.requires_grad() || (zero_point.has_value() && zero_point->requires_grad()));
   if (learned) {
-    const auto out = FakeQuantLearned::apply(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, mask);
+    const auto out =
+        FakeQuantLearned::apply(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
     return {out[0], out[1]};
   }
   if (grad_mode && x.requires_grad()) {
-    const auto out = FakeQuant::apply(x, scale, zero_point, qmin, qmax, axis, group, grad_factor);
+    const auto out = FakeQuant::apply(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor);
     return {out[0], out[1]};
   }
-  return forward_below(x, scale, zero_point, qmin, qmax, axis, group, grad_factor, mask);
+  return forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
 
 bool is_differentiated(const Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
 std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
-                                            optional<int64_t> axis, int64_t group, bool mask) {
+                                            optional<int64_t> axis, int64_t group, int64_t block_size, bool mask) {
   TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(scale),
                               "fake_quant_float: scale has no gradient, got one that requires grad; pass "
                               "scale.detach().");
   const auto call = [&](bool with_mask) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return op<FloatSchema>("qtoolkit::fake_quant_float").call(x, scale, format, axis, group, with_mask);
+    return op<FloatSchema>("qtoolkit::fake_quant_float").call(x, scale, format, axis, group, block_size, with_mask);
   };
   if (!is_differentiated(x)) return call(mask);
   const auto out = StraightThrough::apply(x, [&]() -> variable_list {
@@ -224,10 +226,10 @@ Tensor snapshot(const Tensor& x) {
 }
 
 void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
-                     int64_t group) {
+                     int64_t group, int64_t block_size) {
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    op<ObserveSchema>("qtoolkit::observe_minmax_").call(x, lo, hi, momentum, axis, group);
+    op<ObserveSchema>("qtoolkit::observe_minmax_").call(x, lo, hi, momentum, axis, group, block_size);
   }
   torch::autograd::impl::bump_version(lo);
   torch::autograd::impl::bump_version(hi);
@@ -252,7 +254,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("snapshot", snapshot);
   // No gradient is lost in silence.
-  for (const char* name : {"fake_quant_learned_backward", "dequantize", "minmax", "search_range"}) {
+  for (const char* name : {"fake_quant_learned_backward", "dequantize", "dequantize_int4", "minmax", "search_range"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

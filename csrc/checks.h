@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "job.h"
 
@@ -36,53 +37,95 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
                     ", got ", t.device(), "; move it with .to(x.device).");
 }
 
+inline void check_block_size(const char* op, const at::Tensor& x, const Axis& axis) {
+  TORCH_CHECK_VALUE(axis.block >= 0, op, ": block_size must be at least 1, or 0 for no blocks, got ", axis.block, ".");
+  if (axis.block == 0) return;
+  TORCH_CHECK_VALUE(axis.index >= 0, op, ": block_size=", axis.block,
+                    " needs an axis, got axis=None; pass the axis that blocks run along.");
+  TORCH_CHECK_VALUE(axis.group == 1, op, ": block_size=", axis.block, " goes with group=1, got group=", axis.group,
+                    "; pass one of them.");
+  TORCH_CHECK_VALUE(x.sym_size(axis.index) % axis.block == 0, op, ": block_size must divide x.size(", axis.index,
+                    ") = ", x.sym_size(axis.index), ", got ", axis.block, "; pad x with zeros or take a divisor.");
+}
+
 // The axis counted from the front, -1 where there is none (per tensor).
-inline int64_t check_axis(const char* op, const at::Tensor& x, std::optional<int64_t> axis, int64_t group) {
+inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_t> axis, int64_t group,
+                       int64_t block_size = 0) {
   TORCH_CHECK_VALUE(group >= 1, op, ": group must be at least 1, got ", group, ".");
+  Axis found = {-1, group, block_size};
   if (!axis.has_value()) {
     TORCH_CHECK_VALUE(group == 1, op, ": group=", group, " needs an axis, got axis=None; pass the channel axis.");
-    return -1;
+    check_block_size(op, x, found);
+    return found;
   }
   const int64_t dims = x.dim();
   TORCH_CHECK_VALUE(dims > 0, op, ": axis must be None for an input of no dimensions, got ", *axis, ".");
   TORCH_CHECK_VALUE(*axis >= -dims && *axis < dims, op, ": axis must lie in [", -dims, ", ", dims - 1,
                     "] for an input of ", dims, " dimensions, got ", *axis, ".");
-  const int64_t a = *axis < 0 ? *axis + dims : *axis;
+  found.index = *axis < 0 ? *axis + dims : *axis;
   if (group > 1) {
-    TORCH_CHECK_VALUE(a > 0, op, ": group=", group, " splits dimension 0, so axis must be another one, got ", a, ".");
+    TORCH_CHECK_VALUE(found.index > 0, op, ": group=", group, " splits dimension 0, so axis must be another one, got ",
+                      found.index, ".");
     TORCH_CHECK_VALUE(x.sym_size(0) % group == 0, op, ": group must divide x.size(0) = ", x.sym_size(0), ", got ",
                       group, ".");
   }
-  return a;
+  check_block_size(op, x, found);
+  return found;
 }
 
-inline void check_per_channel(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x, int64_t axis,
-                              int64_t group) {
+// The shape of a tensor with a number for each channel (for each block, where there are blocks).
+inline std::vector<c10::SymInt> shape_of_channels(const at::Tensor& x, const Axis& axis) {
+  if (axis.index < 0) return {};
+  if (axis.block == 0) return {x.sym_size(axis.index) * axis.group};
+  std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+  shape[axis.index] = shape[axis.index] / axis.block;
+  return shape;
+}
+
+inline c10::SymInt count_of_channels(const at::Tensor& x, const Axis& axis) {
+  if (axis.index < 0) return 1;
+  return axis.block > 0 ? x.sym_numel() / axis.block : x.sym_size(axis.index) * axis.group;
+}
+
+inline void check_per_block(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x,
+                            const Axis& axis) {
+  const std::vector<c10::SymInt> shape = shape_of_channels(x, axis);
+  const bool flat = t.dim() == 1 && t.sym_numel() == count_of_channels(x, axis);
+  TORCH_CHECK_VALUE(t.sym_numel() == 1 || flat || t.sym_sizes() == c10::SymIntArrayRef(shape), op, ": ", name,
+                    " must have 1 element or shape ", c10::SymIntArrayRef(shape),
+                    " (or that many elements in a row): ", "x's, with dimension ", axis.index,
+                    " divided by block_size = ", axis.block, "; got shape ", t.sym_sizes(), ".");
+}
+
+inline void check_per_channel(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x,
+                              const Axis& axis) {
   TORCH_CHECK_TYPE(c10::isFloatingType(t.scalar_type()), op, ": ", name, " must be a floating point tensor, got ",
                    t.scalar_type(), "; convert it with .float().");
   check_same_device(op, name, t, x);
-  if (axis < 0) {
+  if (axis.index < 0) {
     TORCH_CHECK_VALUE(t.sym_numel() == 1, op, ": ", name, " must have 1 element where axis is None, got ",
                       t.sym_numel(), " (shape ", t.sym_sizes(), "); pass the channel axis.");
     return;
   }
-  const auto wanted = x.sym_size(axis) * group;
+  if (axis.block > 0) return check_per_block(op, name, t, x, axis);
+  const auto wanted = x.sym_size(axis.index) * axis.group;
   TORCH_CHECK_VALUE(t.sym_numel() == 1 || t.sym_numel() == wanted, op, ": ", name, " must have 1 or ", wanted,
-                    " elements (", group > 1 ? "group * " : "", "x.size(", axis, ")), got ", t.sym_numel(), " (shape ",
-                    t.sym_sizes(), ").");
+                    " elements (", axis.group > 1 ? "group * " : "", "x.size(", axis.index, ")), got ", t.sym_numel(),
+                    " (shape ", t.sym_sizes(), ").");
 }
 
-// Scale and zero point against the input; gives the axis counted from the front, or -1.
-inline int64_t check_grid(const char* op, const at::Tensor& x, const at::Tensor& scale,
-                          const std::optional<at::Tensor>& zero_point, std::optional<int64_t> axis, int64_t group) {
-  const int64_t a = check_axis(op, x, axis, group);
-  check_per_channel(op, "scale", scale, x, a, group);
+// Scale and zero point against the input.
+inline Axis check_grid(const char* op, const at::Tensor& x, const at::Tensor& scale,
+                       const std::optional<at::Tensor>& zero_point, std::optional<int64_t> axis, int64_t group,
+                       int64_t block_size = 0) {
+  const Axis found = check_axis(op, x, axis, group, block_size);
+  check_per_channel(op, "scale", scale, x, found);
   if (zero_point.has_value()) {
-    check_per_channel(op, "zero_point", *zero_point, x, a, group);
+    check_per_channel(op, "zero_point", *zero_point, x, found);
     TORCH_CHECK_VALUE(zero_point->sym_numel() == scale.sym_numel(), op, ": zero_point must have as many elements as ",
                       "scale, ", scale.sym_numel(), ", got ", zero_point->sym_numel(), ".");
   }
-  return a;
+  return found;
 }
 
 // The smallest exponent and the largest number of each format are those of OCP OFP8 and MX v1.0.
@@ -105,7 +148,7 @@ inline FloatFormat check_blocks(const char* op, const at::Tensor& x, int64_t blo
   if (tensor_scale.has_value()) {
     TORCH_CHECK_VALUE(scale_format == "e4m3", op, ": tensor_scale goes with scale_format='e4m3', got '", scale_format,
                       "'; pass None.");
-    check_per_channel(op, "tensor_scale", *tensor_scale, x, -1, 1);
+    check_per_channel(op, "tensor_scale", *tensor_scale, x, {});
   }
   return scale_format == "e8m0" ? FloatFormat{} : check_format(op, scale_format);
 }
@@ -164,6 +207,28 @@ inline void check_codes(const char* op, c10::ScalarType dtype, int64_t qmin, int
   const int64_t highest = is_signed ? (int64_t{1} << (bits - 1)) - 1 : (int64_t{1} << bits) - 1;
   TORCH_CHECK_VALUE(qmin >= lowest && qmax <= highest, op, ": qmin and qmax must lie in the range of ", dtype, ", [",
                     lowest, ", ", highest, "], got [", qmin, ", ", qmax, "]; choose a wider dtype.");
+}
+
+// Whether the codes are signed.
+inline bool check_int4(const char* op, int64_t qmin, int64_t qmax) {
+  const bool is_signed = qmin < 0;
+  TORCH_CHECK_VALUE(is_signed ? qmin >= -8 && qmax <= 7 : qmax <= 15, op,
+                    ": qmin and qmax must lie in [-8, 7] (signed) or in [0, 15] (unsigned), got [", qmin, ", ", qmax,
+                    "]; quantize() makes wider codes.");
+  return is_signed;
+}
+
+inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntArrayRef size) {
+  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, op, ": packed must be uint8, got ", packed.scalar_type(),
+                   "; quantize_int4() makes it.");
+  c10::SymInt codes = 1;
+  for (const auto& length : size) {
+    TORCH_CHECK_VALUE(length >= 0, op, ": size must not be negative, got ", size, ".");
+    codes = codes * length;
+  }
+  TORCH_CHECK_VALUE(packed.dim() == 1 && packed.sym_numel() == (codes + 1) / 2, op,
+                    ": packed must have one byte for two codes, ", (codes + 1) / 2, " for size ", size, ", got shape ",
+                    packed.sym_sizes(), "; quantize_int4() makes it.");
 }
 
 inline void check_code_input(const char* op, const at::Tensor& codes) {
@@ -233,15 +298,16 @@ inline void check_search(const char* op, const at::Tensor& counts, const at::Ten
 }
 
 // Running ranges that an observer updates in place.
-inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& x, int64_t axis,
-                         int64_t group) {
-  const c10::SymInt wanted = axis < 0 ? c10::SymInt(1) : x.sym_size(axis) * group;
+inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& x,
+                         const Axis& axis) {
+  const c10::SymInt wanted = count_of_channels(x, axis);
   for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"lo", lo}, {"hi", hi}}) {
     TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, op, ": ", name,
                      " must be float32 or float64, got ", t.scalar_type(), ".");
     check_same_device(op, name, t, x);
-    TORCH_CHECK_VALUE(t.sym_numel() == wanted, op, ": ", name, " must have ", wanted, " elements, one a channel, got ",
-                      t.sym_numel(), " (shape ", t.sym_sizes(), ").");
+    TORCH_CHECK_VALUE(t.sym_numel() == wanted, op, ": ", name, " must have ", wanted,
+                      axis.block > 0 ? " elements, one a block, got " : " elements, one a channel, got ", t.sym_numel(),
+                      " (shape ", t.sym_sizes(), ").");
     TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, as it is updated in place.");
   }
   TORCH_CHECK_TYPE(lo.scalar_type() == hi.scalar_type(), op, ": lo and hi must have one dtype, got ", lo.scalar_type(),

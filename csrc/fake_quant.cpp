@@ -5,7 +5,6 @@
 #include <ATen/ops/full_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <tuple>
 #include <vector>
 
@@ -18,8 +17,6 @@ namespace {
 
 using at::Tensor;
 using std::optional;
-
-const Tensor* pointer(const optional<Tensor>& t) { return t.has_value() ? &*t : nullptr; }
 
 // An op that maps x element by element; `job` brings what its rule needs beside the grid's tensors.
 std::tuple<Tensor, Tensor> map_onto(Tensor y, Op op, Job& job, const Tensor& x, const GridTensors& grid,
@@ -36,31 +33,32 @@ std::tuple<Tensor, Tensor> map_onto(Tensor y, Op op, Job& job, const Tensor& x, 
   return {y, mask};
 }
 
-std::tuple<Tensor, Tensor> map(Op op, Job& job, const Tensor& x, const GridTensors& grid, int64_t axis, int64_t group,
-                               bool with_mask) {
-  const Tensor y = empty_result(x, x.options(), group);
-  return map_onto(y, op, job, x, grid, channels_of(y, axis, group, grid.scale->numel()), with_mask);
+std::tuple<Tensor, Tensor> map(Op op, Job& job, const Tensor& x, const Tensor& scale,
+                               const optional<Tensor>& zero_point, const Axis& axis, bool with_mask) {
+  const Tensor y = empty_result(x, x.options(), axis.group);
+  const OrderedGrid grid(scale, zero_point, y, axis);
+  return map_onto(y, op, job, x, grid.tensors(), channels_of(y, axis, scale.numel()), with_mask);
 }
 
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                       int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
-                                      double /*grad_factor*/, bool with_mask) {
+                                      int64_t block_size, double /*grad_factor*/, bool with_mask) {
   check_storage("fake_quant", "x", x);
   check_range("fake_quant", qmin, qmax);
-  const int64_t a = check_grid("fake_quant", x, scale, zero_point, axis, group);
+  const Axis a = check_grid("fake_quant", x, scale, zero_point, axis, group, block_size);
   Job job;
   job.ends = representable(qmin, qmax, x);
-  return map(Op::fake_quant, job, x, {&scale, pointer(zero_point)}, a, group, with_mask);
+  return map(Op::fake_quant, job, x, scale, zero_point, a, with_mask);
 }
 
 std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
-                                            optional<int64_t> axis, int64_t group, bool with_mask) {
+                                            optional<int64_t> axis, int64_t group, int64_t block_size, bool with_mask) {
   constexpr const char* kOp = "fake_quant_float";
   check_storage(kOp, "x", x);
   Job job;
   job.format = check_format(kOp, format);
-  const int64_t a = check_grid(kOp, x, scale, std::nullopt, axis, group);
-  return map(Op::fake_quant_float, job, x, {&scale, nullptr}, a, group, with_mask);
+  const Axis a = check_grid(kOp, x, scale, std::nullopt, axis, group, block_size);
+  return map(Op::fake_quant_float, job, x, scale, std::nullopt, a, with_mask);
 }
 
 // y, a row-major tensor, is only asked for its order.
@@ -75,7 +73,7 @@ Tensor scales_of_blocks(Job job, const Tensor& x, const Tensor& y, int64_t block
   job.x = operand_of(in, y);
   job.y = scales.mutable_data_ptr();
   job.y_dtype = dtype_of(scales);
-  launch(Op::block_scale, job, {pointer(tensor_scale), nullptr}, x.device());
+  launch(Op::block_scale, job, {tensor_scale.has_value() ? &*tensor_scale : nullptr, nullptr}, x.device());
   return scales;
 }
 
@@ -89,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string
   job.scale_format = check_blocks(kOp, x, block_size, scale_format, tensor_scale);
   const Tensor y = at::empty(x.sizes(), x.options());
   const Tensor scales = scales_of_blocks(job, x, y, block_size, tensor_scale);
-  const Channels blocks = {scales.numel(), block_size, std::max<int64_t>(x.numel(), 1), scales.numel()};
+  const Channels blocks = channels_of(y, {x.dim() - 1, 1, block_size}, scales.numel());
   auto [values, mask] = map_onto(y, Op::fake_quant_float, job, x, {&scales, nullptr}, blocks, with_mask);
   return {values, scales, mask};
 }
@@ -111,18 +109,18 @@ Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayR
 std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
                                                                const optional<Tensor>& zero_point, int64_t qmin,
                                                                int64_t qmax, optional<int64_t> axis, int64_t group,
-                                                               double grad_factor) {
+                                                               int64_t block_size, double grad_factor) {
   constexpr const char* kOp = "fake_quant_learned_backward";
   check_storage(kOp, "x", x);
   check_storage(kOp, "grad", grad);
   check_range(kOp, qmin, qmax);
   check_same_shape(kOp, "grad", grad, x);
-  const int64_t a = check_grid(kOp, x, scale, zero_point, axis, group);
+  const Axis a = check_grid(kOp, x, scale, zero_point, axis, group, block_size);
   Tensor in = x, grad_in = grad.to(x.scalar_type()), dx = empty_result(x, x.options(), group);
   Tensor sums = at::empty({2, scale.numel()}, x.options().dtype(at::kDouble));
   Job job;
   job.numel = x.numel();
-  job.channels = channels_of(dx, a, group, scale.numel());
+  job.channels = channels_of(dx, a, scale.numel());
   job.x = operand_of(in, dx);
   job.grad = operand_of(grad_in, dx);
   job.y = dx.mutable_data_ptr();
@@ -130,18 +128,17 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   job.ends = representable(qmin, qmax, x);
   job.sum_scale = sums.mutable_data_ptr<double>();
   job.sum_zero_point = zero_point.has_value() ? job.sum_scale + scale.numel() : nullptr;
-  launch(Op::fake_quant_learned_backward, job, {&scale, pointer(zero_point)}, x.device());
+  const OrderedGrid grid(scale, zero_point, dx, a);
+  launch(Op::fake_quant_learned_backward, job, grid.tensors(), x.device());
 
   // The scale counts by its magnitude (usable_scale), so its gradient has its sign.
   const Tensor sign = scale.ge(0).to(scale.scalar_type()).mul_(2).sub_(1);
-  const Tensor ds = sums.select(0, 0).mul(grad_factor).to(scale.scalar_type()).view(scale.sizes()).mul_(sign);
-  Tensor dz;
-  if (zero_point.has_value()) {
-    dz = sums.select(0, 1).mul(grad_factor).to(zero_point->scalar_type()).view(zero_point->sizes());
-  } else {
-    dz = at::empty({0}, scale.options());
-  }
-  return {dx, ds, dz};
+  const auto gradient = [&](int64_t row, const Tensor& of) {
+    const Tensor sum = from_memory_order(sums.select(0, row), dx, a).reshape(of.sizes());
+    return sum.mul(grad_factor).to(of.scalar_type());
+  };
+  const Tensor ds = gradient(0, scale).mul_(sign);
+  return {dx, ds, zero_point.has_value() ? gradient(1, *zero_point) : at::empty({0}, scale.options())};
 }
 
 // ---- pytorch-quantization ---------------------------------------------------------------------------------------
@@ -155,10 +152,10 @@ std::tuple<Tensor, Tensor> legacy(Op which, const char* op, const Tensor& x, con
                                   bool is_unsigned, bool narrow_range, bool with_mask) {
   check_storage(op, "x", x);
   check_bits(op, num_bits);
-  const int64_t axis = check_amax(op, x, amax);
+  const Axis axis = {check_amax(op, x, amax)};
   Job job;
   job.ends = legacy_ends(num_bits, is_unsigned, narrow_range);
-  return map(which, job, x, {&amax, nullptr}, axis, 1, with_mask);
+  return map(which, job, x, amax, std::nullopt, axis, with_mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,

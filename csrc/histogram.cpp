@@ -25,7 +25,7 @@ void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi)
   const Tensor order = empty_result(x, x.options().device(at::kMeta), 1);  // no memory: only strides are asked for
   Job job;
   job.numel = x.numel();
-  job.channels = channels_of(order, -1, 1, 1);
+  job.channels = channels_of(order, {}, 1);
   job.x = operand_of(in, order);
   job.histogram = {counts.mutable_data_ptr<int64_t>(), lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(),
                    counts.numel()};

@@ -7,7 +7,10 @@
 
 namespace qtoolkit {
 
-enum class Dtype : int8_t { f32, f64, bf16, f16, i8, u8, i16, u16, i32 };
+enum class Dtype : int8_t { f32, f64, bf16, f16, i8, u8, i16, u16, i32, i4, u4 };
+
+// Two codes a byte, the first in the low half (ONNX's INT4 and UINT4): always dense and row-major.
+QT_FN bool is_packed(Dtype dtype) { return dtype == Dtype::i4 || dtype == Dtype::u4; }
 
 constexpr int kMaxDims = 8;
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "job.h"
+#include "layout.h"
 
 namespace qtoolkit {
 
@@ -27,6 +28,20 @@ enum class Op {
 struct GridTensors {
   const at::Tensor* scale = nullptr;
   const at::Tensor* zero_point = nullptr;
+};
+
+// A scale and zero point in the order in which channels_of numbers the channels of a dense result.
+class OrderedGrid {
+ public:
+  OrderedGrid(const at::Tensor& scale, const std::optional<at::Tensor>& zero_point, const at::Tensor& dense,
+              const Axis& axis)
+      : scale_(to_memory_order(scale, dense, axis)) {
+    if (zero_point.has_value()) zero_point_ = to_memory_order(*zero_point, dense, axis);
+  }
+  GridTensors tensors() const { return {&scale_, zero_point_.defined() ? &zero_point_ : nullptr}; }
+
+ private:
+  at::Tensor scale_, zero_point_;
 };
 
 // Runs an op on the device of its result. For the reductions, job.sum_* point to memory of that device.

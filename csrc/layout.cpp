@@ -88,14 +88,59 @@ Operand operand_of(at::Tensor& t, const at::Tensor& dense) {
   return operand;
 }
 
-Channels channels_of(const at::Tensor& dense, int64_t axis, int64_t group, int64_t scales) {
+namespace {
+
+// The sizes of a tensor with a number for each block.
+std::vector<int64_t> sizes_of_blocks(const at::Tensor& dense, const Axis& axis) {
+  std::vector<int64_t> sizes = dense.sizes().vec();
+  sizes[axis.index] /= axis.block;
+  return sizes;
+}
+
+// How many elements lie beside each other in the dimensions that are faster in memory than the axis.
+int64_t elements_within(const at::Tensor& dense, int64_t axis) {
+  const std::vector<int64_t> order = memory_order(dense);
+  int64_t elements = 1;
+  for (int64_t place = dense.dim() - 1;; --place) {
+    const int64_t d = order.empty() ? place : order[place];
+    if (d == axis) return elements;
+    elements *= dense.size(d);
+  }
+}
+
+Channels channels_of_blocks(const at::Tensor& dense, const Axis& axis) {
+  const int64_t inner = elements_within(dense, axis.index), count = dense.numel() / axis.block;
+  if (inner == 1) return {count, axis.block, std::max<int64_t>(dense.numel(), 1), count};
+  return {inner, 1, axis.block * inner, count};
+}
+
+}  // namespace
+
+Channels channels_of(const at::Tensor& dense, const Axis& axis, int64_t scales) {
   Channels channels;
-  channels.group_span = std::max<int64_t>(dense.numel() / group, 1);
-  if (axis < 0 || scales == 1) return channels;
-  channels.size = dense.size(axis);
-  channels.count = channels.size * group;
-  channels.inner = channels.size == 1 ? channels.group_span : dense.stride(axis);
+  channels.group_span = std::max<int64_t>(dense.numel() / axis.group, 1);
+  if (axis.index < 0 || scales == 1) return channels;
+  if (axis.block > 0) return channels_of_blocks(dense, axis);
+  channels.size = dense.size(axis.index);
+  channels.count = channels.size * axis.group;
+  channels.inner = channels.size == 1 ? channels.group_span : dense.stride(axis.index);
   return channels;
+}
+
+at::Tensor to_memory_order(const at::Tensor& values, const at::Tensor& dense, const Axis& axis) {
+  if (axis.block == 0 || values.numel() == 1 || dense.is_contiguous()) return values;
+  return values.reshape(sizes_of_blocks(dense, axis)).permute(memory_order(dense));
+}
+
+at::Tensor from_memory_order(const at::Tensor& values, const at::Tensor& dense, const Axis& axis) {
+  if (axis.block == 0 || values.numel() == 1 || dense.is_contiguous()) return values;
+  const std::vector<int64_t> order = memory_order(dense), sizes = sizes_of_blocks(dense, axis);
+  std::vector<int64_t> sorted, place(order.size());
+  for (const int64_t d : order) {
+    place[d] = static_cast<int64_t>(sorted.size());
+    sorted.push_back(sizes[d]);
+  }
+  return values.view(sorted).permute(place).contiguous();
 }
 
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group) {

@@ -25,8 +25,14 @@ at::Tensor empty_in_order(const at::Tensor& like, at::IntArrayRef order);
 // dimensions cannot be joined, which takes a tensor of nine dimensions or more).
 Operand operand_of(at::Tensor& t, const at::Tensor& dense);
 
-// The channels of a dense result; axis -1 is per tensor. A grouped one has dimension 0 slowest in memory.
-Channels channels_of(const at::Tensor& dense, int64_t axis, int64_t group, int64_t scales);
+// The channels of a dense result with so many scales. A grouped one has dimension 0 slowest in memory. Where there are
+// blocks, channels are numbered in the memory order of the result: to_memory_order sorts their scales so.
+Channels channels_of(const at::Tensor& dense, const Axis& axis, int64_t scales);
+
+// One value for each block, from row-major order to the order in which channels_of numbers them, and back (contiguous).
+// Without blocks, the values as they are.
+at::Tensor to_memory_order(const at::Tensor& values, const at::Tensor& dense, const Axis& axis);
+at::Tensor from_memory_order(const at::Tensor& values, const at::Tensor& dense, const Axis& axis);
 
 // A dense tensor for the result of an op on x: in x's own memory order wherever channels_of allows it.
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group);

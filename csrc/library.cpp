@@ -2,8 +2,10 @@
 //
 // Common arguments. x: float32, float64, bfloat16 or float16; arithmetic is float32 (float64 for float64). scale: one
 // element, or one per channel of axis (group times as many where group > 1: dimension 0 is split into groups with
-// channels of their own, as in the weight of a grouped transposed convolution). zero_point: as many, or absent
-// (symmetric). A result lies in memory as its input does.
+// channels of their own, as in the weight of a grouped transposed convolution). block_size > 0 cuts axis into blocks,
+// each with a scale of its own: scale has x's shape with dimension axis divided by block_size, or as many elements in a
+// row (ONNX's blocked quantization). zero_point: as many, or absent (symmetric). A result lies in memory as its input
+// does.
 #include <Python.h>
 #include <torch/library.h>
 #include <torch/version.h>
@@ -16,13 +18,13 @@ TORCH_LIBRARY(qtoolkit, m) {
   // grad_factor.
   m.def(
       "fake_quant(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
-      "float grad_factor=1.0, bool mask=False) -> (Tensor, Tensor)");
+      "int block_size=0, float grad_factor=1.0, bool mask=False) -> (Tensor, Tensor)");
 
   // Values on the grid of a small float format ("e4m3", "e5m2" or "e2m1"): x / scale rounded half to even, saturated at
   // the format's largest number, times scale; and the packed mask of what was not saturated. Differentiable in x.
   m.def(
-      "fake_quant_float(Tensor x, Tensor scale, str format, int? axis=None, int group=1, bool mask=False) "
-      "-> (Tensor, Tensor)");
+      "fake_quant_float(Tensor x, Tensor scale, str format, int? axis=None, int group=1, int block_size=0, "
+      "bool mask=False) -> (Tensor, Tensor)");
 
   // fake_quant_float with a scale for each block of block_size neighbours along the last dimension, by their largest
   // magnitude: values, scales, mask. scale_format "e8m0" is OCP MX v1.0; "e4m3" is NVFP4's, with a scale of the tensor
@@ -49,7 +51,7 @@ TORCH_LIBRARY(qtoolkit, m) {
   // dx, dscale, dzero_point (empty where there is none) of a learned grid, from x itself.
   m.def(
       "fake_quant_learned_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
-      "int? axis=None, int group=1, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
+      "int? axis=None, int group=1, int block_size=0, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
   // A copy of x as it is now. Compilers keep its result for backward and never compute it again: they would do so from
   // a buffer that was updated in place since, as batch norm's statistics are.
@@ -57,22 +59,33 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Integer codes of x: int8, uint8, int16, uint16 or int32. NaN becomes qmin.
   m.def(
-      "quantize(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, *, "
-      "ScalarType dtype) -> Tensor");
+      "quantize(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
+      "int block_size=0, *, ScalarType dtype) -> Tensor");
 
   // Values of integer codes.
   m.def(
-      "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, int? axis=None, int group=1, *, "
+      "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, int? axis=None, int group=1, int block_size=0, *, "
       "ScalarType dtype) -> Tensor");
 
-  // Lowest and highest value, per tensor or per channel. NaN spreads.
-  m.def("minmax(Tensor x, int? axis=None, int group=1) -> (Tensor, Tensor)");
+  // Codes of 4 bits, two a byte: uint8 of one dimension, x's elements in row-major order, the first in the low half of
+  // a byte, an odd number filled up with 0 (ONNX's INT4 and UINT4). Signed where qmin is negative. NaN becomes qmin.
+  m.def(
+      "quantize_int4(Tensor x, Tensor scale, Tensor? zero_point, int qmin=-8, int qmax=7, int? axis=None, "
+      "int group=1, int block_size=0) -> Tensor");
+
+  // Values of such codes, row-major of that size.
+  m.def(
+      "dequantize_int4(Tensor packed, SymInt[] size, Tensor scale, Tensor? zero_point, bool signed=True, "
+      "int? axis=None, int group=1, int block_size=0, *, ScalarType dtype) -> Tensor");
+
+  // Lowest and highest value, per tensor, per channel or (with the shape of a scale) per block. NaN spreads.
+  m.def("minmax(Tensor x, int? axis=None, int group=1, int block_size=0) -> (Tensor, Tensor)");
 
   // Widens the running ranges lo and hi by those of x; with a momentum, moves them towards those of x. A range that
   // has seen nothing is [inf, -inf].
   m.def(
-      "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1) "
-      "-> ()");
+      "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1, "
+      "int block_size=0) -> ()");
 
   // Adds x to the running histogram counts (int64, an even number of equal bins) of the range [lo, hi], which grows as
   // x asks for: histogram.h has the rule. hi <= lo: nothing seen yet. NaN, an infinity or a magnitude of 2^126 or more

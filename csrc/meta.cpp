@@ -23,18 +23,18 @@ Tensor empty_mask(const Tensor& x, bool wanted) {
 
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                       int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
-                                      double /*grad_factor*/, bool with_mask) {
+                                      int64_t block_size, double /*grad_factor*/, bool with_mask) {
   check_storage("fake_quant", "x", x);
   check_range("fake_quant", qmin, qmax);
-  check_grid("fake_quant", x, scale, zero_point, axis, group);
+  check_grid("fake_quant", x, scale, zero_point, axis, group, block_size);
   return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
 }
 
 std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
-                                            optional<int64_t> axis, int64_t group, bool with_mask) {
+                                            optional<int64_t> axis, int64_t group, int64_t block_size, bool with_mask) {
   check_storage("fake_quant_float", "x", x);
   check_format("fake_quant_float", format);
-  check_grid("fake_quant_float", x, scale, std::nullopt, axis, group);
+  check_grid("fake_quant_float", x, scale, std::nullopt, axis, group, block_size);
   return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
 }
 
@@ -78,48 +78,67 @@ Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayR
 std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
                                                                const optional<Tensor>& zero_point, int64_t qmin,
                                                                int64_t qmax, optional<int64_t> axis, int64_t group,
-                                                               double /*grad_factor*/) {
+                                                               int64_t block_size, double /*grad_factor*/) {
   constexpr const char* kOp = "fake_quant_learned_backward";
   check_storage(kOp, "x", x);
   check_storage(kOp, "grad", grad);
   check_range(kOp, qmin, qmax);
   check_same_shape(kOp, "grad", grad, x);
-  check_grid(kOp, x, scale, zero_point, axis, group);
+  check_grid(kOp, x, scale, zero_point, axis, group, block_size);
   const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {empty_result(x, x.options(), group), like(scale),
           zero_point.has_value() ? like(*zero_point) : at::empty({0}, scale.options())};
 }
 
 Tensor quantize(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-                optional<int64_t> axis, int64_t group, c10::ScalarType dtype) {
+                optional<int64_t> axis, int64_t group, int64_t block_size, c10::ScalarType dtype) {
   check_storage("quantize", "x", x);
   check_range("quantize", qmin, qmax);
   check_codes("quantize", dtype, qmin, qmax);
-  check_grid("quantize", x, scale, zero_point, axis, group);
+  check_grid("quantize", x, scale, zero_point, axis, group, block_size);
   return empty_result(x, x.options().dtype(dtype), group);
 }
 
 Tensor dequantize(const Tensor& codes, const Tensor& scale, const optional<Tensor>& zero_point, optional<int64_t> axis,
-                  int64_t group, c10::ScalarType dtype) {
+                  int64_t group, int64_t block_size, c10::ScalarType dtype) {
   check_code_input("dequantize", codes);
   check_storage_dtype("dequantize", dtype);
-  check_grid("dequantize", codes, scale, zero_point, axis, group);
+  check_grid("dequantize", codes, scale, zero_point, axis, group, block_size);
   return empty_result(codes, codes.options().dtype(dtype), group);
 }
 
-std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64_t group) {
+Tensor quantize_int4(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin,
+                     int64_t qmax, optional<int64_t> axis, int64_t group, int64_t block_size) {
+  check_storage("quantize_int4", "x", x);
+  check_range("quantize_int4", qmin, qmax);
+  check_int4("quantize_int4", qmin, qmax);
+  check_grid("quantize_int4", x, scale, zero_point, axis, group, block_size);
+  return at::empty_symint({(x.sym_numel() + 1) / 2}, x.options().dtype(at::kByte));
+}
+
+Tensor dequantize_int4(const Tensor& packed, c10::SymIntArrayRef size, const Tensor& scale,
+                       const optional<Tensor>& zero_point, bool /*is_signed*/, optional<int64_t> axis, int64_t group,
+                       int64_t block_size, c10::ScalarType dtype) {
+  check_packed("dequantize_int4", packed, size);
+  check_storage_dtype("dequantize_int4", dtype);
+  const Tensor y = at::empty_symint(size, packed.options().dtype(dtype));
+  check_grid("dequantize_int4", y, scale, zero_point, axis, group, block_size);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64_t group, int64_t block_size) {
   check_storage("minmax", "x", x);
-  const int64_t a = check_axis("minmax", x, axis, group);
+  const Axis a = check_axis("minmax", x, axis, group, block_size);
   check_not_empty("minmax", x);
-  const auto shape = a < 0 ? std::vector<SymInt>{} : std::vector<SymInt>{x.sym_size(a) * group};
+  const auto shape = shape_of_channels(x, a);
   return {at::empty_symint(shape, x.options()), at::empty_symint(shape, x.options())};
 }
 
 void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
-                     int64_t group) {
+                     int64_t group, int64_t block_size) {
   check_storage("observe_minmax_", "x", x);
-  const int64_t a = check_axis("observe_minmax_", x, axis, group);
-  check_ranges("observe_minmax_", lo, hi, x, a, group);
+  const Axis a = check_axis("observe_minmax_", x, axis, group, block_size);
+  check_ranges("observe_minmax_", lo, hi, x, a);
   check_momentum("observe_minmax_", momentum);
 }
 
@@ -146,6 +165,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Meta, m) {
   m.impl("fake_quant_learned_backward", fake_quant_learned_backward);
   m.impl("quantize", quantize);
   m.impl("dequantize", dequantize);
+  m.impl("quantize_int4", quantize_int4);
+  m.impl("dequantize_int4", dequantize_int4);
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
   m.impl("observe_histogram_", observe_histogram_);

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -17,40 +18,40 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-int64_t range_count(const Tensor& x, int64_t axis, int64_t group) { return axis < 0 ? 1 : x.size(axis) * group; }
-
 // The lowest (row 0) and highest (row 1) values of each channel, in float64: exact for every storage type.
-Tensor ranges_of(const Tensor& x, int64_t axis, int64_t group) {
+Tensor ranges_of(const Tensor& x, const Axis& axis) {
   Tensor in = x;
-  const Tensor order = empty_result(x, x.options().device(at::kMeta), group);  // no memory: only strides are asked for
-  const int64_t count = range_count(x, axis, group);
+  const Tensor order = empty_result(x, x.options().device(at::kMeta), axis.group);  // only strides are asked for
+  const int64_t count = count_of_channels(x, axis).expect_int();
   Tensor ranges = at::empty({2, count}, x.options().dtype(at::kDouble));
   Job job;
   job.numel = x.numel();
-  job.channels = channels_of(order, axis, group, count);
+  job.channels = channels_of(order, axis, count);
   job.x = operand_of(in, order);
   job.sum_scale = ranges.mutable_data_ptr<double>();
   job.sum_zero_point = job.sum_scale + count;
   launch(Op::minmax, job, {}, x.device());
-  return ranges;
+  if (axis.block == 0 || order.is_contiguous()) return ranges;
+  const auto sorted = [&](int64_t row) { return from_memory_order(ranges.select(0, row), order, axis).flatten(); };
+  return at::stack({sorted(0), sorted(1)});
 }
 
-std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64_t group) {
+std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64_t group, int64_t block_size) {
   check_storage("minmax", "x", x);
-  const int64_t a = check_axis("minmax", x, axis, group);
+  const Axis a = check_axis("minmax", x, axis, group, block_size);
   check_not_empty("minmax", x);
-  const Tensor ranges = ranges_of(x, a, group).to(x.scalar_type());
-  const auto shape = a < 0 ? std::vector<int64_t>{} : std::vector<int64_t>{range_count(x, a, group)};
-  return {ranges.select(0, 0).view(shape).clone(), ranges.select(0, 1).view(shape).clone()};
+  const Tensor ranges = ranges_of(x, a).to(x.scalar_type());
+  const auto shape = shape_of_channels(x, a);
+  return {ranges.select(0, 0).view_symint(shape).clone(), ranges.select(0, 1).view_symint(shape).clone()};
 }
 
 void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
-                     int64_t group) {
+                     int64_t group, int64_t block_size) {
   check_storage("observe_minmax_", "x", x);
-  const int64_t a = check_axis("observe_minmax_", x, axis, group);
-  check_ranges("observe_minmax_", lo, hi, x, a, group);
+  const Axis a = check_axis("observe_minmax_", x, axis, group, block_size);
+  check_ranges("observe_minmax_", lo, hi, x, a);
   check_momentum("observe_minmax_", momentum);
-  blend_ranges(lo, hi, ranges_of(x, a, group), momentum);
+  blend_ranges(lo, hi, ranges_of(x, a), momentum);
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ class Grid(KeepsFloat32):
     """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
 
     Args:
-        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel.
+        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel or group.
         zero_point: As many codes, stored as floats, or None.
         spec: Range of codes and channel axis.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
@@ -67,17 +67,20 @@ class Grid(KeepsFloat32):
     def forward(self, x: Tensor) -> Tensor:
         """Return the values on the grid nearest to x."""
         spec = self.spec
-        return ops.fake_quant(x, self.scale, self.zero_point, spec.qmin, spec.qmax, spec.axis, self.group)
+        grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
+        return ops.fake_quant(x, self.scale, self.zero_point, *grid)
 
     def codes(self, x: Tensor) -> Tensor:
         """Return the integer codes of x."""
         spec = self.spec
-        dtype = code_dtype(spec.qmin, spec.qmax)
-        return ops.quantize(x, self.scale, self.zero_point, spec.qmin, spec.qmax, spec.axis, self.group, dtype)
+        grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
+        return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of integer codes."""
-        return ops.dequantize(codes, self.scale, self.zero_point, self.spec.axis, self.group, self.scale.dtype)
+        spec = self.spec
+        grid = (spec.axis, self.group, spec.block_size)
+        return ops.dequantize(codes, self.scale, self.zero_point, *grid, self.scale.dtype)
 
     def extra_repr(self) -> str:
         """Return the spec's short name."""

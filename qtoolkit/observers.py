@@ -65,8 +65,8 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         """Forget what was seen."""
         raise NotImplementedError
 
-    def resize(self, channels: int) -> None:
-        """Keep a range for each of so many channels, where they become known by the first input."""
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Keep ranges of this shape, where it becomes known by the first input."""
         raise NotImplementedError
 
 
@@ -74,9 +74,10 @@ class RangeObserver(Observer):
     """Running minimum and maximum, per tensor or per channel, overall or as a moving average.
 
     Args:
-        channels: Number of ranges; None for one 0-d range.
+        shape: Shape of the ranges: () per tensor, else one for each channel or block.
         axis: Channel axis of the inputs.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
+        block_size: Elements along the axis that share a range, or 0.
         momentum: Weight of each new range in a moving average; None for the range of all that was seen.
 
     Example:
@@ -90,17 +91,21 @@ class RangeObserver(Observer):
     hi: Tensor
 
     def __init__(
-        self, channels: int | None = None, axis: int | None = None, group: int = 1, momentum: float | None = None
+        self,
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
+        block_size: int = 0,
+        momentum: float | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.group, self.momentum = axis, group, momentum
-        shape = () if channels is None else (channels,)
+        self.axis, self.group, self.block_size, self.momentum = axis, group, block_size, momentum
         self.register_buffer("lo", torch.full(shape, torch.inf))
         self.register_buffer("hi", torch.full(shape, -torch.inf))
 
     def forward(self, x: Tensor) -> None:
         """Take in the range of x."""
-        ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, self.axis, self.group)
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, self.axis, self.group, self.block_size)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values seen, or their moving averages."""
@@ -119,10 +124,10 @@ class RangeObserver(Observer):
         self.lo.fill_(torch.inf)
         self.hi.fill_(-torch.inf)
 
-    def resize(self, channels: int) -> None:
-        """Keep a range for each of so many channels; nothing must have been seen yet."""
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Keep ranges of this shape; nothing must have been seen yet."""
         for bound in (self.lo, self.hi):
-            bound.data = bound.data.new_full((channels,), float(bound.detach().flatten()[0]))
+            bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
 
     def extra_repr(self) -> str:
         """Return the options that are not the default."""
@@ -194,21 +199,21 @@ class HistogramObserver(Observer):
         for buffer in (self.counts, self.lo, self.hi):
             buffer.zero_()
 
-    def resize(self, channels: int) -> None:
+    def resize(self, shape: tuple[int, ...]) -> None:
         """Refuse: there is one range for a whole tensor."""
-        raise ValueError(f"HistogramObserver: it has one range for a tensor, got {channels} channels.")
+        raise ValueError(f"HistogramObserver: it has one range for a tensor, got the shape {shape}.")
 
     def extra_repr(self) -> str:
         """Return the method and the number of bins."""
         return f"method={self.method!r}, bins={self.counts.numel()}"
 
 
-def make_observer(spec: QuantSpec, channels: int | None, group: int) -> Observer:
-    """Build the observer that a spec names."""
+def make_observer(spec: QuantSpec, shape: tuple[int, ...], group: int) -> Observer:
+    """Build the observer that a spec names, with ranges of this shape."""
     if spec.observer == "histogram":
         return HistogramObserver(spec.qmin, spec.qmax, spec.symmetric, **spec.observer_args)
     momentum = spec.observer_args.get("momentum", DEFAULT_MOMENTUM) if spec.observer == "moving_average" else None
-    return RangeObserver(channels, spec.axis, group, momentum)
+    return RangeObserver(shape, spec.axis, group, spec.block_size, momentum)
 
 
 def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:

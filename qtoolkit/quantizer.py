@@ -20,7 +20,8 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
 
     Args:
         spec: How to quantize.
-        channels: Number of scales along `spec.axis` (times `group`); None takes it from the first input.
+        channels: Number of scales along `spec.axis` (times `group`), or the shape of the scale (`spec.scale_shape`); None
+            takes it from the first input.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
         name: What errors call it.
 
@@ -39,7 +40,13 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
     _scale: Tensor
     _zero_point: Tensor | None
 
-    def __init__(self, spec: QuantSpec, channels: int | None = None, group: int = 1, name: str = "quantizer") -> None:
+    def __init__(
+        self,
+        spec: QuantSpec,
+        channels: int | tuple[int, ...] | None = None,
+        group: int = 1,
+        name: str = "quantizer",
+    ) -> None:
         super().__init__()
         if group > 1 and spec.axis is None:
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
@@ -47,21 +54,22 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         self.observing, self.quantizing = False, True
         self.grad_factor: float | None = None
         self._sized = spec.axis is None or channels is not None
-        shape = () if spec.axis is None else (channels if channels is not None else 1,)
+        given = (channels,) if isinstance(channels, int) else channels
+        shape = () if spec.axis is None else given or (1,)
         unset = torch.full(shape, torch.nan)
         if spec.quantizer == "lsq":
             self._scale = nn.Parameter(unset)
         else:
             self.register_buffer("_scale", unset)
         self.register_buffer("_zero_point", None if spec.symmetric else torch.zeros(shape))
-        self.observer = make_observer(spec, unset.numel() if unset.dim() else None, group)
+        self.observer = make_observer(spec, shape, group)
         self.ready = False
 
     # ---- the grid
 
     @property
     def scale(self) -> Tensor:
-        """Steps between codes, positive: 0-d, or one per channel. Detached; NaN where there is no range yet."""
+        """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN where there is no range yet."""
         return self._scale.detach().abs()
 
     @property
@@ -94,7 +102,8 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             raise ValueError(
                 f"quantizer {self.name!r}: a range must have 1 or {self._scale.numel()} elements, got {scale.numel()}."
             )
-        self._write(scale, zero_point)
+        shape = scale.shape if scale.numel() == 1 else self._scale.shape
+        self._write(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
         self.ready = True
 
     def _write(self, scale: Tensor, zero_point: Tensor | None) -> None:
@@ -143,11 +152,12 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             )
         spec = self.spec
         factor = 1.0 if spec.quantizer == "fixed" else self._lsq_factor(x)
-        return ops.fake_quant(x, self._scale, self._zero_point, spec.qmin, spec.qmax, spec.axis, self.group, factor)
+        grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
+        return ops.fake_quant(x, self._scale, self._zero_point, *grid, factor)
 
     def _observe(self, x: Tensor) -> None:
         if not self._sized:
-            self._resize(x.size(self.spec.axis if self.spec.axis is not None else 0) * self.group)
+            self._resize(self.spec.scale_shape(x.shape, self.group))
         self.observer(x)
         if self.quantizing and self.spec.quantizer == "fixed":
             self._write(*grid_of_range(*self.observer.range(), self.spec))
@@ -192,17 +202,17 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
 
     # ---- state
 
-    def _resize(self, channels: int) -> None:
-        self.observer.resize(channels)
+    def _resize(self, shape: tuple[int, ...]) -> None:
+        self.observer.resize(shape)
         for tensor in (self._scale, self._zero_point):
             if tensor is not None:
-                tensor.data = tensor.data.new_full((channels,), float(tensor.detach().flatten()[0]))
+                tensor.data = tensor.data.new_full(shape, float(tensor.detach().flatten()[0]))
         self._sized = True
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         scale = state_dict.get(prefix + "_scale")
         if scale is not None and not self._sized:
-            self._resize(scale.numel())
+            self._resize(tuple(scale.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if scale is not None:
             self.ready = bool(torch.isfinite(self._scale).all())

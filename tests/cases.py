@@ -65,19 +65,24 @@ LAYOUTS: dict[str, Callable[[Make], Tensor]] = {
 class Channels:
     axis: int | None = None
     group: int = 1
+    block_size: int = 0
 
     def count(self, x: Tensor) -> int:
+        if self.block_size:
+            return x.numel() // self.block_size
         return 1 if self.axis is None else x.size(self.axis) * self.group
 
     def fit(self, x: Tensor) -> bool:
         if self.axis is None:
             return True
-        in_range = -x.dim() <= self.axis < x.dim()
-        return in_range and (self.group == 1 or x.size(0) % self.group == 0)
+        if not -x.dim() <= self.axis < x.dim():
+            return False
+        whole_groups = self.group == 1 or x.size(0) % self.group == 0
+        return whole_groups and (self.block_size == 0 or x.size(self.axis) % self.block_size == 0)
 
     @property
     def named(self) -> dict:
-        return {"axis": self.axis, "group": self.group}
+        return {"axis": self.axis, "group": self.group, "block_size": self.block_size}
 
 
 CHANNELS = {
@@ -86,6 +91,11 @@ CHANNELS = {
     "axis1": Channels(1),
     "axis-1": Channels(-1),
     "grouped": Channels(1, 2),
+    "blocks0": Channels(0, 1, 2),
+    "blocks1": Channels(1, 1, 3),
+    "blocks1_of_1": Channels(1, 1, 1),
+    "blocks-1": Channels(-1, 1, 7),
+    "blocks-2": Channels(-2, 1, 5),
 }
 
 
@@ -105,6 +115,19 @@ RUNS = [
     *((2, 3, 1), (5, 17, 1), (1, 64, 1), (3, 65, 1), (2, 1025, 1), (1, 9000, 1)),
     *((1, 3, 9), (4, 70, 9), (2, 17, 49), (2, 167, 49), (2, 170, 49), (2, 130, 63), (2, 131, 63)),
     *((3, 5, 63), (3, 5, 64), (3, 5, 65), (3, 5, 127), (2, 7, 1023), (2, 7, 1024), (2, 7, 1025), (2, 12, 3136)),
+]
+# Sizes, axis and block size: blocks in a row of memory, and blocks of 1, some, 63 to 65 and many neighbours each.
+BLOCKS = [
+    *(
+        ((5, 96), 1, 32),
+        ((3, 640), 1, 64),
+        ((3, 4096), -1, 128),
+        ((2, 130), 1, 65),
+        ((2, 9000), 1, 3),
+        ((7, 300), 1, 300),
+    ),
+    *(((64, 6), 0, 32), ((8, 64, 3, 3), 1, 32), ((40, 96, 3, 3), 1, 16), ((3, 4, 8, 8), 1, 2), ((2, 6, 63), 1, 3)),
+    *(((2, 6, 65), 1, 2), ((4, 8, 300), 1, 4), ((3, 2, 1500), 1, 1), ((6, 7, 5), 0, 3), ((1, 12, 1, 9), 1, 12)),
 ]
 SIZES = [1, 7, 8, 9, 63, 64, 65, 127, 1023, 1024, 1025, 1087, 16384, 16385, 32767, 32768, 32769, 65537, 1100003]
 
@@ -204,6 +227,7 @@ def any_tensor(draw) -> Tensor:
 def any_grid(draw, x: Tensor) -> tuple[Tensor, Tensor | None, Channels]:
     fits = [Channels(), *(Channels(a) for a in range(-x.dim(), x.dim()))]
     fits += [Channels(a, g) for a in range(1, x.dim()) for g in (2, 3) if x.size(0) % g == 0]
+    fits += [c for a in range(-x.dim(), x.dim()) for b in (1, 2, 3, 4, 8) if (c := Channels(a, 1, b)).fit(x)]
     channels = draw(st.sampled_from(fits))
     count = channels.count(x)
     scale = scales(count, draw(st.integers(0, 99))) * draw(st.sampled_from([1e-3, 0.3, 1.0, 7.0]))

@@ -27,11 +27,15 @@ def tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).reshape(values.shape)
 
 
-def channels(shape: tuple[int, ...], axis: int | None, group: int) -> tuple[np.ndarray, int]:
-    """For each element the number of its channel, and how many channels there are."""
+def channels(shape: tuple[int, ...], axis: int | None, group: int, block_size: int = 0) -> tuple[np.ndarray, int]:
+    """For each element the number of its channel (its block, where there are blocks), and how many there are."""
     if axis is None:
         return np.zeros(shape, np.int64), 1
     axis %= len(shape)
+    if block_size:
+        blocks = [n // block_size if d == axis else n for d, n in enumerate(shape)]
+        numbers = np.arange(np.prod(blocks, dtype=np.int64)).reshape(blocks)
+        return np.repeat(numbers, block_size, axis), numbers.size
     places = np.indices(shape, sparse=False).reshape(len(shape), -1)
     within = shape[0] // group
     part = places[0] // within if group > 1 else np.zeros(places.shape[1], np.int64)
@@ -49,9 +53,9 @@ def ends(qmin: int, qmax: int, kind: type) -> tuple:
 class Snapped:
     """Every quantity of an integer grid on x, element by element."""
 
-    def __init__(self, x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1):
+    def __init__(self, x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1, block_size=0):
         kind = arithmetic(x.dtype)
-        self.channel, self.count = channels(tuple(x.shape), axis if scale.numel() != 1 else None, group)
+        self.channel, self.count = channels(tuple(x.shape), axis if scale.numel() != 1 else None, group, block_size)
         self.x = array(x, kind)
         self.s = self.spread(np.maximum(np.abs(array(scale, kind)), kind(TINY)))
         z = np.zeros(scale.numel(), kind) if zero_point is None else np.rint(array(zero_point, kind))
@@ -94,29 +98,32 @@ def packed(bits: Tensor, like: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little"))
 
 
-def quantize(x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1, dtype=torch.int8) -> Tensor:
-    return tensor(Snapped(x, scale, zero_point, qmin, qmax, axis, group).codes(), dtype)
+def quantize(x, scale, zero_point=None, qmin=-128, qmax=127, dtype=torch.int8, **channels) -> Tensor:
+    return tensor(Snapped(x, scale, zero_point, qmin, qmax, **channels).codes(), dtype)
 
 
-def dequantize(codes, scale, zero_point=None, axis=None, group=1, dtype=torch.float32) -> Tensor:
-    grid = Snapped(torch.zeros_like(codes, dtype=dtype), scale, zero_point, axis=axis, group=group)
+def dequantize(codes, scale, zero_point=None, dtype=torch.float32, **channels) -> Tensor:
+    grid = Snapped(torch.zeros_like(codes, dtype=dtype), scale, zero_point, **channels)
     with np.errstate(all="ignore"):
         return tensor((array(codes, arithmetic(dtype)) - grid.z) * grid.s, dtype)
 
 
-def minmax(x: Tensor, axis: int | None = None, group: int = 1) -> tuple[Tensor, Tensor]:
-    """Per channel; np.min and np.max spread NaN. A channel without elements has the range [inf, -inf]."""
-    channel, count = channels(tuple(x.shape), axis, group)
+def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Per channel; np.minimum and np.maximum spread NaN. A channel without elements has the range [inf, -inf]."""
+    channel, count = channels(tuple(x.shape), axis, group, block_size)
     values = array(x, arithmetic(x.dtype))
-    parts = [values[channel == c] for c in range(count)]
-    lo, hi = (np.array([f(p, initial=s) for p in parts]) for f, s in ((np.min, np.inf), (np.max, -np.inf)))
+    lo, hi = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(lo, channel.reshape(-1), values.reshape(-1))
+    np.maximum.at(hi, channel.reshape(-1), values.reshape(-1))
     shape = () if axis is None else (count,)
+    if block_size:
+        shape = tuple(n // block_size if d == axis % x.dim() else n for d, n in enumerate(x.shape))
     return tensor(lo.reshape(shape), x.dtype), tensor(hi.reshape(shape), x.dtype)
 
 
-def moved(old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, axis=None, group=1) -> tuple[Tensor, Tensor]:
+def moved(old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, **channels) -> tuple[Tensor, Tensor]:
     """Running ranges after x, in float64; the first range that is seen is taken as it is."""
-    new = [array(t, np.float64).reshape(-1) for t in minmax(x.double(), axis, group)]
+    new = [array(t, np.float64).reshape(-1) for t in minmax(x.double(), **channels)]
     was = [array(t, np.float64).reshape(-1) for t in old]
     if momentum is None:
         now = [np.minimum(was[0], new[0]), np.maximum(was[1], new[1])]
@@ -131,8 +138,8 @@ def moved(old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, axis=No
 class Gradients:
     """dx exactly; dscale and dzero_point as float64 sums of float32 terms, with the sums of the terms' magnitudes."""
 
-    def __init__(self, grad, x, scale, zero_point=None, qmin=-128, qmax=127, axis=None, group=1, grad_factor=1.0):
-        p = Snapped(x, scale, zero_point, qmin, qmax, axis, group)
+    def __init__(self, grad, x, scale, zero_point=None, qmin=-128, qmax=127, *, grad_factor=1.0, **channels):
+        p = Snapped(x, scale, zero_point, qmin, qmax, **channels)
         g = array(grad, arithmetic(x.dtype))
         with np.errstate(all="ignore"):
             steps = p.q - p.z
@@ -299,9 +306,9 @@ def cast(values: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
     return rounded.astype(values.dtype), inside
 
 
-def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis=None, group=1) -> tuple[Tensor, Tensor]:
+def fake_quant_float(x: Tensor, scale: Tensor, format: str, **channels) -> tuple[Tensor, Tensor]:
     """Values, and where the gradient passes."""
-    grid = Snapped(x, scale, axis=axis, group=group)
+    grid = Snapped(x, scale, **channels)
     with np.errstate(all="ignore"):
         rounded, inside = cast(grid.quotient, format)
         return tensor(rounded * grid.s, x.dtype), tensor(inside, torch.bool)

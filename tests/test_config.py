@@ -21,6 +21,14 @@ specs = st.builds(
     observer_args=st.just({}) | st.builds(lambda m: {"momentum": m}, st.floats(0.01, 1)),
 )
 
+grouped_specs = st.builds(
+    qt.QuantSpec,
+    bits=st.integers(2, 8),
+    axis=st.integers(-4, 3),
+    group_size=st.integers(1, 256),
+    symmetric=st.booleans(),
+)
+
 
 @pytest.mark.parametrize(
     ("spec", "ends"),
@@ -36,12 +44,27 @@ def test_range_of_codes(spec: qt.QuantSpec, ends: tuple[int, int]) -> None:
     assert (spec.qmin, spec.qmax) == ends
 
 
-@given(specs)
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        (qt.QuantSpec(group_size=4, axis=1), (8, 3, 5)),
+        (qt.QuantSpec(group_size=4, axis=-2), (8, 3, 5)),
+        (qt.QuantSpec(group_size=8, axis=0), (1, 12, 5)),
+        (qt.QuantSpec(group_size=1, axis=2), (8, 12, 5)),
+        (qt.QuantSpec(axis=1), (12,)),
+        (qt.QuantSpec(), ()),
+    ],
+)
+def test_shape_of_the_scale(spec: qt.QuantSpec, shape: tuple[int, ...]) -> None:
+    assert spec.scale_shape((8, 12, 5)) == shape
+
+
+@given(specs | grouped_specs)
 def test_spec_survives_a_dict(spec: qt.QuantSpec) -> None:
     assert qt.QuantSpec.from_dict(spec.to_dict()) == spec
 
 
-@given(st.none() | specs, st.none() | specs)
+@given(st.none() | specs, st.none() | specs | grouped_specs)
 def test_mapping_survives_json(activation: qt.QuantSpec | None, weight: qt.QuantSpec | None) -> None:
     qconfig = qt.QConfig(activation, weight)
     mapping = (
@@ -79,7 +102,15 @@ def test_a_regex_must_match_the_whole_name() -> None:
         (lambda: qt.QuantSpec(observer="moving_average", observer_args={"momentun": 1}), "did you mean 'momentum'"),
         (lambda: qt.QuantSpec(observer_args={"momentum": 1}), "takes no options"),
         (lambda: qt.QuantSpec(pow2_scale=True, quantizer="lsq"), "pow2_scale=True needs quantizer='fixed'"),
-        (lambda: qt.QuantSpec(group_size=32), "group_size must be None"),
+        (lambda: qt.QuantSpec(group_size=32), "group_size=32 needs the axis that groups run along, got axis=None"),
+        (lambda: qt.QuantSpec(axis=1, group_size=0), "group_size must be a whole number above 0 or None, got 0"),
+        (lambda: qt.QuantSpec(axis=1, group_size=4.0), "group_size must be a whole number above 0 or None, got 4.0"),
+        (lambda: qt.QuantSpec(axis=1, group_size=4, observer="histogram"), "needs axis=None"),
+        (
+            lambda: qt.QuantSpec(axis=1, group_size=4).scale_shape((8, 6)),
+            "must divide dimension 1 of a tensor of shape",
+        ),
+        (lambda: qt.QConfig(qt.QuantSpec(axis=1, group_size=32), None), "group_size is for weights, got activation"),
         (lambda: qt.QuantSpec.from_dict({"bitz": 4}), "unknown key of QuantSpec 'bitz'; did you mean 'bits'"),
         (lambda: qt.QConfig.from_dict({"weigth": None}), "did you mean 'weight'"),
         (lambda: qt.QConfigMapping.from_dict({"module_nam": []}), "did you mean 'module_name'"),

@@ -1,6 +1,7 @@
 """ONNX files: their nodes, their integer codes in onnxruntime, names, dynamic sizes, and what happens on errors."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -111,6 +112,92 @@ def test_a_grouped_transposed_convolution_has_a_scale_for_each_output_channel(
     result = qt.export_onnx(converted, x, tmp_path / "m.onnx", exporter=exporter)
     assert result.verification.weight_codes.compared == 8 * 12 // groups * 9
     np.testing.assert_allclose(run_file(result.path, x), converted(x).detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+class Grouped(nn.Module):
+    """Layers whose inputs fall into groups of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(16, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.up, self.head = nn.ConvTranspose2d(8, 16, 2, stride=2), nn.Linear(16 * 64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.flatten(self.up(torch.relu(self.bn(self.conv(x)))), 1))
+
+
+def converted_groups(backend: str, **options: object) -> Any:
+    model = nets.trained(Grouped(), 4, 16, 6, 6)
+    weight = qt.QuantSpec(axis=1, group_size=8, **options)
+    activation = qt.backends[backend].qconfig.activation
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    prepared = qt.prepare(model, backend=backend, qconfig_mapping=mapping)
+    qt.calibrate(prepared, [torch.randn(4, 16, 6, 6)], progress=False)
+    return qt.convert(prepared)
+
+
+@pytest.mark.parametrize("backend", list(qt.backends))
+@pytest.mark.parametrize("options", [{}, {"bits": 4}, {"bits": 4, "symmetric": False, "signed": False}], ids=str)
+def test_groups_are_blocks_of_opset_21(tmp_path, backend: str, options: dict[str, Any]) -> None:
+    model = converted_groups(backend, **options)
+    x = torch.randn(4, 16, 6, 6)
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    assert result.opset == 21
+    assert result.verification.weight_codes.compared == 16 * 8 * 9 + 8 * 16 * 4 + 16 * 64 * 5
+    assert result.verification.weight_codes.differing == result.verification.quantizer_codes.differing == 0
+    nodes = {n.name: n for n in onnx.load(str(result.path)).graph.node}
+    for name, axis in (("conv", 1), ("up", 0), ("head", 1)):
+        node = nodes[f"{name}.weight_quantizer.dequantize"]
+        assert {a.name: a.i for a in node.attribute} == {"axis": axis, "block_size": 8}
+        assert initializers(result.path)[node.input[1]].shape == model.get_submodule(name).weight_quantizer.scale.shape
+    assert result.verification.output_difference < 0.05
+
+
+def test_groups_where_the_opset_has_no_blocks(tmp_path) -> None:
+    model, x = converted_groups("onnxruntime"), torch.randn(4, 16, 6, 6)
+    with pytest.raises(
+        ValueError, match="opset must be at least 21 for codes of more than 8 bits or a group_size, got 20"
+    ):
+        qt.export_onnx(model, x, tmp_path / "m.onnx", opset=20)
+    with pytest.raises(ValueError, match=r"exporter='torchscript', got 21; exporter='dynamo' takes \[18, 23\]"):
+        qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
+
+
+class InBlocks(nn.Module):
+    """The op itself on an input, as a user may call it."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(shape) + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return qt.ops.fake_quant(x, self.scale, axis=1, block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "opset", "words"),
+    [
+        ((4, 2), 20, "block_size=4 (a group_size) needs opset 21 or newer, got 20"),
+        ((8,), 21, "the scale of fake_quant must have the shape of the blocks, [4, 2], got [8]; reshape it"),
+    ],
+)
+def test_blocks_that_cannot_be_written(shape: tuple[int, ...], opset: int, words: str) -> None:
+    from qtoolkit.export.translation import translation_table
+
+    with pytest.raises(Exception) as caught:
+        torch.onnx.export(
+            InBlocks(shape),
+            (torch.randn(4, 8),),
+            dynamo=True,
+            opset_version=opset,
+            custom_translation_table=dict(translation_table(opset)),
+            verbose=False,
+        )
+    reasons, error = [], caught.value
+    while error is not None:
+        reasons.append(str(error))
+        error = error.__cause__
+    assert any(words in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

@@ -186,7 +186,8 @@ def opcheck_cases() -> dict[str, tuple]:
     x = floats(torch.float32)(4, 6, 5, 7)
     return {
         "per_tensor": (x, scales(1), "e4m3"),
-        "masked": (x, scales(1), "e2m1", None, 1, True),
+        "masked": (x, scales(1), "e2m1", None, 1, 0, True),
+        "blocks": (x, scales(280).view(4, 2, 5, 7), "e4m3", 1, 1, 3),
         "differentiable": (leaf(x), scales(6), "e5m2", 1),
         "channels_last": (leaf(x.to(memory_format=torch.channels_last)), scales(6), "e4m3", 1),
         "grouped": (leaf(x.bfloat16()), scales(12), "e4m3", 1, 2),

@@ -7,6 +7,7 @@ from torch import Tensor
 from qtoolkit import ops
 from tests import reference
 from tests.cases import (
+    BLOCKS,
     CODES,
     FLOATS,
     RUNS,
@@ -62,6 +63,10 @@ def check_everything(x: Tensor, channels: Channels) -> None:
         check(lambda x, a, op=op: op(x, a, 8, False, True, True), x, torch.tensor(5.3))
     for code in CODES:
         check(lambda x, s, z, c=code: ops.quantize(x, s, z, *bounds(c), *how, dtype=c), x, s, z)
+    for signed, ends in ((True, (-8, 7)), (False, (0, 15))):
+        check(lambda x, s, z, e=ends: ops.quantize_int4(x, s * 9, z, *e, *how), x, s, z)
+        packed = ops.quantize_int4(x, s * 9, z, *ends, *how)
+        check(lambda p, s, z, g=signed: ops.dequantize_int4(p, x.shape, s, z, g, *how, dtype=x.dtype), packed, s, z)
     if x.numel() > 0:
         check(lambda x: ops.minmax(x, *how), x)
     check_sums(grad, x, s, z, channels)
@@ -91,6 +96,16 @@ def test_every_layout(layout, channels, dtype):
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_channel_runs(run, group, dtype):
     check_everything(floats(dtype)(*run), Channels(1, run[0] if group == "batch" else 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("memory", ["row_major", "permuted"])
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
+def test_blocks(block, memory, dtype):
+    sizes, axis, size = block
+    x = floats(dtype)(*sizes)
+    x = x if memory == "row_major" else x.transpose(0, -1).contiguous().transpose(0, -1)
+    check_everything(x, Channels(axis, 1, size))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -103,6 +103,37 @@ GRIDS = {
         {"axis": 1, "group": 3},
         r"group must divide x.size\(0\) = 4, got 3",
     ),
+    "block_size_negative": (
+        lambda m: (m(4, 6), m(1)),
+        {"axis": 1, "block_size": -1},
+        "block_size must be at least 1, or 0 for no blocks, got -1",
+    ),
+    "block_size_without_axis": (
+        lambda m: (m(4, 6), m(1)),
+        {"block_size": 2},
+        "block_size=2 needs an axis, got axis=None; pass the axis that blocks run along",
+    ),
+    "block_size_and_group": (
+        lambda m: (m(4, 6), m(1)),
+        {"axis": 1, "group": 2, "block_size": 2},
+        "block_size=2 goes with group=1, got group=2; pass one of them",
+    ),
+    "block_size_not_dividing": (
+        lambda m: (m(4, 6), m(1)),
+        {"axis": -1, "block_size": 4},
+        r"block_size must divide x.size\(1\) = 6, got 4; pad x with zeros or take a divisor",
+    ),
+    "scales_of_blocks": (
+        lambda m: (m(4, 6), m(6, 2)),
+        {"axis": 1, "block_size": 3},
+        r"scale must have 1 element or shape \[4, 2\] \(or that many elements in a row\): x's, with dimension 1 divided by "
+        r"block_size = 3; got shape \[6, 2\]",
+    ),
+    "scales_of_other_blocks": (
+        lambda m: (m(4, 6), m(8), m(2, 4)),
+        {"axis": 1, "block_size": 3},
+        r"zero_point must have 1 element or shape \[4, 2\] .*; got shape \[2, 4\]",
+    ),
     "integer_scale": (
         lambda m: (m(4, 6), m(1, dtype=I32)),
         {},
@@ -132,6 +163,10 @@ def grid_errors() -> list:
         "fake_quant": ops.fake_quant,
         "quantize": ops.quantize,
         "dequantize": lambda x, *args, **kwargs: ops.dequantize(x.to(torch.int8), *args, **kwargs),
+        "quantize_int4": ops.quantize_int4,
+        "dequantize_int4": lambda x, *args, **kwargs: ops.dequantize_int4(
+            x.new_empty((x.numel() + 1) // 2, dtype=torch.uint8), x.shape, *args, **kwargs
+        ),
         "fake_quant_learned_backward": lambda x, s, z=None, **k: native.fake_quant_learned_backward(
             x, x, s, z, -8, 7, **k
         ),
@@ -149,6 +184,7 @@ def range_errors() -> list:
     calls = {
         "fake_quant": lambda m, *q: ops.fake_quant(m(4, 6), m(1), None, *q),
         "quantize": lambda m, *q: ops.quantize(m(4, 6), m(1), None, *q, dtype=torch.int32),
+        "quantize_int4": lambda m, *q: ops.quantize_int4(m(4, 6), m(1), None, *q),
         "fake_quant_learned_backward": lambda m, *q: learned(m, qmin=q[0], qmax=q[1]),
     }
     return [
@@ -162,6 +198,7 @@ def input_dtype_errors() -> list:
     calls = {
         "fake_quant: x": lambda m, d: ops.fake_quant(m(4, dtype=d), m(1)),
         "quantize: x": lambda m, d: ops.quantize(m(4, dtype=d), m(1)),
+        "quantize_int4: x": lambda m, d: ops.quantize_int4(m(4, dtype=d), m(1)),
         "minmax: x": lambda m, d: ops.minmax(m(4, dtype=d)),
         "observe_minmax_: x": lambda m, d: observe(m, dtype=d),
         "fake_quant_learned_backward: x": lambda m, d: learned(m, dtype=d),
@@ -218,7 +255,53 @@ def code_errors() -> list:
 def other_errors() -> list:
     mask = torch.uint8
     back = native.fake_quant_backward
+    nibbles = lambda m, *n: ops.dequantize_int4(m(*n, dtype=torch.uint8), [3, 3], m(1))  # noqa: E731
     table = {
+        "int4_signed": (
+            lambda m: ops.quantize_int4(m(4), m(1), None, -8, 15),
+            ValueError,
+            r"quantize_int4: qmin and qmax must lie in \[-8, 7\] \(signed\) or in \[0, 15\] \(unsigned\), got \[-8, 15\]; "
+            r"quantize\(\) makes wider codes",
+        ),
+        "int4_unsigned": (
+            lambda m: ops.quantize_int4(m(4), m(1), None, 0, 16),
+            ValueError,
+            r"quantize_int4: qmin and qmax must lie in .*, got \[0, 16\]",
+        ),
+        "int4_low": (lambda m: ops.quantize_int4(m(4), m(1), None, -9, 7), ValueError, r"got \[-9, 7\]"),
+        "packed_dtype": (
+            lambda m: ops.dequantize_int4(m(2, dtype=torch.int8), [4], m(1)),
+            TypeError,
+            r"dequantize_int4: packed must be uint8, got Char; quantize_int4\(\) makes it",
+        ),
+        "packed_short": (
+            lambda m: nibbles(m, 4),
+            ValueError,
+            r"dequantize_int4: packed must have one byte for two codes, 5 for size \[3, 3\], got shape \[4\]; "
+            r"quantize_int4\(\) makes it",
+        ),
+        "packed_long": (lambda m: nibbles(m, 6), ValueError, r"5 for size \[3, 3\], got shape \[6\]"),
+        "packed_dims": (lambda m: nibbles(m, 5, 1), ValueError, r"5 for size \[3, 3\], got shape \[5, 1\]"),
+        "packed_size": (
+            lambda m: ops.dequantize_int4(m(0, dtype=torch.uint8), [-1, 0], m(1)),
+            ValueError,
+            r"dequantize_int4: size must not be negative, got \[-1, 0\]",
+        ),
+        "packed_to_int": (
+            lambda m: ops.dequantize_int4(m(2, dtype=torch.uint8), [4], m(1), dtype=I32),
+            TypeError,
+            "dequantize_int4: dtype must be float32, float64, bfloat16 or float16, got Int",
+        ),
+        "minmax_blocks": (
+            lambda m: ops.minmax(m(4, 3), axis=1, block_size=2),
+            ValueError,
+            r"minmax: block_size must divide x.size\(1\) = 3, got 2",
+        ),
+        "observe_blocks": (
+            lambda m: ops.observe_minmax_(m(4, 6), m(6), m(8), axis=1, block_size=3),
+            ValueError,
+            r"observe_minmax_: lo must have 8 elements, one a block, got 6 \(shape \[6\]\)",
+        ),
         "dequantize_to_int": (
             lambda m: ops.dequantize(m(4, dtype=torch.int8), m(1), dtype=I32),
             TypeError,
@@ -418,12 +501,15 @@ def odd_channels(r: random.Random, x: torch.Tensor) -> dict:
     if r.random() < 0.8:
         axis = r.choice([None, *range(-x.dim(), x.dim())])
         group = r.choice([1, 1, 2]) if axis is not None and axis % x.dim() and x.size(0) % 2 == 0 else 1
-        return {"axis": axis, "group": group}
-    return {"axis": r.choice([None, 0, 1, -1, 2, 7]), "group": r.choice([1, 1, 2, 3, 0, -2])}
+        blocks = [0] if axis is None or group > 1 else [0, *(n for n in (1, 2, 3, 4) if x.size(axis) % n == 0)]
+        return {"axis": axis, "group": group, "block_size": r.choice(blocks)}
+    sizes = {"group": r.choice([1, 1, 2, 3, 0, -2]), "block_size": r.choice([0, 0, 1, 2, 3, 100, -1])}
+    return {"axis": r.choice([None, 0, 1, -1, 2, 7]), **sizes}
 
 
-def odd_vector(r: random.Random, x: torch.Tensor, axis: int | None, group: int) -> torch.Tensor:
+def odd_vector(r: random.Random, x: torch.Tensor, axis: int | None, group: int, block_size: int) -> torch.Tensor:
     fits = x.size(axis) * group if axis is not None and -x.dim() <= axis < x.dim() else 1
+    fits = x.numel() // block_size if block_size > 0 else fits
     count = max(fits, 0) if r.random() < 0.9 else r.choice([0, 1, 2, 5, *x.shape])
     dtype = r.choice(FLOATS) if r.random() < 0.95 else r.choice(DTYPES)
     value = r.choice([0.1, 0.1, 1.0, 0.0, -3.0, float("nan"), float("inf"), 1e-42])
@@ -440,10 +526,10 @@ def odd_grid(r: random.Random, x: torch.Tensor) -> dict:
 
 def check_one(r: random.Random) -> bool:
     """Whether the arguments were taken; then the results must be right."""
-    op = r.choice(["fake_quant", "quantize", "dequantize", "minmax", "observe", "backward"])
+    op = r.choice(["fake_quant", "quantize", "dequantize", "int4", "minmax", "observe", "backward"])
     x = odd_tensor(r, CODES if op == "dequantize" else FLOATS)
     grid = odd_grid(r, x)
-    channels = {k: grid[k] for k in ("axis", "group")}
+    channels = {k: grid[k] for k in ("axis", "group", "block_size")}
     if op == "fake_quant":
         y = ops.fake_quant(x, **grid)
         return y.is_meta or assert_same(y, reference.fake_quant(x, **grid)) is None
@@ -455,6 +541,13 @@ def check_one(r: random.Random) -> bool:
         small = {k: grid[k] for k in ("scale", "zero_point")} | channels
         y = ops.dequantize(x, **small, dtype=(d := r.choice([*FLOATS, *FLOATS, I32])))
         return y.is_meta or assert_same(y, reference.dequantize(x, **small, dtype=d)) is None
+    if op == "int4":
+        ends = r.choice([(-8, 7), (0, 15), (-1, 7), (-9, 3), (3, 16)])
+        packed = ops.quantize_int4(x, grid["scale"], grid["zero_point"], *ends, **channels)
+        small = {k: grid[k] for k in ("scale", "zero_point")} | channels
+        y = ops.dequantize_int4(packed, x.shape, **small, signed=ends[0] < 0)
+        codes = x if y.is_meta else reference.quantize(x, grid["scale"], grid["zero_point"], *ends, **channels)
+        return y.is_meta or assert_same(y, reference.dequantize(codes, **small)) is None
     if op == "minmax":
         got = ops.minmax(x, **channels)
         return got[0].is_meta or all(

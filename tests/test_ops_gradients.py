@@ -14,6 +14,7 @@ from torch import Tensor
 from qtoolkit import ops
 from tests import reference
 from tests.cases import (
+    BLOCKS,
     CHANNELS,
     FLOATS,
     LAYOUTS,
@@ -96,6 +97,17 @@ def test_channel_runs(run, group, dtype):
     check_gradients(floats(dtype, 7)(*run), x, scales(count), zero_points(count), **channels.named)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=name_of)
+@pytest.mark.parametrize("memory", ["row_major", "permuted"])
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
+def test_blocks(block, memory, dtype):
+    sizes, axis, size = block
+    channels, x = Channels(axis, 1, size), floats(dtype)(*sizes)
+    x = x if memory == "row_major" else x.transpose(0, -1).contiguous().transpose(0, -1)
+    count = channels.count(x)
+    check_gradients(floats(dtype, 7)(*sizes), x, scales(count), zero_points(count), **channels.named)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size, dtype):
@@ -164,7 +176,7 @@ def test_inside_is_judged_after_rounding():
 def test_backward_op(layout, channels, dtype):
     """The op by itself: the mask that forward packed, and the memory order that it packed it in."""
     x, scale = layout(floats(dtype)), scales(channels.count(layout(torch.empty)))
-    y, mask = torch.ops.qtoolkit.fake_quant(x, scale, None, -100, 90, channels.axis, channels.group, 1.0, True)
+    y, mask = torch.ops.qtoolkit.fake_quant(x, scale, None, **GRID, **channels.named, mask=True)
     order = [] if y.is_contiguous() else sorted(range(y.dim()), key=lambda d: -y.stride(d))
     grad = floats(dtype, 7)(*x.shape)
     dx = backward(grad, mask, order)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from tests.cases import (
+    BLOCKS,
     CHANNELS,
     CODES,
     FLOATS,
@@ -34,7 +35,7 @@ native = torch.ops.qtoolkit
 
 def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]:
     """Every op, with and without a zero point."""
-    how, count = (channels.axis, channels.group), channels.count(x)
+    how, count = tuple(channels.named.values()), channels.count(x)
     for z in (None, zero_points(count)):
         y, mask = native.fake_quant(x, scales(count), z, -100, 90, *how, 1.0, True)
         yield from (y, mask, native.fake_quant_backward(grad, mask, [] if y.is_contiguous() else order_of(y)))
@@ -46,7 +47,7 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         yield from native.fake_quant_block(wide, "e4m3", 16, "e8m0", None, True)
         yield from native.fake_quant_block(wide, "e2m1", 48, "e4m3", torch.tensor(0.01), True)
     amax = torch.tensor(5.3)
-    if channels.group == 1 and channels.axis is not None and count > 0:
+    if channels.group == 1 and channels.axis is not None and not channels.block_size and count > 0:
         sizes = [count if d == channels.axis % x.dim() else 1 for d in range(x.dim())]
         amax = (scales(count) * 40 - 2.5).relu().reshape(sizes)  # some are zero
     for grid in ((8, False, True), (4, True, True), (8, False, False)):
@@ -55,6 +56,9 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
     for code in CODES:
         yield (q := ops.quantize(x, scales(count), z, *bounds(code), *how, dtype=code))
         yield ops.dequantize(q, scales(count), z, *how, dtype=x.dtype)
+    for signed, ends in ((True, (-8, 7)), (False, (0, 15))):
+        yield (packed := ops.quantize_int4(x, scales(count) * 9, z, *ends, *how))
+        yield ops.dequantize_int4(packed, x.shape, scales(count), z, signed, *how, dtype=x.dtype)
     if x.numel() > 0:
         yield from ops.minmax(x, *how)
     for values in (x, x.abs()):
@@ -78,6 +82,7 @@ def sources(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Inputs and gradients."""
     inputs = [layout(floats(dtype)) for layout in LAYOUTS.values()]
     inputs += [floats(dtype)(*run) for run in RUNS]
+    inputs += [floats(dtype)(*sizes) for sizes, _, _ in BLOCKS]
     inputs += [special(dtype)]
     if dtype.itemsize == 2:
         every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -23,7 +23,7 @@ native = torch.ops.qtoolkit
 GRID = {"qmin": -100, "qmax": 90}
 OPS = (
     *("fake_quant", "fake_quant_backward", "fake_quant_learned_backward"),
-    *("quantize", "dequantize", "minmax", "observe_minmax_"),
+    *("quantize", "dequantize", "quantize_int4", "dequantize_int4", "minmax", "observe_minmax_"),
     *("observe_histogram_", "search_range"),
 )
 
@@ -43,9 +43,9 @@ def fake_quant_arguments() -> dict[str, tuple]:
     x, s, z = image(), scales(6), zero_points(6)
     return {
         "per_tensor": (x, scales(1), None, -128, 127),
-        "masked": (x, scales(1), None, -128, 127, None, 1, 1.0, True),
+        "masked": (x, scales(1), None, -128, 127, None, 1, 0, 1.0, True),
         "fixed": (leaf(x), scales(1), zero_points(1), -128, 127),
-        "learned": (leaf(x), leaf(s), leaf(z), -100, 90, 1, 1, 0.5),
+        "learned": (leaf(x), leaf(s), leaf(z), -100, 90, 1, 1, 0, 0.5),
         "learned_symmetric": (leaf(x), leaf(s), None, -100, 90, 1),
         "learned_scale_alone": (x, leaf(s), z, -100, 90, 1),
         "channels_last": (leaf(image("channels_last")), s, z, -100, 90, 1),
@@ -54,6 +54,19 @@ def fake_quant_arguments() -> dict[str, tuple]:
         "expanded": (leaf(image("expanded")), scales(5), None, -8, 7, -1),
         "grouped": (leaf(x), leaf(scales(12)), None, -8, 7, 1, 2),
         "grouped_transposed": (leaf(image("transposed")), leaf(scales(10)), None, -8, 7, 1, 2),
+        "blocks": (leaf(x), leaf(scales(4 * 2 * 35).view(4, 2, 5, 7)), None, -8, 7, 1, 1, 3),
+        "blocks_channels_last": (
+            leaf(image("channels_last")),
+            leaf(scales(280)),
+            zero_points(280),
+            -8,
+            7,
+            1,
+            1,
+            3,
+            0.5,
+        ),
+        "blocks_fixed": (leaf(image("permuted")), scales(168), zero_points(168), -8, 7, -1, 1, 5),
         "empty": (leaf(image("empty")), leaf(scales(1)), None, -8, 7),
         "0-d": (leaf(image("0-d")), leaf(scales(1)[0]), None, -8, 7),
         "float64": (leaf(image(dtype=torch.float64)), leaf(s.half()), z.double(), -8, 7, 1),
@@ -66,7 +79,8 @@ def learned_backward_arguments() -> dict[str, tuple]:
         "symmetric": (grad, x, scales(6), None, -100, 90, 1),
         "zero_point": (grad, x, scales(6), zero_points(6), -100, 90, 1),
         "channels_last": (grad, image("channels_last"), scales(1), zero_points(1).half(), -100, 90),
-        "grouped": (grad.bfloat16(), x.bfloat16(), scales(12).view(2, 6), None, -100, 90, 1, 2, 0.1),
+        "blocks": (grad, image("channels_last"), scales(280).view(4, 2, 5, 7), zero_points(280), -100, 90, 1, 1, 3),
+        "grouped": (grad.bfloat16(), x.bfloat16(), scales(12).view(2, 6), None, -100, 90, 1, 2, 0, 0.1),
     }
 
 
@@ -87,10 +101,22 @@ def other_arguments() -> list:
         "dequantize": [
             ((LAYOUTS["sliced"](codes(c)), scales(1), None), {"dtype": d}) for c, d in zip(CODES, FLOATS, strict=False)
         ],
-        "minmax": [((x,), {}), ((x, 1), {}), ((x, 1, 2), {}), ((image("sliced", torch.float16), -1), {})],
+        "quantize_int4": [
+            ((x, scales(6), zero_points(6), 0, 15, 1), {}),
+            ((x, scales(280).view(4, 2, 5, 7), None, -8, 7, 1, 1, 3), {}),
+        ],
+        "dequantize_int4": [
+            ((codes(torch.uint8)(420), [4, 6, 5, 7], scales(280), None, True, 1, 1, 3), {"dtype": torch.bfloat16}),
+            ((codes(torch.uint8)(3), [5], scales(1), zero_points(1), False), {"dtype": torch.float64}),
+        ],
+        "minmax": [
+            *(((x,), {}), ((x, 1), {}), ((x, 1, 2), {}), ((image("sliced", torch.float16), -1), {})),
+            ((x, 1, 1, 2), {}),
+        ],
         "observe_minmax_": [
             ((x, lo, hi, None, 1), {}),
             ((x, lo, hi, 0.1, 1), {}),
+            ((x, torch.zeros(4, 2, 5, 7), torch.zeros(4, 2, 5, 7), 0.1, 1, 1, 3), {}),
             ((x, lo[:1].double(), hi[:1].double()), {}),
         ],
     }
@@ -114,11 +140,15 @@ def test_opcheck(op, args, kwargs):
     torch.library.opcheck(getattr(native, op).default, args, kwargs)
 
 
-@pytest.mark.parametrize("op", ["minmax", "dequantize"])
+@pytest.mark.parametrize("op", ["minmax", "dequantize", "dequantize_int4"])
 def test_no_gradient_is_lost_in_silence(op):
     """They have none; to go backward through them is an error (torch's default is a warning, and None)."""
     x = leaf(floats(torch.float32)(3))
-    y = ops.minmax(x)[1] if op == "minmax" else ops.dequantize(codes(torch.int8)(3), x, axis=0).sum()
+    y = {
+        "minmax": lambda: ops.minmax(x)[1],
+        "dequantize": lambda: ops.dequantize(codes(torch.int8)(3), x, axis=0).sum(),
+        "dequantize_int4": lambda: ops.dequantize_int4(codes(torch.uint8)(2), [3], x, axis=0).sum(),
+    }[op]()
     with pytest.raises(RuntimeError, match="derivative for qtoolkit::.* is not implemented|does not require grad"):
         y.backward()
 
@@ -167,6 +197,14 @@ def learned(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return ops.fake_quant(x.sin() * 9, scale.abs(), zero_point * 1, axis=1, **GRID, grad_factor=0.3).exp()
 
 
+def in_blocks(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    grid = [t.view(1, 6, 1, 1).expand(x.size(0), 6, *x.shape[2:])[:, ::2] * 1 for t in (scale, zero_point)]
+    y = ops.fake_quant(x * 2, *grid, axis=1, block_size=2, **GRID)
+    packed = ops.quantize_int4(x, *grid, axis=1, block_size=2)
+    back = ops.dequantize_int4(packed, x.shape, *grid, axis=1, block_size=2)
+    return y + back.detach() + ops.minmax(x.detach(), 1, 1, 2)[0].repeat_interleave(2, 1)
+
+
 def deployed(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     q = ops.quantize(x, scale, zero_point, axis=1)
     return ops.dequantize(q, scale, zero_point, axis=1) + ops.minmax(x, axis=1)[0].view(-1, 1, 1)
@@ -187,6 +225,8 @@ JOBS = {
     "fixed_inference": (fixed, ()),
     "learned": (learned, ("x", "scale", "zero_point")),
     "deployed": (deployed, ()),
+    "blocks": (in_blocks, ("x",)),
+    "blocks_learned": (in_blocks, ("x", "scale", "zero_point")),
 }
 
 
@@ -333,12 +373,14 @@ def test_meta_tensors_agree_with_real_ones(layout, channels):
         x = LAYOUTS[layout](floats(torch.float32)).to(device) if device == "cpu" else None
         x = LAYOUTS[layout](lambda *n: torch.empty(*n, device=device)) if x is None else x
         s, z = (torch.ones(channels.count(x), device=device) for _ in range(2))
-        y, mask = native.fake_quant(x, s, z, -8, 7, *channels.named.values(), 1.0, True)
+        y, mask = native.fake_quant(x, s, z, -8, 7, **channels.named, mask=True)
         q = ops.quantize(x, s, z, **channels.named)
         learned = native.fake_quant_learned_backward(torch.ones_like(y), x, s, z, -8, 7, *channels.named.values())
         fixed = native.fake_quant_backward(torch.ones_like(y), mask, [])
         found = [y, mask, q, ops.dequantize(q, s, z, **channels.named, dtype=torch.float16), fixed, *learned]
         found += ops.minmax(x, **channels.named) if x.numel() else []
+        packed = ops.quantize_int4(x, s, z, **channels.named)
+        found += [packed, ops.dequantize_int4(packed, x.shape, s, z, **channels.named, dtype=torch.bfloat16)]
         assert ops.observe_minmax_(x, s, z, 0.1, **channels.named) is None
         return [described(t) for t in found]
 

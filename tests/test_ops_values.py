@@ -15,6 +15,7 @@ from torch import Tensor
 from qtoolkit import ops
 from tests import reference
 from tests.cases import (
+    BLOCKS,
     CHANNELS,
     CODES,
     FLOATS,
@@ -39,8 +40,8 @@ from tests.cases import (
 GRID = {"qmin": -100, "qmax": 90}
 
 
-def with_mask(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis=None, group=1, qmin=-100, qmax=90):
-    return torch.ops.qtoolkit.fake_quant(x, scale, zero_point, qmin, qmax, axis, group, 1.0, True)
+def with_mask(x: Tensor, scale: Tensor, zero_point: Tensor | None, **grid):
+    return torch.ops.qtoolkit.fake_quant(x, scale, zero_point, **GRID | grid, mask=True)
 
 
 def check_fake_quant(x: Tensor, scale: Tensor, zero_point: Tensor | None, channels: Channels, **grid) -> None:
@@ -136,6 +137,34 @@ def test_channel_runs(run, dtype, group):
     )
     for got, wanted in zip(ops.minmax(x, **channels.named), reference.minmax(x, **channels.named), strict=True):
         assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=name_of)
+@pytest.mark.parametrize("memory", ["row_major", "permuted"])
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
+def test_blocks(block, memory, dtype):
+    sizes, axis, size = block
+    channels, x = Channels(axis, 1, size), floats(dtype)(*sizes)
+    x = x if memory == "row_major" else x.transpose(0, -1).contiguous().transpose(0, -1)
+    count = channels.count(x)
+    check_fake_quant(x, scales(count), zero_points(count), channels)
+    check_quantize(x, scales(count), zero_points(count), channels, torch.int8)
+    for got, wanted in zip(ops.minmax(x, **channels.named), reference.minmax(x, **channels.named), strict=True):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted", "sliced"])
+def test_scales_of_blocks_in_their_shape_or_in_a_row(layout):
+    x = LAYOUTS[layout](floats(torch.float32))
+    s, z = scales(x.numel() // 3), zero_points(x.numel() // 3)
+    shape = list(x.shape)
+    shape[1] //= 3
+    flat = ops.fake_quant(x, s, z, axis=1, block_size=3)
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):  # the second lies otherwise in memory
+        back = sorted(range(4), key=order.__getitem__)
+        given_as = [t.view(shape).permute(order).contiguous().permute(back) for t in (s, z)]
+        assert_same(ops.fake_quant(x, *given_as, axis=1, block_size=3), flat)
+    assert_same(ops.fake_quant(x, scales(1), axis=1, block_size=3), ops.fake_quant(x, scales(1)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)

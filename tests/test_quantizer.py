@@ -139,6 +139,75 @@ def test_lsq_gradient_factor_is_the_papers() -> None:
     assert per_tensor.grad_factor == pytest.approx((10 * 7) ** -0.5)
 
 
+GROUPED = qt.QuantSpec(bits=4, axis=1, group_size=8)
+
+
+def group_ranges(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = weight.unflatten(1, (-1, 8))
+    return blocks.amin(2), blocks.amax(2)
+
+
+@pytest.mark.parametrize("shape", [(6, 24), (4, 16, 3, 3)])
+def test_each_group_has_the_scale_of_its_own_range(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape)
+    quantizer = calibrated(GROUPED, weight)
+    lo, hi = group_ranges(weight)
+    wanted = torch.maximum(-lo, hi) / 7
+    assert torch.equal(quantizer.scale, wanted)
+    wide = wanted.repeat_interleave(8, 1)
+    assert torch.equal(quantizer(weight), (weight / wide).round().clamp(-8, 7) * wide)
+    affine = calibrated(qt.QuantSpec(bits=4, symmetric=False, axis=1, group_size=8), weight)
+    assert affine.zero_point is not None
+    assert affine.zero_point.shape == wanted.shape
+    assert (affine(weight) - weight).abs().le(affine.scale.repeat_interleave(8, 1)).all()
+
+
+def test_moving_average_of_groups() -> None:
+    first, second = torch.randn(2, 6, 24)
+    quantizer = qt.TensorQuantizer(
+        qt.QuantSpec(axis=1, group_size=8, observer="moving_average", observer_args={"momentum": 0.25})
+    )
+    with qt.calibrating(quantizer):
+        quantizer(first)
+        quantizer(second)
+    for found, a, b in zip(quantizer.observer.range(), group_ranges(first), group_ranges(second), strict=True):
+        torch.testing.assert_close(found, 0.75 * a + 0.25 * b, rtol=1e-6, atol=1e-6)
+
+
+def test_lsq_gradient_of_groups_is_the_papers() -> None:
+    weight = torch.randn(6, 24)
+    quantizer = calibrated(qt.QuantSpec(bits=4, axis=1, group_size=8, quantizer="lsq"), weight)
+    with torch.no_grad():
+        quantizer.get_parameter("_scale").mul_(0.7)
+    grad = torch.randn(6, 24)
+    quantizer(weight).backward(grad)
+    assert quantizer.grad_factor == pytest.approx((8 * 7) ** -0.5)
+    scale = quantizer.scale.repeat_interleave(8, 1)
+    codes = (weight / scale).round()
+    terms = torch.where((codes >= -8) & (codes <= 7), codes - weight / scale, codes.clamp(-8, 7))
+    wanted = (grad * terms).unflatten(1, (3, 8)).sum(2) * quantizer.grad_factor
+    torch.testing.assert_close(quantizer.get_parameter("_scale").grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_survive_state_dict_copies_casts_and_freezing() -> None:
+    weight = torch.randn(4, 16, 3, 3)
+    for spec in (GROUPED, qt.QuantSpec(axis=1, group_size=8, symmetric=False, quantizer="lsq")):
+        one, other = calibrated(spec, weight), qt.TensorQuantizer(spec)
+        other.load_state_dict(one.state_dict())
+        grid = one.to_grid()
+        assert grid.scale.shape == (4, 2, 3, 3)
+        assert torch.equal(grid.values(grid.codes(weight)), one(weight))
+        for copied in (other, copy.deepcopy(one), pickle.loads(pickle.dumps(one)), grid, nn.Sequential(one).half()):
+            assert torch.equal(copied(weight), grid(weight))
+
+
+def test_amax_of_groups_in_their_shape_or_in_a_row() -> None:
+    quantizer = qt.TensorQuantizer(GROUPED, channels=(6, 3))
+    for amax in (torch.rand(6, 3), torch.rand(18), torch.tensor(2.0)):
+        quantizer.amax = amax
+        torch.testing.assert_close(quantizer.amax, amax.expand(18).view(6, 3) if amax.dim() < 2 else amax)
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (0, 3)])
 def test_odd_shapes_have_a_gradient_factor(shape: tuple[int, ...]) -> None:
     quantizer = calibrated(LSQ, torch.ones(4))

@@ -16,8 +16,8 @@ constexpr int kChunk = 64;
 // job.sum_scale and job.sum_zero_point (for minmax: lower and raise them).
 //
 // On the CPU, job.scale and job.zero_point hold usable values in the type of the arithmetic (launch.cpp sees to
-// it); where channels.inner is 1 and there is one group, they and the sums have kChunk more entries, which repeat
-// the first ones, so that a chunk reads its channels with one vector load wherever it begins.
+// it); where channels.inner is 1, they have kChunk more entries, which repeat the first ones, so that a chunk reads
+// whole vectors of them wherever it begins. So have the sums, where all channels are in a row.
 using Kernel = void (*)(const Job& job, int64_t begin, int64_t end);
 
 // The counts of one thread. Neighbours count in tables of their own, so that equal ones need not wait for each other;

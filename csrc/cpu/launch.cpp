@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <limits>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -90,7 +91,7 @@ Channels written_out(Channels c) {
 // by a chunk where kernels.h asks for it.
 template <class A, class Rule>
 std::vector<A> row_of(const at::Tensor* values, const Channels& row, int64_t repeat, Rule rule) {
-  std::vector<A> out(row.count + (in_a_row(row) ? kChunk : 0), A(0));
+  std::vector<A> out(row.count + (row.inner == 1 && row.count > 1 ? kChunk : 0), A(0));
   if (values == nullptr) return out;
   const at::Tensor usable = values->to(std::is_same_v<A, double> ? at::kDouble : at::kFloat).contiguous();
   const A* from = usable.const_data_ptr<A>();
@@ -112,32 +113,55 @@ double add(double a, double b) { return a + b; }
 double lowest(double a, double b) { return lower(a, b); }
 double highest(double a, double b) { return higher(a, b); }
 
+// How a reduction is cut; `apart` where no segment has a channel of another, so that they share the sums.
+struct Segments {
+  int64_t length, count;
+  bool apart;
+};
+
+// Whole chunks of elements after which no channel comes again; 0 where channels come again and again.
+int64_t length_apart(const Channels& row, int64_t numel) {
+  if (row.count == 1 || in_a_row(row)) return 0;
+  if (row.count != row.size) return std::lcm(row.group_span, kChunk);
+  return row.size * row.inner >= numel ? std::lcm(row.inner, kChunk) : 0;
+}
+
+Segments segments_of(const Channels& row, int64_t width, int64_t numel) {
+  const int64_t unit = length_apart(row, numel);
+  const bool apart = unit > 0 && unit <= std::max(kSegment, numel / kSegments);
+  const int64_t affordable =
+      numel / (8 * std::max<int64_t>(width, 1));  // sums of many channels cost more than reading x
+  const int64_t most = apart ? kSegments : std::clamp<int64_t>(affordable, 1, kSegments);
+  const int64_t wanted = std::clamp<int64_t>((numel + kSegment - 1) / kSegment, 1, most);
+  const int64_t step = apart ? unit : kSegment, steps = std::max<int64_t>((numel + step - 1) / step, 1);
+  const int64_t length = (steps + wanted - 1) / wanted * step;
+  return {length, std::max<int64_t>((numel + length - 1) / length, 1), apart};
+}
+
 void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat, const double (&start)[2],
             double (*const (&join)[2])(double, double)) {
-  const int64_t blocks = (job.numel + kSegment - 1) / kSegment;
-  const int64_t segments = std::clamp<int64_t>(blocks, 1, kSegments);
-  const int64_t length = (blocks + segments - 1) / segments * kSegment;
   const int64_t width = row.count + (in_a_row(row) ? kChunk : 0);
+  const Segments cut = segments_of(row, width, job.numel);
   double* results[2] = {job.sum_scale, job.sum_zero_point};
-  std::vector<double> partial(2 * segments * width);
-  at::parallel_for(0, segments, 1, [&](int64_t begin, int64_t end) {
+  const int64_t parts = cut.apart ? 1 : cut.count;
+  std::vector<double> partial(2 * parts * width);
+  for (int64_t i = 0; i < 2 * parts; ++i) std::fill_n(partial.data() + i * width, width, start[i % 2]);
+  at::parallel_for(0, cut.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
       Job part = job;
       part.channels = row;
-      part.sum_scale = &partial[2 * s * width];
+      part.sum_scale = partial.data() + (cut.apart ? 0 : 2 * s * width);
       part.sum_zero_point = results[1] == nullptr ? nullptr : part.sum_scale + width;
-      std::fill_n(part.sum_scale, width, start[0]);
-      std::fill_n(part.sum_scale + width, width, start[1]);
-      const int64_t first = std::min(s * length, job.numel);
-      kernel(part, first, std::min(first + length, job.numel));
+      const int64_t first = std::min(s * cut.length, job.numel);
+      kernel(part, first, std::min(first + cut.length, job.numel));
     }
   });
   for (int r = 0; r < 2 && results[r] != nullptr; ++r) {
     std::fill_n(results[r], job.channels.count, start[r]);
-    for (int64_t s = 0; s < segments; ++s) {
-      const double* sums = &partial[(2 * s + r) * width];
-      for (int64_t i = 0; i < width; ++i) {
-        double& result = results[r][i % row.count / repeat];
+    for (int64_t s = 0; s < parts; ++s) {
+      const double* sums = partial.data() + (2 * s + r) * width;
+      for (int64_t i = 0, c = 0; i < width; ++i, c = c + 1 == row.count ? 0 : c + 1) {
+        double& result = results[r][repeat == 1 ? c : c / repeat];
         result = join[r](result, sums[i]);
       }
     }

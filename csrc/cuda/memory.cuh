@@ -149,9 +149,49 @@ QT_DEVICE void load_dense(const T* data, const Spread& at, A (&v)[kOctet]) {
   load_each(data, at.index, at.n, v);
 }
 
+// ---- two codes of 4 bits a byte: an octet is four bytes
+
+QT_DEVICE uint32_t bytes_of(const uint8_t* data, const Row& at) {
+  data += at.first / 2;
+  if (at.n == kOctet && reinterpret_cast<uintptr_t>(data) % 4 == 0) return *reinterpret_cast<const uint32_t*>(data);
+  uint32_t bytes = 0;
+#pragma unroll
+  for (int k = 0; k < kOctet / 2; ++k) bytes |= 2 * k < at.n ? static_cast<uint32_t>(data[k]) << 8 * k : 0u;
+  return bytes;
+}
+
+template <class A>
+QT_DEVICE void unpack(const uint8_t* data, bool is_signed, const Row& at, A (&v)[kOctet]) {
+  const uint32_t bytes = bytes_of(data, at);
+  const int sign = is_signed ? 8 : 0;
+#pragma unroll
+  for (int k = 0; k < kOctet; ++k) v[k] = static_cast<A>((static_cast<int>(bytes >> 4 * k & 15u) ^ sign) - sign);
+}
+
+template <class A>
+QT_DEVICE void pack(uint8_t* data, const Row& at, const A (&v)[kOctet]) {
+  data += at.first / 2;
+  uint32_t bytes = 0;
+#pragma unroll
+  for (int k = 0; k < kOctet; ++k) {
+    bytes |= k < at.n ? (static_cast<uint32_t>(static_cast<int32_t>(v[k])) & 15u) << 4 * k : 0u;
+  }
+  if (at.n == kOctet) {
+    *reinterpret_cast<uint32_t*>(data) = bytes;  // `data` starts where the allocator put it
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kOctet / 2; ++k) {
+    if (2 * k < at.n) data[k] = static_cast<uint8_t>(bytes >> 8 * k);
+  }
+}
+
 // Elements that do not exist are read as 0. A kernel for dense operands only is spared the registers that strides take.
 template <bool kDense, Kind kKind = Kind::values, class A, class At>
 QT_DEVICE void load(const Operand& from, const At& at, A (&v)[kOctet]) {
+  if constexpr (kKind == Kind::codes) {
+    if (is_packed(from.dtype)) return unpack(static_cast<const uint8_t*>(from.data), from.dtype == Dtype::i4, at, v);
+  }
   if constexpr (!kDense) {
     if (!from.dense) {
       int64_t offset[kOctet];
@@ -189,6 +229,9 @@ QT_DEVICE void store_dense(T* data, const Spread& at, const A (&v)[kOctet]) {
 
 template <Kind kKind = Kind::values, class A, class At>
 QT_DEVICE void store(const Job& job, const At& at, const A (&v)[kOctet]) {
+  if constexpr (kKind == Kind::codes) {
+    if (is_packed(job.y_dtype)) return pack(static_cast<uint8_t*>(job.y), at, v);
+  }
   with_type<A, kKind>(job.y_dtype, [&](auto* type) { store_dense(static_cast<decltype(type)>(job.y), at, v); });
 }
 

@@ -15,6 +15,9 @@ from qtoolkit.names import check_known, unknown
 class QConfig:
     """How a layer is quantized: its input activations and its weight; None leaves them in float.
 
+    Raises:
+        ValueError: The activation's spec has a group_size.
+
     Example:
         >>> QConfig(activation=QuantSpec(), weight=QuantSpec(axis=0)).describe()
         'activation int8, weight int8 per-channel(0)'
@@ -22,6 +25,13 @@ class QConfig:
 
     activation: QuantSpec | None
     weight: QuantSpec | None
+
+    def __post_init__(self) -> None:
+        if self.activation is not None and self.activation.group_size is not None:
+            raise ValueError(
+                f"QConfig: group_size is for weights, got activation group_size={self.activation.group_size}: its scales "
+                f"have a tensor's shape, batch and all, which no activation keeps; set it to None for activations."
+            )
 
     def describe(self) -> str:
         """Return a short name, as reports print it."""

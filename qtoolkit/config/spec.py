@@ -1,6 +1,6 @@
 """QuantSpec: how one tensor is quantized."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
@@ -21,8 +21,13 @@ class QuantSpec:
         signed: Codes from -2^(bits-1) to 2^(bits-1)-1; else from 0 to 2^bits-1.
         symmetric: No zero point: zero is code 0.
         narrow: Leave out the lowest code, so that a signed range is symmetric.
-        axis: Channel axis with a scale of its own for each channel; None is one scale for the tensor.
-        group_size: Elements that share a scale along the axis; only None so far.
+        axis: Without a group_size, the channel axis: each of its channels has a scale of its own. None is one scale for the
+            tensor.
+        group_size: Elements that share a scale, of a weight. They are neighbours along `axis`, which they cut into blocks:
+            scales have the weight's shape with dimension `axis` divided by group_size, which must divide it. This is ONNX's
+            blocked quantization. So `axis` is what the blocks run along, usually the input: with axis=1 and group_size=32,
+            the weight (out, in) of a linear layer has scales (out, in / 32), and that of a convolution, (out, in, h, w),
+            has (out, in / 32, h, w).
         pow2_scale: Round scales up to powers of two.
         format: "int".
         observer: "minmax" (the range of all that was seen), "moving_average" or "histogram" (the range that a method chooses
@@ -63,11 +68,7 @@ class QuantSpec:
             raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}.")
         if self.axis is not None and type(self.axis) is not int:
             raise ValueError(f"QuantSpec: axis must be a whole number or None, got {self.axis!r}.")
-        if self.group_size is not None:
-            raise ValueError(
-                f"QuantSpec: group_size must be None in this version, got {self.group_size!r}; use axis for a scale per "
-                f"channel."
-            )
+        self._check_group_size()
         check_known("format", self.format, FORMATS)
         check_known("observer", self.observer, OBSERVERS)
         check_known("quantizer", self.quantizer, QUANTIZERS)
@@ -77,6 +78,16 @@ class QuantSpec:
         _check_args(f"quantizer {self.quantizer!r}", self.quantizer_args, ())
         if self.pow2_scale and self.quantizer == "lsq":
             raise ValueError("QuantSpec: pow2_scale=True needs quantizer='fixed'; 'lsq' trains scales of any value.")
+
+    def _check_group_size(self) -> None:
+        size = self.group_size
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"QuantSpec: group_size must be a whole number above 0 or None, got {size!r}.")
+        if size is not None and self.axis is None:
+            raise ValueError(
+                f"QuantSpec: group_size={size} needs the axis that groups run along, got axis=None; of a linear layer's "
+                f"weight (out, in) the inputs are axis=1."
+            )
 
     def _check_histogram(self, bins: object = 2048, method: str = "mse", percentile: float = 99.99) -> None:
         if self.axis is not None:
@@ -100,17 +111,53 @@ class QuantSpec:
         """Highest code."""
         return (1 << self.bits - int(self.signed)) - 1
 
+    @property
+    def block_size(self) -> int:
+        """The group_size, as the ops take it: 0 is none."""
+        return self.group_size or 0
+
+    def scale_shape(self, sizes: Sequence[int], group: int = 1) -> tuple[int, ...]:
+        """Return the shape of the scale of a tensor of these sizes.
+
+        Args:
+            sizes: Shape of the tensor.
+            group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+        Raises:
+            ValueError: group_size does not divide the axis.
+
+        Example:
+            >>> QuantSpec(axis=0).scale_shape((8, 64)), QuantSpec(axis=1, group_size=32).scale_shape((8, 64))
+            ((8,), (8, 2))
+        """
+        if self.axis is None:
+            return ()
+        size = sizes[self.axis]
+        if self.group_size is None:
+            return (size * group,)
+        if size % self.group_size != 0:
+            raise ValueError(
+                f"group_size must divide dimension {self.axis} of a tensor of shape {tuple(sizes)}, got "
+                f"{self.group_size}; take a divisor of {size}, or give the layer a config of its own in the QConfigMapping."
+            )
+        shape = list(sizes)
+        shape[self.axis] = size // self.group_size
+        return tuple(shape)
+
     def describe(self) -> str:
         """Return a short name, as reports print it.
 
         Example:
             >>> QuantSpec(axis=0).describe(), QuantSpec(signed=False, symmetric=False, quantizer="lsq").describe()
             ('int8 per-channel(0)', 'uint8 affine lsq')
+            >>> QuantSpec(bits=4, axis=1, group_size=32).describe()
+            'int4 groups of 32(1)'
         """
+        channels = "per-channel" if self.group_size is None else f"groups of {self.group_size}"
         words = [f"{'' if self.signed else 'u'}int{self.bits}"]
         words += ["narrow"] if self.narrow else []
         words += [] if self.symmetric else ["affine"]
-        words += [] if self.axis is None else [f"per-channel({self.axis})"]
+        words += [] if self.axis is None else [f"{channels}({self.axis})"]
         words += ["pow2"] if self.pow2_scale else []
         words += [] if self.quantizer == "fixed" else [self.quantizer]
         return " ".join(words)

@@ -81,7 +81,8 @@ def export_onnx(
         model: What `qtoolkit.prepare` or `qtoolkit.convert` returned; it is not changed.
         example_inputs: A tuple of inputs (or one tensor), for shapes, and for the verification.
         path: The file to write.
-        opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20); None takes 18, or 21 where codes of more than 8 bits need it.
+        opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20); None takes 18, or 21 where codes of more than 8 bits or a
+            group_size need it.
         input_names: Names of the graph's inputs.
         output_names: Names of the graph's outputs.
         dynamic_shapes: Dimensions that vary, as torch.export takes them: ({0: "batch"},) for one input.
@@ -148,7 +149,7 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
 
     lowest, highest = OPSETS[exporter]
     grids = [module for module in converted.modules() if isinstance(module, Grid)]
-    least = max((smallest_opset(g.spec.qmin, g.spec.qmax) for g in grids), default=lowest)
+    least = max((smallest_opset(g.spec.qmin, g.spec.qmax, g.spec.block_size) for g in grids), default=lowest)
     chosen = max(DEFAULT_OPSET, least) if opset is None else opset
     if not lowest <= chosen <= highest:
         other = "torchscript" if exporter == "dynamo" else "dynamo"
@@ -157,7 +158,9 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
             f"exporter={other!r} takes {list(OPSETS[other])}."
         )
     if chosen < least:
-        raise ValueError(f"export_onnx: opset must be at least {least} for codes of more than 8 bits, got {opset}.")
+        raise ValueError(
+            f"export_onnx: opset must be at least {least} for codes of more than 8 bits or a group_size, got {opset}."
+        )
     return chosen
 
 

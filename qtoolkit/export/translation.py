@@ -19,18 +19,24 @@ from qtoolkit.frozen import code_dtype
 OP = "qtoolkit::fake_quant"
 
 
-def smallest_opset(qmin: int, qmax: int) -> int:
-    """Return the first ONNX opset whose QuantizeLinear knows the dtype that holds these codes.
+BLOCKS_OPSET = 21
+
+
+def smallest_opset(qmin: int, qmax: int, block_size: int = 0) -> int:
+    """Return the first ONNX opset whose QuantizeLinear knows the dtype that holds these codes, and blocks if there are any.
 
     Example:
-        >>> smallest_opset(-8, 7), smallest_opset(0, 65535)
-        (13, 21)
+        >>> smallest_opset(-8, 7), smallest_opset(0, 65535), smallest_opset(-8, 7, block_size=32)
+        (13, 21, 21)
     """
-    return 13 if code_dtype(qmin, qmax) in (torch.int8, torch.uint8) else 21
+    return 13 if code_dtype(qmin, qmax) in (torch.int8, torch.uint8) and block_size == 0 else BLOCKS_OPSET
 
 
 class _Writer(Protocol):
     """What the lowering needs of an exporter."""
+
+    @property
+    def version(self) -> int: ...
 
     def node(self, op_type: str, *inputs: Any, **attributes: Any) -> Any: ...
 
@@ -46,6 +52,10 @@ class _Modern:
     """Writes by onnxscript, in the torch.export-based exporter."""
 
     opset: Any
+
+    @property
+    def version(self) -> int:
+        return int(self.opset.version)
 
     def node(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
         return getattr(self.opset, op_type)(*inputs, **attributes)
@@ -65,6 +75,7 @@ class _Legacy:
     """Writes by the graph context of the TorchScript exporter."""
 
     graph: Any
+    version: int
 
     def node(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
         kinds = {int: "i", list: "i", onnx_ir.DataType: "i"}
@@ -98,10 +109,11 @@ def translation_table(opset: int) -> Mapping[Callable[..., Any], Callable[..., A
         qmax: int,
         axis: int | None = None,
         group: int = 1,
+        block_size: int = 0,
         grad_factor: float = 1.0,
         mask: bool = False,
     ) -> Any:
-        return _lower(writer, x, scale, zero_point, qmin, qmax, axis, group), _no_mask(writer)
+        return _lower(writer, x, scale, zero_point, qmin, qmax, axis, group, block_size), _no_mask(writer)
 
     return {torch.ops.qtoolkit.fake_quant.default: fake_quant}
 
@@ -110,7 +122,7 @@ def register_symbolic(opset: int) -> None:
     """Teach the TorchScript exporter the op, for one opset."""
     from torch.onnx import symbolic_helper
 
-    @symbolic_helper.parse_args("v", "v", "v", "i", "i", "i", "i", "f", "b")
+    @symbolic_helper.parse_args("v", "v", "v", "i", "i", "i", "i", "i", "f", "b")
     def fake_quant(
         g: Any,
         x: Any,
@@ -120,12 +132,13 @@ def register_symbolic(opset: int) -> None:
         qmax: int,
         axis: int | None,
         group: int,
+        block_size: int,
         factor: float,
         mask: bool,
     ) -> Any:
-        writer = _Legacy(g)
+        writer = _Legacy(g, opset)
         absent = zero_point.node().mustBeNone()
-        y = _lower(writer, x, scale, None if absent else zero_point, qmin, qmax, axis, group)
+        y = _lower(writer, x, scale, None if absent else zero_point, qmin, qmax, axis, group, block_size)
         return y.setType(x.type()), _no_mask(writer)
 
     torch.onnx.register_custom_op_symbolic(OP, fake_quant, opset)  # type: ignore[attr-defined]
@@ -136,7 +149,15 @@ def _no_mask(writer: _Writer) -> Any:
 
 
 def _lower(
-    writer: _Writer, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, axis: int | None, group: int
+    writer: _Writer,
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    qmin: int,
+    qmax: int,
+    axis: int | None,
+    group: int,
+    block_size: int,
 ) -> Any:
     given = writer.dtype(x)
     if given != onnx_ir.DataType.FLOAT:
@@ -144,26 +165,48 @@ def _lower(
     if group > 1:
         shape = list(writer.shape(x))
         y = _ungroup(
-            writer, _pair(writer, _group(writer, x, shape, group), scale, zero_point, qmin, qmax, 0), shape, group
+            writer,
+            _pair(writer, _group(writer, x, shape, group), scale, zero_point, qmin, qmax, {"axis": 0}),
+            shape,
+            group,
         )
+    elif block_size > 0 and axis is not None:
+        _check_blocks(writer, x, scale, axis, block_size)
+        y = _pair(writer, x, scale, zero_point, qmin, qmax, {"axis": axis, "block_size": block_size})
     else:
-        y = _pair(writer, x, scale, zero_point, qmin, qmax, axis)
+        y = _pair(writer, x, scale, zero_point, qmin, qmax, {} if axis is None else {"axis": axis})
     return y if given == onnx_ir.DataType.FLOAT else writer.node("Cast", y, to=given)
 
 
-def _pair(writer: _Writer, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, axis: int | None) -> Any:
+def _pair(
+    writer: _Writer, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, attributes: Mapping[str, int]
+) -> Any:
     dtype = code_dtype(qmin, qmax)
     numpy_dtype: Any = np.dtype(str(dtype).removeprefix("torch."))
     if zero_point is None:
         zero_point = writer.constant(np.zeros(list(writer.shape(scale)), numpy_dtype))
     else:
         zero_point = writer.node("Cast", zero_point, to=onnx_ir.DataType.from_numpy(numpy_dtype))
-    attributes = {} if axis is None else {"axis": axis}
     codes = writer.node("QuantizeLinear", x, scale, zero_point, **attributes)
     info = torch.iinfo(dtype)
     if (qmin, qmax) != (info.min, info.max):
         codes = _clip(writer, codes, qmin, qmax, numpy_dtype)
     return writer.node("DequantizeLinear", codes, scale, zero_point, **attributes)
+
+
+def _check_blocks(writer: _Writer, x: Any, scale: Any, axis: int, block_size: int) -> None:
+    if writer.version < BLOCKS_OPSET:
+        raise ValueError(
+            f"export_onnx: block_size={block_size} (a group_size) needs opset {BLOCKS_OPSET} or newer, got {writer.version}; "
+            f"pass opset={BLOCKS_OPSET} and exporter='dynamo'."
+        )
+    blocks = list(writer.shape(x))
+    blocks[axis] //= block_size
+    if list(writer.shape(scale)) != blocks:
+        raise ValueError(
+            f"export_onnx: with block_size={block_size}, the scale of fake_quant must have the shape of the blocks, {blocks}, "
+            f"got {list(writer.shape(scale))}; reshape it."
+        )
 
 
 def _clip(writer: _Writer, codes: Any, qmin: int, qmax: int, dtype: Any) -> Any:

@@ -28,17 +28,24 @@ def config_of(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -
 def weight_spec(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> QuantSpec | None:
     """Return the spec of a layer's weight.
 
-    Axis 0 of a default, or of a global rule, stands for the output channel, whatever axis that is in the layer's weight; a
-    rule for a type or a name says the axis itself.
+    Axis 0 of a default, or of a global rule, stands for the output channel, and (with a group_size) axis 1 for the input
+    channel, whatever axes those are in the layer's weight; a rule for a type or a name says the axis itself.
     """
     qconfig = config_of(node, backend, mapping)
     if qconfig is None or qconfig.weight is None:
         return None
     match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
     general = match is None or match.source == "global"
-    if general and qconfig.weight.axis == 0 and kind_of(node) == "conv_transpose":
-        return replace(qconfig.weight, axis=backend.conv_transpose_axis)
-    return qconfig.weight
+    if not general or kind_of(node) != "conv_transpose":
+        return qconfig.weight
+    return _for_conv_transpose(qconfig.weight, backend)
+
+
+def _for_conv_transpose(spec: QuantSpec, backend: Backend) -> QuantSpec:
+    # Its weight is (in, out / groups, k...).
+    if spec.group_size is None:
+        return replace(spec, axis=backend.conv_transpose_axis) if spec.axis == 0 else spec
+    return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
 
 
 def run(

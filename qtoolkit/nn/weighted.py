@@ -52,7 +52,7 @@ class QuantWeighted(nn.Module):
 
         Raises:
             TypeError: The layer is of another type.
-            ValueError: The spec's axis does not fit the weight.
+            ValueError: The spec's axis or group_size does not fit the weight.
         """
         if type(module) is not cls.FLOAT:
             raise TypeError(f"{cls.__name__}.from_float takes a {cls.FLOAT.__name__}, got {type(module).__name__}.")
@@ -67,15 +67,18 @@ class QuantWeighted(nn.Module):
         self.weight_quantizer = None
         if weight is None:
             return
-        group = self.scale_groups(weight.axis)
+        group = self.scale_groups(weight.axis) if weight.group_size is None else 1
         dims = self.weight.dim()
         if weight.axis is not None and not -dims <= weight.axis < dims:
             raise ValueError(
                 f"layer {name!r}: the axis of a weight of {dims} dimensions must lie in [{-dims}, {dims - 1}], got "
                 f"{weight.axis}."
             )
-        channels = None if weight.axis is None else self.weight.size(weight.axis) * group
-        self.weight_quantizer = TensorQuantizer(weight, channels, group, f"{name}.weight_quantizer")
+        try:
+            shape = weight.scale_shape(self.weight.shape, group)
+        except ValueError as error:
+            raise ValueError(f"layer {name!r}: {error}") from None
+        self.weight_quantizer = TensorQuantizer(weight, shape, group, f"{name}.weight_quantizer")
         self.weight_quantizer.to(self.weight.device)
         self.reset_weight_range()
 

@@ -8,6 +8,10 @@ Common arguments, of every op here:
 - `axis` is the channel axis; None is per tensor.
 - `group` above 1 splits dimension 0 into groups, each with channels of its own: `scale` then has `group * x.size(axis)`
   elements, row-major. This is the weight of a grouped transposed convolution, (in, out / groups, k...).
+- `block_size` above 0 cuts `axis` into blocks of so many elements, which share a scale: `scale` then has x's shape with
+  dimension `axis` divided by `block_size`, or as many elements in a row. This is ONNX's blocked quantization (opset 21). It
+  must divide the dimension, and goes with `group=1`. A linear weight (out, in) in blocks of 32 inputs has `axis=1` and
+  `block_size=32`.
 
 Arithmetic is float32, and float64 for float64 input, whatever the storage type. Results lie in memory as the input does
 (channels_last stays channels_last). The grid is ONNX QuantizeLinear's:
@@ -16,12 +20,14 @@ Arithmetic is float32, and float64 for float64 input, whatever the storage type.
 
 from qtoolkit.ops.compiling import snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
+from qtoolkit.ops.int4 import dequantize_int4, quantize_int4
 from qtoolkit.ops.integer import dequantize, fake_quant, quantize
 from qtoolkit.ops.legacy import fake_tensor_quant, tensor_quant
 from qtoolkit.ops.observe import minmax, observe_histogram_, observe_minmax_, search_range
 
 __all__ = [
     "dequantize",
+    "dequantize_int4",
     "fake_quant",
     "fake_quant_block",
     "fake_quant_float",
@@ -30,6 +36,7 @@ __all__ = [
     "observe_histogram_",
     "observe_minmax_",
     "quantize",
+    "quantize_int4",
     "search_range",
     "snapshot",
     "tensor_quant",

@@ -8,7 +8,9 @@ _fake_quant_block = library.fake_quant_block.default
 _fake_quant_float = library.fake_quant_float.default
 
 
-def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis: int | None = None, group: int = 1) -> Tensor:
+def fake_quant_float(
+    x: Tensor, scale: Tensor, format: str, axis: int | None = None, group: int = 1, block_size: int = 0
+) -> Tensor:
     """Round x to a small float format and back, with a straight-through gradient.
 
     `y = cast(x / scale) * scale`, where the cast rounds half to even and saturates at the format's largest number. NaN
@@ -22,12 +24,13 @@ def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis: int | None = N
         format: "e4m3" (largest 448, no infinity), "e5m2" (57344) or "e2m1" (6): OCP OFP8 and MX v1.0.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
 
     Returns:
         A tensor with the shape, dtype and memory format of x.
 
     Raises:
-        ValueError: The format is unknown, or a shape, axis, group or device does not fit.
+        ValueError: The format is unknown, or a shape, axis, group, block size or device does not fit.
         TypeError: A dtype does not fit.
         NotImplementedError: scale requires grad.
 
@@ -35,7 +38,7 @@ def fake_quant_float(x: Tensor, scale: Tensor, format: str, axis: int | None = N
         >>> fake_quant_float(torch.tensor([0.2, 0.75, 2.5, -9.0]), torch.tensor(1.0), "e2m1")
         tensor([ 0.,  1.,  2., -6.])
     """
-    y: Tensor = _fake_quant_float(x, scale, format, axis, group)[0]
+    y: Tensor = _fake_quant_float(x, scale, format, axis, group, block_size)[0]
     return y
 
 

@@ -18,6 +18,7 @@ def fake_quant(
     qmax: int = 127,
     axis: int | None = None,
     group: int = 1,
+    block_size: int = 0,
     grad_factor: float = 1.0,
 ) -> Tensor:
     """Round x to an integer grid and back to floats, with a straight-through gradient.
@@ -34,21 +35,24 @@ def fake_quant(
         qmax: Highest code.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
         grad_factor: Factor of the gradients of scale and zero_point.
 
     Returns:
         A tensor with the shape, dtype and memory format of x.
 
     Raises:
-        ValueError: A shape, axis, range, group or device does not fit.
+        ValueError: A shape, axis, range, group, block size or device does not fit.
         TypeError: A dtype does not fit.
 
     Example:
         >>> x = torch.tensor([-1.0, 0.04, 0.05, 0.15, 9.0])
         >>> fake_quant(x, torch.tensor(0.1), qmin=-8, qmax=7)
         tensor([-0.8000,  0.0000,  0.0000,  0.2000,  0.7000])
+        >>> fake_quant(x[:4], torch.tensor([0.1, 1.0]), axis=0, block_size=2)
+        tensor([-1.,  0.,  0.,  0.])
     """
-    y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, grad_factor)[0]
+    y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor)[0]
     return y
 
 
@@ -60,6 +64,7 @@ def quantize(
     qmax: int = 127,
     axis: int | None = None,
     group: int = 1,
+    block_size: int = 0,
     dtype: torch.dtype = torch.int8,
 ) -> Tensor:
     """Return the integer codes of x, as ONNX QuantizeLinear computes them.
@@ -72,20 +77,21 @@ def quantize(
         qmax: Highest code; must fit `dtype`.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
         dtype: torch.int8, uint8, int16, uint16 or int32.
 
     Returns:
         A tensor of `dtype` with the shape and memory format of x.
 
     Raises:
-        ValueError: A shape, axis, range, group or device does not fit.
+        ValueError: A shape, axis, range, group, block size or device does not fit.
         TypeError: A dtype does not fit.
 
     Example:
         >>> quantize(torch.tensor([-1.0, 0.05, 0.15]), torch.tensor(0.1))
         tensor([-10,   0,   2], dtype=torch.int8)
     """
-    codes: Tensor = _quantize(x, scale, zero_point, qmin, qmax, axis, group, dtype=dtype)
+    codes: Tensor = _quantize(x, scale, zero_point, qmin, qmax, axis, group, block_size, dtype=dtype)
     return codes
 
 
@@ -95,6 +101,7 @@ def dequantize(
     zero_point: Tensor | None = None,
     axis: int | None = None,
     group: int = 1,
+    block_size: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the values `(codes - zero_point) * scale` of integer codes.
@@ -105,18 +112,19 @@ def dequantize(
         zero_point: Code that zero maps to, or None for 0.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
         dtype: float32, float64, bfloat16 or float16.
 
     Returns:
         A tensor of `dtype` with the shape and memory format of codes.
 
     Raises:
-        ValueError: A shape, axis, group or device does not fit.
+        ValueError: A shape, axis, group, block size or device does not fit.
         TypeError: A dtype does not fit.
 
     Example:
         >>> dequantize(torch.tensor([-10, 0, 2], dtype=torch.int8), torch.tensor(0.5))
         tensor([-5.,  0.,  1.])
     """
-    values: Tensor = _dequantize(codes, scale, zero_point, axis, group, dtype=dtype)
+    values: Tensor = _dequantize(codes, scale, zero_point, axis, group, block_size, dtype=dtype)
     return values

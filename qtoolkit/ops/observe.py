@@ -10,45 +10,53 @@ _observe_minmax_ = library.observe_minmax_.default
 _search_range = library.search_range.default
 
 
-def minmax(x: Tensor, axis: int | None = None, group: int = 1) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest value of x, per tensor or per channel, in one read of x.
+def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of x, per tensor, per channel or per block, in one read of x.
 
     Args:
         x: Input with at least one element; float32, float64, bfloat16 or float16.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a range, or 0 for no blocks.
 
     Returns:
-        Two tensors of x's dtype, 0-d per tensor, else of `group * x.size(axis)` elements. NaN anywhere in a channel makes
-        both its values NaN.
+        Two tensors of x's dtype: 0-d per tensor, of `group * x.size(axis)` elements per channel, of x's shape with dimension
+        `axis` divided by `block_size` per block. NaN anywhere in a channel makes both its values NaN.
 
     Raises:
-        ValueError: x is empty, or axis or group does not fit.
+        ValueError: x is empty, or axis, group or block size does not fit.
         TypeError: x is not floating point.
 
     Example:
         >>> minmax(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), axis=0)
         (tensor([-2.,  3.]), tensor([1., 4.]))
     """
-    lo, hi = _minmax(x, axis, group)
+    lo, hi = _minmax(x, axis, group, block_size)
     return lo, hi
 
 
 def observe_minmax_(
-    x: Tensor, lo: Tensor, hi: Tensor, momentum: float | None = None, axis: int | None = None, group: int = 1
+    x: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    momentum: float | None = None,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
 ) -> None:
     """Update running ranges in place with those of x; nothing waits for the device.
 
     Args:
         x: Input; an empty one changes nothing.
-        lo: Lowest values so far, float32 or float64, one a channel; start with +inf.
+        lo: Lowest values so far, float32 or float64, one a channel (or block, row-major); start with +inf.
         hi: Highest values so far; start with -inf.
         momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a range, or 0 for no blocks.
 
     Raises:
-        ValueError: A shape, axis, group, device or the momentum does not fit.
+        ValueError: A shape, axis, group, block size, device or the momentum does not fit.
         TypeError: A dtype does not fit.
 
     Example:
@@ -58,7 +66,7 @@ def observe_minmax_(
         >>> lo, hi
         (tensor(-3.), tensor(5.))
     """
-    _observe_minmax_(x, lo, hi, momentum, axis, group)
+    _observe_minmax_(x, lo, hi, momentum, axis, group, block_size)
 
 
 def observe_histogram_(x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor) -> None:

@@ -1,0 +1,91 @@
+"""Codes of 4 bits, packed two a byte as in ONNX's INT4 and UINT4, straight from values and back."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_dequantize_int4 = library.dequantize_int4.default
+_quantize_int4 = library.quantize_int4.default
+
+
+def quantize_int4(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -8,
+    qmax: int = 7,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+) -> Tensor:
+    """Return the codes of x as ONNX stores INT4 and UINT4: two a byte, the first in its low half, x in row-major order.
+
+    The codes are those of `quantize`; x is read once, and nothing but the packed codes is written.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16. NaN becomes qmin.
+        scale: Step between codes; see the module's docstring for its shape.
+        zero_point: Code that zero maps to, or None for 0.
+        qmin: Lowest code: from -8 where codes are signed, from 0 where they are not.
+        qmax: Highest code: up to 7, or 15.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
+
+    Returns:
+        A uint8 tensor of shape ((x.numel() + 1) // 2,); of an odd number of codes, the last byte's high half is 0.
+
+    Raises:
+        ValueError: A shape, axis, range, group, block size or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> packed = quantize_int4(torch.tensor([1.0, -2.0, 7.0]), torch.tensor(1.0))
+        >>> [hex(byte) for byte in packed]
+        ['0xe1', '0x7']
+    """
+    packed: Tensor = _quantize_int4(x, scale, zero_point, qmin, qmax, axis, group, block_size)
+    return packed
+
+
+def dequantize_int4(
+    packed: Tensor,
+    size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    signed: bool = True,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the values `(codes - zero_point) * scale` of codes that `quantize_int4` packed.
+
+    Args:
+        packed: uint8 of shape ((number of codes + 1) // 2,).
+        size: Shape of the result, which the packed codes do not tell.
+        scale: Step between codes; see the module's docstring for its shape, with x the result.
+        zero_point: Code that zero maps to, or None for 0.
+        signed: Whether codes run from -8 to 7, or from 0 to 15.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
+        dtype: float32, float64, bfloat16 or float16.
+
+    Returns:
+        A row-major tensor of `dtype` with shape `size`.
+
+    Raises:
+        ValueError: A shape, axis, group, block size or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> packed = torch.tensor([0xE1, 0x07], dtype=torch.uint8)
+        >>> dequantize_int4(packed, [3], torch.tensor(0.5))
+        tensor([ 0.5000, -1.0000,  3.5000])
+    """
+    values: Tensor = _dequantize_int4(packed, size, scale, zero_point, signed, axis, group, block_size, dtype=dtype)
+    return values
