@@ -67,7 +67,7 @@ def measure(case: Case, threads: int, pace: Pace) -> Row:
     calls = {name: _calls_in_a_sample(work, pace.sync) for name, work in case.work.items()}
     times: dict[str, list[float]] = {name: [] for name in case.work}
     end, repeats = time.perf_counter() + pace.seconds, 0
-    while repeats < pace.repeats and (repeats < FEWEST_REPEATS or time.perf_counter() < end):
+    while repeats < FEWEST_REPEATS or (repeats < pace.repeats and time.perf_counter() < end):
         for name, work in case.work.items():
             times[name].append(_sample(work, calls[name], pace.sync))
         repeats += 1
