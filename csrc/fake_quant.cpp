@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bodies.h"
 #include "checks.h"
 #include "launch.h"
 #include "layout.h"
@@ -19,8 +20,6 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-const Tensor* pointer(const optional<Tensor>& t) { return t.has_value() ? &*t : nullptr; }
-
 // An op that maps x element by element; `job` brings what its rule needs beside the grid's tensors.
 std::tuple<Tensor, Tensor> map_onto(Tensor y, Op op, Job& job, const Tensor& x, const GridTensors& grid,
                                     const Channels& channels, bool with_mask) {
@@ -28,8 +27,8 @@ std::tuple<Tensor, Tensor> map_onto(Tensor y, Op op, Job& job, const Tensor& x, 
   Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
   job.numel = x.numel();
   job.channels = channels;
-  job.x = operand_of(in, y);
   job.y = y.mutable_data_ptr();
+  job.x = operand_of(in, y);
   job.y_dtype = job.x.dtype;
   job.mask = with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
   launch(op, job, grid, x.device());
@@ -48,9 +47,21 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
   check_storage("fake_quant", "x", x);
   check_range("fake_quant", qmin, qmax);
   const int64_t a = check_grid("fake_quant", x, scale, zero_point, axis, group);
-  Job job;
-  job.ends = representable(qmin, qmax, x);
-  return map(Op::fake_quant, job, x, {&scale, pointer(zero_point)}, a, group, with_mask);
+  const Tensor y = empty_result(x, x.options(), group);
+  return fake_quant_onto(y, x, {&scale, pointer(zero_point)}, qmin, qmax, a, group, with_mask);
+}
+
+// Where x is not laid out as a result is (it has gaps, say), the result is made beside it and copied.
+Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                   optional<int64_t> axis, int64_t group, bool with_mask) {
+  const int64_t a = check_fake_quant_(x, scale, zero_point, qmin, qmax, axis, group);
+  const GridTensors grid = {&scale, pointer(zero_point)};
+  if (layout_of_result(x, group).is_same(x)) {
+    return std::get<1>(fake_quant_onto(x, x, grid, qmin, qmax, a, group, with_mask));
+  }
+  auto [y, mask] = fake_quant_onto(empty_result(x, x.options(), group), x, grid, qmin, qmax, a, group, with_mask);
+  x.copy_(y);
+  return mask;
 }
 
 std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
@@ -118,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   check_range(kOp, qmin, qmax);
   check_same_shape(kOp, "grad", grad, x);
   const int64_t a = check_grid(kOp, x, scale, zero_point, axis, group);
-  Tensor in = x, grad_in = grad.to(x.scalar_type()), dx = empty_result(x, x.options(), group);
+  Tensor in = x, grad_in = as_type(grad, x.scalar_type()), dx = empty_result(x, x.options(), group);
   Tensor sums = at::empty({2, scale.numel()}, x.options().dtype(at::kDouble));
   Job job;
   job.numel = x.numel();
@@ -132,15 +143,11 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   job.sum_zero_point = zero_point.has_value() ? job.sum_scale + scale.numel() : nullptr;
   launch(Op::fake_quant_learned_backward, job, {&scale, pointer(zero_point)}, x.device());
 
-  // The scale counts by its magnitude (usable_scale), so its gradient has its sign.
-  const Tensor sign = scale.ge(0).to(scale.scalar_type()).mul_(2).sub_(1);
-  const Tensor ds = sums.select(0, 0).mul(grad_factor).to(scale.scalar_type()).view(scale.sizes()).mul_(sign);
-  Tensor dz;
-  if (zero_point.has_value()) {
-    dz = sums.select(0, 1).mul(grad_factor).to(zero_point->scalar_type()).view(zero_point->sizes());
-  } else {
-    dz = at::empty({0}, scale.options());
-  }
+  const Tensor ds = at::empty(scale.sizes(), scale.options());
+  learned_gradient(job.sum_scale, grad_factor, &scale, ds);
+  const Tensor dz =
+      zero_point.has_value() ? at::empty(zero_point->sizes(), zero_point->options()) : at::empty({0}, scale.options());
+  if (zero_point.has_value()) learned_gradient(job.sum_zero_point, grad_factor, nullptr, dz);
   return {dx, ds, dz};
 }
 
@@ -178,8 +185,16 @@ std::tuple<Tensor, Tensor> fake_tensor_quant(const Tensor& x, const Tensor& amax
 
 }  // namespace
 
+std::tuple<Tensor, Tensor> fake_quant_onto(const Tensor& y, const Tensor& x, const GridTensors& grid, int64_t qmin,
+                                           int64_t qmax, int64_t axis, int64_t group, bool with_mask) {
+  Job job;
+  job.ends = representable(qmin, qmax, x);
+  return map_onto(y, Op::fake_quant, job, x, grid, channels_of(y, axis, group, grid.scale->numel()), with_mask);
+}
+
 TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_", fake_quant_);
   m.impl("fake_quant_float", fake_quant_float);
   m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);
@@ -191,6 +206,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
 #ifdef QTOOLKIT_CUDA
 TORCH_LIBRARY_IMPL(qtoolkit, CUDA, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_", fake_quant_);
   m.impl("fake_quant_float", fake_quant_float);
   m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);

@@ -7,6 +7,7 @@
 
 #include <tuple>
 
+#include "bodies.h"
 #include "checks.h"
 #include "launch.h"
 #include "layout.h"
@@ -19,10 +20,11 @@ using std::optional;
 
 int64_t range_count(const Tensor& x, int64_t axis, int64_t group) { return axis < 0 ? 1 : x.size(axis) * group; }
 
-// The lowest (row 0) and highest (row 1) values of each channel, in float64: exact for every storage type.
+}  // namespace
+
 Tensor ranges_of(const Tensor& x, int64_t axis, int64_t group) {
   Tensor in = x;
-  const Tensor order = empty_result(x, x.options().device(at::kMeta), group);  // no memory: only strides are asked for
+  const Tensor order = layout_of_result(x, group);
   const int64_t count = range_count(x, axis, group);
   Tensor ranges = at::empty({2, count}, x.options().dtype(at::kDouble));
   Job job;
@@ -34,6 +36,8 @@ Tensor ranges_of(const Tensor& x, int64_t axis, int64_t group) {
   launch(Op::minmax, job, {}, x.device());
   return ranges;
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64_t group) {
   check_storage("minmax", "x", x);
@@ -53,6 +57,16 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
   blend_ranges(lo, hi, ranges_of(x, a, group), momentum);
 }
 
+std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
+                                         bool pow2_scale) {
+  check_grid_of_range(lo, hi, qmin, qmax);
+  const Tensor scale = at::empty(lo.sizes(), lo.options());
+  const Tensor zero_point = symmetric ? at::empty({0}, lo.options()) : at::empty(lo.sizes(), lo.options());
+  const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), symmetric, pow2_scale};
+  grid_of_ranges(lo.contiguous(), hi.contiguous(), {&scale, symmetric ? nullptr : &zero_point}, codes);
+  return {scale, zero_point};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) {
@@ -62,12 +76,14 @@ TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
+  m.impl("grid_of_range", grid_of_range);
 }
 
 #ifdef QTOOLKIT_CUDA
 TORCH_LIBRARY_IMPL(qtoolkit, CUDA, m) {
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
+  m.impl("grid_of_range", grid_of_range);
 }
 #endif
 
