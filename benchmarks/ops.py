@@ -238,6 +238,43 @@ def overhead_case(device: str) -> Case:
     )
 
 
+def moving_range_cases(named: Mapping[str, Tensors]) -> Iterator[Case]:
+    one = torch.ones(1, dtype=torch.int64)
+    for name, t in named.items():
+        if t.axis is not None or t.x.dtype != torch.float32:
+            continue
+        device = t.x.device
+        lo, hi, scale = (torch.full((1,), v, device=device) for v in (torch.inf, -torch.inf, 1.0))
+        on = one.to(device)
+        theirs = [torch.full((), v, device=device) for v in (torch.inf, -torch.inf)]
+        theirs += [torch.ones(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)]
+
+        def in_turn(x: Tensor = t.x, lo: Tensor = lo, hi: Tensor = hi) -> Tensor:
+            ops.observe_minmax_(x, lo, hi, 0.1)
+            return ops.fake_quant(x, ops.grid_of_range(lo, hi)[0])
+
+        work: dict[str, Callable[[], object]] = {
+            ROOF: t.x.clone,
+            "ours": lambda x=t.x, state=(lo, hi, scale): ops.observe_fake_quant(x, *state, momentum=0.1),
+            "ours, in turn": in_turn,
+            "torch, fused": lambda x=t.x, on=on, state=theirs: torch.fused_moving_avg_obs_fake_quant(
+                x, on, on, *state, 0.1, -128, 127, -1
+            ),
+        }
+        yield Case("observer and fake-quant in one op", name, work, "1.3")
+
+
+def in_place_cases(named: Mapping[str, Tensors]) -> Iterator[Case]:
+    for name, t in named.items():
+        mine = t.x.clone()
+        work: dict[str, Callable[[], object]] = {
+            ROOF: t.x.clone,
+            "fake_quant": lambda t=t: ops.fake_quant(t.x, t.scale, axis=t.axis),
+            "fake_quant_": lambda t=t, mine=mine: ops.fake_quant_(mine, t.scale, axis=t.axis),
+        }
+        yield Case("in place", name, work, "below fake_quant")
+
+
 # ---- the run ----------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +352,8 @@ def main() -> None:
         *forward_cases(named, args.compile),
         *backward_cases(named, args.compile),
         *learned_cases(named, args.compile),
+        *moving_range_cases(named),
+        *in_place_cases(named),
         *observer_cases(observed(args.device), args.compile),
         *histogram_cases(observed(args.device), args.compile),
         *([search_case()] if args.device == "cpu" else []),
