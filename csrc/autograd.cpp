@@ -1,13 +1,10 @@
 // What is saved for backward, and which backward op is called. Each kernel here calls its own op again below autograd:
 // so the op stays one node in compiled and exported graphs.
+#include "autograd.h"
+
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include <functional>
 #include <string_view>
-
-#include "layout.h"
 
 namespace qtoolkit {
 namespace {
@@ -19,12 +16,10 @@ using torch::autograd::variable_list;
 
 using ForwardSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t,
                                                  int64_t, optional<int64_t>, int64_t, int64_t, double, bool);
-using BackwardSchema = Tensor(const Tensor&, const Tensor&, at::IntArrayRef);
 using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                                  const optional<Tensor>&, int64_t, int64_t,
                                                                  optional<int64_t>, int64_t, int64_t, double);
 
-using HistogramSchema = void(const Tensor&, Tensor&, Tensor&, Tensor&);
 using FloatSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view, optional<int64_t>,
                                                int64_t, int64_t, bool);
 using BlockSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, std::string_view, int64_t, std::string_view,
@@ -32,24 +27,12 @@ using BlockSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, std::strin
 using TensorQuantSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
 using FakeTensorQuantSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
 
-using ObserveSchema = void(const Tensor&, Tensor&, Tensor&, optional<double>, optional<int64_t>, int64_t, int64_t);
-
-template <class Schema>
-const auto& op(const char* name) {
-  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
-  return handle;
-}
-
 std::tuple<Tensor, Tensor> forward_below(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                          int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
                                          int64_t block_size, double grad_factor, bool mask) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   return op<ForwardSchema>("qtoolkit::fake_quant")
       .call(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
-}
-
-Tensor backward_op(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
-  return op<BackwardSchema>("qtoolkit::fake_quant_backward").call(grad, mask, order);
 }
 
 // Fixed scale: only the packed mask is kept, an eighth of a byte an element.
@@ -67,23 +50,6 @@ struct FakeQuant : torch::autograd::Function<FakeQuant> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor dx = backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector());
     return {dx, {}, {}, {}, {}, {}, {}, {}, {}};
-  }
-};
-
-// Any other op whose gradient in x is the incoming one where the mask's bit is set. `below` calls it with the mask
-// wanted; its last result is the mask, and only its first is differentiable.
-struct StraightThrough : torch::autograd::Function<StraightThrough> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*x*/, const std::function<variable_list()>& below) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    variable_list results = below();
-    ctx->save_for_backward({results.back()});
-    ctx->saved_data["order"] = memory_order(results.front());
-    ctx->mark_non_differentiable({results.begin() + 1, results.end()});
-    return results;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector()), {}};
   }
 };
 
@@ -146,8 +112,6 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
   }
   return forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
-
-bool is_differentiated(const Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
 std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
                                             optional<int64_t> axis, int64_t group, int64_t block_size, bool mask) {
@@ -225,24 +189,6 @@ Tensor snapshot(const Tensor& x) {
   return op<Tensor(const Tensor&)>("qtoolkit::snapshot").call(x);
 }
 
-void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
-                     int64_t group, int64_t block_size) {
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    op<ObserveSchema>("qtoolkit::observe_minmax_").call(x, lo, hi, momentum, axis, group, block_size);
-  }
-  torch::autograd::impl::bump_version(lo);
-  torch::autograd::impl::bump_version(hi);
-}
-
-void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi) {
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    op<HistogramSchema>("qtoolkit::observe_histogram_").call(x, counts, lo, hi);
-  }
-  for (const Tensor& t : {counts, lo, hi}) torch::autograd::impl::bump_version(t);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
@@ -254,15 +200,10 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("snapshot", snapshot);
   // No gradient is lost in silence.
-  for (const char* name : {"fake_quant_learned_backward", "dequantize", "dequantize_int4", "minmax", "search_range"}) {
+  for (const char* name :
+       {"fake_quant_learned_backward", "dequantize", "dequantize_int4", "minmax", "grid_of_range", "search_range"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
-}
-
-// What they update in place counts as changed.
-TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) {
-  m.impl("observe_minmax_", observe_minmax_);
-  m.impl("observe_histogram_", observe_histogram_);
 }
 
 }  // namespace qtoolkit

@@ -314,4 +314,63 @@ inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor&
                    " and ", hi.scalar_type(), ".");
 }
 
+// The codes that a range is to be covered by.
+inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax) {
+  check_range(op, qmin, qmax);
+  TORCH_CHECK_VALUE(qmin <= 0 && qmax > 0, op, ": qmin and qmax must hold 0 and a code above it, got [", qmin, ", ",
+                    qmax, "].");
+}
+
+inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax) {
+  constexpr const char* kOp = "grid_of_range";
+  TORCH_CHECK_TYPE(lo.scalar_type() == at::kFloat || lo.scalar_type() == at::kDouble, kOp,
+                   ": lo must be float32 or float64, got ", lo.scalar_type(), "; convert it with .float().");
+  TORCH_CHECK_TYPE(hi.scalar_type() == lo.scalar_type(), kOp, ": hi must have the dtype of lo, ", lo.scalar_type(),
+                   ", got ", hi.scalar_type(), ".");
+  TORCH_CHECK_VALUE(hi.device() == lo.device(), kOp, ": hi must be on the device of lo, ", lo.device(), ", got ",
+                    hi.device(), ".");
+  TORCH_CHECK_VALUE(hi.sym_sizes() == lo.sym_sizes(), kOp, ": hi must have the shape of lo, ", lo.sym_sizes(), ", got ",
+                    hi.sym_sizes(), ".");
+  check_covering_codes(kOp, qmin, qmax);
+}
+
+// A scale or zero point that is written from running ranges.
+inline void check_written(const char* op, const char* name, const at::Tensor& t, const at::Tensor& lo) {
+  TORCH_CHECK_TYPE(t.scalar_type() == lo.scalar_type(), op, ": ", name, " must have the dtype of lo, ",
+                   lo.scalar_type(), ", got ", t.scalar_type(), ".");
+  TORCH_CHECK_VALUE(t.device() == lo.device(), op, ": ", name, " must be on the device of lo, ", lo.device(), ", got ",
+                    t.device(), ".");
+  TORCH_CHECK_VALUE(t.sym_numel() == lo.sym_numel(), op, ": ", name, " must have as many elements as lo, ",
+                    lo.sym_numel(), ", got ", t.sym_numel(), " (shape ", t.sym_sizes(), ").");
+  TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, as it is updated in place.");
+}
+
+inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, const at::Tensor& hi,
+                                     const at::Tensor& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin,
+                                     int64_t qmax, std::optional<double> momentum, std::optional<int64_t> axis,
+                                     int64_t group) {
+  constexpr const char* kOp = "observe_fake_quant";
+  check_storage(kOp, "x", x);
+  const Axis a = check_axis(kOp, x, axis, group);
+  check_ranges(kOp, lo, hi, x, a);
+  check_momentum(kOp, momentum);
+  check_covering_codes(kOp, qmin, qmax);
+  check_written(kOp, "scale", scale, lo);
+  if (zero_point.has_value()) check_written(kOp, "zero_point", *zero_point, lo);
+  return a;
+}
+
+inline Axis check_fake_quant_(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
+                              int64_t qmin, int64_t qmax, std::optional<int64_t> axis, int64_t group) {
+  constexpr const char* kOp = "fake_quant_";
+  check_storage(kOp, "x", x);
+  check_range(kOp, qmin, qmax);
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    TORCH_CHECK_VALUE(x.sym_size(d) <= 1 || x.sym_stride(d) != 0, kOp, ": x must not be expanded, as its elements are ",
+                      "written in place, got stride 0 in dimension ", d, " (shape ", x.sym_sizes(),
+                      "); use fake_quant.");
+  }
+  return check_grid(kOp, x, scale, zero_point, axis, group);
+}
+
 }  // namespace qtoolkit

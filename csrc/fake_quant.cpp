@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bodies.h"
 #include "checks.h"
 #include "launch.h"
 #include "layout.h"
@@ -25,8 +26,8 @@ std::tuple<Tensor, Tensor> map_onto(Tensor y, Op op, Job& job, const Tensor& x, 
   Tensor mask = at::empty({with_mask ? (x.numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
   job.numel = x.numel();
   job.channels = channels;
-  job.x = operand_of(in, y);
   job.y = y.mutable_data_ptr();
+  job.x = operand_of(in, y);
   job.y_dtype = job.x.dtype;
   job.mask = with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
   launch(op, job, grid, x.device());
@@ -46,9 +47,21 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
   check_storage("fake_quant", "x", x);
   check_range("fake_quant", qmin, qmax);
   const Axis a = check_grid("fake_quant", x, scale, zero_point, axis, group, block_size);
-  Job job;
-  job.ends = representable(qmin, qmax, x);
-  return map(Op::fake_quant, job, x, scale, zero_point, a, with_mask);
+  const Tensor y = empty_result(x, x.options(), group);
+  return fake_quant_onto(y, x, scale, zero_point, qmin, qmax, a, with_mask);
+}
+
+// Where x is not laid out as a result is (it has gaps, say), the result is made beside it and copied.
+Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                   optional<int64_t> axis, int64_t group, bool with_mask) {
+  const Axis a = check_fake_quant_(x, scale, zero_point, qmin, qmax, axis, group);
+  if (layout_of_result(x, group).is_same(x)) {
+    return std::get<1>(fake_quant_onto(x, x, scale, zero_point, qmin, qmax, a, with_mask));
+  }
+  const Tensor beside = empty_result(x, x.options(), group);
+  auto [y, mask] = fake_quant_onto(beside, x, scale, zero_point, qmin, qmax, a, with_mask);
+  x.copy_(y);
+  return mask;
 }
 
 std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
@@ -116,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   check_range(kOp, qmin, qmax);
   check_same_shape(kOp, "grad", grad, x);
   const Axis a = check_grid(kOp, x, scale, zero_point, axis, group, block_size);
-  Tensor in = x, grad_in = grad.to(x.scalar_type()), dx = empty_result(x, x.options(), group);
+  Tensor in = x, grad_in = as_type(grad, x.scalar_type()), dx = empty_result(x, x.options(), group);
   Tensor sums = at::empty({2, scale.numel()}, x.options().dtype(at::kDouble));
   Job job;
   job.numel = x.numel();
@@ -131,14 +144,14 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   const OrderedGrid grid(scale, zero_point, dx, a);
   launch(Op::fake_quant_learned_backward, job, grid.tensors(), x.device());
 
-  // The scale counts by its magnitude (usable_scale), so its gradient has its sign.
-  const Tensor sign = scale.ge(0).to(scale.scalar_type()).mul_(2).sub_(1);
-  const auto gradient = [&](int64_t row, const Tensor& of) {
-    const Tensor sum = from_memory_order(sums.select(0, row), dx, a).reshape(of.sizes());
-    return sum.mul(grad_factor).to(of.scalar_type());
+  const auto gradient = [&](int64_t row, const Tensor& of, const Tensor* sign) {
+    const Tensor sum = from_memory_order(sums.select(0, row), dx, a);
+    const Tensor result = at::empty(of.sizes(), of.options());
+    learned_gradient(sum.const_data_ptr<double>(), grad_factor, sign, result);
+    return result;
   };
-  const Tensor ds = gradient(0, scale).mul_(sign);
-  return {dx, ds, zero_point.has_value() ? gradient(1, *zero_point) : at::empty({0}, scale.options())};
+  const Tensor ds = gradient(0, scale, &scale);
+  return {dx, ds, zero_point.has_value() ? gradient(1, *zero_point, nullptr) : at::empty({0}, scale.options())};
 }
 
 // ---- pytorch-quantization ---------------------------------------------------------------------------------------
@@ -175,8 +188,18 @@ std::tuple<Tensor, Tensor> fake_tensor_quant(const Tensor& x, const Tensor& amax
 
 }  // namespace
 
+std::tuple<Tensor, Tensor> fake_quant_onto(const Tensor& y, const Tensor& x, const Tensor& scale,
+                                           const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                                           const Axis& axis, bool with_mask) {
+  Job job;
+  job.ends = representable(qmin, qmax, x);
+  const OrderedGrid grid(scale, zero_point, y, axis);
+  return map_onto(y, Op::fake_quant, job, x, grid.tensors(), channels_of(y, axis, scale.numel()), with_mask);
+}
+
 TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_", fake_quant_);
   m.impl("fake_quant_float", fake_quant_float);
   m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);
@@ -188,6 +211,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
 #ifdef QTOOLKIT_CUDA
 TORCH_LIBRARY_IMPL(qtoolkit, CUDA, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_", fake_quant_);
   m.impl("fake_quant_float", fake_quant_float);
   m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);

@@ -70,6 +70,14 @@ QT_FN V scale_gradient(const GridPoint<V>& p, V grad, V zero_point) {
   return grad * (is_inside(p) ? residual : steps);
 }
 
+// A channel's sum of such gradients times the gradient factor, as `scale` gets it: it counts by its magnitude
+// (usable_scale), so its gradient has its sign. For a zero point, pass 1.
+template <class A>
+QT_FN A learned_gradient(double sum, double factor, A scale) {
+  const A gradient = static_cast<A>(sum * factor);
+  return scale >= 0 ? gradient : -gradient;
+}
+
 // d(value)/d(zero_point), times the incoming gradient: only clamped elements move with the zero point.
 template <class V>
 QT_FN V zero_point_gradient(const GridPoint<V>& p, V grad, V scale) {

@@ -22,7 +22,7 @@ void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi)
   check_storage("observe_histogram_", "x", x);
   check_histogram("observe_histogram_", x, counts, lo, hi);
   Tensor in = x;
-  const Tensor order = empty_result(x, x.options().device(at::kMeta), 1);  // no memory: only strides are asked for
+  const Tensor order = layout_of_result(x, 1);
   Job job;
   job.numel = x.numel();
   job.channels = channels_of(order, {}, 1);

@@ -21,4 +21,18 @@ void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& 
   cpu::blend_ranges(lo, hi, batch, momentum);
 }
 
+void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
+#ifdef QTOOLKIT_CUDA
+  if (lo.is_cuda()) return cuda::grid_of_ranges(lo, hi, grid, codes);
+#endif
+  cpu::grid_of_ranges(lo, hi, grid, codes);
+}
+
+void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient) {
+#ifdef QTOOLKIT_CUDA
+  if (gradient.is_cuda()) return cuda::learned_gradient(sums, factor, scale, gradient);
+#endif
+  cpu::learned_gradient(sums, factor, scale, gradient);
+}
+
 }  // namespace qtoolkit

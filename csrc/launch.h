@@ -7,6 +7,7 @@
 
 #include "job.h"
 #include "layout.h"
+#include "range_grid.h"
 
 namespace qtoolkit {
 
@@ -49,5 +50,11 @@ void launch(Op op, Job& job, const GridTensors& grid, c10::Device device);
 
 // lo and hi widen to, or (with a momentum) move towards, the ranges of a batch.
 void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
+
+// Writes the grids that cover ranges to scale and (where there is one) zero point; all contiguous and of one type.
+void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
+
+// The gradient of a learned scale, or (where it is null) of a zero point, by the sums of the learned backward.
+void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
 
 }  // namespace qtoolkit

@@ -26,6 +26,12 @@ Dtype dtype_of(const at::Tensor& t) {
   }
 }
 
+at::Tensor as_type(const at::Tensor& t, at::ScalarType type) { return t.scalar_type() == type ? t : t.to(type); }
+
+at::Tensor in_arithmetic(const at::Tensor& values, bool f64) {
+  return as_type(values, f64 ? at::kDouble : at::kFloat).contiguous();
+}
+
 Ends representable(int64_t qmin, int64_t qmax, const at::Tensor& x) {
   const Ends exact = {static_cast<double>(qmin), static_cast<double>(qmax)};
   if (x.scalar_type() == at::kDouble) return exact;
@@ -143,11 +149,19 @@ at::Tensor from_memory_order(const at::Tensor& values, const at::Tensor& dense, 
   return values.view(sorted).permute(place).contiguous();
 }
 
+// Whether the channels of a dense tensor can be found as channels_of does.
+static bool has_groups_apart(const at::Tensor& dense, int64_t group) {
+  return group == 1 || dense.is_contiguous() || dense.sym_stride(0) * dense.sym_size(0) == dense.sym_numel();
+}
+
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group) {
   at::Tensor y = at::empty_like(x, options);
-  if (group == 1 || y.is_contiguous()) return y;
-  const bool slowest = y.sym_stride(0) * y.sym_size(0) == y.sym_numel();
-  return slowest ? y : at::empty_symint(x.sym_sizes(), options);
+  return has_groups_apart(y, group) ? y : at::empty_symint(x.sym_sizes(), options);
+}
+
+at::Tensor layout_of_result(const at::Tensor& x, int64_t group) {
+  if (x.is_non_overlapping_and_dense() && has_groups_apart(x, group)) return x;
+  return empty_result(x, x.options().device(at::kMeta), group);
 }
 
 }  // namespace qtoolkit

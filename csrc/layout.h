@@ -11,6 +11,12 @@ namespace qtoolkit {
 
 Dtype dtype_of(const at::Tensor& t);
 
+// t in another type; t itself where it is of that type.
+at::Tensor as_type(const at::Tensor& t, at::ScalarType type);
+
+// Values of a scale or zero point as the arithmetic (float32 or float64) reads them, one after the other.
+at::Tensor in_arithmetic(const at::Tensor& values, bool f64);
+
 // The ends of a range as the arithmetic of x's type can hold them: the next values inwards where float32 is too coarse
 // (beyond 2^24), so that no code leaves [qmin, qmax].
 Ends representable(int64_t qmin, int64_t qmax, const at::Tensor& x);
@@ -36,5 +42,8 @@ at::Tensor from_memory_order(const at::Tensor& values, const at::Tensor& dense, 
 
 // A dense tensor for the result of an op on x: in x's own memory order wherever channels_of allows it.
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group);
+
+// A tensor with the strides of such a result, but without memory of its own: x itself where x lies so.
+at::Tensor layout_of_result(const at::Tensor& x, int64_t group);
 
 }  // namespace qtoolkit

@@ -20,6 +20,18 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
       "int block_size=0, float grad_factor=1.0, bool mask=False) -> (Tensor, Tensor)");
 
+  // The same, written over x; gives the mask. Differentiable in x alone, of which nothing but the mask is kept.
+  m.def(
+      "fake_quant_(Tensor(a!) x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
+      "bool mask=False) -> Tensor");
+
+  // observe_minmax_, then the grid of the ranges as they are now (grid_of_range; without a zero point a symmetric one),
+  // written to scale and zero_point, then fake_quant on it. Differentiable in x.
+  m.def(
+      "observe_fake_quant(Tensor x, Tensor(a!) lo, Tensor(b!) hi, Tensor(c!) scale, Tensor(d!)? zero_point, int qmin, "
+      "int qmax, float? momentum=None, bool pow2_scale=False, int? axis=None, int group=1, bool mask=False) "
+      "-> (Tensor, Tensor)");
+
   // Values on the grid of a small float format ("e4m3", "e5m2" or "e2m1"): x / scale rounded half to even, saturated at
   // the format's largest number, times scale; and the packed mask of what was not saturated. Differentiable in x.
   m.def(
@@ -86,6 +98,11 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def(
       "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1, "
       "int block_size=0) -> ()");
+
+  // The scale and zero point (empty where symmetric) whose codes cover the ranges [lo, hi]: range_grid.h has the rule.
+  m.def(
+      "grid_of_range(Tensor lo, Tensor hi, int qmin, int qmax, bool symmetric=True, bool pow2_scale=False) "
+      "-> (Tensor, Tensor)");
 
   // Adds x to the running histogram counts (int64, an even number of equal bins) of the range [lo, hi], which grows as
   // x asks for: histogram.h has the rule. hi <= lo: nothing seen yet. NaN, an infinity or a magnitude of 2^126 or more

@@ -30,6 +30,20 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
   return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
 }
 
+Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                   optional<int64_t> axis, int64_t group, bool with_mask) {
+  check_fake_quant_(x, scale, zero_point, qmin, qmax, axis, group);
+  return empty_mask(x, with_mask);
+}
+
+std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tensor& hi, Tensor& scale,
+                                              const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                                              optional<double> momentum, bool /*pow2_scale*/, optional<int64_t> axis,
+                                              int64_t group, bool with_mask) {
+  check_observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, axis, group);
+  return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
+}
+
 std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
                                             optional<int64_t> axis, int64_t group, int64_t block_size, bool with_mask) {
   check_storage("fake_quant_float", "x", x);
@@ -142,6 +156,13 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
   check_momentum("observe_minmax_", momentum);
 }
 
+std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
+                                         bool /*pow2_scale*/) {
+  check_grid_of_range(lo, hi, qmin, qmax);
+  const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
+  return {like(lo), symmetric ? at::empty({0}, lo.options()) : like(lo)};
+}
+
 void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi) {
   check_storage("observe_histogram_", "x", x);
   check_histogram("observe_histogram_", x, counts, lo, hi);
@@ -157,6 +178,8 @@ std::tuple<Tensor, Tensor> search_range(const Tensor& counts, const Tensor& lo, 
 
 TORCH_LIBRARY_IMPL(qtoolkit, Meta, m) {
   m.impl("fake_quant", fake_quant);
+  m.impl("fake_quant_", fake_quant_);
+  m.impl("observe_fake_quant", observe_fake_quant);
   m.impl("fake_quant_float", fake_quant_float);
   m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);
@@ -169,6 +192,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Meta, m) {
   m.impl("dequantize_int4", dequantize_int4);
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
+  m.impl("grid_of_range", grid_of_range);
   m.impl("observe_histogram_", observe_histogram_);
   m.impl("search_range", search_range);
 }

@@ -8,6 +8,7 @@
 
 #include <tuple>
 
+#include "bodies.h"
 #include "checks.h"
 #include "launch.h"
 #include "layout.h"
@@ -18,10 +19,11 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-// The lowest (row 0) and highest (row 1) values of each channel, in float64: exact for every storage type.
+}  // namespace
+
 Tensor ranges_of(const Tensor& x, const Axis& axis) {
   Tensor in = x;
-  const Tensor order = empty_result(x, x.options().device(at::kMeta), axis.group);  // only strides are asked for
+  const Tensor order = layout_of_result(x, axis.group);
   const int64_t count = count_of_channels(x, axis).expect_int();
   Tensor ranges = at::empty({2, count}, x.options().dtype(at::kDouble));
   Job job;
@@ -35,6 +37,8 @@ Tensor ranges_of(const Tensor& x, const Axis& axis) {
   const auto sorted = [&](int64_t row) { return from_memory_order(ranges.select(0, row), order, axis).flatten(); };
   return at::stack({sorted(0), sorted(1)});
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64_t group, int64_t block_size) {
   check_storage("minmax", "x", x);
@@ -54,6 +58,16 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
   blend_ranges(lo, hi, ranges_of(x, a), momentum);
 }
 
+std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
+                                         bool pow2_scale) {
+  check_grid_of_range(lo, hi, qmin, qmax);
+  const Tensor scale = at::empty(lo.sizes(), lo.options());
+  const Tensor zero_point = symmetric ? at::empty({0}, lo.options()) : at::empty(lo.sizes(), lo.options());
+  const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), symmetric, pow2_scale};
+  grid_of_ranges(lo.contiguous(), hi.contiguous(), {&scale, symmetric ? nullptr : &zero_point}, codes);
+  return {scale, zero_point};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) {
@@ -63,12 +77,14 @@ TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
+  m.impl("grid_of_range", grid_of_range);
 }
 
 #ifdef QTOOLKIT_CUDA
 TORCH_LIBRARY_IMPL(qtoolkit, CUDA, m) {
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
+  m.impl("grid_of_range", grid_of_range);
 }
 #endif
 

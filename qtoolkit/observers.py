@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 DEFAULT_MOMENTUM = 0.1
 
 
@@ -106,6 +105,11 @@ class RangeObserver(Observer):
     def forward(self, x: Tensor) -> None:
         """Take in the range of x."""
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, self.axis, self.group, self.block_size)
+
+    def observe_and_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
+        """Take in the range of x, write the grid of the range so far, and return x on it: in one op."""
+        codes = (spec.qmin, spec.qmax, self.momentum, spec.pow2_scale)
+        return ops.observe_fake_quant(x, self.lo, self.hi, scale, zero_point, *codes, self.axis, self.group)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values seen, or their moving averages."""
@@ -219,9 +223,7 @@ def make_observer(spec: QuantSpec, shape: tuple[int, ...], group: int) -> Observ
 def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     """Return the scale, and (for an affine spec) the zero point, whose grid covers the range [lo, hi].
 
-    Zero is always representable: the range is widened to hold it. Symmetric: scale = max(|lo|, |hi|) / qmax (unsigned:
-    hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round(lo / scale), in [qmin, qmax]. A range
-    of zero width gets scale 1.
+    The rule is `qtoolkit.ops.grid_of_range`'s.
 
     Args:
         lo: Lowest values, float32, any shape.
@@ -235,15 +237,4 @@ def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tens
         >>> grid_of_range(torch.tensor(-1.0), torch.tensor(3.0), QuantSpec(signed=False, symmetric=False, bits=2))
         (tensor(1.3333), tensor(1.))
     """
-    lo, hi = lo.clamp(max=0), hi.clamp(min=0)
-    if spec.symmetric:
-        width = torch.maximum(-lo, hi) if spec.signed else hi
-        steps = spec.qmax
-    else:
-        width, steps = hi - lo, spec.qmax - spec.qmin
-    scale = torch.where(width == 0, torch.ones_like(width), (width / steps).clamp(min=SMALLEST_SCALE))
-    if spec.pow2_scale:
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    if spec.symmetric:
-        return scale, None
-    return scale, (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)
+    return ops.grid_of_range(lo, hi, spec.qmin, spec.qmax, spec.symmetric, spec.pow2_scale)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.frozen import Grid, check_scale
-from qtoolkit.observers import KeepsFloat32, LoadsFloatCheckpoints, grid_of_range, make_observer
+from qtoolkit.observers import KeepsFloat32, LoadsFloatCheckpoints, RangeObserver, grid_of_range, make_observer
 
 
 class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
@@ -142,7 +142,10 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             RuntimeError: It is to quantize but has no range.
         """
         if self.observing:
-            self._observe(x)
+            self._fit_channels(x)
+            if self.quantizing and self.spec.quantizer == "fixed":
+                return self._observe_and_quantize(x)
+            self.observer(x)
         if not self.quantizing:
             return x
         if not self.ready:
@@ -150,18 +153,25 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
                 f"quantizer {self.name!r} has no range yet: call qtoolkit.calibrate(model, batches) first, or switch it "
                 f"off with qtoolkit.disable_quantization(model)."
             )
+        return self._quantize(x, 1.0 if self.spec.quantizer == "fixed" else self._lsq_factor(x))
+
+    def _quantize(self, x: Tensor, factor: float) -> Tensor:
         spec = self.spec
-        factor = 1.0 if spec.quantizer == "fixed" else self._lsq_factor(x)
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
         return ops.fake_quant(x, self._scale, self._zero_point, *grid, factor)
 
-    def _observe(self, x: Tensor) -> None:
+    def _fit_channels(self, x: Tensor) -> None:
         if not self._sized:
             self._resize(self.spec.scale_shape(x.shape, self.group))
+
+    def _observe_and_quantize(self, x: Tensor) -> Tensor:
+        spec = self.spec
+        self.ready = True
+        if isinstance(self.observer, RangeObserver) and not spec.block_size:
+            return self.observer.observe_and_quantize(x, self._scale, self._zero_point, spec)
         self.observer(x)
-        if self.quantizing and self.spec.quantizer == "fixed":
-            self._write(*grid_of_range(*self.observer.range(), self.spec))
-            self.ready = True
+        self._write(*grid_of_range(*self.observer.range(), spec))
+        return self._quantize(x, 1.0)
 
     def _lsq_factor(self, x: Tensor) -> float:
         # LSQ section 2.2: 1 / sqrt(N * qmax), N the number of weights that share a scale, or of features (without the

@@ -135,6 +135,21 @@ def moved(old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, **chann
     return tuple(tensor(n.reshape(t.shape), torch.float64) for n, t in zip(now, old, strict=True))
 
 
+def grid_of_range(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Scale and zero point (for a symmetric grid one without meaning) that cover ranges widened to hold zero."""
+    kind = arithmetic(lo.dtype)
+    low, high = np.minimum(array(lo, kind), 0), np.maximum(array(hi, kind), 0)
+    with np.errstate(all="ignore"):
+        reach = high if qmin == 0 else np.maximum(-low, high)
+        width, steps = (reach, qmax) if symmetric else (high - low, qmax - qmin)
+        scale = np.where(width == 0, kind(1), np.maximum(width / kind(steps), kind(TINY)))
+        if pow2:
+            mantissa, exponent = np.frexp(scale)
+            scale = np.where(np.isfinite(scale) & (mantissa > 0.5), np.ldexp(kind(1), exponent), scale)
+        zero_point = np.clip(kind(qmin) - np.rint(low / scale), kind(qmin), kind(qmax))
+    return tensor(scale, lo.dtype), tensor(zero_point, lo.dtype)
+
+
 class Gradients:
     """dx exactly; dscale and dzero_point as float64 sums of float32 terms, with the sums of the terms' magnitudes."""
 

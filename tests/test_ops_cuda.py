@@ -167,6 +167,32 @@ def test_observer(momentum, channels):
         assert_same(gpu, cpu)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("momentum", [None, 0.1])
+@pytest.mark.parametrize("channels", [Channels(), Channels(1), Channels(1, 2)], ids=str)
+def test_observe_fake_quant(momentum, channels, symmetric):
+    starts = (torch.inf, -torch.inf, torch.nan) if symmetric else (torch.inf, -torch.inf, torch.nan, 0.0)
+    mine = [torch.full((channels.count(torch.empty(4, 6, 1)),), v) for v in starts]
+    theirs = [t.cuda() for t in mine]
+    for seed in range(3):
+        x = floats(torch.float32, seed)(4, 6, 999)
+        how = {"qmin": -8, "qmax": 7, "momentum": momentum, "pow2_scale": seed == 1, **channels.named}
+        assert_same(ops.observe_fake_quant(x.cuda(), *theirs, **how), ops.observe_fake_quant(x, *mine, **how))
+        for gpu, cpu in zip(theirs, mine, strict=True):
+            assert_same(gpu, cpu)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(("layout", "channels"), layout_cases())
+def test_in_place(layout, channels, dtype):
+    x = layout(floats(dtype))
+    if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+        pytest.skip("expanded: an error")
+    s, z = scales(channels.count(x)), zero_points(channels.count(x))
+    y = ops.fake_quant(x, s, z, -100, 90, **channels.named)
+    assert_same(ops.fake_quant_(on_gpu(x), s.cuda(), z.cuda(), -100, 90, **channels.named), y)
+
+
 def test_nothing_waits_for_the_device():
     x, s, z = (t.cuda().requires_grad_() for t in (floats(torch.float32)(4, 6, 999), scales(6), zero_points(6)))
     lo, hi = torch.zeros(6, device="cuda"), torch.zeros(6, device="cuda")
@@ -179,6 +205,8 @@ def test_nothing_waits_for_the_device():
         ops.dequantize(q, s.detach(), z.detach(), axis=1)
         ops.minmax(x.detach(), axis=1)
         ops.observe_minmax_(x.detach(), lo, hi, 0.1, axis=1)
+        ops.observe_fake_quant(x.detach(), lo, hi, torch.empty_like(lo), torch.empty_like(lo), axis=1)
+        ops.fake_quant_(x * 1, s.detach(), axis=1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

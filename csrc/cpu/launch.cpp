@@ -1,6 +1,7 @@
 // Splits a job into ranges of work for the threads, with the kernels of the instruction set chosen at load time.
 #include "launch.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
@@ -12,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "../fake_quant.h"
+#include "../layout.h"
 #include "../observe.h"
 #include "kernels.h"
 
@@ -93,7 +96,7 @@ template <class A, class Rule>
 std::vector<A> row_of(const at::Tensor* values, const Channels& row, int64_t repeat, Rule rule) {
   std::vector<A> out(row.count + (row.inner == 1 && row.count > 1 ? kChunk : 0), A(0));
   if (values == nullptr) return out;
-  const at::Tensor usable = values->to(std::is_same_v<A, double> ? at::kDouble : at::kFloat).contiguous();
+  const at::Tensor usable = in_arithmetic(*values, std::is_same_v<A, double>);
   const A* from = usable.const_data_ptr<A>();
   for (int64_t i = 0; i < row.count; ++i) out[i] = rule(from[i / repeat]);
   for (size_t i = row.count; i < out.size(); ++i) out[i] = out[i % row.count];
@@ -275,6 +278,34 @@ void blend(at::Tensor lo, at::Tensor hi, const at::Tensor& batch, std::optional<
 void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum) {
   return lo.scalar_type() == at::kDouble ? blend<double>(lo, hi, batch, momentum)
                                          : blend<float>(lo, hi, batch, momentum);
+}
+
+template <class A>
+void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
+  const A *lows = lo.const_data_ptr<A>(), *highs = hi.const_data_ptr<A>();
+  A* scale = grid.scale->mutable_data_ptr<A>();
+  A* zero_point = grid.zero_point == nullptr ? nullptr : grid.zero_point->mutable_data_ptr<A>();
+  for (int64_t c = 0; c < lo.numel(); ++c) {
+    const RangeGrid<A> found = covering_grid(Range<A>{lows[c], highs[c]}, codes);
+    scale[c] = found.scale;
+    if (zero_point != nullptr) zero_point[c] = found.zero_point;
+  }
+}
+
+void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
+  return lo.scalar_type() == at::kDouble ? grids<double>(lo, hi, grid, codes) : grids<float>(lo, hi, grid, codes);
+}
+
+void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient) {
+  const at::Tensor values = scale == nullptr ? at::Tensor() : scale->contiguous();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gradient.scalar_type(), "learned_gradient", [&] {
+    using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    const scalar_t* of = scale == nullptr ? nullptr : values.const_data_ptr<scalar_t>();
+    scalar_t* to = gradient.mutable_data_ptr<scalar_t>();
+    for (int64_t c = 0; c < gradient.numel(); ++c) {
+      to[c] = qtoolkit::learned_gradient(sums[c], factor, of == nullptr ? A(1) : static_cast<A>(of[c]));
+    }
+  });
 }
 
 }  // namespace cpu

@@ -10,6 +10,8 @@ const char* instruction_set();
 
 void launch(Op op, Job& job, const GridTensors& grid);
 void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
+void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
+void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
 
 }  // namespace cpu
 }  // namespace qtoolkit

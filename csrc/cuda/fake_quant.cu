@@ -97,6 +97,19 @@ __global__ void __launch_bounds__(kThreads)
   join_block(slices, sum, sums, Add());
 }
 
+template <class A>
+__global__ void __launch_bounds__(kThreads)
+    learned_gradient_kernel(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype,
+                            void* gradient) {
+  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
+  if (i >= count) return;
+  with_type<A, Kind::values>(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const A of = scale == nullptr ? A(1) : to_arithmetic<A>(static_cast<const T*>(scale)[i]);
+    static_cast<T*>(gradient)[i] = from_arithmetic<T>(qtoolkit::learned_gradient(sums[i], factor, of));
+  });
+}
+
 template <template <class, class> class Rule>
 void map(const Job& job, cudaStream_t stream) {
   launch_map(pick(job.x.dtype, job.x.dense, map_kernel<float, true, Rule>, map_kernel<float, false, Rule>,
@@ -131,6 +144,14 @@ void fake_quant_learned_backward(const Job& job, double* workspace, cudaStream_t
       pick(job.x.dtype, dense, learned_backward_kernel<float, Spread, true>,
            learned_backward_kernel<float, Spread, false>, learned_backward_kernel<double, Spread, false>);
   launch_reduction(rows, spread, Pair{0, 0}, Add(), job, workspace, stream);
+}
+
+void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,
+                      cudaStream_t stream) {
+  if (count == 0) return;
+  const auto kernel = dtype == Dtype::f64 ? learned_gradient_kernel<double> : learned_gradient_kernel<float>;
+  const unsigned blocks = static_cast<unsigned>(divide_up(count, kThreads));
+  kernel<<<blocks, kThreads, 0, stream>>>(sums, factor, scale, count, dtype, gradient);
 }
 
 int64_t workspace_size(const Job& job) { return 2 * slots_of(slices_of(job), job); }

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../job.h"
+#include "../range_grid.h"
 
 namespace qtoolkit {
 namespace cuda {
@@ -35,6 +36,15 @@ void histogram(const Job& job, const double* range, int64_t* room, cudaStream_t 
 template <class A>
 void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
                   cudaStream_t stream);
+
+// The grids that cover `count` ranges; zero_point may be null.
+template <class A>
+void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& codes, A* scale, A* zero_point,
+                    cudaStream_t stream);
+
+// learned_gradient of fake_quant.h for `count` sums; scale (null for a zero point) and gradient are of that type.
+void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,
+                      cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace qtoolkit

@@ -5,15 +5,12 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "../layout.h"
 #include "kernels.h"
 
 namespace qtoolkit {
 namespace cuda {
 namespace {
-
-at::Tensor in_arithmetic(const at::Tensor& values, bool f64) {
-  return values.to(f64 ? at::kDouble : at::kFloat).contiguous();
-}
 
 void observe_histogram(Job& job, c10::Device device, cudaStream_t stream) {
   if (job.numel == 0) return;
@@ -77,6 +74,35 @@ void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& 
     blend_ranges<float>(lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(), news, news + count, count,
                         momentum.has_value(), static_cast<float>(m), stream);
   }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+namespace {
+
+template <class A>
+void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
+           cudaStream_t stream) {
+  A* zero_point = grid.zero_point == nullptr ? nullptr : grid.zero_point->mutable_data_ptr<A>();
+  grid_of_ranges<A>(lo.const_data_ptr<A>(), hi.const_data_ptr<A>(), lo.numel(), codes,
+                    grid.scale->mutable_data_ptr<A>(), zero_point, stream);
+}
+
+}  // namespace
+
+void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
+  const c10::cuda::CUDAGuard guard(lo.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(lo.device().index()).stream();
+  lo.scalar_type() == at::kDouble ? grids<double>(lo, hi, grid, codes, stream)
+                                  : grids<float>(lo, hi, grid, codes, stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient) {
+  const c10::cuda::CUDAGuard guard(gradient.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(gradient.device().index()).stream();
+  const at::Tensor values = scale == nullptr ? at::Tensor() : scale->contiguous();
+  learned_gradient(sums, factor, scale == nullptr ? nullptr : values.const_data_ptr(), gradient.numel(),
+                   dtype_of(gradient), gradient.mutable_data_ptr(), stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

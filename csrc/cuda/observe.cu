@@ -48,6 +48,16 @@ __global__ void __launch_bounds__(kThreads) blend_kernel(A* lo, A* hi, const dou
   hi[i] = range.hi;
 }
 
+template <class A>
+__global__ void __launch_bounds__(kThreads)
+    grid_kernel(const A* lo, const A* hi, int64_t count, CodeRange codes, A* scale, A* zero_point) {
+  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
+  if (i >= count) return;
+  const RangeGrid<A> grid = covering_grid(Range<A>{lo[i], hi[i]}, codes);
+  scale[i] = grid.scale;
+  if (zero_point != nullptr) zero_point[i] = grid.zero_point;
+}
+
 }  // namespace
 
 void minmax(const Job& job, double* workspace, cudaStream_t stream) {
@@ -66,6 +76,16 @@ void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, 
   blend_kernel<A><<<blocks, kThreads, 0, stream>>>(lo, hi, batch_lo, batch_hi, count, average, momentum);
 }
 
+template <class A>
+void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& codes, A* scale, A* zero_point,
+                    cudaStream_t stream) {
+  if (count == 0) return;
+  const unsigned blocks = static_cast<unsigned>(divide_up(count, kThreads));
+  grid_kernel<A><<<blocks, kThreads, 0, stream>>>(lo, hi, count, codes, scale, zero_point);
+}
+
+template void grid_of_ranges(const float*, const float*, int64_t, const CodeRange&, float*, float*, cudaStream_t);
+template void grid_of_ranges(const double*, const double*, int64_t, const CodeRange&, double*, double*, cudaStream_t);
 template void blend_ranges(float*, float*, const double*, const double*, int64_t, bool, float, cudaStream_t);
 template void blend_ranges(double*, double*, const double*, const double*, int64_t, bool, double, cudaStream_t);
 

@@ -21,18 +21,28 @@ Arithmetic is float32, and float64 for float64 input, whatever the storage type.
 from qtoolkit.ops.compiling import snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
 from qtoolkit.ops.int4 import dequantize_int4, quantize_int4
-from qtoolkit.ops.integer import dequantize, fake_quant, quantize
+from qtoolkit.ops.integer import dequantize, fake_quant, fake_quant_, quantize
 from qtoolkit.ops.legacy import fake_tensor_quant, tensor_quant
-from qtoolkit.ops.observe import minmax, observe_histogram_, observe_minmax_, search_range
+from qtoolkit.ops.observe import (
+    grid_of_range,
+    minmax,
+    observe_fake_quant,
+    observe_histogram_,
+    observe_minmax_,
+    search_range,
+)
 
 __all__ = [
     "dequantize",
     "dequantize_int4",
     "fake_quant",
+    "fake_quant_",
     "fake_quant_block",
     "fake_quant_float",
     "fake_tensor_quant",
+    "grid_of_range",
     "minmax",
+    "observe_fake_quant",
     "observe_histogram_",
     "observe_minmax_",
     "quantize",

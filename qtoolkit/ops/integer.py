@@ -7,6 +7,7 @@ from qtoolkit._native import library
 
 _dequantize = library.dequantize.default
 _fake_quant = library.fake_quant.default
+_fake_quant_ = library.fake_quant_.default
 _quantize = library.quantize.default
 
 
@@ -54,6 +55,51 @@ def fake_quant(
     """
     y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor)[0]
     return y
+
+
+def fake_quant_(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    axis: int | None = None,
+    group: int = 1,
+) -> Tensor:
+    """Round x to an integer grid in place: `fake_quant` of a tensor that is not needed again, without memory for another.
+
+    Differentiable in x where the scale is fixed: the gradient is passed where the code was not clamped, and one bit an
+    element is kept for it. As with every op that ends in _, autograd refuses a tensor that an op before has saved for its
+    own backward. An x that has gaps in memory (a slice), or groups that do not lie one after the other, is written by way
+    of a copy.
+
+    Args:
+        x: Tensor to change, of any shape; float32, float64, bfloat16 or float16.
+        scale: Step between codes; it must not require grad.
+        zero_point: Code that zero maps to, or None for 0; it must not require grad.
+        qmin: Lowest code.
+        qmax: Highest code.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Returns:
+        x.
+
+    Raises:
+        ValueError: A shape, axis, range, group or device does not fit, or x is expanded.
+        TypeError: A dtype does not fit.
+        NotImplementedError: scale or zero_point requires grad.
+        RuntimeError: x is a leaf that requires grad, or a view of one.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 0.04, 0.15, 9.0])
+        >>> fake_quant_(x, torch.tensor(0.1), qmin=-8, qmax=7) is x
+        True
+        >>> x
+        tensor([-0.8000,  0.0000,  0.2000,  0.7000])
+    """
+    _fake_quant_(x, scale, zero_point, qmin, qmax, axis, group)
+    return x
 
 
 def quantize(

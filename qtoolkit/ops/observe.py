@@ -1,10 +1,12 @@
-"""Ranges and histograms of tensors, and the range that a histogram asks for."""
+"""Ranges and histograms of tensors, the range that a histogram asks for, and the grid that a range asks for."""
 
 from torch import Tensor
 
 from qtoolkit._native import library
 
+_grid_of_range = library.grid_of_range.default
 _minmax = library.minmax.default
+_observe_fake_quant = library.observe_fake_quant.default
 _observe_histogram_ = library.observe_histogram_.default
 _observe_minmax_ = library.observe_minmax_.default
 _search_range = library.search_range.default
@@ -67,6 +69,89 @@ def observe_minmax_(
         (tensor(-3.), tensor(5.))
     """
     _observe_minmax_(x, lo, hi, momentum, axis, group, block_size)
+
+
+def grid_of_range(
+    lo: Tensor, hi: Tensor, qmin: int = -128, qmax: int = 127, symmetric: bool = True, pow2_scale: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scale and zero point whose codes cover the range [lo, hi].
+
+    Zero is always representable: the range is widened to hold it. Symmetric: scale = max(|lo|, |hi|) / qmax (for codes from
+    0 up: hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round_half_even(lo / scale), in
+    [qmin, qmax]. A range of zero width gets scale 1; no scale is below the smallest normal float32.
+
+    Args:
+        lo: Lowest values, float32 or float64, any shape.
+        hi: Highest values, of the same shape and dtype.
+        qmin: Lowest code, at most 0.
+        qmax: Highest code, above 0.
+        symmetric: Whether the grid has no zero point.
+        pow2_scale: Whether the scale is made the power of two at or above it.
+
+    Returns:
+        Scale, and zero point or None, of the shape and dtype of lo. NaN or infinite ranges give scales that are not finite;
+        one that has seen nothing, lo > hi around zero, counts as one of zero width.
+
+    Raises:
+        ValueError: A shape, device or range of codes does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> grid_of_range(torch.tensor(-1.0), torch.tensor(3.0), 0, 3, symmetric=False)
+        (tensor(1.3333), tensor(1.))
+    """
+    scale, zero_point = _grid_of_range(lo, hi, qmin, qmax, symmetric, pow2_scale)
+    return scale, None if symmetric else zero_point
+
+
+def observe_fake_quant(
+    x: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    momentum: float | None = None,
+    pow2_scale: bool = False,
+    axis: int | None = None,
+    group: int = 1,
+) -> Tensor:
+    """Observe x, move the grid to the range as it is then, and round x to it: training with moving ranges, in one op.
+
+    The same bits as `observe_minmax_`, `grid_of_range` and `fake_quant` in turn. The gradient in x is straight-through, on
+    the new grid. Nothing waits for the device. NaN or infinities in x go into the range and the scale, for all to see.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16. An empty one leaves the range as it is.
+        lo: Lowest values so far, float32 or float64, one a channel, updated in place; start with +inf.
+        hi: Highest values so far, likewise; start with -inf.
+        scale: Written: step between codes, of lo's dtype and number of elements.
+        zero_point: Written: code that zero maps to; None for a symmetric grid.
+        qmin: Lowest code, at most 0.
+        qmax: Highest code, above 0.
+        momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
+        pow2_scale: Whether the scale is made the power of two at or above it.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: A shape, axis, group, range of codes, device or the momentum does not fit.
+        TypeError: A dtype does not fit.
+        NotImplementedError: lo, hi, scale or zero_point requires grad.
+
+    Example:
+        >>> lo, hi, scale = torch.tensor(torch.inf), torch.tensor(-torch.inf), torch.tensor(torch.nan)
+        >>> observe_fake_quant(torch.tensor([-1.4, 0.6, 7.0]), lo, hi, scale, qmin=-8, qmax=7)
+        tensor([-1.,  1.,  7.])
+        >>> lo, hi, scale
+        (tensor(-1.4000), tensor(7.), tensor(1.))
+    """
+    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group)[0]
+    return y
 
 
 def observe_histogram_(x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor) -> None:
