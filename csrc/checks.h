@@ -348,10 +348,10 @@ inline void check_written(const char* op, const char* name, const at::Tensor& t,
 inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, const at::Tensor& hi,
                                      const at::Tensor& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin,
                                      int64_t qmax, std::optional<double> momentum, std::optional<int64_t> axis,
-                                     int64_t group) {
+                                     int64_t group, int64_t block_size) {
   constexpr const char* kOp = "observe_fake_quant";
   check_storage(kOp, "x", x);
-  const Axis a = check_axis(kOp, x, axis, group);
+  const Axis a = check_axis(kOp, x, axis, group, block_size);
   check_ranges(kOp, lo, hi, x, a);
   check_momentum(kOp, momentum);
   check_covering_codes(kOp, qmin, qmax);
@@ -361,7 +361,8 @@ inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, 
 }
 
 inline Axis check_fake_quant_(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
-                              int64_t qmin, int64_t qmax, std::optional<int64_t> axis, int64_t group) {
+                              int64_t qmin, int64_t qmax, std::optional<int64_t> axis, int64_t group,
+                              int64_t block_size) {
   constexpr const char* kOp = "fake_quant_";
   check_storage(kOp, "x", x);
   check_range(kOp, qmin, qmax);
@@ -370,7 +371,7 @@ inline Axis check_fake_quant_(const at::Tensor& x, const at::Tensor& scale, cons
                       "written in place, got stride 0 in dimension ", d, " (shape ", x.sym_sizes(),
                       "); use fake_quant.");
   }
-  return check_grid(kOp, x, scale, zero_point, axis, group);
+  return check_grid(kOp, x, scale, zero_point, axis, group, block_size);
 }
 
 }  // namespace qtoolkit

@@ -93,14 +93,14 @@ def new_state(count: int, kept: torch.dtype, symmetric: bool) -> tuple[Tensor | 
     return lo, hi, scale, None if symmetric else torch.zeros(count, dtype=kept)
 
 
-def in_turn(x: Tensor, state, qmin, qmax, momentum, pow2_scale, axis, group) -> Tensor:
+def in_turn(x: Tensor, state, qmin, qmax, momentum, pow2_scale, axis, group, block_size=0) -> Tensor:
     lo, hi, scale, zero_point = state
-    ops.observe_minmax_(x.detach(), lo, hi, momentum, axis, group)
+    ops.observe_minmax_(x.detach(), lo, hi, momentum, axis, group, block_size)
     grid = ops.grid_of_range(lo, hi, qmin, qmax, zero_point is None, pow2_scale)
     scale.copy_(grid[0])
     if zero_point is not None:
         zero_point.copy_(grid[1])
-    return ops.fake_quant(x, scale, zero_point, qmin, qmax, axis, group)
+    return ops.fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size)
 
 
 def check(batches: list[Tensor], channels: Channels, kept=torch.float32, symmetric=True, codes=(-8, 7), **how) -> None:

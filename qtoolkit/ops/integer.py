@@ -65,6 +65,7 @@ def fake_quant_(
     qmax: int = 127,
     axis: int | None = None,
     group: int = 1,
+    block_size: int = 0,
 ) -> Tensor:
     """Round x to an integer grid in place: `fake_quant` of a tensor that is not needed again, without memory for another.
 
@@ -81,6 +82,7 @@ def fake_quant_(
         qmax: Highest code.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale; 0 for all of a channel.
 
     Returns:
         x.
@@ -98,7 +100,7 @@ def fake_quant_(
         >>> x
         tensor([-0.8000,  0.0000,  0.2000,  0.7000])
     """
-    _fake_quant_(x, scale, zero_point, qmin, qmax, axis, group)
+    _fake_quant_(x, scale, zero_point, qmin, qmax, axis, group, block_size)
     return x
 
 

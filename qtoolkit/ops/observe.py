@@ -116,6 +116,7 @@ def observe_fake_quant(
     pow2_scale: bool = False,
     axis: int | None = None,
     group: int = 1,
+    block_size: int = 0,
 ) -> Tensor:
     """Observe x, move the grid to the range as it is then, and round x to it: training with moving ranges, in one op.
 
@@ -134,6 +135,7 @@ def observe_fake_quant(
         pow2_scale: Whether the scale is made the power of two at or above it.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a range; 0 for all of a channel.
 
     Returns:
         A tensor with the shape, dtype and memory format of x.
@@ -150,7 +152,8 @@ def observe_fake_quant(
         >>> lo, hi, scale
         (tensor(-1.4000), tensor(7.), tensor(1.))
     """
-    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group)[0]
+    channels = (axis, group, block_size)
+    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, *channels)[0]
     return y
 
 
