@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cases import assert_same, codes, floats, scales, zero_points
-from tests.test_ops_fuzz import NAMES, OPS
+from tests.cases import Channels, assert_same, codes, floats, scales, zero_points
+from tests.test_ops_fuzz import NAMES, OPS, WRITTEN
 
-UPDATED = {"observe_minmax_": ("lo", "hi"), "observe_histogram_": ("counts", "lo", "hi")}
+UPDATED = [op for op in NAMES if WRITTEN[op]]
 ops = pytest.mark.parametrize("op", NAMES)
 
 
@@ -19,9 +19,13 @@ def sample(op: str, x: Tensor) -> dict:
     """Arguments of an op on x (of three dimensions, six channels on axis 1, a multiple of 16 elements in a row)."""
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
     symmetric = {"scale": scales(6), "axis": 1}
+    range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
+    floating = {"dtype": torch.float32}
     mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)
     return {
         "fake_quant": {"x": x, **grid},
+        "fake_quant_": {"x": x, **grid},
+        "observe_fake_quant": {"x": x, **range_of, "scale": torch.ones(6), "zero_point": None, **codes_of, "axis": 1},
         "fake_quant_float": {"x": x, "format": "e4m3", **symmetric},
         "fake_quant_block": {"x": x, "format": "e2m1", "block_size": 16, "scale_format": "e8m0"},
         "tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
@@ -30,21 +34,29 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
         "snapshot": {"x": x},
         "quantize": {"x": x, **grid, "dtype": torch.int8},
-        "dequantize": {"codes": codes(torch.uint8)(*x.shape), "zero_point": None, **symmetric, "dtype": torch.float32},
+        "dequantize": {"codes": codes(torch.uint8)(*x.shape), "zero_point": None, **symmetric, **floating},
+        "quantize_int4": {"x": x, **symmetric, "zero_point": None},
+        "dequantize_int4": {
+            "packed": mask,
+            "size": [mask.numel() * 2],
+            "scale": scales(1),
+            "zero_point": None,
+            **floating,
+        },
         "minmax": {"x": x, "axis": 1},
-        "observe_minmax_": {"x": x, "lo": -torch.ones(6), "hi": torch.ones(6), "momentum": 0.1, "axis": 1},
+        "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1},
+        "grid_of_range": {**range_of, **codes_of},
         "observe_histogram_": {"x": x, **histogram()},
-        "search_range": {**histogram(), "qmin": -128, "qmax": 127, "method": "mse"},
+        "search_range": {**histogram(), **codes_of, "method": "mse"},
     }[op]
 
 
 def run(op: str, given: dict) -> list[Tensor]:
-    """The results; of an op that updates in place, what it updated (copies: the arguments stay)."""
-    given = {name: t.clone() if name in UPDATED.get(op, ()) else t for name, t in given.items()}
+    """The results, and what was updated in place (copies: the arguments stay)."""
+    given = {name: t.clone() if name in WRITTEN[op] and t is not None else t for name, t in given.items()}
     found = OPS[op](**given)
-    if op in UPDATED:
-        return [given[name] for name in UPDATED[op]]
-    return [found] if isinstance(found, Tensor) else list(found)
+    results = [] if found is None else [found] if isinstance(found, Tensor) else list(found)
+    return results + [given[name] for name in WRITTEN[op] if given[name] is not None]
 
 
 def image(dtype: torch.dtype = torch.float32, batch: int = 4) -> Tensor:
@@ -135,6 +147,9 @@ def test_vmap_does_not_update_what_all_samples_share(op: str) -> None:
         torch.vmap(lambda x: OPS[op](**given | {"x": x}))(torch.stack([image(), image()]))
 
 
+CUTS = [Channels(), Channels(0), Channels(1), Channels(-1), Channels(1, 2), Channels(0, 1, 2), Channels(1, 1, 2)]
+
+
 def batched(t: Tensor | None, dim: int | None) -> Tensor | None:
     """Three different samples along a dimension, or one for all."""
     return t if t is None or dim is None else torch.stack([t, t * 2, t * 0.5], dim)
@@ -147,18 +162,17 @@ def sample_of(t: Tensor | None, dim: int | None, i: int) -> Tensor | None:
 @pytest.mark.parametrize(
     "where", [(0, None, None), (-1, None, None), (0, 0, 0), (1, -1, None), (None, 0, None), (0, None, 0)]
 )
-@pytest.mark.parametrize("channels", [(None, 1), (0, 1), (1, 1), (-1, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("shape", [(4, 6, 5), (6, 2), (0, 3)], ids=str)
+@pytest.mark.parametrize("channels", CUTS, ids=str)
+@pytest.mark.parametrize("shape", [(4, 6, 5), (6, 2), (0, 4)], ids=str)
 @pytest.mark.filterwarnings("error")  # no loop
-def test_vmap_of_fake_quant_is_one_call(shape: tuple, channels: tuple, where: tuple) -> None:
+def test_vmap_of_fake_quant_is_one_call(shape: tuple, channels: Channels, where: tuple) -> None:
     """Values and gradients are those of one sample after the other, with shared grids and with grids of their own."""
-    axis, group = channels
-    count = 1 if axis is None else shape[axis] * group
+    count = channels.count(torch.empty(shape))
     one = floats(torch.float64)(*shape), scales(count).double(), zero_points(count).double()
     inputs = [batched(t, dim).requires_grad_() for t, dim in zip(one, where, strict=True)]
 
     def call(*tensors: Tensor) -> Tensor:
-        return OPS["fake_quant"](*tensors, -100, 90, axis, group)[0]
+        return OPS["fake_quant"](*tensors, -100, 90, **channels.named)[0]
 
     y = torch.vmap(call, in_dims=where)(*inputs)
     wanted = torch.stack([call(*(sample_of(t, d, i) for t, d in zip(inputs, where, strict=True))) for i in range(3)])

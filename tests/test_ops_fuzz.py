@@ -4,11 +4,13 @@ Arguments are drawn from the schemas of the library's table of contents, so a ne
 told how to be drawn and what is right.
 """
 
+import math
 import random
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +20,17 @@ from torch import Tensor
 
 import qtoolkit  # noqa: F401, loads the library
 from tests import reference
-from tests.cases import CODES, FLOATS, assert_same
+from tests.cases import CODES, FLOATS, Channels, assert_same
+from tests.test_int4 import packed
 from tests.test_ops_gradients import assert_sum
 
 ROOT = Path(__file__).parents[1]
 NAMES = re.findall(r'"(\w+)\(', (ROOT / "csrc" / "library.cpp").read_text())
 OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in NAMES}
+WRITTEN = {
+    name: [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    for name, op in OPS.items()
+}
 OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint32, torch.float8_e5m2)
 ENDS = (-(2**40), -(2**31), -32768, -128, -8, 0, 7, 127, 255, 65535, 2**31 - 1, 2**31)
 MAGNITUDES = (0.1, 0.1, 0.1, 1.0, 0.0, -3.0, float("nan"), float("inf"), 1e-42)
@@ -80,47 +87,81 @@ class Drawn:
     def codes(self) -> Tensor:
         return self.tensor(CODES)
 
-    # ---- grids
+    def size(self) -> list[int]:
+        return self.mostly(self.unpacked, [3], [-1, 0], [2**40, 2**40], [])
+
+    @cached_property
+    def unpacked(self) -> list[int]:
+        return [self.r.choice([0, 1, 3, 4, 6]) for _ in range(self.r.randrange(4))]
+
+    def packed(self) -> Tensor:
+        count = self.mostly((math.prod(self.unpacked) + 1) // 2, 0, 1, 3)
+        return torch.randint(0, 256, (count,)).to(self.mostly(torch.uint8, torch.int8))
+
+    # ---- grids: their tensors come before the axis in a schema, so channels are drawn when first asked for
 
     @property
     def input(self) -> Tensor:
-        return self.given["x"] if "x" in self.given else self.given["codes"]
+        found = [self.given[name] for name in ("x", "codes") if name in self.given]
+        return found[0] if found else torch.empty(self.unpacked)
 
-    @property
-    def channels(self) -> tuple[int | None, int]:
-        """Axis and group, drawn once: the tensors of a grid come before them in a schema."""
-        if "channels" not in self.__dict__:
-            dims = self.input.dim()
-            axis = self.mostly(self.r.choice([None, *range(-dims, dims)]), 0, 1, -1, 2, 7, -(2**40))
-            splits = dims > 0 and axis is not None and axis % dims and self.input.size(0) % 2 == 0
-            group = self.mostly(self.r.choice([1, 2]) if splits else 1, 1, 2, 3, 0, -2, 2**40, 2**62)
-            self.__dict__["channels"] = axis, group
-        return self.__dict__["channels"]
+    @cached_property
+    def channels(self) -> Channels:
+        shape, r = self.input.shape, self.r
+        axis = self.mostly(r.choice([None, *range(-len(shape), len(shape))]), 0, 1, -1, 2, 7, -(2**40))
+        splits = len(shape) > 0 and axis is not None and axis % len(shape) and shape[0] % 2 == 0
+        group = self.mostly(r.choice([1, 2]) if splits else 1, 1, 2, 3, 0, -2, 2**40, 2**62)
+        along = shape[axis] if axis is not None and -len(shape) <= axis < len(shape) else None
+        blocks = [n for n in (1, 2, 3, 4) if along is not None and along % n == 0 and group == 1]
+        return Channels(axis, group, self.mostly(r.choice([0, 0, *blocks]), 0, 1, 3, -1, 2**40))
 
     @property
     def count(self) -> int:
-        (axis, group), dims = self.channels, self.input.dim()
-        fits = axis is not None and -dims <= axis < dims and 0 < group < 2**20
-        return self.input.size(axis) * group if fits else 1
+        x, c = self.input, self.channels
+        blocks = c.block_size if "block_size" in [a.name for a in OPS[self.op]._schema.arguments] else 0
+        fits = c.axis is None or (-x.dim() <= c.axis < x.dim() and 0 < c.group < 2**20 and blocks >= 0)
+        return Channels(c.axis, c.group, blocks).count(x) if fits else 1
 
     def axis(self) -> int | None:
-        return self.channels[0]
+        return self.channels.axis
 
     def group(self) -> int:
-        return self.channels[1]
+        return self.channels.group
+
+    def block_size(self) -> int:
+        if self.op == "fake_quant_block":
+            return self.mostly(self.r.choice([16, 32, 48, 96]), 0, -16, 24, 64, 1024, 2**40)
+        return self.channels.block_size
 
     def scale(self) -> Tensor:
+        if "lo" in self.given:
+            return self.updated()
         t = self.vector(self.r.choice([self.count, self.count, 1]))
-        return t.reshape(-1, 1) if self.r.random() < 0.2 else t
+        return t.reshape(-1, 1) if self.r.random() < 0.1 else t
 
     def zero_point(self) -> Tensor | None:
+        if "lo" in self.given:
+            return self.r.choice([None, self.updated()])
         return self.r.choice([None, self.vector(self.given["scale"].numel())])
 
+    def updated(self) -> Tensor:
+        """What a range's grid is written to."""
+        lo = self.given["lo"]
+        return self.mostly(torch.empty_like(lo), torch.empty(lo.numel() + 1), torch.empty_like(lo).half())
+
     def qmin(self) -> int:
-        return self.mostly(self.r.choice([-2048, -128, -8, -1, 0]), *ENDS)
+        small = self.op == "quantize_int4"
+        return self.mostly(self.r.choice([-8, -3, 0] if small else [-2048, -128, -8, -1, 0]), *ENDS)
 
     def qmax(self) -> int:
-        return self.mostly(self.r.choice([1, 7, 127, 127, 2047]), *ENDS)
+        small = self.op == "quantize_int4"
+        return self.mostly(self.r.choice([7, 5, 1] if small else [1, 7, 127, 127, 2047]), *ENDS)
+
+    def signed(self) -> bool:
+        return self.r.random() < 0.5
+
+    def pow2_scale(self) -> bool:
+        return self.r.random() < 0.3
 
     def grad_factor(self) -> float:
         return self.r.choice([1.0, 0.3, -2.0, 0.0])
@@ -144,9 +185,6 @@ class Drawn:
 
     def format(self) -> str:
         return self.mostly(self.r.choice(["e4m3", "e5m2", "e2m1"]), "", "e8m0", "E4M3")
-
-    def block_size(self) -> int:
-        return self.mostly(self.r.choice([16, 32, 48, 96]), 0, -16, 24, 64, 1024, 2**40)
 
     def scale_format(self) -> str:
         return self.mostly(self.r.choice(["e8m0", "e4m3"]), "", "e5m2")
@@ -193,14 +231,25 @@ class Drawn:
     def edge(self, end: int) -> Tensor:
         if "counts" in self.given:
             return self.mostly(self.edges[end], self.edges[end].double(), torch.zeros(4), torch.zeros(1, device="meta"))
+        if self.op == "grid_of_range":
+            return self.range_end(end)
         seen = torch.full((self.mostly(self.count, 0, 1, self.count + 1),), (-3.0, 3.0)[end])
         unseen = torch.full_like(seen, (np.inf, -np.inf)[end])
         t = torch.where(torch.rand(seen.shape) < 0.7, seen, unseen)
-        return t.to(self.mostly((torch.float32, torch.float64)[self.kept], torch.float16, torch.int64))
+        return t.to(self.mostly(self.kept, torch.float16, torch.int64))
 
-    @property
-    def kept(self) -> int:
-        return self.__dict__.setdefault("width", self.r.randrange(2))
+    @cached_property
+    def kept(self) -> torch.dtype:
+        return self.r.choice([torch.float32, torch.float64])
+
+    @cached_property
+    def ranges(self) -> int:
+        return self.r.choice([0, 1, 5])
+
+    def range_end(self, end: int) -> Tensor:
+        special = torch.tensor([-3.0, 0.0, 1e-42, 7.0, np.inf, -np.inf, np.nan] + [-9.0, 9.0][end : end + 1] * 20)
+        t = special[torch.randint(0, len(special), (self.mostly(self.ranges, 0, 1, 2),))]
+        return t.to(self.mostly(self.kept, torch.float16, torch.int64))
 
     def lo(self) -> Tensor:
         return self.edge(0)
@@ -238,6 +287,30 @@ def check_values(found: Results, wanted: Tensor, inside: Tensor, asked: bool) ->
 
 def check_fake_quant(drawn: Drawn, found: Results, grad_factor: float, mask: bool, **grid) -> None:
     check_values(found, reference.fake_quant(**grid), reference.inside(**grid), mask)
+
+
+def check_fake_quant_(drawn: Drawn, found: Results, mask: bool, **grid) -> None:
+    check_fake_quant(drawn, (drawn.given["x"], *found), 1.0, mask, **grid)
+
+
+def check_observe_fake_quant(
+    drawn: Drawn, found: Results, x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group, mask
+) -> None:
+    """From the ranges that came out on."""
+    new_lo, new_hi, new_scale, new_zero_point = (drawn.given[n] for n in ("lo", "hi", "scale", "zero_point"))
+    check_observe_minmax_(drawn, (new_lo, new_hi), x, lo, hi, momentum, axis=axis, group=group)
+    check_grid_of_range(drawn, (new_scale, new_zero_point), new_lo, new_hi, qmin, qmax, zero_point is None, pow2_scale)
+    grid = {"qmin": qmin, "qmax": qmax, "axis": axis, "group": group}
+    check_fake_quant(drawn, found, 1.0, mask, x=x, scale=new_scale, zero_point=new_zero_point, **grid)
+
+
+def check_grid_of_range(drawn: Drawn, found: Results, lo, hi, qmin, qmax, symmetric, pow2_scale) -> None:
+    scale, zero_point = reference.grid_of_range(lo, hi, qmin, qmax, symmetric, pow2_scale)
+    assert_same(found[0], scale)
+    if not symmetric:
+        assert_same(found[1], zero_point)
+    else:
+        assert found[1] is None or found[1].numel() == 0
 
 
 def check_fake_quant_float(drawn: Drawn, found: Results, mask: bool, **given) -> None:
@@ -299,14 +372,24 @@ def check_dequantize(drawn: Drawn, found: Results, **given) -> None:
     assert_same(found[0], reference.dequantize(**given))
 
 
+def check_quantize_int4(drawn: Drawn, found: Results, **given) -> None:
+    assert_same(found[0], packed(reference.quantize(**given)))
+
+
+def check_dequantize_int4(drawn: Drawn, found: Results, packed: Tensor, size: list[int], signed: bool, **given) -> None:
+    halves = torch.stack([packed & 15, packed >> 4], 1).reshape(-1)[: math.prod(size)].to(torch.int8)
+    codes = torch.where(halves > 7, halves - 16, halves) if signed else halves
+    assert_same(found[0], reference.dequantize(codes.reshape(size), **given))
+
+
 def check_minmax(drawn: Drawn, found: Results, **given) -> None:
     for got, wanted in zip(found, reference.minmax(**given), strict=True):
         assert_same(got, wanted)
 
 
-def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, axis, group) -> None:
+def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, **channels) -> None:
     """`lo` and `hi` are those before; three roundings of what is at most as large as the largest of all."""
-    for got, wanted in zip(found, reference.moved((lo, hi), x, momentum, axis, group), strict=True):
+    for got, wanted in zip(found, reference.moved((lo, hi), x, momentum, **channels), strict=True):
         exact = got.double().eq(wanted) | (got.isnan() & wanted.isnan())
         largest = x.double().abs().amax() + 3 if x.numel() else 3
         near = (got.double() - wanted).abs() <= 3 * largest * torch.finfo(got.dtype).eps
@@ -364,7 +447,7 @@ def trial(op: str, seed: str) -> bool:
         assert re.fullmatch(rf"{op}: .*\.", sentence), sentence
         return False
     if found is None:  # what it updates is its result
-        found = tuple(drawn.given[n] for n in ("counts", "lo", "hi") if n in drawn.given)
+        found = tuple(drawn.given[n] for n in WRITTEN[op])
     found = (found,) if isinstance(found, Tensor) else found
     if not any(t.is_meta for t in found):
         CHECKS[op](drawn, found, **kept)
@@ -383,7 +466,7 @@ def fuzz(seed: int, count: int) -> None:
 
 
 def test_every_op_has_a_check() -> None:
-    assert len(NAMES) >= 14
+    assert len(NAMES) >= 19
     assert sorted(CHECKS) == sorted(NAMES)
 
 
