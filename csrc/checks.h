@@ -52,6 +52,7 @@ inline void check_block_size(const char* op, const at::Tensor& x, const Axis& ax
 inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_t> axis, int64_t group,
                        int64_t block_size = 0) {
   TORCH_CHECK_VALUE(group >= 1, op, ": group must be at least 1, got ", group, ".");
+  TORCH_CHECK_VALUE(group <= 2147483647, op, ": group must be at most 2147483647, got ", group, ".");
   Axis found = {-1, group, block_size};
   if (!axis.has_value()) {
     TORCH_CHECK_VALUE(group == 1, op, ": group=", group, " needs an axis, got axis=None; pass the channel axis.");
@@ -99,8 +100,7 @@ inline void check_per_block(const char* op, const char* name, const at::Tensor& 
 
 inline void check_per_channel(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x,
                               const Axis& axis) {
-  TORCH_CHECK_TYPE(c10::isFloatingType(t.scalar_type()), op, ": ", name, " must be a floating point tensor, got ",
-                   t.scalar_type(), "; convert it with .float().");
+  check_storage(op, name, t);
   check_same_device(op, name, t, x);
   if (axis.index < 0) {
     TORCH_CHECK_VALUE(t.sym_numel() == 1, op, ": ", name, " must have 1 element where axis is None, got ",
@@ -159,8 +159,7 @@ inline void check_bits(const char* op, int64_t num_bits) {
 
 // The axis that amax runs along, counted from the front of x, or -1 where it has one element.
 inline int64_t check_amax(const char* op, const at::Tensor& x, const at::Tensor& amax) {
-  TORCH_CHECK_TYPE(c10::isFloatingType(amax.scalar_type()), op, ": amax must be a floating point tensor, got ",
-                   amax.scalar_type(), "; convert it with .float().");
+  check_storage(op, "amax", amax);
   check_same_device(op, "amax", amax, x);
   int64_t axis = -1;
   for (int64_t d = 0; d < amax.dim(); ++d) {

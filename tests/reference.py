@@ -335,7 +335,7 @@ def fake_quant_block(x: Tensor, format: str, size: int, scale_format: str, tenso
     blocks = array(x, kind).reshape(-1, size)
     amax = np.max(np.where(np.isnan(blocks), 0, np.abs(blocks)), axis=1, initial=0)
     largest = kind(FORMATS[format][-1])
-    whole = kind(1) if tensor_scale is None else array(tensor_scale, kind).reshape(())
+    whole = kind(1) if tensor_scale is None else np.maximum(np.abs(array(tensor_scale, kind).reshape(())), kind(TINY))
     with np.errstate(all="ignore"):
         if scale_format == "e8m0":
             exponent = np.frexp(np.where(np.isinf(amax), 1, amax))[1] - np.frexp(largest)[1]

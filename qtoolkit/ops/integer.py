@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from qtoolkit._native import library
+from qtoolkit.ops.batching import fake_quant_of_samples
 
 _dequantize = library.dequantize.default
 _fake_quant = library.fake_quant.default
 _fake_quant_ = library.fake_quant_.default
 _quantize = library.quantize.default
+
+torch.library.register_vmap(_fake_quant, fake_quant_of_samples)
 
 
 def fake_quant(
