@@ -314,13 +314,14 @@ inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor&
 }
 
 // The codes that a range is to be covered by.
-inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax) {
+inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax, bool symmetric) {
   check_range(op, qmin, qmax);
-  TORCH_CHECK_VALUE(qmin <= 0 && qmax > 0, op, ": qmin and qmax must hold 0 and a code above it, got [", qmin, ", ",
-                    qmax, "].");
+  TORCH_CHECK_VALUE(!symmetric || qmax > 0, op, ": qmax must be above 0 where there is no zero point, got [", qmin,
+                    ", ", qmax, "].");
 }
 
-inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax) {
+inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax,
+                                bool symmetric) {
   constexpr const char* kOp = "grid_of_range";
   TORCH_CHECK_TYPE(lo.scalar_type() == at::kFloat || lo.scalar_type() == at::kDouble, kOp,
                    ": lo must be float32 or float64, got ", lo.scalar_type(), "; convert it with .float().");
@@ -330,7 +331,7 @@ inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int6
                     hi.device(), ".");
   TORCH_CHECK_VALUE(hi.sym_sizes() == lo.sym_sizes(), kOp, ": hi must have the shape of lo, ", lo.sym_sizes(), ", got ",
                     hi.sym_sizes(), ".");
-  check_covering_codes(kOp, qmin, qmax);
+  check_covering_codes(kOp, qmin, qmax, symmetric);
 }
 
 // A scale or zero point that is written from running ranges.
@@ -353,7 +354,7 @@ inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, 
   const Axis a = check_axis(kOp, x, axis, group, block_size);
   check_ranges(kOp, lo, hi, x, a);
   check_momentum(kOp, momentum);
-  check_covering_codes(kOp, qmin, qmax);
+  check_covering_codes(kOp, qmin, qmax, !zero_point.has_value());
   check_written(kOp, "scale", scale, lo);
   if (zero_point.has_value()) check_written(kOp, "zero_point", *zero_point, lo);
   return a;

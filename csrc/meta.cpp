@@ -158,7 +158,7 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
 
 std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
                                          bool /*pow2_scale*/) {
-  check_grid_of_range(lo, hi, qmin, qmax);
+  check_grid_of_range(lo, hi, qmin, qmax, symmetric);
   const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {like(lo), symmetric ? at::empty({0}, lo.options()) : like(lo)};
 }

@@ -140,7 +140,7 @@ def grid_of_range(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool,
     kind = arithmetic(lo.dtype)
     low, high = np.minimum(array(lo, kind), 0), np.maximum(array(hi, kind), 0)
     with np.errstate(all="ignore"):
-        reach = high if qmin == 0 else np.maximum(-low, high)
+        reach = high if qmin >= 0 else np.maximum(-low, high)
         width, steps = (reach, qmax) if symmetric else (high - low, qmax - qmin)
         scale = np.where(width == 0, kind(1), np.maximum(width / kind(steps), kind(TINY)))
         if pow2:

@@ -83,8 +83,8 @@ def grid_of_range(
     Args:
         lo: Lowest values, float32 or float64, any shape.
         hi: Highest values, of the same shape and dtype.
-        qmin: Lowest code, at most 0.
-        qmax: Highest code, above 0.
+        qmin: Lowest code.
+        qmax: Highest code; above 0 where symmetric.
         symmetric: Whether the grid has no zero point.
         pow2_scale: Whether the scale is made the power of two at or above it.
 
@@ -129,8 +129,8 @@ def observe_fake_quant(
         hi: Highest values so far, likewise; start with -inf.
         scale: Written: step between codes, of lo's dtype and number of elements.
         zero_point: Written: code that zero maps to; None for a symmetric grid.
-        qmin: Lowest code, at most 0.
-        qmax: Highest code, above 0.
+        qmin: Lowest code.
+        qmax: Highest code; above 0 without a zero point.
         momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
         pow2_scale: Whether the scale is made the power of two at or above it.
         axis: Channel axis, or None for per tensor.
