@@ -22,8 +22,8 @@ QUANTIZER_COLOR = "#d3e3f8"
 def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write the graph of a model as an SVG file.
 
-    Ops are boxes: green where quantized (or one op with a quantized one), gray where values only move, orange where float, with the reason as tooltip. A
-    layer shows how its weight is quantized. Quantizers are blue, with their spec and range.
+    Ops are boxes: green where quantized (or one op with a quantized one), gray where values only move, orange where float,
+    with the reason as tooltip. A layer shows how its weight is quantized. Quantizers are blue, with their spec and range.
 
     Args:
         graph_module: What `qtoolkit.prepare` or `qtoolkit.convert` returned, or another GraphModule.

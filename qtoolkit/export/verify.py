@@ -123,7 +123,7 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
             _compare_weight(in_layers[p.quantizer], found[p.codes]) for p in pairs if p.quantizer in in_layers
         )
         quantizer_codes = _sum(
-            CodeCount.of(_grid(converted, p.quantizer).codes(torch.from_numpy(found[p.source])), found[p.codes])
+            CodeCount.of(_grid(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
             for p in pairs
             if not p.is_constant and p.quantizer not in in_layers
         )

@@ -14,6 +14,7 @@ from qtoolkit.graph.roles import HEADS, Roles, weight_is_float
 
 NOT_NEGATIVE = ("relu", "relu6", "sigmoid", "hardsigmoid", "softmax", "softplus")
 STAY_SO = ("avg_pool", "mean", "upsample_linear", "add", "mul", "div", "cat", "stack")
+WITH_CONSTANT = ("scale", "shift")
 NEEDS_OUTPUT = "float: its output is taken in float, and {} computes it in integers only between two quantized tensors"
 
 
@@ -77,7 +78,9 @@ def run(roles: Roles, graph: fx.Graph) -> Decisions:
         elif node not in roles.head and roles[node] in HEADS:
             collector.take(node)
     unsigned = _never_negative(graph) if roles.backend.unsigned_after_relu else set()
-    return Decisions(collector.groups(unsigned), collector.weights, collector.left)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    groups = sorted(collector.groups(unsigned), key=lambda group: order[group.anchors[0]])
+    return Decisions(groups, collector.weights, collector.left)
 
 
 class _Collector:
@@ -170,6 +173,8 @@ class _Collector:
     def _take_inputs(self, node: fx.Node, qconfig: QConfig) -> None:
         free, weights = free_branch(node, self.roles), self.roles.weights_of(node)
         for source in tensor_inputs(node):
+            if kind_of(node) in WITH_CONSTANT and source in self.roles.parameters:
+                continue
             if source in weights and qconfig.weight is not None:
                 spec = qconfig.weight
                 if self.roles.rule(node) is None:
