@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.kinds import parameters_in
+from qtoolkit.graph.roles import WEIGHT_HOLDER
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.values import tensors_of
 
@@ -125,7 +126,7 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
         quantizer_codes = _sum(
             CodeCount.of(_grid(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
             for p in pairs
-            if not p.is_constant and p.quantizer not in in_layers
+            if not p.is_constant and p.quantizer not in in_layers and not p.quantizer.startswith(WEIGHT_HOLDER)
         )
     return Verification(
         weight_codes + step.constants,
@@ -210,16 +211,17 @@ class _Stepwise(fx.Interpreter):
         if not isinstance(grid, Grid):
             return super().run_node(n)
         (x,), _ = self.fetch_args_kwargs_from_env(n)
-        ours, name = grid.codes(x).cpu(), str(n.target)
+        constant, name = n.all_input_nodes[0] in self.parameters, str(n.target)
+        ours = _as_stored(grid, x) if constant else grid.codes(x).cpu()
         theirs = next(self.paired[name]) if name in self.paired else self._twin(ours.numpy())
         if theirs is None:
             self.missing[name] = None
             return grid(x)
         count = CodeCount.of(ours, theirs)
-        if n.all_input_nodes[0] in self.parameters:
+        if constant:
             self.constants += count
-        else:
-            self.counts[name] = self.counts.get(name, CodeCount()) + count
+            return grid(x)
+        self.counts[name] = self.counts.get(name, CodeCount()) + count
         return grid.values(torch.from_numpy(theirs)).to(x.dtype)
 
     def _twin(self, ours: Any) -> Any:
@@ -244,10 +246,16 @@ def _compare_weight(layer: QuantWeighted, theirs: Any) -> CodeCount:
     grid = layer.weight_quantizer
     if not isinstance(grid, Grid):
         raise TypeError("verify_onnx: the model is not converted; pass what qtoolkit.convert returned.")
-    ours = grid.codes(layer.weight)
-    if grid.group > 1:  # the file has them as (groups * out, in * k...)
-        ours = ours.reshape(grid.group, -1, *ours.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
-    return CodeCount.of(ours, theirs)
+    return CodeCount.of(_as_stored(grid, layer.weight), theirs)
+
+
+def _as_stored(grid: Grid, weight: Tensor) -> Tensor:
+    """Return a constant's codes in the shape in which the file has them."""
+    codes = grid.codes(weight).cpu()
+    if grid.group == 1:
+        return codes
+    # (groups * out, in * k...)
+    return codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:
