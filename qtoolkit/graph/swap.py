@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.graph.ends import at_ends
 from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of, object_type_of
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.nn import QAT_MODULES, QuantWeighted
@@ -22,7 +23,10 @@ def name_of(node: fx.Node) -> str:
 def config_of(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> QConfig | None:
     """Return the config that holds for a node: the mapping's, else the backend's default."""
     match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
-    return backend.qconfig if match is None else match.qconfig
+    if match is not None and match.source != "global":
+        return match.qconfig
+    qconfig = backend.qconfig if match is None else match.qconfig
+    return qconfig if backend.end_bits is None else at_ends(node, qconfig, backend.end_bits)
 
 
 def weight_spec(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> QuantSpec | None:
@@ -32,7 +36,7 @@ def weight_spec(node: fx.Node, backend: Backend, mapping: QConfigMapping | None)
     channel, whatever axes those are in the layer's weight; a rule for a type or a name says the axis itself.
     """
     qconfig = config_of(node, backend, mapping)
-    if qconfig is None or qconfig.weight is None:
+    if qconfig is None or qconfig.weight is None or _is_float_to(node, backend, mapping):
         return None
     match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
     general = match is None or match.source == "global"
@@ -65,17 +69,23 @@ def run(
             continue
         module = module_of(node)
         spec = weight_spec(node, backend, mapping)
-        if spec is None or isinstance(module, QuantWeighted):
+        if spec is None or isinstance(module, QuantWeighted) or type(module) not in table:
             continue
         gm.set_submodule(str(node.target), table[type(module)].from_float(module, spec, str(node.target)))
     return gm
 
 
 def reason_float(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> str | None:
-    """Return why a weighted op has a float weight, or None where its weight is quantized."""
-    if node.op != "call_module":
-        return f"called as a function ({node.name}), whose weight no module owns; make it a torch.nn module"
+    """Return why a layer has a float weight, or None where its weight is quantized."""
     if isinstance(module_of(node), QuantWeighted):
         return None
+    if _is_float_to(node, backend, mapping):
+        return f"a {kind_of(node)}, which {backend.name} computes in float"
     qconfig = config_of(node, backend, mapping)
     return "the qconfig_mapping says so" if qconfig is None or qconfig.weight is None else "no QAT module for its type"
+
+
+def _is_float_to(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> bool:
+    # A rule of the user's own, by name, regex or type, holds against the backend's table.
+    match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
+    return (match is None or match.source == "global") and backend.roles.get(kind_of(node), "float") == "float"
