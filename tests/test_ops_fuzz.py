@@ -294,14 +294,14 @@ def check_fake_quant_(drawn: Drawn, found: Results, mask: bool, **grid) -> None:
 
 
 def check_observe_fake_quant(
-    drawn: Drawn, found: Results, x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group, mask
+    drawn: Drawn, found: Results, x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, mask, **channels
 ) -> None:
     """From the ranges that came out on."""
     new_lo, new_hi, new_scale, new_zero_point = (drawn.given[n] for n in ("lo", "hi", "scale", "zero_point"))
-    check_observe_minmax_(drawn, (new_lo, new_hi), x, lo, hi, momentum, axis=axis, group=group)
+    check_observe_minmax_(drawn, (new_lo, new_hi), x, lo, hi, momentum, **channels)
     check_grid_of_range(drawn, (new_scale, new_zero_point), new_lo, new_hi, qmin, qmax, zero_point is None, pow2_scale)
-    grid = {"qmin": qmin, "qmax": qmax, "axis": axis, "group": group}
-    check_fake_quant(drawn, found, 1.0, mask, x=x, scale=new_scale, zero_point=new_zero_point, **grid)
+    grid = {"x": x, "scale": new_scale, "zero_point": new_zero_point, "qmin": qmin, "qmax": qmax}
+    check_fake_quant(drawn, found, 1.0, mask, **grid, **channels)
 
 
 def check_grid_of_range(drawn: Drawn, found: Results, lo, hi, qmin, qmax, symmetric, pow2_scale) -> None:
