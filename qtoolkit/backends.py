@@ -30,6 +30,7 @@ class Backend:
         conv_transpose_axis: Axis of a transposed convolution's weight that the target takes scales along.
         residual_add: Inputs of an add that are quantized: "both", or "identity": all but the branch that ends in a
             convolution, so that the target can fuse the add into it.
+        batch_norm: How a layer takes over the batch norm behind it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
         integer_weights: Export weights as integers (DequantizeLinear alone), not as floats with both nodes.
     """
 
@@ -38,6 +39,7 @@ class Backend:
     roles: Mapping[str, Role]
     conv_transpose_axis: int = 1
     residual_add: Literal["both", "identity"] = "both"
+    batch_norm: str = "unscale"
     integer_weights: bool = True
 
 
@@ -45,6 +47,7 @@ _CONVNET_ROLES: Mapping[str, Role] = {
     "conv": "compute",
     "conv_transpose": "compute",
     "linear": "compute",
+    "attention": "compute",
     "avg_pool": "compute",
     "add": "merge",
     "max_pool": "transparent",
@@ -75,7 +78,7 @@ TENSORRT = Backend(
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=QuantSpec(bits=8, signed=False, symmetric=False), weight=_PER_CHANNEL),
-    roles=_CONVNET_ROLES,
+    roles={**_CONVNET_ROLES, "embedding": "compute"},
 )
 
 backends: Mapping[str, Backend] = {b.name: b for b in (TENSORRT, ONNXRUNTIME)}

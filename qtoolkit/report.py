@@ -10,7 +10,7 @@ from qtoolkit.graph.insert import is_quantizer, role_of
 from qtoolkit.graph.kinds import kind_of
 from qtoolkit.graph.module import QuantizedGraphModule, Status
 from qtoolkit.graph.swap import name_of
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
 
 
@@ -101,7 +101,8 @@ def _has_line(node: fx.Node) -> bool:
 def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:
     inputs = tuple(str(n.target) for n in (_origin(model, n) for n in node.all_input_nodes) if is_quantizer(n))
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    weight = _spec_of(module.weight_quantizer) if isinstance(module, QuantWeighted) else ""
+    quantizers = [q for q, _ in module.quantized_weights().values()] if isinstance(module, QuantModule) else []
+    weight = _spec_of(quantizers[0]) if quantizers else ""
     status, reason = model.plan.status[node.name] if model.plan is not None else ("float", "not planned yet")
     return LayerLine(name_of(node), kind_of(node), weight, inputs, status, reason)
 

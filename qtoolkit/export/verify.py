@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.frozen import Grid
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.values import tensors_of
 
 # A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.
@@ -117,9 +117,9 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
         outputs = converted(*inputs)
         weight_codes = sum(
             (
-                _compare_weight(layer, found[weights[f"{name}.weight_quantizer"].codes])
-                for name, layer in _weighted(converted)
-                if f"{name}.weight_quantizer" in weights
+                _compare_weight(_grid(converted, name), weight, found[weights[name].codes])
+                for name, weight in _weights(converted).items()
+                if name in weights
             ),
             CodeCount(),
         )
@@ -203,8 +203,10 @@ class _Stepwise(fx.Interpreter):
         return grid.values(torch.from_numpy(theirs)).to(args[0].dtype)
 
 
-def _weighted(model: nn.Module) -> list[tuple[str, QuantWeighted]]:
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantWeighted) and m.weight_quantizer is not None]
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return each quantized weight by the dotted name of its quantizer."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
+    return {f"{n}.{q}": weight for n, layer in layers for q, (_, weight) in layer.quantized_weights().items()}
 
 
 def _grid(model: nn.Module, name: str) -> Grid:
@@ -214,11 +216,8 @@ def _grid(model: nn.Module, name: str) -> Grid:
     return grid
 
 
-def _compare_weight(layer: QuantWeighted, theirs: Any) -> CodeCount:
-    grid = layer.weight_quantizer
-    if not isinstance(grid, Grid):
-        raise TypeError("verify_onnx: the model is not converted; pass what qtoolkit.convert returned.")
-    ours = grid.codes(layer.weight)
+def _compare_weight(grid: Grid, weight: Tensor, theirs: Any) -> CodeCount:
+    ours = grid.codes(weight)
     if grid.group > 1:  # the file has them as (groups * out, in * k...)
         ours = ours.reshape(grid.group, -1, *ours.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
     return CodeCount.of(ours, theirs)

@@ -1,5 +1,6 @@
 """Plan: note of each op whether it is quantized, and why not. And run the prepared model once, so that it fails early."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,25 +8,31 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
-from qtoolkit.graph.fuse import batch_norm_after
+from qtoolkit.graph.fuse import calls_of, reason_apart
 from qtoolkit.graph.insert import is_quantizer, role_of
-from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of
 from qtoolkit.graph.module import Plan, QuantizedGraphModule, Status
 from qtoolkit.graph.swap import config_of, reason_float
 from qtoolkit.modes import evaluating
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import LinkedBatchNorm
 from qtoolkit.switches import disable_quantization
 
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
     """Keep in the model's plan the backend, and of each op its status with the reason, for quantization_report."""
-    gm.plan = Plan(backend, {n.name: _status(n, backend, mapping) for n in gm.graph.nodes if not is_quantizer(n)})
+    calls = calls_of(gm)
+    nodes = [node for node in gm.graph.nodes if not is_quantizer(node)]
+    gm.plan = Plan(backend, {node.name: _status(node, calls, backend, mapping) for node in nodes})
     return gm
 
 
-def _status(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> tuple[Status, str]:
+def _status(
+    node: fx.Node, calls: Mapping[str, int], backend: Backend, mapping: QConfigMapping | None
+) -> tuple[Status, str]:
     kind, role = kind_of(node), role_of(node, backend)
-    if kind in WEIGHTED_KINDS:
+    if kind == "batch_norm":
+        return _status_of_batch_norm(node, calls, backend, mapping)
+    if kind in (*WEIGHTED_KINDS, "embedding", "attention"):
         reason = reason_float(node, backend, mapping)
         return ("quantized", "") if reason is None else ("float", f"float: {reason}")
     if role == "transparent":
@@ -35,28 +42,29 @@ def _status(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> 
         if qconfig is None or qconfig.activation is None:
             return "float", "float: the qconfig_mapping says so"
         return "quantized", ""
-    return _status_of_float(node, kind, backend)
+    return _status_of_float(kind, backend)
 
 
-def _status_of_float(node: fx.Node, kind: str, backend: Backend) -> tuple[Status, str]:
-    if kind == "batch_norm":
-        return _status_of_batch_norm(node)
+def _status_of_float(kind: str, backend: Backend) -> tuple[Status, str]:
     if kind == "relu":
         return "transparent", ""
     what = "unknown to qtoolkit" if kind == OTHER else f"a {kind}"
     return "float", f"float: {what}, which {backend.name} computes in float"
 
 
-def _status_of_batch_norm(node: fx.Node) -> tuple[Status, str]:
-    source = tensor_inputs(node)[0]
-    if kind_of(source) not in WEIGHTED_KINDS or batch_norm_after(source) is not node:
-        return (
-            "float",
-            "float: a batch norm that cannot be folded (no layer right before it, or one with a second user)",
-        )
-    if not isinstance(module_of(source), QuantWeighted):
-        return "float", "float: a batch norm that cannot be folded (its layer is not quantized)"
-    return "quantized", "folded into the layer before it"
+def _status_of_batch_norm(
+    node: fx.Node, calls: Mapping[str, int], backend: Backend, mapping: QConfigMapping | None
+) -> tuple[Status, str]:
+    if node.op == "call_module" and isinstance(module_of(node), LinkedBatchNorm):
+        return "quantized", "folded into the layer before it"
+    source = node.all_input_nodes[0]
+    if kind_of(source) not in WEIGHTED_KINDS:
+        reason: str | None = "no layer right before it"
+    elif len(source.users) > 1:
+        reason = "its layer's output has a second user"
+    else:
+        reason = reason_apart(source, node, calls, backend, mapping)
+    return "float", f"float: a batch norm that cannot be folded ({reason})"
 
 
 def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:

@@ -8,15 +8,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from qtoolkit.nn import QAT_MODULES, QuantWeighted
+from qtoolkit.nn import QAT_MODULES, QuantModule
+from qtoolkit.nn.batch_norm import is_batch_norm
 
 MODULE_KINDS: Mapping[type[nn.Module], str] = {
-    nn.Conv2d: "conv",
-    nn.ConvTranspose2d: "conv_transpose",
-    nn.Linear: "linear",
-    nn.BatchNorm1d: "batch_norm",
-    nn.BatchNorm2d: "batch_norm",
-    nn.SyncBatchNorm: "batch_norm",
     nn.ReLU: "relu",
     nn.MaxPool2d: "max_pool",
     nn.AvgPool2d: "avg_pool",
@@ -25,13 +20,18 @@ MODULE_KINDS: Mapping[type[nn.Module], str] = {
     nn.Identity: "identity",
     nn.Dropout: "identity",
     nn.Dropout2d: "identity",
-    **{qat: kind for kind, qat in zip(("conv", "conv_transpose", "linear"), QAT_MODULES.values(), strict=True)},
+    **{float_type: qat.KIND for float_type, qat in QAT_MODULES.items()},
 }
 
 FUNCTION_KINDS: Mapping[Callable[..., Any], str] = {
     F.conv2d: "conv",
     F.conv_transpose2d: "conv_transpose",
     F.linear: "linear",
+    F.conv1d: "conv",
+    F.conv3d: "conv",
+    F.conv_transpose1d: "conv_transpose",
+    F.conv_transpose3d: "conv_transpose",
+    F.embedding: "embedding",
     F.batch_norm: "batch_norm",
     F.relu: "relu",
     torch.relu: "relu",
@@ -69,7 +69,8 @@ def kind_of(node: fx.Node) -> str:
     """Return the kind of a node: a name from the tables, "other", or the node's own op for inputs, outputs, constants."""
     if node.op == "call_module":
         module = module_of(node)
-        kind = MODULE_KINDS.get(type(module), OTHER)
+        kind = module.KIND if isinstance(module, QuantModule) else MODULE_KINDS.get(type(module), OTHER)
+        kind = "batch_norm" if kind == OTHER and is_batch_norm(module) else kind
     elif node.op == "call_function":
         kind = FUNCTION_KINDS.get(node.target, OTHER)  # type: ignore[arg-type]
     elif node.op == "call_method":
@@ -83,7 +84,7 @@ def object_type_of(node: fx.Node) -> Any:
     """Return what QConfigMapping.set_object_type names for a node: its (float) module type, or its function."""
     if node.op == "call_module":
         module = module_of(node)
-        return module.FLOAT if isinstance(module, QuantWeighted) else type(module)
+        return module.FLOAT if isinstance(module, QuantModule) else type(module)
     return node.target
 
 
@@ -99,7 +100,11 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that feed an op's data inputs: the first one, and for an add both."""
     values = [*node.args, *node.kwargs.values()]
     nodes = [v for v in values if isinstance(v, fx.Node)]
-    return nodes if kind_of(node) == "add" else nodes[:1]
+    return nodes[: _DATA_INPUTS.get(kind_of(node), 1)]
+
+
+# Kinds with more data inputs than one, or with none (an embedding takes indices).
+_DATA_INPUTS: Mapping[str, int] = {"add": 2, "attention": 3, "embedding": 0}
 
 
 def _always(node: fx.Node) -> bool:
