@@ -123,6 +123,10 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         y, weights = (y, weights) if batched else (y.squeeze(1), weights.squeeze(0))
         return y, weights if need_weights else None
 
+    def forward_fp32(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute the module in float, as torch.nn.MultiheadAttention does."""
+        return super().forward(*args, **kwargs)
+
     # ---- parts
 
     def _weights(self) -> dict[str, Tensor]:
