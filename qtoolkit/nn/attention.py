@@ -110,6 +110,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         batched = query.dim() == 3
         q, k, v = self._project(*self._quantize_inputs(query, key, value, batched))
         k, v, added = self._extend(k, v)
+        if is_causal and key_padding_mask is None and not need_weights:
+            # Here torch takes the hint and not the mask, and so masks out what bias_k or add_zero_attn append.
+            attn_mask, added = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).triu(1), 0
         mask = self._merge_masks(attn_mask, key_padding_mask, q, added)
         q = quantized(self.query_quantizer, self._heads(q) * math.sqrt(1.0 / self.head_dim))
         k = quantized(self.key_quantizer, self._heads(k))
