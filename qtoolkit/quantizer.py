@@ -160,7 +160,8 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             table: The table, (rows, features), which a range is taken from.
         """
         if self.observing:
-            self.forward(table)
+            with torch.no_grad():
+                self.forward(table)
         if not self.quantizing:
             return x
         self._check_ready()

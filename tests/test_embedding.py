@@ -51,10 +51,16 @@ def test_embedding_gradients(options: dict[str, object], sparse: bool, axis: int
         torch.testing.assert_close(*scales)
 
 
-def test_sparse_embeddings_give_the_same_rows_and_ranges() -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, qt.QuantSpec(axis=1), qt.QuantSpec(), qt.QuantSpec(axis=1, group_size=2), qt.QuantSpec(axis=0, group_size=5),
+     qt.QuantSpec(axis=-2, signed=False, symmetric=False)],
+    ids=qt.QuantSpec.describe,
+)  # fmt: skip
+def test_sparse_embeddings_give_the_same_rows_and_ranges(spec: qt.QuantSpec) -> None:
     layer = nn.Embedding(10, 4)
-    dense = qt.nn.QuantEmbedding.from_float(layer, SPEC)
-    sparse = qt.nn.QuantEmbedding.from_float(nn.Embedding(10, 4, sparse=True, _weight=layer.weight), SPEC)
+    dense = qt.nn.QuantEmbedding.from_float(layer, spec)
+    sparse = qt.nn.QuantEmbedding.from_float(nn.Embedding(10, 4, sparse=True, _weight=layer.weight), spec)
     x = torch.tensor([[1, 0, 3], [9, 1, 1]])
     assert torch.equal(sparse(x), dense(x))
     assert torch.equal(sparse(torch.tensor(4)), dense(torch.tensor(4)))

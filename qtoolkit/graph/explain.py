@@ -58,12 +58,8 @@ def _status_of_batch_norm(
     if node.op == "call_module" and isinstance(module_of(node), LinkedBatchNorm):
         return "quantized", "folded into the layer before it"
     source = node.all_input_nodes[0]
-    if kind_of(source) not in WEIGHTED_KINDS:
-        reason: str | None = "no layer right before it"
-    elif len(source.users) > 1:
-        reason = "its layer's output has a second user"
-    else:
-        reason = reason_apart(source, node, calls, backend, mapping)
+    behind = kind_of(source) in WEIGHTED_KINDS
+    reason = reason_apart(source, node, calls, backend, mapping) if behind else "no layer right before it"
     return "float", f"float: a batch norm that cannot be folded ({reason})"
 
 

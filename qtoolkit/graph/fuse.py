@@ -1,8 +1,7 @@
-"""Units of ops that a target computes as one; in them, batch norms are taken over (training) or folded (eval)."""
+"""Find layers with the batch norm behind them. Training: the layer takes it over. Eval: it is folded into the weight."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
@@ -14,72 +13,6 @@ from qtoolkit.graph.swap import config_of
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
 
-WEIGHTED = frozenset(WEIGHTED_KINDS)
-BATCH_NORM = frozenset({"batch_norm"})
-ACTIVATION = frozenset({"relu"})
-
-# Chains that are one unit, the longest first.
-CHAINS = (
-    (WEIGHTED, BATCH_NORM, ACTIVATION),
-    (WEIGHTED, BATCH_NORM),
-    (WEIGHTED, ACTIVATION),
-    (BATCH_NORM, ACTIVATION),
-)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Ops that a target computes as one: each alone takes the output of the one before.
-
-    Attributes:
-        nodes: The ops in order.
-    """
-
-    nodes: tuple[fx.Node, ...]
-
-    @property
-    def head(self) -> fx.Node:
-        """The first op, which takes the inputs."""
-        return self.nodes[0]
-
-    @property
-    def batch_norm(self) -> fx.Node | None:
-        """The batch norm behind the head, or None."""
-        return next((n for n in self.nodes[1:] if kind_of(n) in BATCH_NORM), None)
-
-    @property
-    def activation(self) -> fx.Node | None:
-        """The activation at the end, or None."""
-        return self.nodes[-1] if kind_of(self.nodes[-1]) in ACTIVATION else None
-
-
-def units_of(gm: fx.GraphModule) -> dict[fx.Node, Unit]:
-    """Return the unit of each node that is in one. A chain whose middle has a second user is none."""
-    units: dict[fx.Node, Unit] = {}
-    for node in gm.graph.nodes:
-        if node in units:
-            continue
-        for chain in CHAINS:
-            nodes = _follow(node, chain)
-            if nodes is not None:
-                units.update(dict.fromkeys(nodes, Unit(nodes)))
-                break
-    return units
-
-
-def _follow(node: fx.Node, chain: tuple[frozenset[str], ...]) -> tuple[fx.Node, ...] | None:
-    if kind_of(node) not in chain[0]:
-        return None
-    nodes = [node]
-    for kinds in chain[1:]:
-        if len(nodes[-1].users) != 1:
-            return None
-        follower = next(iter(nodes[-1].users))
-        if kind_of(follower) not in kinds or follower.all_input_nodes[:1] != nodes[-1:]:
-            return None
-        nodes.append(follower)
-    return tuple(nodes)
-
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
     """Let each QAT layer take over the batch norm that follows it, or fold that one where the model is in eval mode.
@@ -88,16 +21,22 @@ def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | No
         ValueError: The backend's strategy for batch norms is not known, or does not fit one of them.
     """
     calls = calls_of(gm)
-    for unit in dict.fromkeys(units_of(gm).values()):
-        follower = unit.batch_norm
-        if follower is None or reason_apart(unit.head, follower, calls, backend, mapping) is not None:
+    for node, follower in list(batch_norms(gm)):
+        if reason_apart(node, follower, calls, backend, mapping) is not None:
             continue
         if gm.training:
-            _link(gm, unit.head, follower, backend.batch_norm)
+            _link(gm, node, follower, backend.batch_norm)
         else:
-            fold(gm, unit.head, follower)
+            fold(gm, node, follower)
     gm.recompile()
     return gm
+
+
+def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Return each layer, or function, with the batch norm that takes its output."""
+    for follower in gm.graph.nodes:
+        if kind_of(follower) == "batch_norm" and kind_of(follower.all_input_nodes[0]) in WEIGHTED_KINDS:
+            yield follower.all_input_nodes[0], follower
 
 
 def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
@@ -113,6 +52,8 @@ def reason_apart(
     mapping: QConfigMapping | None = None,
 ) -> str | None:
     """Return why a layer does not take over the batch norm behind it, or None where it does."""
+    if len(node.users) > 1:
+        return "its layer's output has a second user"
     layer = module_of(node) if node.op == "call_module" else None
     if not isinstance(layer, QuantWeighted):
         return "its layer is not quantized"
