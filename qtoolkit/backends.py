@@ -1,22 +1,27 @@
 """Deployment targets, as data: what each quantizes, and where.
 
-Each kind of op (`qtoolkit.graph.kinds`) has a role on a target:
+Each kind of op (`qtoolkit.graph.kind_table`) has a role on a target:
 
 - "compute": its inputs are quantized; its output is left free until a quantized op takes it.
 - "merge": its inputs are quantized too, by the target's rule for residual adds.
+- "concat": where a quantized op takes its output, all its inputs are quantized with one scale, so that the output has it too.
 - "transparent": it moves or picks values without changing them, so the quantizer of its input serves its output.
+- "activation": it is computed as one with the op before it, which nothing is put between; after an op that it cannot join it
+  is float, or, on a target with `quantize_outputs`, "compute".
 - "float": left alone, and reported. Every kind that a target does not name is "float".
 
 A new target is one more table here, and a test.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
+from qtoolkit.graph.kind_table import ACTIVATIONS, KINDS, MOVES
+from qtoolkit.names import check_known
 
-Role = Literal["compute", "merge", "transparent", "float"]
+Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
 
 
 @dataclass(frozen=True)
@@ -28,57 +33,207 @@ class Backend:
         qconfig: Default config. A weight's axis 0 stands for the output channel of every layer kind.
         roles: Role of each kind of op.
         conv_transpose_axis: Axis of a transposed convolution's weight that the target takes scales along.
+        grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups; lint says so
+            where it has not.
         residual_add: Inputs of an add that are quantized: "both", or "identity": all but the branch that ends in a
-            convolution, so that the target can fuse the add into it.
-        batch_norm: How a layer takes over the batch norm behind it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
+            layer, so that the target can fuse the add into it.
+        shared_concat: Whether the inputs of a concat share one scale; else each has its own, and so has the output.
         integer_weights: Export weights as integers (DequantizeLinear alone), not as floats with both nodes.
+        weight_bits: Widths of weights that the target computes in integers; None for all. Lint names others.
+        unsigned_after_relu: Quantize a tensor that is never negative without a sign, where its spec is symmetric.
+        integers_in_and_out: Ops that are no layers are quantized only where their output is quantized too.
+        quantize_outputs: Quantize outputs of ops as well, after their batch norm and activation: the target computes in
+            integers throughout.
+        quantize_graph_inputs: Quantize inputs of the graph like other tensors.
+        quantize_graph_outputs: Quantize what the graph returns, where a quantized op makes it.
+        end_bits: Least bits of the first and last layers, by default and by a global rule; None for those of all others.
+        batch_norm: How a layer takes over the batch norm behind it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
+
+    Raises:
+        ValueError: A kind of op, a role or an option is not known.
     """
 
     name: str
     qconfig: QConfig
     roles: Mapping[str, Role]
     conv_transpose_axis: int = 1
+    grouped_conv_transpose: bool = True
     residual_add: Literal["both", "identity"] = "both"
-    batch_norm: str = "unscale"
+    shared_concat: bool = True
     integer_weights: bool = True
+    weight_bits: tuple[int, ...] | None = None
+    unsigned_after_relu: bool = False
+    integers_in_and_out: bool = False
+    quantize_outputs: bool = False
+    quantize_graph_inputs: bool = True
+    quantize_graph_outputs: bool = False
+    end_bits: int | None = None
+    batch_norm: str = "unscale"
+
+    def __post_init__(self) -> None:
+        for kind, role in self.roles.items():
+            check_known(f"kind of op in the roles of Backend {self.name!r}:", kind, KINDS)
+            check_known(f"role of {kind!r} in Backend {self.name!r}:", role, get_args(Role))
+        check_known(f"residual_add of Backend {self.name!r}:", self.residual_add, ("both", "identity"))
+        if self.conv_transpose_axis not in (0, 1):
+            raise ValueError(
+                f"Backend {self.name!r}: conv_transpose_axis must be 0 (input channels) or 1 (output channels), got "
+                f"{self.conv_transpose_axis!r}."
+            )
+        if self.end_bits is not None and not 2 <= self.end_bits <= 16:
+            raise ValueError(f"Backend {self.name!r}: end_bits must be None or lie in [2, 16], got {self.end_bits!r}.")
 
 
-_CONVNET_ROLES: Mapping[str, Role] = {
-    "conv": "compute",
-    "conv_transpose": "compute",
-    "linear": "compute",
-    "attention": "compute",
-    "avg_pool": "compute",
-    "add": "merge",
-    "max_pool": "transparent",
-    "flatten": "transparent",
-    "identity": "transparent",
-    "slice": "transparent",
-    "zero_pad": "transparent",
-}
+def _roles(
+    compute: tuple[str, ...], merge: tuple[str, ...] = (), concat: tuple[str, ...] = ("cat", "stack")
+) -> Mapping[str, Role]:
+    """Return a table of roles in which ops that move values are transparent, and activations join the op before them."""
+    roles: dict[str, Role] = dict.fromkeys(MOVES, "transparent")
+    roles |= dict.fromkeys(ACTIVATIONS, "activation")
+    roles |= dict.fromkeys(concat, "concat")
+    roles |= dict.fromkeys(compute, "compute")
+    roles |= dict.fromkeys(merge, "merge")
+    return roles
+
+
+_LAYERS = ("conv", "conv_transpose", "linear")
+_PRODUCTS = (*_LAYERS, "matmul", "attention")
 
 _SIGNED = QuantSpec(bits=8)
+_NARROW = QuantSpec(bits=8, narrow=True)
 _PER_CHANNEL = QuantSpec(bits=8, axis=0)
+_AFFINE = QuantSpec(bits=8, signed=False, symmetric=False)
+_POW2 = QuantSpec(bits=8, pow2_scale=True)
 
 # TensorRT 10, explicit quantization. Source: NVIDIA's documentation, "Working with Quantized Types": symmetric int8 in
-# [-128, 127], activations per tensor, weights per output channel, Q/DQ on the inputs of weighted ops; of a residual add
-# only the identity branch, so that convolution and add fuse; max pooling commutes with quantization, average pooling does
-# not. Weights stay float with both nodes, the form that all its parsers read. Transposed convolutions: axis 1 from
-# version 10 on.
+# [-128, 127] and no unsigned codes, activations per tensor, weights per output channel, Q/DQ on the inputs of weighted ops,
+# both of a matmul; of a residual add only the identity branch, so that convolution and add fuse; max pooling commutes with
+# quantization, average pooling does not, and like every op without weights it is quantized only with its output too; all
+# inputs of a concat on one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay float: a gate times a
+# convolution fuses without Q/DQ. Weights stay float with both nodes, the form that all its parsers read. Transposed
+# convolutions: axis 1 from version 10 on.
 TENSORRT = Backend(
     name="tensorrt",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
-    roles=_CONVNET_ROLES,
+    roles=_roles(compute=(*_PRODUCTS, "avg_pool"), merge=("add",)),
     residual_add="identity",
     integer_weights=False,
+    weight_bits=(8,),
+    integers_in_and_out=True,
 )
+
+# TensorRT 8: its kernels take the scales of a transposed convolution along axis 0 (NVIDIA/TensorRT #1694, #1699, #2380), and
+# it rejects grouped ones (#1934).
+TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_conv_transpose=False)
 
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
-# weights int8 symmetric per channel (U8S8); its integer kernels take an add whose inputs both are quantized.
+# weights int8 symmetric per channel (U8S8); its integer kernels (onnxruntime/python/tools/quantization/registry.py) take
+# Add, Mul and Concat, and Resize like other ops that move values; a linear one computes on quantized inputs.
 ONNXRUNTIME = Backend(
     name="onnxruntime",
-    qconfig=QConfig(activation=QuantSpec(bits=8, signed=False, symmetric=False), weight=_PER_CHANNEL),
-    roles={**_CONVNET_ROLES, "embedding": "compute"},
+    qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
+    roles=_roles(compute=(*_PRODUCTS, "embedding", "avg_pool", "upsample_linear"), merge=("add", "mul")),
 )
 
-backends: Mapping[str, Backend] = {b.name: b for b in (TENSORRT, ONNXRUNTIME)}
+# OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,
+# elementwise ops, pools, means, interpolation; concats with unified scales) and MQBench's OPENVINO backend: symmetric
+# activations, unsigned where they cannot be negative; weights of 7 bits, because sums of int8 products overflow 16 bits on
+# AVX2 and AVX-512 without VNNI. NNCF's overflow fix does the same.
+OPENVINO = Backend(
+    name="openvino",
+    qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
+    roles=_roles(
+        compute=(*_PRODUCTS, "avg_pool", "mean", "upsample_linear"),
+        merge=("add", "sub", "mul", "div"),
+    ),
+    unsigned_after_relu=True,
+    weight_bits=(7, 8),
+)
+
+# SNPE (Qualcomm), which computes in integers throughout: MQBench's SNPE scheme and TotalINT placement: uint8 with a zero point
+# per tensor for weights too, inputs and outputs of every op, moved past ReLU and flatten; each concat input its own encoding.
+SNPE = Backend(
+    name="snpe",
+    qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
+    roles=_roles(
+        compute=(*_PRODUCTS, "avg_pool", "mean", "upsample_linear", "batch_norm"), merge=("add", "sub", "mul", "div")
+    ),
+    shared_concat=False,
+    quantize_outputs=True,
+    quantize_graph_outputs=True,
+)
+
+# QNN (Qualcomm's HTP, through onnxruntime's execution provider). Source: onnxruntime's documentation, "QNN Execution Provider":
+# QDQ models with quantized inputs and outputs of every node, uint8 with a zero point per tensor for both (get_qnn_qdq_config's
+# default); normalizations and softmax have integer kernels too. Unlike MQBench's ONNX_QNN, Linear and deconvolution are in.
+QNN = replace(
+    SNPE,
+    name="qnn",
+    roles=_roles(
+        compute=(
+            *_PRODUCTS,
+            "avg_pool",
+            "mean",
+            "upsample_linear",
+            "batch_norm",
+            "layer_norm",
+            "instance_norm",
+            "softmax",
+        ),
+        merge=("add", "sub", "mul", "div"),
+    ),
+)
+
+# Vitis AI's DPU. Source: MQBench's Vitis scheme and Xilinx UG1414: int8 symmetric with power-of-two scales per tensor, for
+# inputs, weights and outputs of all ops that the DPU computes.
+VITIS = Backend(
+    name="vitis",
+    qconfig=QConfig(activation=_POW2, weight=_POW2),
+    roles=_roles(compute=(*_LAYERS, "avg_pool", "mean", "upsample_linear", "batch_norm"), merge=("add", "mul")),
+    quantize_outputs=True,
+    quantize_graph_outputs=True,
+)
+
+# PPL (OpenPPL on CUDA). Source: MQBench's PPLCUDA scheme and TotalINT placement: uint8 with a zero point, weights per channel.
+PPL = replace(SNPE, name="ppl", qconfig=QConfig(activation=_AFFINE, weight=replace(_AFFINE, axis=0)))
+
+# Tengine, uint8. Source: MQBench's Tengine_u8: as SNPE, with concat, hardswish and sigmoid quantized as ops of their own.
+TENGINE = replace(
+    SNPE,
+    name="tengine",
+    roles=_roles(
+        compute=(*_LAYERS, "avg_pool", "mean", "upsample_linear", "batch_norm", "hardswish", "sigmoid"),
+        merge=("add", "mul"),
+    ),
+)
+
+# TVM, by the pass that turns QDQ models into integer ops (FakeQuantizationToInteger,
+# python/tvm/relay/transform/fake_quantization_to_integer.py): an op becomes integer between quantized inputs and a quantized
+# output; reshapes, slices, max pools and nearest resizes keep their input's scale; concats requantize each input.
+TVM = Backend(
+    name="tvm",
+    qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
+    roles=_roles(compute=(*_LAYERS, "matmul", "avg_pool", "mean"), merge=("add", "sub", "mul")),
+    shared_concat=False,
+    quantize_outputs=True,
+    quantize_graph_outputs=True,
+)
+
+# The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers alone, the first and
+# the last layer in 8 bits. Like it, set the widths of the others by a global rule.
+ACADEMIC = Backend(
+    name="academic",
+    qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
+    roles=_roles(compute=_LAYERS, concat=()),
+    unsigned_after_relu=True,
+    end_bits=8,
+)
+
+# The setting of papers on transformers. Source: MQBench's Academic_NLP: inputs of linear layers and matmuls, no wider ends.
+ACADEMIC_NLP = replace(
+    ACADEMIC, name="academic-nlp", roles=_roles(compute=("linear", "matmul", "attention"), concat=()), end_bits=None
+)
+
+_ALL = (TENSORRT, TENSORRT8, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, TENGINE, TVM, ACADEMIC, ACADEMIC_NLP)
+
+backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}

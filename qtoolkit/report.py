@@ -1,14 +1,17 @@
 """quantization_report: what is quantized and how, what stays float and why."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
 
 from qtoolkit.frozen import Grid
-from qtoolkit.graph.insert import is_quantizer, role_of
-from qtoolkit.graph.kinds import kind_of
-from qtoolkit.graph.module import QuantizedGraphModule, Status
+from qtoolkit.graph.grids import quantizer_behind
+from qtoolkit.graph.kinds import kind_of, tensor_inputs
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.plan import Status
+from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer
 from qtoolkit.graph.swap import name_of
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
@@ -28,12 +31,16 @@ class LayerLine:
 
 @dataclass(frozen=True)
 class TensorLine:
-    """One quantized tensor: its quantizer, the op that makes it, the ops that take it, and how it is quantized."""
+    """One quantized tensor: its quantizer, the op that makes it, the ops that take it, and how it is quantized.
+
+    `shares_scale_with` are the ops whose tensors have the same quantizer.
+    """
 
     quantizer: str
     source: str
     consumers: tuple[str, ...]
     spec: str
+    shares_scale_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,11 @@ class QuantizationReport:
     def __str__(self) -> str:
         rows = [("layer", "kind", "weight", "inputs", "status")]
         rows += [(x.name, x.kind, x.weight, ", ".join(x.inputs), x.reason or x.status) for x in self.layers]
-        tensors = [("quantizer", "made by", "shared by", "how", "")]
-        tensors += [(t.quantizer, t.source, ", ".join(t.consumers), t.spec, "") for t in self.tensors]
+        tensors = [("quantizer", "made by", "taken by", "how", "scale shared with")]
+        tensors += [
+            (t.quantizer, t.source, ", ".join(t.consumers), t.spec, ", ".join(t.shares_scale_with))
+            for t in self.tensors
+        ]
         head = f"{len(self.quantized)} ops quantized, {len(self.left_float)} left in float, {len(self.tensors)} tensors"
         return "\n".join([head, "", *_table(rows), "", *_table(tensors)])
 
@@ -90,34 +100,40 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
             f"{type(model).__name__}."
         )
     nodes = list(model.graph.nodes)
-    layers = [_layer_line(model, node) for node in nodes if not is_quantizer(node) and _has_line(node)]
-    return QuantizationReport(tuple(layers), tuple(_tensor_line(model, n) for n in nodes if is_quantizer(n)))
+    quantizers = [node for node in nodes if is_quantizer(node) and not is_weight_quantizer(node)]
+    sources: dict[str, list[str]] = defaultdict(list)
+    for node in quantizers:
+        sources[str(node.target)].append(node.all_input_nodes[0].name)
+    layers = [_layer_line(model, node) for node in nodes if _has_line(node)]
+    return QuantizationReport(tuple(layers), tuple(_tensor_line(model, n, sources[str(n.target)]) for n in quantizers))
 
 
 def _has_line(node: fx.Node) -> bool:
-    return node.op in ("call_module", "call_function", "call_method")
+    is_op = node.op in ("call_module", "call_function", "call_method")
+    return is_op and not is_quantizer(node)
 
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:
-    inputs = tuple(str(n.target) for n in (_origin(model, n) for n in node.all_input_nodes) if is_quantizer(n))
-    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    quantizers = [q for q, _ in module.quantized_weights().values()] if isinstance(module, QuantModule) else []
-    weight = _spec_of(quantizers[0]) if quantizers else ""
     status, reason = model.plan.status[node.name] if model.plan is not None else ("float", "not planned yet")
-    return LayerLine(name_of(node), kind_of(node), weight, inputs, status, reason)
+    behind = [] if model.plan is None else [quantizer_behind(n, model.plan.backend) for n in tensor_inputs(node)]
+    weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
+    inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))
+    return LayerLine(name_of(node), kind_of(node), _weight_of(model, node, weights), inputs, status, reason)
 
 
-def _origin(model: QuantizedGraphModule, node: fx.Node) -> fx.Node:
-    """Return the quantizer (or other op) that a tensor comes from, through ops that only move it."""
-    moved = model.plan is not None and not is_quantizer(node) and role_of(node, model.plan.backend) == "transparent"
-    return _origin(model, node.all_input_nodes[0]) if moved else node
+def _weight_of(model: QuantizedGraphModule, node: fx.Node, quantizers: list[str]) -> str:
+    """Return how a layer's weight is quantized, or a function's."""
+    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if isinstance(module, QuantModule):
+        return ", ".join(dict.fromkeys(_spec_of(quantizer) for quantizer, _ in module.quantized_weights().values()))
+    return ", ".join(_spec_of(model.get_submodule(name)) for name in quantizers)
 
 
-def _tensor_line(model: QuantizedGraphModule, node: fx.Node) -> TensorLine:
+def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str]) -> TensorLine:
+    source = node.all_input_nodes[0].name
     consumers = tuple(name_of(user) for user in node.users)
-    return TensorLine(
-        str(node.target), node.all_input_nodes[0].name, consumers, _spec_of(model.get_submodule(str(node.target)))
-    )
+    others = tuple(name for name in sources if name != source)
+    return TensorLine(str(node.target), source, consumers, _spec_of(model.get_submodule(str(node.target))), others)
 
 
 def _spec_of(quantizer: nn.Module | None) -> str:

@@ -126,7 +126,7 @@ def test_without_batch_norm_quantizers_off_is_bit_equal() -> None:
         assert torch.equal(prepared(x), model(x))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "academic-nlp"])  # convolutions stay float
 def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).eval()
     prepared = qt.prepare(model, backend=backend)
@@ -303,6 +303,9 @@ def test_layers_can_be_left_in_float_and_are_reported() -> None:
         "up": "float: the qconfig_mapping says so",
         "bn3": "float: a batch norm that cannot be folded (its layer is not quantized)",
         "head": "float: the qconfig_mapping says so",
+        # Rule 6 of TensorRT: without the head, nothing takes the pool's output quantized.
+        "average": "float: its output is taken in float, and tensorrt computes it in integers only between two quantized "
+        "tensors",
     }
 
 
@@ -328,19 +331,6 @@ def test_passing_twice_changes_nothing() -> None:
 def test_preparing_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="prepared already"):
         qt.prepare(prepared_net())
-
-
-def test_functional_weights_are_reported() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.weight)
-
-    (line,) = qt.quantization_report(qt.prepare(Functional())).left_float
-    assert "called as a function" in line.reason
 
 
 # ---- as a whole

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Self
 
+from torch import nn
+
 from qtoolkit.config.spec import QuantSpec
 from qtoolkit.names import check_known, unknown
 
@@ -93,9 +95,13 @@ class QConfigMapping:
         return self._set("global", "", qconfig)
 
     def set_object_type(self, object_type: Kind, qconfig: QConfig | None) -> Self:
-        """Set the config of a module type, such as torch.nn.Conv2d, or of a function, such as torch.add."""
+        """Set the config of a module type (torch.nn.Conv2d), a function (torch.add) or a tensor's method (torch.Tensor.add)."""
         if not callable(object_type):
             raise TypeError(f"set_object_type: object_type must be a type or a function, got {object_type!r}.")
+        if isinstance(object_type, type) and not issubclass(object_type, nn.Module):
+            raise TypeError(
+                f"set_object_type: a type must be one of modules, such as torch.nn.Conv2d, got {object_type.__name__}."
+            )
         return self._set("object_type", object_type, qconfig)
 
     def set_module_name_regex(self, regex: str, qconfig: QConfig | None) -> Self:
@@ -164,8 +170,11 @@ class QConfigMapping:
         for source, rules in values.items():
             check_known("key of QConfigMapping", source, cls.SOURCES)
             for key, qconfig in rules:
-                found = _import(key) if source == "object_type" else key
-                mapping._set(source, found, None if qconfig is None else QConfig.from_dict(qconfig))  # type: ignore[arg-type]
+                config = None if qconfig is None else QConfig.from_dict(qconfig)
+                if source == "object_type":
+                    mapping.set_object_type(_import(key), config)
+                else:
+                    mapping._set(source, key, config)  # type: ignore[arg-type]  # check_known has checked it
         return mapping
 
     @classmethod
@@ -188,6 +197,10 @@ class QConfigMapping:
 
 
 def _path_of(kind: Kind) -> str:
+    # A tensor method has no module of its own, only the class that it was made in.
+    owner = getattr(kind, "__objclass__", kind) if getattr(kind, "__module__", None) is None else kind
+    if owner is not kind:
+        return f"{owner.__module__}:{owner.__qualname__}.{kind.__name__}"
     short = f"{kind.__module__}:{kind.__name__}"
     try:
         found = _import(short)  # torch.add, for one, has a qualified name that does not import

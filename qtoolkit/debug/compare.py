@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.graph import trace
 from qtoolkit.graph.fuse import batch_norms
-from qtoolkit.graph.insert import is_quantizer, role_of
 from qtoolkit.graph.kinds import kind_of
 from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.roles import is_quantizer, role_of
 from qtoolkit.graph.swap import name_of
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule

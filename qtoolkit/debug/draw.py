@@ -7,23 +7,23 @@ from torch import fx, nn
 
 from qtoolkit.files import write_whole
 from qtoolkit.frozen import Grid
-from qtoolkit.graph.insert import is_quantizer
 from qtoolkit.graph.kinds import kind_of
 from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.roles import is_quantizer
 from qtoolkit.graph.swap import name_of
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
 
 # Fill of a node by its status in the plan; ops of a graph without a plan have none.
-COLORS = {"quantized": "#cfe8cf", "transparent": "#eeeeee", "float": "#f6d5c3", "": "#ffffff"}
+COLORS = {"quantized": "#cfe8cf", "fused": "#cfe8cf", "transparent": "#eeeeee", "float": "#f6d5c3", "": "#ffffff"}
 QUANTIZER_COLOR = "#d3e3f8"
 
 
 def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write the graph of a model as an SVG file.
 
-    Ops are boxes: green where quantized, gray where values only move, orange where float, with the reason as tooltip. A
-    layer shows how its weight is quantized. Quantizers are blue, with their spec and range.
+    Ops are boxes: green where quantized (or one op with a quantized one), gray where values only move, orange where float,
+    with the reason as tooltip. A layer shows how its weight is quantized. Quantizers are blue, with their spec and range.
 
     Args:
         graph_module: What `qtoolkit.prepare` or `qtoolkit.convert` returned, or another GraphModule.

@@ -1,6 +1,7 @@
 """Compare an exported file's integer codes, as onnxruntime computes them, with the model's own."""
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.frozen import Grid
+from qtoolkit.graph.kinds import parameters_in
+from qtoolkit.graph.roles import WEIGHT_HOLDER
 from qtoolkit.nn import QuantModule
 from qtoolkit.values import tensors_of
 
@@ -109,46 +112,46 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     pairs = _find_pairs(proto)
     found = _run(proto, inputs, [name for p in pairs for name in (p.source, p.codes)])
-    activations = {p.quantizer: p for p in pairs if not p.is_weight}
-    weights = {p.quantizer: p for p in pairs if p.is_weight}
-    step = _Stepwise(converted, {name: found[p.codes] for name, p in activations.items()})
+    by_name: dict[str, list[_Pair]] = defaultdict(list)
+    for pair in pairs:
+        by_name[pair.quantizer].append(pair)
+    step = _Stepwise(converted, {name: [found[p.codes] for p in of] for name, of in by_name.items()})
     with torch.no_grad():
         step.run(*inputs)
         outputs = converted(*inputs)
-        weight_codes = sum(
-            (
-                _compare_weight(_grid(converted, name), weight, found[weights[name].codes])
-                for name, weight in _weights(converted).items()
-                if name in weights
-            ),
-            CodeCount(),
+        in_layers = _weights(converted)
+        weight_codes = _sum(
+            _compare_weight(_grid(converted, p.quantizer), in_layers[p.quantizer], found[p.codes])
+            for p in pairs
+            if p.quantizer in in_layers
         )
-        quantizer_codes = sum(
-            (
-                CodeCount.of(_grid(converted, name).codes(torch.from_numpy(found[p.source])), found[p.codes])
-                for name, p in activations.items()
-            ),
-            CodeCount(),
+        quantizer_codes = _sum(
+            CodeCount.of(_grid(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
+            for p in pairs
+            if not p.is_constant and p.quantizer not in in_layers and not p.quantizer.startswith(WEIGHT_HOLDER)
         )
-    wanted = [name for name, module in converted.named_modules() if isinstance(module, Grid)]
     return Verification(
-        weight_codes,
+        weight_codes + step.constants,
         quantizer_codes,
-        sum(step.counts.values(), CodeCount()),
+        _sum(step.counts.values()),
         step.counts,
         _largest_difference(outputs, [found[o.name] for o in proto.graph.output]),
-        tuple(name for name in wanted if name not in activations and name not in weights),
+        tuple(step.missing) + tuple(name for name in _inside_layers(converted) if name not in by_name),
     )
+
+
+def _sum(counts: Iterable[CodeCount]) -> CodeCount:
+    return sum(counts, CodeCount())
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A quantizer in the file: the values that go in (or, for integer weights, the codes) and the codes."""
+    """A quantizer's node in the file: the values that go in and the codes, or, of a constant, the codes alone."""
 
     quantizer: str
     source: str
     codes: str
-    is_weight: bool
+    is_constant: bool
 
 
 def _find_pairs(proto: Any) -> list[_Pair]:
@@ -161,8 +164,9 @@ def _find_pairs(proto: Any) -> list[_Pair]:
         origin = made_by.get(node.input[0])
         while origin is not None and origin.op_type in ("Clip", "Cast"):
             origin = made_by.get(origin.input[0])
-        source = node.input[0] if origin is None or origin.op_type != "QuantizeLinear" else origin.input[0]
-        pairs.append(_Pair(quantizer, source, node.input[0], quantizer.endswith("weight_quantizer")))
+        quantize = origin if origin is not None and origin.op_type == "QuantizeLinear" else None
+        source = node.input[0] if quantize is None else quantize.input[0]
+        pairs.append(_Pair(quantizer, source, node.input[0], quantize is None))
     return pairs
 
 
@@ -187,26 +191,58 @@ def _run(proto: Any, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str
 
 
 class _Stepwise(fx.Interpreter):
-    """Runs a converted model, and puts onnxruntime's codes in place of its own after every activation quantizer."""
+    """Runs a converted model, and puts onnxruntime's codes in place of its own after every quantizer.
 
-    def __init__(self, converted: fx.GraphModule, codes: dict[str, Any]) -> None:
+    Args:
+        converted: The model.
+        codes: Of each quantizer, onnxruntime's codes at its nodes, in the order in which the graph comes to them.
+    """
+
+    def __init__(self, converted: fx.GraphModule, codes: Mapping[str, Sequence[Any]]) -> None:
         super().__init__(converted)
         self.codes = codes
+        targets = Counter(str(node.target) for node in converted.graph.nodes if node.op == "call_module")
+        self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
+        self.missing: dict[str, None] = {}
         self.counts: dict[str, CodeCount] = {}
+        self.constants = CodeCount()
+        self.parameters = parameters_in(converted.graph)
 
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        grid = self.fetch_attr(target)
-        if not isinstance(grid, Grid) or target not in self.codes:
-            return super().call_module(target, args, kwargs)
-        theirs = self.codes[target]
-        self.counts[target] = CodeCount.of(grid.codes(args[0]).cpu(), theirs)
-        return grid.values(torch.from_numpy(theirs)).to(args[0].dtype)
+    def run_node(self, n: fx.Node) -> Any:
+        grid = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        if not isinstance(grid, Grid):
+            return super().run_node(n)
+        (x,), _ = self.fetch_args_kwargs_from_env(n)
+        constant, name = n.all_input_nodes[0] in self.parameters, str(n.target)
+        ours = _as_stored(grid, x) if constant else grid.codes(x).cpu()
+        theirs = next(self.paired[name]) if name in self.paired else self._twin(ours.numpy())
+        if theirs is None:
+            self.missing[name] = None
+            return grid(x)
+        count = CodeCount.of(ours, theirs)
+        if constant:
+            self.constants += count
+            return grid(x)
+        self.counts[name] = self.counts.get(name, CodeCount()) + count
+        return grid.values(torch.from_numpy(theirs)).to(x.dtype)
+
+    def _twin(self, ours: Any) -> Any:
+        # The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls: then some node has
+        # the very same codes.
+        every = (codes for of in self.codes.values() for codes in of)
+        return next((codes for codes in every if np.array_equal(codes, ours)), None)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     """Return each quantized weight by the dotted name of its quantizer."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
     return {f"{n}.{q}": weight for n, layer in layers for q, (_, weight) in layer.quantized_weights().items()}
+
+
+def _inside_layers(model: nn.Module) -> list[str]:
+    """Return the dotted names of the grids that layers hold: of weights, and of tensors between their ops."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
+    return [f"{n}.{g}" for n, layer in layers for g, grid in layer.named_modules() if isinstance(grid, Grid)]
 
 
 def _grid(model: nn.Module, name: str) -> Grid:
@@ -217,10 +253,16 @@ def _grid(model: nn.Module, name: str) -> Grid:
 
 
 def _compare_weight(grid: Grid, weight: Tensor, theirs: Any) -> CodeCount:
-    ours = grid.codes(weight)
-    if grid.group > 1:  # the file has them as (groups * out, in * k...)
-        ours = ours.reshape(grid.group, -1, *ours.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
-    return CodeCount.of(ours, theirs)
+    return CodeCount.of(_as_stored(grid, weight), theirs)
+
+
+def _as_stored(grid: Grid, weight: Tensor) -> Tensor:
+    """Return a constant's codes in the shape in which the file has them."""
+    codes = grid.codes(weight).cpu()
+    if grid.group == 1:
+        return codes
+    # (groups * out, in * k...)
+    return codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:

@@ -1,6 +1,7 @@
 """Plan: note of each op whether it is quantized, and why not. And run the prepared model once, so that it fails early."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,57 +10,73 @@ from torch import fx
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
 from qtoolkit.graph.fuse import calls_of, reason_apart
-from qtoolkit.graph.insert import is_quantizer, role_of
-from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of
-from qtoolkit.graph.module import Plan, QuantizedGraphModule, Status
-from qtoolkit.graph.swap import config_of, reason_float
+from qtoolkit.graph.grids import quantizer_behind
+from qtoolkit.graph.kind_table import ACTIVATIONS
+from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.plan import Plan, Status
+from qtoolkit.graph.roles import HEADS, Roles, is_quantizer
+from qtoolkit.graph.swap import reason_float
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm
 from qtoolkit.switches import disable_quantization
 
+BY_RULE = "float: the qconfig_mapping says so"
+
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
-    """Keep in the model's plan the backend, and of each op its status with the reason, for quantization_report."""
-    calls = calls_of(gm)
-    nodes = [node for node in gm.graph.nodes if not is_quantizer(node)]
-    gm.plan = Plan(backend, {node.name: _status(node, calls, backend, mapping) for node in nodes})
+    """Add to the model's plan the status of each op with the reason, for quantization_report."""
+    plan = gm.plan or Plan(backend)
+    roles, calls = Roles(gm, backend, mapping), calls_of(gm)
+    nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
+    gm.plan = replace(plan, status={**{n.name: _status(n, roles, calls) for n in nodes}, **plan.status})
     return gm
 
 
-def _status(
-    node: fx.Node, calls: Mapping[str, int], backend: Backend, mapping: QConfigMapping | None
-) -> tuple[Status, str]:
-    kind, role = kind_of(node), role_of(node, backend)
-    if kind == "batch_norm":
-        return _status_of_batch_norm(node, calls, backend, mapping)
-    if kind in (*WEIGHTED_KINDS, "embedding", "attention"):
-        reason = reason_float(node, backend, mapping)
+def _status(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> tuple[Status, str]:
+    kind, role = kind_of(node), roles[node]
+    if kind in (*WEIGHTED_KINDS, "attention", "embedding") and node.op == "call_module":
+        reason = reason_float(node, roles.backend, roles.mapping)
         return ("quantized", "") if reason is None else ("float", f"float: {reason}")
+    if kind == "batch_norm" and role != "compute":
+        return _status_of_batch_norm(node, roles, calls)
+    if node in roles.head:
+        return "fused", f"one op with {roles.head[node].name}"
     if role == "transparent":
         return "transparent", ""
-    if role in ("compute", "merge"):
-        qconfig = config_of(node, backend, mapping)
-        if qconfig is None or qconfig.activation is None:
-            return "float", "float: the qconfig_mapping says so"
+    return _status_of_head(node, roles) if role in HEADS else _status_of_float(node, roles)
+
+
+def _status_of_head(node: fx.Node, roles: Roles) -> tuple[Status, str]:
+    if roles[node] == "concat":
+        on_grid = quantizer_behind(node, roles.backend) is not None
+        return ("quantized", "") if on_grid else ("float", "float: no quantized op takes its output")
+    if any(quantizer_behind(source, roles.backend) is not None for source in tensor_inputs(node)):
         return "quantized", ""
-    return _status_of_float(kind, backend)
+    qconfig = roles.config(node)
+    ruled_out = qconfig is None or qconfig.activation is None or (qconfig.weight is None and roles.weights_of(node))
+    return "float", BY_RULE if ruled_out else "float: none of its inputs is quantized"
 
 
-def _status_of_float(kind: str, backend: Backend) -> tuple[Status, str]:
-    if kind == "relu":
-        return "transparent", ""
+def _status_of_float(node: fx.Node, roles: Roles) -> tuple[Status, str]:
+    if node.op in ("placeholder", "output", "get_attr"):
+        return "float", ""
+    rule = roles.rule(node)
+    if rule is not None and (rule.qconfig is None or rule.qconfig.activation is None):
+        return "float", BY_RULE
+    kind = kind_of(node)
+    if kind in ACTIVATIONS:
+        return "float", f"float: a {kind} that no quantized op comes right before"
     what = "unknown to qtoolkit" if kind == OTHER else f"a {kind}"
-    return "float", f"float: {what}, which {backend.name} computes in float"
+    return "float", f"float: {what}, which {roles.backend.name} computes in float"
 
 
-def _status_of_batch_norm(
-    node: fx.Node, calls: Mapping[str, int], backend: Backend, mapping: QConfigMapping | None
-) -> tuple[Status, str]:
+def _status_of_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> tuple[Status, str]:
     if node.op == "call_module" and isinstance(module_of(node), LinkedBatchNorm):
         return "quantized", "folded into the layer before it"
     source = node.all_input_nodes[0]
     behind = kind_of(source) in WEIGHTED_KINDS
-    reason = reason_apart(source, node, calls, backend, mapping) if behind else "no layer right before it"
+    reason = reason_apart(source, node, calls, roles.backend, roles.mapping) if behind else "no layer right before it"
     return "float", f"float: a batch norm that cannot be folded ({reason})"
 
 

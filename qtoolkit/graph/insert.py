@@ -1,150 +1,134 @@
-"""Insert activation quantizers: read roles, decide all edges once, then put one quantizer on each quantized tensor."""
-
-from collections import defaultdict
-from dataclasses import dataclass
+"""Insert quantizers: one on each tensor that is to be quantized, shared where concats tie tensors; weights of functions too."""
 
 import torch
 from torch import fx, nn
 
-from qtoolkit.backends import Backend, Role
+from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping, QuantSpec
-from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.graph import decide
+from qtoolkit.graph.decide import Decisions, Group, Want
+from qtoolkit.graph.kinds import kind_of, module_of
 from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.swap import config_of
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.graph.plan import Edge, Plan
+from qtoolkit.graph.roles import HOLDER, WEIGHT_HOLDER, Roles, is_quantizer
+from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
-
-HOLDER = "activation_quantizers"
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A tensor on its way into an op that wants it quantized.
-
-    Attributes:
-        anchor: The op that makes the tensor: the quantizer comes right after it.
-        through: The transparent ops between it and the consumer.
-        consumer: The op that wants it quantized.
-        spec: How the consumer's config quantizes it.
-    """
-
-    anchor: fx.Node
-    through: tuple[fx.Node, ...]
-    consumer: fx.Node
-    spec: QuantSpec
-
-
-def role_of(node: fx.Node, backend: Backend) -> Role:
-    """Return a node's role on a backend; what it does not name is "float"."""
-    return backend.roles.get(kind_of(node), "float")
-
-
-def is_quantizer(node: fx.Node) -> bool:
-    """Return whether a node is an activation quantizer."""
-    return node.op == "call_module" and str(node.target).startswith(HOLDER + ".")
 
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
     """Insert a quantizer on every tensor that the backend wants quantized, one for all its consumers.
 
-    The quantizer of node `relu` is the submodule `activation_quantizers.relu`. Where consumers ask for different specs, the
-    one with most bits holds. Nothing is inserted where quantizers are already.
+    The quantizer of node `relu` is the submodule `activation_quantizers.relu`; the one that the inputs of the concat `cat`
+    share is `activation_quantizers.cat`; that of the weight of the function `linear` is `weight_quantizers.linear`. Where
+    consumers ask for different specs, the one with most bits holds. Nothing is inserted where quantizers are already.
+    The plan gets every edge.
+
+    Raises:
+        ValueError: A spec does not fit a function's weight.
     """
     if any(is_quantizer(node) for node in gm.graph.nodes):
         return gm
-    by_anchor: dict[fx.Node, list[Edge]] = defaultdict(list)
-    for edge in wanted_edges(gm, backend, mapping):
-        by_anchor[edge.anchor].append(edge)
-    if by_anchor:
-        gm.add_module(HOLDER, nn.Module())
-    for anchor, edges in by_anchor.items():
-        _insert(gm, anchor, edges)
+    decisions = decide.run(Roles(gm, backend, mapping), gm.graph)
+    _insert_all(gm, decisions)
+    edges = [edge for group in decisions.groups for edge in _edges_of(group)]
+    edges += [_weight_edge(want) for want in decisions.weights] + _layer_edges(gm)
+    gm.plan = Plan(backend, {name: ("float", reason) for name, reason in decisions.left.items()}, tuple(edges))
     gm.graph.lint()
     gm.recompile()
     return gm
 
 
-def wanted_edges(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None) -> list[Edge]:
-    """Return every edge that the backend and the config quantize."""
-    edges = []
-    for node in gm.graph.nodes:
-        if role_of(node, backend) not in ("compute", "merge"):
-            continue
-        qconfig = config_of(node, backend, mapping)
-        if qconfig is None or qconfig.activation is None or _weight_is_float(node):
-            continue
-        free = free_branch(node, backend)
-        for source in dict.fromkeys(tensor_inputs(node)):
-            if source is not free:
-                edges.append(_edge(source, node, backend, qconfig.activation))
-    return edges
-
-
-def free_branch(node: fx.Node, backend: Backend) -> fx.Node | None:
-    """Return the input of a residual add that stays unquantized, so that the target fuses its convolution with the add."""
-    if role_of(node, backend) != "merge" or backend.residual_add == "both":
-        return None
-    branches = [source for source in tensor_inputs(node) if _ends_in_weights(source)]
-    if len(branches) < 2:
-        return branches[0] if branches else None
-    # Both branches end in a convolution: the longer one is the main branch, the other the shortcut.
-    return max(branches, key=lambda source: (_length_from_fork(source, node), source is branches[0]))
-
-
-def _edge(source: fx.Node, consumer: fx.Node, backend: Backend, spec: QuantSpec) -> Edge:
-    through: list[fx.Node] = []
-    while role_of(source, backend) == "transparent":
-        through.append(source)
-        source = tensor_inputs(source)[0]
-    return Edge(source, tuple(through), consumer, spec)
-
-
-def _insert(gm: QuantizedGraphModule, anchor: fx.Node, edges: list[Edge]) -> None:
-    spec = max((edge.spec for edge in edges), key=lambda s: s.bits)
-    target = f"{HOLDER}.{anchor.name}"
-    quantizer = TensorQuantizer(spec, name=target)
+def _insert_all(gm: QuantizedGraphModule, decisions: Decisions) -> None:
     device = next((p.device for p in gm.parameters()), torch.device("cpu"))
+    for holder, wanted in ((HOLDER, decisions.groups), (WEIGHT_HOLDER, decisions.weights)):
+        if wanted:
+            gm.add_module(holder, nn.Module())
+    values = _values_of(gm, [want.anchor for want in decisions.weights])
+    for want in decisions.weights:
+        _insert_weight(gm, want, values[want.anchor])
+    for group in decisions.groups:
+        _insert_group(gm, group, device)
+
+
+def _insert_group(gm: QuantizedGraphModule, group: Group, device: torch.device) -> None:
+    target = f"{HOLDER}.{group.name}"
+    quantizer = TensorQuantizer(group.spec, name=target)
     gm.add_submodule(target, quantizer.to(device))
     quantizer.train(gm.training)
-    with gm.graph.inserting_after(anchor):
-        node = gm.graph.call_module(target, (anchor,))
-    on_the_way = {n for edge in edges for n in (*edge.through, edge.consumer)}
-    for user in list(anchor.users):
-        if user in on_the_way:
+    for anchor in group.anchors:
+        on_the_way = {n for want in group.wants if want.anchor is anchor for n in (*want.through, want.consumer)}
+        users = [user for user in anchor.users if user in on_the_way]
+        with gm.graph.inserting_after(anchor):
+            node = gm.graph.call_module(target, (anchor,))
+        for user in users:
             user.replace_input_with(anchor, node)
 
 
-def _weight_is_float(node: fx.Node) -> bool:
-    # A layer whose weight stays float computes in float: quantizing its input would only cost accuracy.
-    return kind_of(node) in WEIGHTED_KINDS and not (
-        node.op == "call_module" and isinstance(module_of(node), QuantWeighted)
+def _insert_weight(gm: QuantizedGraphModule, want: Want, weight: torch.Tensor) -> None:
+    target = f"{WEIGHT_HOLDER}.{want.consumer.name}"
+    quantizer = _weight_quantizer(
+        want.spec, weight, decide.conv_groups(want.consumer, want.spec), want.consumer, target
     )
+    gm.add_submodule(target, quantizer)
+    quantizer.train(gm.training)
+    with gm.graph.inserting_before(want.consumer):
+        node = gm.graph.call_module(target, (want.anchor,))
+    want.consumer.replace_input_with(want.anchor, node)
 
 
-def _ends_in_weights(node: fx.Node) -> bool:
-    """Whether a tensor comes straight from a weighted layer (and its batch norm) and goes nowhere else."""
-    if len(node.users) != 1:
-        return False
-    if kind_of(node) == "batch_norm":
-        return _ends_in_weights(tensor_inputs(node)[0])
-    return kind_of(node) in WEIGHTED_KINDS and not _weight_is_float(node)
+def _weight_quantizer(
+    spec: QuantSpec, weight: torch.Tensor, group: int, consumer: fx.Node, target: str
+) -> TensorQuantizer:
+    dims = weight.dim()
+    if spec.axis is not None and not -dims <= spec.axis < dims:
+        raise ValueError(
+            f"prepare: {consumer.name!r}: the axis of a weight of {dims} dimensions must lie in [{-dims}, {dims - 1}], got "
+            f"{spec.axis}; give the op a config of its own with QConfigMapping.set_module_name({consumer.name!r}, ...)."
+        )
+    channels = None if spec.axis is None else weight.size(spec.axis) * group
+    quantizer = TensorQuantizer(spec, channels, group, target).to(weight.device)
+    if weight.device.type != "meta":
+        quantizer.observer(weight)
+        quantizer.load_observed()
+    return quantizer
 
 
-def _length_from_fork(branch: fx.Node, merge: fx.Node) -> int:
-    """Count the nodes on a branch that the merge's other branches do not share."""
-    others: set[fx.Node] = set()
-    for source in tensor_inputs(merge):
-        if source is not branch:
-            others |= _ancestors(source)
-    return len(_ancestors(branch) - others)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = [node]
+def _values_of(gm: QuantizedGraphModule, nodes: list[fx.Node]) -> dict[fx.Node, torch.Tensor]:
+    """Compute nodes that depend on parameters alone."""
+    interpreter = fx.Interpreter(gm, garbage_collect_values=False)
+    waiting, needed = list(nodes), set()
     while waiting:
-        current = waiting.pop()
-        if current not in found:
-            found.add(current)
-            waiting += current.all_input_nodes
-    return found
+        node = waiting.pop()
+        needed.add(node)
+        waiting += [source for source in node.all_input_nodes if source not in needed]
+    with torch.no_grad():
+        for node in gm.graph.nodes:
+            if node in needed:
+                interpreter.env[node] = interpreter.run_node(node)
+    return {node: interpreter.env[node] for node in nodes}
+
+
+def _edges_of(group: Group) -> list[Edge]:
+    target = f"{HOLDER}.{group.name}"
+    return [Edge(want.anchor.name, want.consumer.name, target, group.spec, want.why) for want in group.wants]
+
+
+def _weight_edge(want: Want) -> Edge:
+    source = str(want.anchor.target) if want.anchor.op == "get_attr" else want.anchor.name
+    return Edge(source, want.consumer.name, f"{WEIGHT_HOLDER}.{want.consumer.name}", want.spec, want.why)
+
+
+def _layer_edges(gm: QuantizedGraphModule) -> list[Edge]:
+    layers = [(n, module_of(n)) for n in gm.graph.nodes if n.op == "call_module"]
+    return [
+        Edge(
+            f"{n.target}.{name.removesuffix('_quantizer')}",
+            n.name,
+            f"{n.target}.{name}",
+            q.spec,
+            f"weight of a {kind_of(n)}",
+        )
+        for n, layer in layers
+        if isinstance(layer, QuantModule)
+        for name, (q, _) in layer.quantized_weights().items()
+    ]

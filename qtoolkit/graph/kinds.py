@@ -1,91 +1,84 @@
-"""What kind of op a node is: modules, functions, operators and methods in one table, so that passes never special-case."""
+"""What kind of op a node is, by one table of modules, functions, operators and methods, so that passes never special-case."""
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn import functional as F
 
-from qtoolkit.nn import QAT_MODULES, QuantModule
+from qtoolkit.graph.kind_rules import OTHER
+from qtoolkit.graph.kind_table import (
+    FOREIGN,
+    KINDS,
+    ROW_OF_FUNCTION,
+    ROW_OF_KIND,
+    ROW_OF_METHOD,
+    ROW_OF_MODULE,
+    WEIGHTED,
+    Row,
+)
+from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
-
-MODULE_KINDS: Mapping[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.MaxPool2d: "max_pool",
-    nn.AvgPool2d: "avg_pool",
-    nn.AdaptiveAvgPool2d: "avg_pool",
-    nn.Flatten: "flatten",
-    nn.Identity: "identity",
-    nn.Dropout: "identity",
-    nn.Dropout2d: "identity",
-    **{float_type: qat.KIND for float_type, qat in QAT_MODULES.items()},
-}
-
-FUNCTION_KINDS: Mapping[Callable[..., Any], str] = {
-    F.conv2d: "conv",
-    F.conv_transpose2d: "conv_transpose",
-    F.linear: "linear",
-    F.conv1d: "conv",
-    F.conv3d: "conv",
-    F.conv_transpose1d: "conv_transpose",
-    F.conv_transpose3d: "conv_transpose",
-    F.embedding: "embedding",
-    F.batch_norm: "batch_norm",
-    F.relu: "relu",
-    torch.relu: "relu",
-    operator.add: "add",
-    operator.iadd: "add",
-    torch.add: "add",
-    F.max_pool2d: "max_pool",
-    torch.max_pool2d: "max_pool",
-    F.avg_pool2d: "avg_pool",
-    F.adaptive_avg_pool2d: "avg_pool",
-    torch.mean: "avg_pool",
-    torch.flatten: "flatten",
-    F.dropout: "identity",
-    operator.getitem: "slice",
-    F.pad: "zero_pad",
-}
-
-METHOD_KINDS: Mapping[str, str] = {
-    "relu": "relu",
-    "relu_": "relu",
-    "add": "add",
-    "add_": "add",
-    "mean": "avg_pool",
-    "flatten": "flatten",
-    "contiguous": "identity",
-}
 
 # The layers that have weights; the others have inputs alone.
 WEIGHTED_KINDS = ("conv", "conv_transpose", "linear")
+# Ops that multiply by what can be a weight, when they are called as functions.
+MULTIPLYING_KINDS = (*WEIGHTED_KINDS, "matmul")
 
-OTHER = "other"
+__all__ = [
+    "KINDS",
+    "MULTIPLYING_KINDS",
+    "OTHER",
+    "WEIGHTED_KINDS",
+    "kind_of",
+    "module_of",
+    "object_type_of",
+    "parameters_in",
+    "tensor_inputs",
+]
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return the kind of a node: a name from the tables, "other", or the node's own op for inputs, outputs, constants."""
-    if node.op == "call_module":
-        module = module_of(node)
-        kind = module.KIND if isinstance(module, QuantModule) else MODULE_KINDS.get(type(module), OTHER)
-        kind = "batch_norm" if kind == OTHER and is_batch_norm(module) else kind
-    elif node.op == "call_function":
-        kind = FUNCTION_KINDS.get(node.target, OTHER)  # type: ignore[arg-type]
-    elif node.op == "call_method":
-        kind = METHOD_KINDS.get(str(node.target), OTHER)
-    else:
+    """Return the kind of a node: one of the table's, "other", or the node's own op for inputs, outputs, constants."""
+    if node.op not in ("call_module", "call_function", "call_method"):
         return node.op
-    return kind if _CONDITIONS.get(kind, _always)(node) else OTHER
+    row = row_of(node)
+    if row is None:
+        return OTHER
+    return row.kind if row.refine is None else row.refine(node)
+
+
+def row_of(node: fx.Node) -> Row | None:
+    """Return the table's row of a node, or None."""
+    if node.op == "call_module":
+        return _row_of_module(module_of(node))
+    if node.op == "call_method":
+        return ROW_OF_METHOD.get(str(node.target))
+    if not callable(node.target):
+        return None
+    name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
+    return ROW_OF_FUNCTION.get(node.target) or FOREIGN.get(name)
+
+
+def _row_of_module(module: nn.Module) -> Row | None:
+    # By exact type: a subclass of a float layer may compute anything. A QAT module says itself what it is.
+    if isinstance(module, QuantModule):
+        return ROW_OF_KIND.get(module.KIND)
+    return ROW_OF_KIND["batch_norm"] if is_batch_norm(module) else ROW_OF_MODULE.get(type(module))
+
+
+def float_type(module: nn.Module) -> type[nn.Module]:
+    """Return the type of a module, or the float type of a QAT module."""
+    if isinstance(module, LinkedBatchNorm):
+        return module.float_type
+    return module.FLOAT if isinstance(module, QuantModule) else type(module)
 
 
 def object_type_of(node: fx.Node) -> Any:
-    """Return what QConfigMapping.set_object_type names for a node: its (float) module type, or its function."""
+    """Return what QConfigMapping.set_object_type names for a node: its (float) module type, function or tensor method."""
     if node.op == "call_module":
-        module = module_of(node)
-        return module.FLOAT if isinstance(module, QuantModule) else type(module)
-    return node.target
+        return float_type(module_of(node))
+    return getattr(torch.Tensor, str(node.target), node.target) if node.op == "call_method" else node.target
 
 
 def module_of(node: fx.Node) -> nn.Module:
@@ -97,47 +90,41 @@ def module_of(node: fx.Node) -> nn.Module:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that feed an op's data inputs: the first one, and for an add both."""
-    values = [*node.args, *node.kwargs.values()]
-    nodes = [v for v in values if isinstance(v, fx.Node)]
-    return nodes[: _DATA_INPUTS.get(kind_of(node), 1)]
+    """Return the nodes that feed an op's data inputs, weights of functions among them, each once, in order.
+
+    Of an op that the table does not know, all its inputs.
+    """
+    row = row_of(node)
+    if row is None:
+        return node.all_input_nodes
+    return list(dict.fromkeys(_nodes_in(_data(node, row))))
 
 
-# Kinds with more data inputs than one, or with none (an embedding takes indices).
-_DATA_INPUTS: Mapping[str, int] = {"add": 2, "attention": 3, "embedding": 0}
+def parameters_in(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose values are parameters or buffers, or computed from nothing else."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        computed = node.op in ("call_function", "call_method") and node.all_input_nodes
+        if node.op == "get_attr" or (computed and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
-def _always(node: fx.Node) -> bool:
-    return True
+def _data(node: fx.Node, row: Row) -> Iterable[Any]:
+    # A module owns its weight: a further argument, such as output_size, is no data.
+    operands = row.operands[:1] if node.op == "call_module" and row.operands == WEIGHTED else row.operands
+    for position, names in enumerate(operands):
+        keywords = [node.kwargs[name] for name in names if name in node.kwargs]
+        if names and len(node.args) > position:
+            yield node.args[position]
+        yield from keywords
+    if row.rest:
+        yield from node.args[len(row.operands) :]
 
 
-def _adds_two_tensors(node: fx.Node) -> bool:
-    operands = [*node.args, *(v for k, v in node.kwargs.items() if k in ("input", "other"))]
-    two_tensors = len(operands) == 2 and all(isinstance(v, fx.Node) for v in operands)
-    return two_tensors and bool(node.kwargs.get("alpha", 1) == 1)
-
-
-def _pads_with_zero(node: fx.Node) -> bool:
-    mode = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
-    value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
-    return bool(mode == "constant" and value in (None, 0))
-
-
-def _slices_a_tensor(node: fx.Node) -> bool:
-    index = node.args[1]
-    return isinstance(index, tuple) and all(isinstance(i, slice) or i is Ellipsis for i in index)
-
-
-def _averages_space(node: fx.Node) -> bool:
-    if node.op == "call_module" or node.target not in (torch.mean, "mean"):
-        return True
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return isinstance(dims, list | tuple) and sorted(dims) in ([2, 3], [-2, -1])
-
-
-_CONDITIONS: Mapping[str, Callable[[fx.Node], bool]] = {
-    "add": _adds_two_tensors,
-    "zero_pad": _pads_with_zero,
-    "slice": _slices_a_tensor,
-    "avg_pool": _averages_space,
-}
+def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
+    for value in values:
+        if isinstance(value, fx.Node):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _nodes_in(value)

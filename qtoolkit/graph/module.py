@@ -2,28 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch import fx
 
-from qtoolkit.backends import Backend
+from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
-
-Status = Literal["quantized", "transparent", "float"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What prepare decided.
-
-    Attributes:
-        backend: The target.
-        status: Of each node, by name: its status and, where there is something to say, the reason.
-    """
-
-    backend: Backend
-    status: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
 
 
 class QuantizedGraphModule(fx.GraphModule):

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.graph.ends import at_ends
 from qtoolkit.graph.kinds import OTHER, kind_of, module_of, object_type_of
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.nn import QAT_MODULES, QuantModule
@@ -23,7 +24,10 @@ def name_of(node: fx.Node) -> str:
 def config_of(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> QConfig | None:
     """Return the config that holds for a node: the mapping's, else the backend's default."""
     match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
-    return backend.qconfig if match is None else match.qconfig
+    if match is not None and match.source != "global":
+        return match.qconfig
+    qconfig = backend.qconfig if match is None else match.qconfig
+    return qconfig if backend.end_bits is None else at_ends(node, qconfig, backend.end_bits)
 
 
 def weight_spec(node: fx.Node, kind: str, backend: Backend, mapping: QConfigMapping | None) -> QuantSpec | None:
@@ -34,14 +38,10 @@ def weight_spec(node: fx.Node, kind: str, backend: Backend, mapping: QConfigMapp
     the backend computes in float, only a rule for a type or a name quantizes the weight.
     """
     qconfig = config_of(node, backend, mapping)
-    if qconfig is None or qconfig.weight is None:
+    if qconfig is None or qconfig.weight is None or _is_float_to(node, kind, backend, mapping):
         return None
-    match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
-    if match is not None and match.source != "global":
-        return qconfig.weight
-    if backend.roles.get(kind, "float") == "float":
-        return None
-    return _for_conv_transpose(qconfig.weight, backend) if kind == "conv_transpose" else qconfig.weight
+    general = kind == "conv_transpose" and not _has_own_rule(node, mapping)
+    return _for_conv_transpose(qconfig.weight, backend) if general else qconfig.weight
 
 
 def _for_conv_transpose(spec: QuantSpec, backend: Backend) -> QuantSpec:
@@ -115,14 +115,20 @@ def _swapped(
 
 
 def reason_float(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> str | None:
-    """Return why a weighted op has a float weight, or None where its weight is quantized."""
-    if node.op != "call_module":
-        return f"called as a function ({node.name}), whose weight no module owns; make it a torch.nn module"
+    """Return why a layer has a float weight, or None where its weight is quantized."""
     if isinstance(module_of(node), QuantModule):
         return None
+    if _is_float_to(node, kind_of(node), backend, mapping):
+        return f"a {kind_of(node)}, which {backend.name} computes in float"
     qconfig = config_of(node, backend, mapping)
-    if qconfig is None or qconfig.weight is None:
-        return "the qconfig_mapping says so"
-    kind = kind_of(node)
-    computed = backend.roles.get(kind, "float") != "float"
-    return "no QAT module for its type" if computed else f"a {kind}, which {backend.name} computes in float"
+    return "the qconfig_mapping says so" if qconfig is None or qconfig.weight is None else "no QAT module for its type"
+
+
+def _is_float_to(node: fx.Node, kind: str, backend: Backend, mapping: QConfigMapping | None) -> bool:
+    # A rule of the user's own, by name, regex or type, holds against the backend's table.
+    return not _has_own_rule(node, mapping) and backend.roles.get(kind, "float") == "float"
+
+
+def _has_own_rule(node: fx.Node, mapping: QConfigMapping | None) -> bool:
+    match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
+    return match is not None and match.source != "global"

@@ -1,0 +1,237 @@
+"""lint(): which quantized edges of a prepared or converted model would break a fusion on its target."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from qtoolkit.backends import Backend
+from qtoolkit.config import QuantSpec
+from qtoolkit.frozen import Grid
+from qtoolkit.graph.grids import quantizer_behind
+from qtoolkit.graph.kind_rules import argument
+from qtoolkit.graph.kind_table import ACTIVATIONS
+from qtoolkit.graph.kinds import MULTIPLYING_KINDS, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.residual import FUSING_KINDS
+from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer, role_of, source_of, weight_is_float
+from qtoolkit.nn import QuantModule
+from qtoolkit.quantizer import TensorQuantizer
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An edge or op that the target would not compute as planned.
+
+    Attributes:
+        where: The graph node.
+        rule: What the target asks for, and what is found instead.
+        remedy: What to change.
+    """
+
+    where: str
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.rule} {self.remedy}"
+
+
+def lint(model: QuantizedGraphModule) -> tuple[Finding, ...]:
+    """Check the quantizers of a model against the rules of its backend.
+
+    The rules are those of TensorRT's documentation on the placement of Q/DQ ("Working with Quantized Types"), of its ONNX
+    quantizer, and of the backend's table; each is applied where the backend's fields say so.
+
+    Args:
+        model: What `qtoolkit.prepare` or `qtoolkit.convert` returned; also one whose graph was changed since.
+
+    Returns:
+        One finding for each edge or op that breaks a rule, in the order of the graph; none for what `prepare` decides by
+        itself.
+
+    Raises:
+        TypeError: The model was not prepared.
+
+    Example:
+        >>> from qtoolkit.graph.lint import lint
+        >>> lint(qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())))
+        ()
+    """
+    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+        raise TypeError(
+            f"lint: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."
+        )
+    backend = model.plan.backend
+    return tuple(finding for node in model.graph.nodes for rule in RULES for finding in rule(node, backend))
+
+
+def _residual_add(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    if kind_of(node) != "add" or backend.residual_add != "identity":
+        return
+    inputs = tensor_inputs(node)
+    layers = [source for source in inputs if _comes_from(source, FUSING_KINDS)]
+    on_grid = [quantizer_behind(source, backend) is not None for source in inputs]
+    if layers and all(on_grid):
+        yield Finding(
+            node.name,
+            "both inputs of a residual add are quantized, so that no convolution fuses with it.",
+            f"Leave the branch of {_layer_before(layers[0]).name!r} without a quantizer.",
+        )
+    if layers and not any(on_grid) and not weight_is_float(_layer_before(layers[0])):
+        yield Finding(
+            node.name,
+            "no input of a residual add is quantized, so that the convolution before it returns floats.",
+            "Quantize the identity branch.",
+        )
+
+
+def _inside_a_unit(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    if not is_quantizer(node) or len(node.users) != 1:
+        return
+    source, user = node.all_input_nodes[0], next(iter(node.users))
+    joins = kind_of(user) == "batch_norm" or kind_of(user) in ACTIVATIONS
+    if joins and len(source.users) == 1 and kind_of(source) in (*WEIGHTED_KINDS, "batch_norm"):
+        yield Finding(
+            node.name,
+            f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
+            f"Move it behind {user.name!r}.",
+        )
+
+
+def _some_inputs(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    kind = kind_of(node)
+    if kind not in (*MULTIPLYING_KINDS, "attention") or role_of(node, backend) == "float":
+        return
+    inputs = {source: quantizer_behind(source, backend) is not None for source in tensor_inputs(node)}
+    if not backend.quantize_graph_inputs:
+        inputs = {source: on_grid for source, on_grid in inputs.items() if source.op != "placeholder"}
+    quantized = list(inputs.values())
+    if node.op == "call_module" and kind in WEIGHTED_KINDS:
+        quantized.append(not weight_is_float(node))
+    if any(quantized) and not all(quantized):
+        missing = next((source.name for source, on_grid in inputs.items() if not on_grid), f"{node.name}.weight")
+        yield Finding(
+            node.name,
+            f"a {kind} is computed in integers only if all its inputs are quantized, and {missing!r} is not.",
+            "Quantize all of them or none.",
+        )
+
+
+def _concat(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    if role_of(node, backend) != "concat":
+        return
+    behind = [quantizer_behind(source, backend) for source in tensor_inputs(node)]
+    if any(behind) and len({q and q.target for q in behind}) > 1:
+        yield Finding(
+            node.name,
+            "the inputs of a concat have different scales, so that the target requantizes them.",
+            "Let one quantizer serve all of them.",
+        )
+
+
+def _in_and_out(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    kind = kind_of(node)
+    if not backend.integers_in_and_out or role_of(node, backend) not in ("compute", "merge"):
+        return
+    if kind in (*MULTIPLYING_KINDS, "attention") or any(_comes_from(s, FUSING_KINDS) for s in tensor_inputs(node)):
+        return
+    takes = any(quantizer_behind(source, backend) is not None for source in tensor_inputs(node))
+    if takes and not _output_is_quantized(node, backend):
+        yield Finding(
+            node.name,
+            f"a {kind} takes quantized inputs and its output is not quantized; the target needs both or neither.",
+            "Quantize its output, or leave it in float by the QConfigMapping.",
+        )
+
+
+def _pad_before_quantizer(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    if is_quantizer(node) and kind_of(node.all_input_nodes[0]) == "zero_pad":
+        pad = node.all_input_nodes[0].name
+        yield Finding(
+            node.name,
+            f"the quantizer comes after {pad!r}, which then cannot become part of the layer behind it.",
+            f"Move it before {pad!r}.",
+        )
+
+
+def _two_quantizers(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    quantizers = [user for user in node.users if is_quantizer(user) and not is_weight_quantizer(user)]
+    if len(quantizers) > 1:
+        yield Finding(
+            node.name,
+            f"its output has {len(quantizers)} quantizers ({', '.join(q.name for q in quantizers)}).",
+            "Keep one for all that take it.",
+        )
+
+
+def _grouped_conv_transpose(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    if kind_of(node) != "conv_transpose" or backend.grouped_conv_transpose or weight_is_float(node):
+        return
+    groups = argument(node, 6, "groups", 1)
+    if groups > 1:
+        yield Finding(
+            node.name,
+            f"{backend.name} has no integer kernel for a transposed convolution with groups, here {groups}.",
+            "Leave it in float by the QConfigMapping.",
+        )
+
+
+def _weight_bits(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    spec = _weight_spec(node)
+    if spec is not None and backend.weight_bits is not None and spec.bits not in backend.weight_bits:
+        widths = " or ".join(str(bits) for bits in backend.weight_bits)
+        yield Finding(
+            node.name, f"{backend.name} computes with weights of {widths} bits, not {spec.bits}.", "Change its config."
+        )
+
+
+def _weight_spec(node: fx.Node) -> QuantSpec | None:
+    if node.op != "call_module":
+        return None
+    module = module_of(node)
+    if isinstance(module, QuantModule):
+        return next((quantizer.spec for quantizer, _ in module.quantized_weights().values()), None)
+    return module.spec if is_weight_quantizer(node) and isinstance(module, TensorQuantizer | Grid) else None
+
+
+def _layer_before(node: fx.Node) -> fx.Node:
+    """Return the op that a tensor comes from, through quantizers, batch norm and dropout."""
+    while is_quantizer(node) or kind_of(node) in ("batch_norm", "identity"):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _comes_from(node: fx.Node, kinds: tuple[str, ...]) -> bool:
+    """Return whether a tensor comes straight from a layer of these kinds, which nothing else takes."""
+    alone = len(node.users) == 1
+    while alone and (is_quantizer(node) or kind_of(node) in ("batch_norm", "identity")):
+        node = node.all_input_nodes[0]
+        alone = len(node.users) == 1
+    return alone and kind_of(node) in kinds
+
+
+def _output_is_quantized(node: fx.Node, backend: Backend) -> bool:
+    """Return whether a quantizer takes an op's output, after its activation and ops that move values."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if is_quantizer(user):
+            return True
+        joins = kind_of(user) in ACTIVATIONS and source_of(user) is node and len(node.users) == 1
+        if joins or role_of(user, backend) in ("transparent", "concat"):
+            waiting += user.users
+    return False
+
+
+RULES: tuple[Callable[[fx.Node, Backend], Iterator[Finding]], ...] = (
+    _residual_add,
+    _inside_a_unit,
+    _some_inputs,
+    _concat,
+    _in_and_out,
+    _pad_before_quantizer,
+    _two_quantizers,
+    _grouped_conv_transpose,
+    _weight_bits,
+)

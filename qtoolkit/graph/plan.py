@@ -1,0 +1,47 @@
+"""What prepare decided, as data: of each op its status, and every quantized edge with the reason."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qtoolkit.backends import Backend
+from qtoolkit.config import QuantSpec
+
+Status = Literal["quantized", "fused", "transparent", "float"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A quantized tensor on its way into an op.
+
+    Attributes:
+        source: The graph node that makes the tensor, or the name of a layer's weight.
+        consumer: The graph node that takes it, directly or through ops that only move values.
+        quantizer: Name of the quantizer; edges with the same one share its scale.
+        spec: How it quantizes.
+        why: The rule that asks for it, in words.
+    """
+
+    source: str
+    consumer: str
+    quantizer: str
+    spec: QuantSpec
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.consumer}: {self.spec.describe()} by {self.quantizer}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What prepare decided.
+
+    Attributes:
+        backend: The target.
+        status: Of each node, by name: its status and, where there is something to say, the reason.
+        edges: Every quantized edge, weights included.
+    """
+
+    backend: Backend
+    status: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
+    edges: tuple[Edge, ...] = ()

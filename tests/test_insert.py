@@ -1,0 +1,356 @@
+"""Which edges the insert pass quantizes: shared scales, residual adds, units, policies, rules of the user's; and its plan."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from tests import nets
+from tests.test_kinds import Probe, edges
+
+ORT = qt.backends["onnxruntime"]
+TRT = qt.backends["tensorrt"]
+W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
+BOTH = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
+
+
+def activations(prepared: nn.Module) -> dict[str, qt.QuantSpec]:
+    quantizers = qt.quantizers_of(prepared).items()
+    return {n.removeprefix("activation_quantizers."): q.spec for n, q in quantizers if n.startswith("activation")}
+
+
+def shared(prepared: nn.Module) -> dict[str, str]:
+    """Return of each quantized tensor the quantizer."""
+    lines = qt.quantization_report(prepared).tensors
+    return {line.source: line.quantizer.removeprefix("activation_quantizers.") for line in lines}
+
+
+class Dense(nn.Module):
+    """Concats of concats, as DenseNet and U-Net have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(2, 2, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(6, 2, 1)
+        self.other = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.a(x))
+        second = torch.relu(self.b(torch.cat([x, first], 1)))
+        return self.c(torch.cat([x, first, second], 1)) + self.other(torch.sigmoid(x))
+
+
+# ---- one quantizer a tensor, one scale a concat
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino"])
+def test_connected_concats_share_one_quantizer(backend: str) -> None:
+    prepared = qt.prepare(Dense(), backend=backend)
+    owners = shared(prepared)
+    assert {owners[name] for name in ("x", "relu", "relu_1")} == {"cat"}
+    assert owners["sigmoid"] == "sigmoid"
+    assert len({id(prepared.get_submodule(f"activation_quantizers.{owners[n]}")) for n in ("x", "relu")}) == 1
+    (line,) = (line for line in qt.quantization_report(prepared).tensors if line.source == "relu")
+    assert line.shares_scale_with == ("x", "relu_1")
+    assert "relu, relu_1" in str(qt.quantization_report(prepared))
+
+
+def test_a_shared_scale_covers_all_that_it_serves() -> None:
+    prepared = qt.prepare(Dense().eval(), backend="tensorrt")
+    x = torch.randn(2, 2, 4, 4) * 50
+    qt.calibrate(prepared, [x], progress=False)
+    assert float(prepared.get_submodule("activation_quantizers.cat").amax) >= float(x.abs().max())
+
+
+def test_without_shared_concats_each_input_has_a_scale_and_so_has_the_output() -> None:
+    prepared = qt.prepare(Dense(), backend=replace(ORT, shared_concat=False))
+    owners = shared(prepared)
+    assert {"x", "relu", "relu_1", "cat", "cat_1"} <= set(owners)
+    assert all(source == name for source, name in owners.items())
+
+
+def test_a_concat_that_nothing_takes_quantized_stays_float() -> None:
+    class Cat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, torch.exp(x)])
+
+    prepared = qt.prepare(Cat())
+    assert activations(prepared) == {}
+    reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
+    assert reasons["cat"] == "float: no quantized op takes its output"
+
+
+def test_one_tensor_has_one_quantizer_for_all_that_take_it() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Any:
+            x = torch.exp(x)
+            return self.a(x), self.b(x.flatten(1)), self.c(x[:, :4]) + x, torch.exp(x)
+
+    prepared = qt.prepare(Fork(), backend="onnxruntime")
+    (line,) = (line for line in qt.quantization_report(prepared).tensors if line.source == "exp")
+    assert set(line.consumers) == {"a", "flatten", "getitem", "add"}
+    assert (
+        next(n for n in prepared.graph.nodes if n.name == "exp_1").args[0].name == "exp"
+    )  # a float op takes the float
+
+
+# ---- residual adds and rule 6 of TensorRT
+
+
+@pytest.mark.parametrize(("backend", "branches"), [("tensorrt", 1), ("onnxruntime", 2), ("openvino", 2), ("snpe", 2)])
+@pytest.mark.parametrize("downsample", [False, True])
+def test_residual_add(backend: str, branches: int, downsample: bool) -> None:
+    plan = qt.prepare(nets.Residual(downsample), backend=backend).plan
+    assert len({e.source for e in plan.edges if e.consumer == "add"}) == branches
+
+
+def test_the_plan_says_why() -> None:
+    plan = qt.prepare(nets.Residual(False)).plan
+    why = {(e.source, e.consumer): e.why for e in plan.edges}
+    assert why["relu", "add"] == "identity branch of a residual add, which becomes part of bn2"
+    assert why["x", "stem"] == "conv computes on quantized inputs"
+    assert why["stem.weight", "stem"] == "weight of a conv"
+    (edge,) = (e for e in plan.edges if e.consumer == "stem" and e.source == "x")
+    assert str(edge) == "x -> stem: int8 by activation_quantizers.x: conv computes on quantized inputs"
+
+
+def test_every_quantizer_is_in_the_plan() -> None:
+    for backend in qt.backends:
+        prepared = qt.prepare(nets.ConvNet(), backend=backend)
+        assert {e.quantizer for e in prepared.plan.edges} == set(qt.quantizers_of(prepared))
+
+
+def test_on_tensorrt_an_op_without_weights_needs_a_quantized_output() -> None:
+    pool = Probe(lambda m, x, y: F.avg_pool2d(m.first(x), 2))
+    assert ("first", "avg_pool2d") in edges(pool, TRT)
+    alone = Probe(lambda m, x, y: torch.exp(F.avg_pool2d(m.first(x), 2)))
+    assert ("first", "avg_pool2d") not in edges(alone, TRT)
+    asked = qt.QConfigMapping().set_module_name("avg_pool2d", BOTH)
+    assert ("first", "avg_pool2d") in edges(alone, TRT, qconfig_mapping=asked)
+
+
+# ---- integers throughout
+
+
+def test_outputs_are_quantized_after_the_whole_unit() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2), nn.ReLU6())
+    for backend in ("snpe", "qnn", "vitis", "ppl", "tengine", "tvm"):
+        prepared = qt.prepare(model, backend=backend)
+        assert list(activations(prepared)) == ["input_1", "_2", "_5"]
+        returned = next(n for n in prepared.graph.nodes if n.op == "output").args[0]
+        assert returned.target == "activation_quantizers._5"
+
+
+def test_policies_of_graph_inputs_and_outputs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert list(activations(qt.prepare(model, backend=ORT))) == ["input_1", "_1"]
+    assert list(activations(qt.prepare(model, backend=replace(ORT, quantize_graph_inputs=False)))) == ["_1"]
+    outputs = replace(ORT, quantize_graph_outputs=True)
+    assert list(activations(qt.prepare(model, backend=outputs))) == ["input_1", "_1", "_2"]
+    inner = replace(qt.backends["snpe"], quantize_graph_outputs=False)
+    assert list(activations(qt.prepare(model, backend=inner))) == ["input_1", "_1"]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_first_and_last_layers_keep_their_bits(bits: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    low = qt.QConfig(qt.QuantSpec(bits=bits), qt.QuantSpec(bits=bits, axis=0))
+    prepared = qt.prepare(model, backend="academic", qconfig_mapping=qt.QConfigMapping().set_global(low))
+    assert [prepared.get_submodule(n).weight_quantizer.spec.bits for n in ("0", "2", "5")] == [8, bits, 8]
+    assert [spec.bits for spec in activations(prepared).values()] == [8, bits, 8]
+    named = qt.QConfigMapping().set_global(low).set_module_name("0", low)
+    own = qt.prepare(model, backend="academic", qconfig_mapping=named)
+    assert own.get_submodule("0").weight_quantizer.spec.bits == bits
+
+
+# ---- unsigned
+
+
+def test_unsigned_after_relu_where_the_backend_allows_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Conv2d(4, 4, 1) for _ in range(3))
+            self.d = nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(self.a(x))
+            z = F.max_pool2d(torch.sigmoid(self.b(y)) + y, 2)
+            return self.d(torch.cat([self.c(z), z], 1))
+
+    unsigned = activations(qt.prepare(Net(), backend="openvino"))
+    assert {name: spec.signed for name, spec in unsigned.items()} == {
+        "x": True, "relu": False, "sigmoid": False, "cat": True,
+    }  # fmt: skip
+    assert all(spec.signed for spec in activations(qt.prepare(Net(), backend="tensorrt")).values())
+
+
+def test_an_unsigned_grid_is_not_narrow() -> None:
+    narrow = qt.QConfig(qt.QuantSpec(narrow=True), qt.QuantSpec(axis=0))
+    mapping = qt.QConfigMapping().set_global(narrow)
+    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+    (spec,) = activations(qt.prepare(model, backend="openvino", qconfig_mapping=mapping)).values()
+    assert (spec.qmin, spec.qmax) == (0, 255)
+
+
+# ---- the user's rules
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda m: m.set_module_name("softmax", BOTH),
+        lambda m: m.set_module_name_regex("soft.*", BOTH),
+        lambda m: m.set_object_type(F.softmax, BOTH),
+    ],
+    ids=["name", "regex", "type"],
+)
+def test_a_rule_with_a_config_includes_a_float_op(rule: Any) -> None:
+    model = Probe(lambda m, x, y: F.softmax(x, 1))
+    assert edges(model, ORT) == {("softmax", "probe")}
+    assert edges(model, ORT, qconfig_mapping=rule(qt.QConfigMapping())) == {("x", "softmax"), ("softmax", "probe")}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda m: m.set_module_name("add", None),
+        lambda m: m.set_module_name_regex("ad+", None),
+        lambda m: m.set_object_type(torch.Tensor.add, None),
+    ],
+    ids=["name", "regex", "method"],
+)
+def test_a_rule_of_none_excludes_an_op(rule: Any) -> None:
+    model = Probe(lambda m, x, y: x.add(y))
+    assert edges(model, ORT, qconfig_mapping=rule(qt.QConfigMapping())) == {("add", "probe")}
+
+
+def test_an_unknown_op_is_included_by_its_name() -> None:
+    model = Probe(lambda m, x, y: torch.exp(x))
+    mapping = qt.QConfigMapping().set_module_name("exp", BOTH)
+    assert edges(model, ORT, qconfig_mapping=mapping) == {("x", "exp"), ("exp", "probe")}
+    wide = qt.QConfigMapping().set_module_name_regex(".*", BOTH)
+    assert edges(model, ORT, qconfig_mapping=wide) == {("exp", "probe")}
+
+
+def test_a_quantizer_does_not_move_across_an_excluded_op() -> None:
+    model = Probe(lambda m, x, y: x.flatten(1))
+    mapping = qt.QConfigMapping().set_module_name("flatten", None)
+    assert edges(model, ORT, qconfig_mapping=mapping) == {("flatten", "probe")}
+
+
+def test_a_rule_for_a_whole_block_does_not_cut_its_units() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU()), nn.Conv2d(4, 4, 1))
+    prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name_regex(r"0\..*", W4))
+    assert {name: spec.bits for name, spec in activations(prepared).items()} == {"input_1": 4, "_0_2": 8}
+
+
+# ---- weights of functions
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "scales"),
+    [
+        (lambda m, x, y: F.conv2d(x, m.weight), 0, 4),
+        (lambda m, x, y: F.linear(x, m.matrix), 0, 4),
+        (lambda m, x, y: x @ m.matrix, -1, 4),
+        (lambda m, x, y: m.matrix @ x, -2, 4),
+        (lambda m, x, y: x @ m.matrix.t(), -1, 4),
+        (lambda m, x, y: torch.einsum("bi,io->bo", x, m.matrix), 1, 4),
+        (lambda m, x, y: F.conv_transpose2d(x, m.weight, None, 1, 0, 0, 2), 1, 8),
+    ],
+)
+def test_a_weight_of_a_function_is_quantized_per_output_channel(op: Any, axis: int, scales: int) -> None:
+    prepared = qt.prepare(Probe(op), backend="onnxruntime")
+    ((name, quantizer),) = ((n, q) for n, q in qt.quantizers_of(prepared).items() if n.startswith("weight_quantizers."))
+    assert (quantizer.spec.axis, quantizer.scale.numel()) == (axis, scales)
+    assert quantizer.ready
+    (edge,) = (e for e in prepared.plan.edges if e.quantizer == name)
+    assert edge.why.endswith("called as a function")
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == edge.consumer)
+    assert line.status == "quantized"
+    assert line.weight == quantizer.spec.describe()
+
+
+def test_the_scales_of_a_functions_weight_are_those_of_its_channels() -> None:
+    model = Probe(lambda m, x, y: x @ m.matrix)
+    prepared = qt.prepare(model, backend="onnxruntime")
+    (quantizer,) = (q for n, q in qt.quantizers_of(prepared).items() if n.startswith("weight_quantizers."))
+    torch.testing.assert_close(quantizer.scale, model.matrix.detach().abs().amax(0) / 127, rtol=0, atol=0)
+
+
+def test_a_weight_that_is_computed_from_the_input_is_an_activation() -> None:
+    model = Probe(lambda m, x, y: F.linear(x, y))
+    assert {("x", "linear"), ("y", "linear")} <= edges(model, ORT)
+
+
+def test_a_spec_that_does_not_fit_a_functions_weight_names_the_node() -> None:
+    model = Probe(lambda m, x, y: F.linear(x, m.matrix))
+    before = copy.deepcopy(model.state_dict())
+    wrong = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=3))
+    with pytest.raises(
+        ValueError, match=r"'linear': the axis of a weight of 2 dimensions must lie in \[-2, 1\], got 3"
+    ):
+        qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name("linear", wrong))
+    assert set(model.state_dict()) == set(before)
+    assert [type(module) for module in model.modules()] == [Probe, nn.Linear, nn.Linear]
+
+
+# ---- backends are data
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"roles": {"convv": "compute"}}, "in the roles of Backend 'onnxruntime': 'convv'; did you mean 'conv'"),
+        ({"roles": {"conv": "computes"}}, "did you mean 'compute'"),
+        ({"residual_add": "one"}, "unknown residual_add of Backend 'onnxruntime': 'one'"),
+        ({"conv_transpose_axis": 2}, "conv_transpose_axis must be 0 (input channels) or 1 (output channels), got 2"),
+        ({"end_bits": 1}, "end_bits must be None or lie in [2, 16], got 1"),
+    ],
+)  # fmt: skip
+def test_a_backend_with_unknown_values_says_so(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=None) as error:
+        replace(ORT, **change)
+    assert words in str(error.value)
+
+
+def test_the_targets() -> None:
+    assert list(qt.backends) == [
+        "tensorrt", "tensorrt8", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl", "tengine", "tvm",
+        "academic", "academic-nlp",
+    ]  # fmt: skip
+    up = qt.prepare(nets.ConvNet(), backend="tensorrt8").get_submodule("up").weight_quantizer
+    assert up.spec.axis == 0
+    weights = {name: backend.qconfig.weight.describe() for name, backend in qt.backends.items()}
+    assert weights["vitis"] == "int8 pow2"
+    assert weights["openvino"] == "int7 per-channel(0)"
+    assert weights["snpe"] == weights["qnn"] == weights["tengine"] == "uint8 affine"
+    assert weights["ppl"] == "uint8 affine per-channel(0)"
+
+
+def test_academic_nlp_quantizes_linear_layers_and_matmuls_alone() -> None:
+    prepared = qt.prepare(nets.ConvNet(), backend="academic-nlp")
+    assert [line.name for line in qt.quantization_report(prepared).quantized] == ["head"]
+    assert type(prepared.get_submodule("conv1")) is nn.Conv2d
+    reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
+    assert reasons["conv1"] == "float: a conv, which academic-nlp computes in float"
+
+
+@pytest.mark.parametrize("make", [lambda m: m.set_object_type(dict, None), lambda m: m.set_object_type(Tensor, None)])
+def test_types_that_are_no_modules_are_refused(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"a type must be one of modules, such as torch\.nn\.Conv2d, got"):
+        make(qt.QConfigMapping())
+
+
+def test_a_rule_for_a_method_survives_json() -> None:
+    mapping = qt.QConfigMapping().set_object_type(torch.Tensor.add, None)
+    assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
