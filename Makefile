@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN = $(VENV)/bin
 SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test lint unit build second clean
+.PHONY: demo test lint unit build second sanitize clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	$(RUN)/python examples/digits.py
@@ -17,11 +17,15 @@ unit: $(VENV)/built          ## all tests
 
 lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
 	$(RUN)/ruff check . && $(RUN)/ruff format --check . && $(RUN)/mypy
-	find csrc -type f -not -name '.*' | xargs $(RUN)/clang-format --dry-run -Werror
+	find csrc tests -regex '.*\.\(cpp\|h\|inc\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
 
 second:                      ## the tests on the oldest torch that CI knows, in a copy of the tree with an environment of its own
 	git checkout-index --all --force --prefix=build/second/
 	$(MAKE) -C build/second unit TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
+
+sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
+	tests/sanitize/run address $(RUN)/python
+	tests/sanitize/run thread $(RUN)/python
 
 build: $(VENV)/ready         ## compile again what has changed
 	$(RUN)/python setup.py build_ext --inplace

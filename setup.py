@@ -22,6 +22,14 @@ except ImportError:
 
 ROOT = Path(__file__).parent
 TYPES_WITH_CUDA = {"0": False, "1": True}
+# What QTOOLKIT_SANITIZE may name (make sanitize): flags, and what is compiled in beside the library.
+SANITIZERS = {
+    "address": (
+        ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all", "-fno-wrapv"],
+        ["faults"],
+    ),
+    "thread": (["-fsanitize=thread"], ["faults", "threads"]),
+}
 
 
 def with_cuda() -> bool:
@@ -39,6 +47,21 @@ def with_cuda() -> bool:
     return TYPES_WITH_CUDA.get(wanted, possible)
 
 
+def sanitized(sources: list[str], flags: list[str]) -> object:
+    """The library for the CPU with a sanitizer in it, and faults for it to find."""
+    wanted = os.environ["QTOOLKIT_SANITIZE"]
+    if wanted not in SANITIZERS:
+        sys.exit(f"QTOOLKIT_SANITIZE must be address or thread, got {wanted!r}; unset it for an ordinary build.")
+    extra, beside = SANITIZERS[wanted]
+    slower = ["-O1", "-g1", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"]
+    return cpp_extension.CppExtension(
+        "qtoolkit._C",
+        [*sources, *(f"tests/sanitize/{name}.cpp" for name in beside)],
+        extra_compile_args=[*flags, *extra, *slower],
+        extra_link_args=extra,
+    )
+
+
 def extension(cuda: bool) -> object:
     folders = ["csrc", "csrc/cpu", *(["csrc/cuda"] if cuda else [])]
     sources = [
@@ -50,6 +73,8 @@ def extension(cuda: bool) -> object:
     # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h). ATen's parallel_for runs
     # on one thread unless the compiler has OpenMP on; its library is torch's own, so it is not linked again.
     flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-fopenmp"]}
+    if "QTOOLKIT_SANITIZE" in os.environ:
+        return sanitized(sources, flags["cxx"])
     if not cuda:
         return cpp_extension.CppExtension("qtoolkit._C", sources, depends=headers, extra_compile_args=flags)
     # Where no GPU is seen, torch cannot guess: build for the two data-centre generations and carry PTX for later ones.
@@ -65,6 +90,6 @@ def extension(cuda: bool) -> object:
 
 
 setup(
-    ext_modules=[extension(with_cuda())],
+    ext_modules=[extension(with_cuda() and "QTOOLKIT_SANITIZE" not in os.environ)],
     cmdclass={"build_ext": cpp_extension.BuildExtension},
 )

@@ -11,10 +11,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using InPlaceSchema = Tensor(Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t, optional<int64_t>,
-                             int64_t, bool);
+                             int64_t, int64_t, bool);
 using ObserveFakeQuantSchema = std::tuple<Tensor, Tensor>(const Tensor&, Tensor&, Tensor&, Tensor&,
                                                           const optional<Tensor>&, int64_t, int64_t, optional<double>,
-                                                          bool, optional<int64_t>, int64_t, bool);
+                                                          bool, optional<int64_t>, int64_t, int64_t, bool);
 using ObserveSchema = void(const Tensor&, Tensor&, Tensor&, optional<double>, optional<int64_t>, int64_t, int64_t);
 using HistogramSchema = void(const Tensor&, Tensor&, Tensor&, Tensor&);
 
@@ -52,13 +52,14 @@ void check_may_change(const Tensor& x) {
 }
 
 Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-                   optional<int64_t> axis, int64_t group, bool mask) {
+                   optional<int64_t> axis, int64_t group, int64_t block_size, bool mask) {
   TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(scale) && !is_differentiated(zero_point),
                               "fake_quant_: scale and zero_point must not require grad, since their gradients are "
                               "computed from x, which is overwritten; use fake_quant.");
   const auto call = [&](bool with_mask) {
     const at::AutoDispatchBelowAutograd guard;
-    return op<InPlaceSchema>("qtoolkit::fake_quant_").call(x, scale, zero_point, qmin, qmax, axis, group, with_mask);
+    return op<InPlaceSchema>("qtoolkit::fake_quant_")
+        .call(x, scale, zero_point, qmin, qmax, axis, group, block_size, with_mask);
   };
   if (!is_differentiated(x)) return call(mask);
   check_may_change(x);
@@ -73,7 +74,7 @@ Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_
 std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tensor& hi, Tensor& scale,
                                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
                                               optional<double> momentum, bool pow2_scale, optional<int64_t> axis,
-                                              int64_t group, bool mask) {
+                                              int64_t group, int64_t block_size, bool mask) {
   for (const optional<Tensor>& t : {optional<Tensor>(lo), optional<Tensor>(hi), optional<Tensor>(scale), zero_point}) {
     TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(t),
                                 "observe_fake_quant: lo, hi, scale and zero_point must not require grad, since they "
@@ -82,7 +83,7 @@ std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tenso
   const auto call = [&](bool with_mask) {
     const at::AutoDispatchBelowAutograd guard;
     return op<ObserveFakeQuantSchema>("qtoolkit::observe_fake_quant")
-        .call(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group, with_mask);
+        .call(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group, block_size, with_mask);
   };
   if (!is_differentiated(x)) return call(mask);
   const auto out = StraightThrough::apply(x, [&]() -> variable_list {
@@ -95,11 +96,12 @@ std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tenso
 // ---- changes are counted: called between autograd and the kernels -----------------------------------------------
 
 Tensor counted_fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin,
-                           int64_t qmax, optional<int64_t> axis, int64_t group, bool mask) {
+                           int64_t qmax, optional<int64_t> axis, int64_t group, int64_t block_size, bool mask) {
   Tensor bits;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    bits = op<InPlaceSchema>("qtoolkit::fake_quant_").call(x, scale, zero_point, qmin, qmax, axis, group, mask);
+    bits = op<InPlaceSchema>("qtoolkit::fake_quant_")
+               .call(x, scale, zero_point, qmin, qmax, axis, group, block_size, mask);
   }
   torch::autograd::impl::bump_version(x);
   return bits;
@@ -108,12 +110,13 @@ Tensor counted_fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor
 std::tuple<Tensor, Tensor> counted_observe_fake_quant(const Tensor& x, Tensor& lo, Tensor& hi, Tensor& scale,
                                                       const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
                                                       optional<double> momentum, bool pow2_scale,
-                                                      optional<int64_t> axis, int64_t group, bool mask) {
+                                                      optional<int64_t> axis, int64_t group, int64_t block_size,
+                                                      bool mask) {
   std::tuple<Tensor, Tensor> results;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     results = op<ObserveFakeQuantSchema>("qtoolkit::observe_fake_quant")
-                  .call(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group, mask);
+                  .call(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group, block_size, mask);
   }
   for (const Tensor& t : {lo, hi, scale}) torch::autograd::impl::bump_version(t);
   if (zero_point.has_value()) torch::autograd::impl::bump_version(*zero_point);

@@ -52,6 +52,7 @@ inline void check_block_size(const char* op, const at::Tensor& x, const Axis& ax
 inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_t> axis, int64_t group,
                        int64_t block_size = 0) {
   TORCH_CHECK_VALUE(group >= 1, op, ": group must be at least 1, got ", group, ".");
+  TORCH_CHECK_VALUE(group <= 2147483647, op, ": group must be at most 2147483647, got ", group, ".");
   Axis found = {-1, group, block_size};
   if (!axis.has_value()) {
     TORCH_CHECK_VALUE(group == 1, op, ": group=", group, " needs an axis, got axis=None; pass the channel axis.");
@@ -99,8 +100,7 @@ inline void check_per_block(const char* op, const char* name, const at::Tensor& 
 
 inline void check_per_channel(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x,
                               const Axis& axis) {
-  TORCH_CHECK_TYPE(c10::isFloatingType(t.scalar_type()), op, ": ", name, " must be a floating point tensor, got ",
-                   t.scalar_type(), "; convert it with .float().");
+  check_storage(op, name, t);
   check_same_device(op, name, t, x);
   if (axis.index < 0) {
     TORCH_CHECK_VALUE(t.sym_numel() == 1, op, ": ", name, " must have 1 element where axis is None, got ",
@@ -159,8 +159,7 @@ inline void check_bits(const char* op, int64_t num_bits) {
 
 // The axis that amax runs along, counted from the front of x, or -1 where it has one element.
 inline int64_t check_amax(const char* op, const at::Tensor& x, const at::Tensor& amax) {
-  TORCH_CHECK_TYPE(c10::isFloatingType(amax.scalar_type()), op, ": amax must be a floating point tensor, got ",
-                   amax.scalar_type(), "; convert it with .float().");
+  check_storage(op, "amax", amax);
   check_same_device(op, "amax", amax, x);
   int64_t axis = -1;
   for (int64_t d = 0; d < amax.dim(); ++d) {
@@ -315,13 +314,14 @@ inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor&
 }
 
 // The codes that a range is to be covered by.
-inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax) {
+inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax, bool symmetric) {
   check_range(op, qmin, qmax);
-  TORCH_CHECK_VALUE(qmin <= 0 && qmax > 0, op, ": qmin and qmax must hold 0 and a code above it, got [", qmin, ", ",
-                    qmax, "].");
+  TORCH_CHECK_VALUE(!symmetric || qmax > 0, op, ": qmax must be above 0 where there is no zero point, got [", qmin,
+                    ", ", qmax, "].");
 }
 
-inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax) {
+inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax,
+                                bool symmetric) {
   constexpr const char* kOp = "grid_of_range";
   TORCH_CHECK_TYPE(lo.scalar_type() == at::kFloat || lo.scalar_type() == at::kDouble, kOp,
                    ": lo must be float32 or float64, got ", lo.scalar_type(), "; convert it with .float().");
@@ -331,7 +331,7 @@ inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int6
                     hi.device(), ".");
   TORCH_CHECK_VALUE(hi.sym_sizes() == lo.sym_sizes(), kOp, ": hi must have the shape of lo, ", lo.sym_sizes(), ", got ",
                     hi.sym_sizes(), ".");
-  check_covering_codes(kOp, qmin, qmax);
+  check_covering_codes(kOp, qmin, qmax, symmetric);
 }
 
 // A scale or zero point that is written from running ranges.
@@ -348,20 +348,21 @@ inline void check_written(const char* op, const char* name, const at::Tensor& t,
 inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, const at::Tensor& hi,
                                      const at::Tensor& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin,
                                      int64_t qmax, std::optional<double> momentum, std::optional<int64_t> axis,
-                                     int64_t group) {
+                                     int64_t group, int64_t block_size) {
   constexpr const char* kOp = "observe_fake_quant";
   check_storage(kOp, "x", x);
-  const Axis a = check_axis(kOp, x, axis, group);
+  const Axis a = check_axis(kOp, x, axis, group, block_size);
   check_ranges(kOp, lo, hi, x, a);
   check_momentum(kOp, momentum);
-  check_covering_codes(kOp, qmin, qmax);
+  check_covering_codes(kOp, qmin, qmax, !zero_point.has_value());
   check_written(kOp, "scale", scale, lo);
   if (zero_point.has_value()) check_written(kOp, "zero_point", *zero_point, lo);
   return a;
 }
 
 inline Axis check_fake_quant_(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
-                              int64_t qmin, int64_t qmax, std::optional<int64_t> axis, int64_t group) {
+                              int64_t qmin, int64_t qmax, std::optional<int64_t> axis, int64_t group,
+                              int64_t block_size) {
   constexpr const char* kOp = "fake_quant_";
   check_storage(kOp, "x", x);
   check_range(kOp, qmin, qmax);
@@ -370,7 +371,7 @@ inline Axis check_fake_quant_(const at::Tensor& x, const at::Tensor& scale, cons
                       "written in place, got stride 0 in dimension ", d, " (shape ", x.sym_sizes(),
                       "); use fake_quant.");
   }
-  return check_grid(kOp, x, scale, zero_point, axis, group);
+  return check_grid(kOp, x, scale, zero_point, axis, group, block_size);
 }
 
 }  // namespace qtoolkit

@@ -53,8 +53,8 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
 
 // Where x is not laid out as a result is (it has gaps, say), the result is made beside it and copied.
 Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-                   optional<int64_t> axis, int64_t group, bool with_mask) {
-  const Axis a = check_fake_quant_(x, scale, zero_point, qmin, qmax, axis, group);
+                   optional<int64_t> axis, int64_t group, int64_t block_size, bool with_mask) {
+  const Axis a = check_fake_quant_(x, scale, zero_point, qmin, qmax, axis, group, block_size);
   if (layout_of_result(x, group).is_same(x)) {
     return std::get<1>(fake_quant_onto(x, x, scale, zero_point, qmin, qmax, a, with_mask));
   }

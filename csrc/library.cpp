@@ -23,14 +23,14 @@ TORCH_LIBRARY(qtoolkit, m) {
   // The same, written over x; gives the mask. Differentiable in x alone, of which nothing but the mask is kept.
   m.def(
       "fake_quant_(Tensor(a!) x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
-      "bool mask=False) -> Tensor");
+      "int block_size=0, bool mask=False) -> Tensor");
 
   // observe_minmax_, then the grid of the ranges as they are now (grid_of_range; without a zero point a symmetric one),
   // written to scale and zero_point, then fake_quant on it. Differentiable in x.
   m.def(
       "observe_fake_quant(Tensor x, Tensor(a!) lo, Tensor(b!) hi, Tensor(c!) scale, Tensor(d!)? zero_point, int qmin, "
-      "int qmax, float? momentum=None, bool pow2_scale=False, int? axis=None, int group=1, bool mask=False) "
-      "-> (Tensor, Tensor)");
+      "int qmax, float? momentum=None, bool pow2_scale=False, int? axis=None, int group=1, int block_size=0, "
+      "bool mask=False) -> (Tensor, Tensor)");
 
   // Values on the grid of a small float format ("e4m3", "e5m2" or "e2m1"): x / scale rounded half to even, saturated at
   // the format's largest number, times scale; and the packed mask of what was not saturated. Differentiable in x.

@@ -31,16 +31,16 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
 }
 
 Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-                   optional<int64_t> axis, int64_t group, bool with_mask) {
-  check_fake_quant_(x, scale, zero_point, qmin, qmax, axis, group);
+                   optional<int64_t> axis, int64_t group, int64_t block_size, bool with_mask) {
+  check_fake_quant_(x, scale, zero_point, qmin, qmax, axis, group, block_size);
   return empty_mask(x, with_mask);
 }
 
 std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tensor& hi, Tensor& scale,
                                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
                                               optional<double> momentum, bool /*pow2_scale*/, optional<int64_t> axis,
-                                              int64_t group, bool with_mask) {
-  check_observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, axis, group);
+                                              int64_t group, int64_t block_size, bool with_mask) {
+  check_observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, axis, group, block_size);
   return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
 }
 
@@ -158,7 +158,7 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
 
 std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
                                          bool /*pow2_scale*/) {
-  check_grid_of_range(lo, hi, qmin, qmax);
+  check_grid_of_range(lo, hi, qmin, qmax, symmetric);
   const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {like(lo), symmetric ? at::empty({0}, lo.options()) : like(lo)};
 }

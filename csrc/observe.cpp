@@ -60,7 +60,7 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
 
 std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
                                          bool pow2_scale) {
-  check_grid_of_range(lo, hi, qmin, qmax);
+  check_grid_of_range(lo, hi, qmin, qmax, symmetric);
   const Tensor scale = at::empty(lo.sizes(), lo.options());
   const Tensor zero_point = symmetric ? at::empty({0}, lo.options()) : at::empty(lo.sizes(), lo.options());
   const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), symmetric, pow2_scale};

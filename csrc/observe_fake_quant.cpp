@@ -19,8 +19,8 @@ using std::optional;
 std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tensor& hi, Tensor& scale,
                                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
                                               optional<double> momentum, bool pow2_scale, optional<int64_t> axis,
-                                              int64_t group, bool with_mask) {
-  const Axis a = check_observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, axis, group);
+                                              int64_t group, int64_t block_size, bool with_mask) {
+  const Axis a = check_observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, axis, group, block_size);
   const GridTensors grid = {&scale, pointer(zero_point)};
   const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), !zero_point.has_value(), pow2_scale};
   blend_ranges(lo, hi, ranges_of(x, a), momentum);

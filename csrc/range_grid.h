@@ -6,7 +6,7 @@
 
 namespace qtoolkit {
 
-// Codes [qmin, qmax], which hold 0 and a code above it; with a zero point unless symmetric.
+// Codes [qmin, qmax], with a zero point among them unless symmetric.
 struct CodeRange {
   double qmin = 0, qmax = 0;
   bool symmetric = true, pow2_scale = false;

@@ -109,7 +109,9 @@ class RangeObserver(Observer):
     def observe_and_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
         """Take in the range of x, write the grid of the range so far, and return x on it: in one op."""
         codes = (spec.qmin, spec.qmax, self.momentum, spec.pow2_scale)
-        return ops.observe_fake_quant(x, self.lo, self.hi, scale, zero_point, *codes, self.axis, self.group)
+        return ops.observe_fake_quant(
+            x, self.lo, self.hi, scale, zero_point, *codes, self.axis, self.group, self.block_size
+        )
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values seen, or their moving averages."""

@@ -201,7 +201,7 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
         spec = self.spec
         self.ready = True
-        if isinstance(self.observer, RangeObserver) and not spec.block_size:
+        if isinstance(self.observer, RangeObserver):
             return self.observer.observe_and_quantize(x, self._scale, self._zero_point, spec)
         self.observer(x)
         self._write(*grid_of_range(*self.observer.range(), spec))

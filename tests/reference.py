@@ -140,7 +140,7 @@ def grid_of_range(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool,
     kind = arithmetic(lo.dtype)
     low, high = np.minimum(array(lo, kind), 0), np.maximum(array(hi, kind), 0)
     with np.errstate(all="ignore"):
-        reach = high if qmin == 0 else np.maximum(-low, high)
+        reach = high if qmin >= 0 else np.maximum(-low, high)
         width, steps = (reach, qmax) if symmetric else (high - low, qmax - qmin)
         scale = np.where(width == 0, kind(1), np.maximum(width / kind(steps), kind(TINY)))
         if pow2:
@@ -335,7 +335,7 @@ def fake_quant_block(x: Tensor, format: str, size: int, scale_format: str, tenso
     blocks = array(x, kind).reshape(-1, size)
     amax = np.max(np.where(np.isnan(blocks), 0, np.abs(blocks)), axis=1, initial=0)
     largest = kind(FORMATS[format][-1])
-    whole = kind(1) if tensor_scale is None else array(tensor_scale, kind).reshape(())
+    whole = kind(1) if tensor_scale is None else np.maximum(np.abs(array(tensor_scale, kind).reshape(())), kind(TINY))
     with np.errstate(all="ignore"):
         if scale_format == "e8m0":
             exponent = np.frexp(np.where(np.isinf(amax), 1, amax))[1] - np.frexp(largest)[1]

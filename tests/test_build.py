@@ -47,12 +47,15 @@ def test_building_without_torch_says_what_to_type(monkeypatch) -> None:
         runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize(("value", "words"), [("yes", "QTOOLKIT_CUDA must be 0 or 1, got 'yes'")])
-def test_a_bad_switch_is_named(value: str, words: str) -> None:
-    code = f"import os, runpy; os.environ['QTOOLKIT_CUDA'] = {value!r}; runpy.run_path('setup.py')"
+@pytest.mark.parametrize(
+    ("switch", "words"),
+    [("QTOOLKIT_CUDA", "must be 0 or 1, got 'yes'"), ("QTOOLKIT_SANITIZE", "must be address or thread, got 'yes'")],
+)
+def test_a_bad_switch_is_named(switch: str, words: str) -> None:
+    code = f"import os, runpy; os.environ[{switch!r}] = 'yes'; runpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert words in done.stderr
+    assert f"{switch} {words}" in done.stderr
 
 
 def test_importing_torch_first_is_not_needed() -> None:

@@ -352,7 +352,11 @@ def test_errors_of_blocks(change, error, sentence, device):
         ({"format": "e3m4"}, ValueError, "format must be 'e4m3', 'e5m2' or 'e2m1', got 'e3m4'."),
         ({"x": torch.ones(4, 6, dtype=torch.int32)}, TypeError, "x must be float32, float64, bfloat16 or float16"),
         ({"scale": torch.ones(5)}, ValueError, "scale must have 1 or 6 elements (x.size(1)), got 5 (shape [5])."),
-        ({"scale": torch.ones(6, dtype=torch.int32)}, TypeError, "scale must be a floating point tensor, got Int"),
+        (
+            {"scale": torch.ones(6, dtype=torch.int32)},
+            TypeError,
+            "scale must be float32, float64, bfloat16 or float16, got Int",
+        ),
         ({"axis": 2}, ValueError, "axis must lie in [-2, 1] for an input of 2 dimensions, got 2."),
         ({"group": 3}, ValueError, "group must divide x.size(0) = 4, got 3."),
         ({"scale": torch.ones(6, requires_grad=True)}, NotImplementedError, "pass scale.detach()."),

@@ -253,7 +253,11 @@ def test_a_scale_too_large_for_float16():
     ("change", "error", "sentence"),
     [
         ({"x": torch.ones(4, 6, dtype=torch.int32)}, TypeError, "x must be float32, float64, bfloat16 or float16"),
-        ({"amax": torch.ones(1, dtype=torch.int32)}, TypeError, "amax must be a floating point tensor, got Int"),
+        (
+            {"amax": torch.ones(1, dtype=torch.int32)},
+            TypeError,
+            "amax must be float32, float64, bfloat16 or float16, got Int",
+        ),
         (
             {"amax": torch.ones(4, 6)},
             ValueError,

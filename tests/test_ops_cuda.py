@@ -24,6 +24,8 @@ from tests.cases import (
     scales,
     zero_points,
 )
+from tests.test_ops_every import image, run, sample
+from tests.test_ops_fuzz import NAMES
 from tests.test_ops_gradients import assert_sum
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -193,22 +195,44 @@ def test_in_place(layout, channels, dtype):
     assert_same(ops.fake_quant_(on_gpu(x), s.cuda(), z.cuda(), -100, 90, **channels.named), y)
 
 
-def test_nothing_waits_for_the_device():
+# search_range does: it is the end of a calibration, on the CPU.
+@pytest.mark.parametrize("op", [op for op in NAMES if op != "search_range"])
+def test_nothing_waits_for_the_device(op):
+    given = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in sample(op, image()).items()}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(op, given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_gradient_waits_for_the_device():
     x, s, z = (t.cuda().requires_grad_() for t in (floats(torch.float32)(4, 6, 999), scales(6), zero_points(6)))
-    lo, hi = torch.zeros(6, device="cuda"), torch.zeros(6, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         ops.fake_quant(x, s, z, axis=1).sum().backward()
         ops.fake_quant(x, s.detach(), z.detach(), axis=1).sum().backward()
-        q = ops.quantize(x.detach(), s.detach(), z.detach(), axis=1)
-        ops.dequantize(q, s.detach(), z.detach(), axis=1)
-        ops.minmax(x.detach(), axis=1)
-        ops.observe_minmax_(x.detach(), lo, hi, 0.1, axis=1)
-        ops.observe_fake_quant(x.detach(), lo, hi, torch.empty_like(lo), torch.empty_like(lo), axis=1)
-        ops.fake_quant_(x * 1, s.detach(), axis=1)
+        ops.fake_quant_float(x, s.detach(), "e4m3", axis=1).sum().backward()
+        ops.fake_tensor_quant(x, s.detach()[0]).sum().backward()
+        ops.fake_quant_(x * 1, s.detach(), axis=1).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("op", NAMES)
+def test_every_op_on_a_device_that_is_not_the_current_one(op):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    given = sample(op, image())
+    there = run(op, {k: v.to("cuda:1") if isinstance(v, Tensor) else v for k, v in given.items()})
+    assert torch.cuda.current_device() == 0
+    for got, want in zip(
+        there, run(op, {k: v.cuda() if isinstance(v, Tensor) else v for k, v in given.items()}), strict=True
+    ):
+        assert got.device == torch.device("cuda:1")
+        assert_same(got, want)
 
 
 def test_side_stream():

@@ -1,17 +1,12 @@
-"""Errors of the ops: the type, and a sentence that names the op, the argument, the rule and the value. Then anything at all."""
+"""Errors of the ops: the type, and a sentence that names the op, the argument, the rule and the value."""
 
-import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from qtoolkit import ops
-from tests import reference
-from tests.cases import CODES, FLOATS, assert_same, bounds
+from tests.cases import bounds
 
 native = torch.ops.qtoolkit
 F32, F64, BF16, I32, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64
@@ -87,6 +82,17 @@ GRIDS = {
     ),
     "axis_of_a_scalar": (lambda m: (m(), m(1)), {"axis": 0}, "axis must be None for an input of no dimensions, got 0"),
     "group_zero": (lambda m: (m(4, 6), m(1)), {"axis": 1, "group": 0}, "group must be at least 1, got 0"),
+    "group_enormous": (
+        lambda m: (m(0, 6), m(1)),
+        {"axis": 1, "group": 2**62},
+        "group must be at most 2147483647, got 4611686018427387904",
+    ),
+    "float8_scale": (
+        lambda m: (m(4, 6), m(1, dtype=torch.float8_e5m2)),
+        {},
+        TypeError,
+        "scale must be float32, float64, bfloat16 or float16, got Float8_e5m2",
+    ),
     "group_without_axis": (lambda m: (m(4, 6), m(1)), {"group": 2}, "group=2 needs an axis, got axis=None"),
     "group_and_axis_0": (
         lambda m: (m(4, 6), m(1)),
@@ -138,13 +144,13 @@ GRIDS = {
         lambda m: (m(4, 6), m(1, dtype=I32)),
         {},
         TypeError,
-        r"scale must be a floating point tensor, got Int; convert it with .float\(\)",
+        r"scale must be float32, float64, bfloat16 or float16, got Int; convert it with .float\(\)",
     ),
     "integer_zero_point": (
         lambda m: (m(4, 6), m(1), m(1, dtype=I64)),
         {},
         TypeError,
-        "zero_point must be a floating point tensor, got Long",
+        "zero_point must be float32, float64, bfloat16 or float16, got Long",
     ),
 }
 QMIN = {
@@ -478,113 +484,3 @@ def test_channels_that_are_none(zero):
     assert scale.grad.shape == z.grad.shape == (0,)
     ops.observe_minmax_(x.detach(), torch.ones(0), torch.ones(0), axis=axis)
     assert ops.quantize(x, scale, z, axis=axis).shape == zero
-
-
-# ---- anything at all: run in a process of its own, so that a crash is a failure and not the end of the suite ----------
-
-ALLOWED = (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError)
-DTYPES = (*FLOATS, *CODES, I64, torch.bool, torch.complex64, torch.uint32, torch.float8_e5m2)
-
-
-def odd_tensor(r: random.Random, dtypes: tuple) -> torch.Tensor:
-    shape = [r.choice([0, 1, 2, 3, 4, 6, 8]) for _ in range(r.choice([0, 1, 2, 2, 3, 4]))]
-    dtype = r.choice(dtypes) if r.random() < 0.9 else r.choice(DTYPES)
-    t = (torch.randn(shape) * 9).to(dtype)
-    if shape and r.random() < 0.3:
-        t = t.transpose(0, -1)
-    if shape and r.random() < 0.2:
-        t = t[..., :1].expand(*t.shape[:-1], 3)
-    return t.to("meta") if r.random() < 0.03 else t
-
-
-def odd_channels(r: random.Random, x: torch.Tensor) -> dict:
-    if r.random() < 0.8:
-        axis = r.choice([None, *range(-x.dim(), x.dim())])
-        group = r.choice([1, 1, 2]) if axis is not None and axis % x.dim() and x.size(0) % 2 == 0 else 1
-        blocks = [0] if axis is None or group > 1 else [0, *(n for n in (1, 2, 3, 4) if x.size(axis) % n == 0)]
-        return {"axis": axis, "group": group, "block_size": r.choice(blocks)}
-    sizes = {"group": r.choice([1, 1, 2, 3, 0, -2]), "block_size": r.choice([0, 0, 1, 2, 3, 100, -1])}
-    return {"axis": r.choice([None, 0, 1, -1, 2, 7]), **sizes}
-
-
-def odd_vector(r: random.Random, x: torch.Tensor, axis: int | None, group: int, block_size: int) -> torch.Tensor:
-    fits = x.size(axis) * group if axis is not None and -x.dim() <= axis < x.dim() else 1
-    fits = x.numel() // block_size if block_size > 0 else fits
-    count = max(fits, 0) if r.random() < 0.9 else r.choice([0, 1, 2, 5, *x.shape])
-    dtype = r.choice(FLOATS) if r.random() < 0.95 else r.choice(DTYPES)
-    value = r.choice([0.1, 0.1, 1.0, 0.0, -3.0, float("nan"), float("inf"), 1e-42])
-    return torch.full((count,), value).to(dtype)
-
-
-def odd_grid(r: random.Random, x: torch.Tensor) -> dict:
-    ends = [-(2**31), -32768, -128, -8, 0, 7, 127, 255, 65535, 2**31 - 1, 2**31, 2**40]
-    channels = odd_channels(r, x)
-    scale, z = odd_vector(r, x, **channels), r.choice([None, odd_vector(r, x, **channels)])
-    low, high = sorted(r.sample(ends, 2), reverse=r.random() < 0.05)
-    return {"scale": scale, "zero_point": z, "qmin": low, "qmax": high, **channels}
-
-
-def check_one(r: random.Random) -> bool:
-    """Whether the arguments were taken; then the results must be right."""
-    op = r.choice(["fake_quant", "quantize", "dequantize", "int4", "minmax", "observe", "backward"])
-    x = odd_tensor(r, CODES if op == "dequantize" else FLOATS)
-    grid = odd_grid(r, x)
-    channels = {k: grid[k] for k in ("axis", "group", "block_size")}
-    if op == "fake_quant":
-        y = ops.fake_quant(x, **grid)
-        return y.is_meta or assert_same(y, reference.fake_quant(x, **grid)) is None
-    if op == "quantize":
-        dtype = r.choice(CODES) if r.random() < 0.9 else r.choice(DTYPES)
-        y = ops.quantize(x, **grid, dtype=dtype)
-        return y.is_meta or assert_same(y, reference.quantize(x, **grid, dtype=dtype)) is None
-    if op == "dequantize":
-        small = {k: grid[k] for k in ("scale", "zero_point")} | channels
-        y = ops.dequantize(x, **small, dtype=(d := r.choice([*FLOATS, *FLOATS, I32])))
-        return y.is_meta or assert_same(y, reference.dequantize(x, **small, dtype=d)) is None
-    if op == "int4":
-        ends = r.choice([(-8, 7), (0, 15), (-1, 7), (-9, 3), (3, 16)])
-        packed = ops.quantize_int4(x, grid["scale"], grid["zero_point"], *ends, **channels)
-        small = {k: grid[k] for k in ("scale", "zero_point")} | channels
-        y = ops.dequantize_int4(packed, x.shape, **small, signed=ends[0] < 0)
-        codes = x if y.is_meta else reference.quantize(x, grid["scale"], grid["zero_point"], *ends, **channels)
-        return y.is_meta or assert_same(y, reference.dequantize(codes, **small)) is None
-    if op == "minmax":
-        got = ops.minmax(x, **channels)
-        return got[0].is_meta or all(
-            assert_same(g, w) is None for g, w in zip(got, reference.minmax(x, **channels), strict=True)
-        )
-    if op == "observe":
-        lo, hi = (odd_vector(r, x, **channels).float() for _ in range(2))
-        ops.observe_minmax_(x, lo, hi, r.choice([None, 0.1, 1.0, 2.0]), **channels)
-        return True
-    inputs = [t.requires_grad_() for t in (x, grid["scale"])]
-    y = ops.fake_quant(x, **grid)
-    for g, t in zip(torch.autograd.grad(y.sum(), inputs), inputs, strict=True):
-        assert (g.shape, g.dtype) == (t.shape, t.dtype)
-    return True
-
-
-def fuzz(seed: int, count: int) -> None:
-    taken = 0
-    for i in range(count):
-        r = random.Random(f"{seed}-{i}")
-        torch.manual_seed(i)
-        try:
-            taken += check_one(r)
-        except AssertionError as error:
-            raise AssertionError(f"check_one(random.Random('{seed}-{i}')) after torch.manual_seed({i})") from error
-        except ALLOWED as error:
-            if "INTERNAL ASSERT" in str(error):
-                raise
-    print(f"{taken} of {count} taken")
-    assert taken > count / 4
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_anything_at_all(seed):
-    program = f"from tests.test_ops_errors import fuzz; fuzz({seed}, 3000)"
-    root = Path(__file__).parents[1]
-    ran = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stdout}\n{ran.stderr[-3000:]}"

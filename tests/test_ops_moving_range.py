@@ -25,7 +25,7 @@ from tests.cases import (
 
 native = torch.ops.qtoolkit
 KEPT = (torch.float32, torch.float64)
-CODES = [(-128, 127), (-127, 127), (0, 255), (0, 1), (-8, 7), (-32768, 32767), (-(2**31), 2**31 - 1)]
+CODES = [(-128, 127), (-127, 127), (0, 255), (1, 15), (0, 1), (-8, 7), (-32768, 32767), (-(2**31), 2**31 - 1)]
 NAN, INF = torch.nan, torch.inf
 
 
@@ -65,6 +65,8 @@ def test_numbers_worked_out_by_hand():
 
     assert grid(-14.0, 3.0, -8, 7) == [2.0]
     assert grid(-14.0, 3.0, 0, 3) == [1.0]
+    assert grid(-14.0, 3.0, 1, 3) == [1.0]
+    assert grid(-1.0, 3.0, 1, 5, False) == [1.0, 2.0]
     assert grid(-1.0, 3.0, 0, 4, False) == [1.0, 1.0]
     assert grid(2.0, 6.0, -2, 1, False) == [2.0, -2.0]
     assert grid(-6.0, -3.0, -2, 1, False) == [2.0, 1.0]
@@ -93,14 +95,14 @@ def new_state(count: int, kept: torch.dtype, symmetric: bool) -> tuple[Tensor | 
     return lo, hi, scale, None if symmetric else torch.zeros(count, dtype=kept)
 
 
-def in_turn(x: Tensor, state, qmin, qmax, momentum, pow2_scale, axis, group) -> Tensor:
+def in_turn(x: Tensor, state, qmin, qmax, momentum, pow2_scale, axis, group, block_size=0) -> Tensor:
     lo, hi, scale, zero_point = state
-    ops.observe_minmax_(x.detach(), lo, hi, momentum, axis, group)
+    ops.observe_minmax_(x.detach(), lo, hi, momentum, axis, group, block_size)
     grid = ops.grid_of_range(lo, hi, qmin, qmax, zero_point is None, pow2_scale)
     scale.copy_(grid[0])
     if zero_point is not None:
         zero_point.copy_(grid[1])
-    return ops.fake_quant(x, scale, zero_point, qmin, qmax, axis, group)
+    return ops.fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size)
 
 
 def check(batches: list[Tensor], channels: Channels, kept=torch.float32, symmetric=True, codes=(-8, 7), **how) -> None:
@@ -198,9 +200,9 @@ REFUSED = {
         "observe_fake_quant: scale must have the dtype of lo, Float, got Double",
     ),
     "codes": (
-        lambda: call(qmin=1, qmax=3),
+        lambda: call(zero_point=None, qmin=-3, qmax=0),
         ValueError,
-        r"observe_fake_quant: qmin and qmax must hold 0 and a code above it, got \[1, 3\]",
+        r"observe_fake_quant: qmax must be above 0 where there is no zero point, got \[-3, 0\]",
     ),
     "momentum": (lambda: call(momentum=2.0), ValueError, r"observe_fake_quant: momentum must lie in \(0, 1\]"),
     "stepped": (
@@ -231,7 +233,7 @@ REFUSED = {
     "range_codes": (
         lambda: ops.grid_of_range(torch.ones(3), torch.ones(3), -3, 0),
         ValueError,
-        "grid_of_range: qmin and qmax must hold 0 and a code above it",
+        "grid_of_range: qmax must be above 0 where there is no zero point",
     ),
 }
 

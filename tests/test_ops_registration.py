@@ -1,4 +1,4 @@
-"""How the ops meet the rest of torch: opcheck, compile, export, meta tensors, vmap, autocast, deterministic mode."""
+"""How the ops meet the rest of torch: opcheck, compile, export, meta tensors, autocast, deterministic mode."""
 
 import pytest
 import torch
@@ -358,7 +358,7 @@ def test_export_of_the_deployed_pair():
     assert_same(program.module()(other), Pair()(other))
 
 
-# ---- without data, in batches, in other modes -------------------------------------------------------------------------
+# ---- without data, in other modes --------------------------------------------------------------------------------------
 
 
 def described(t: Tensor) -> tuple:
@@ -391,25 +391,6 @@ def test_meta_tensors_agree_with_real_ones(layout, channels):
         return [described(t) for t in found]
 
     assert run("meta") == run("cpu")
-
-
-@pytest.mark.parametrize("in_dim", [0, 1, -1])
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_over_fake_quant(in_dim, needs_grad):
-    x, s = floats(torch.float32)(4, 6, 5).requires_grad_(needs_grad), scales(1)
-    y = torch.vmap(lambda x: ops.fake_quant(x, s, **GRID), in_dims=in_dim)(x)
-    assert_same(y, ops.fake_quant(x, s, **GRID).movedim(in_dim, 0))
-    if needs_grad:
-        wanted = torch.autograd.grad(ops.fake_quant(x, s, **GRID).sum(), x)
-        assert_same(torch.autograd.grad(y.sum(), x)[0], wanted[0])
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_over_scales_too():
-    x, s = floats(torch.float32)(4, 6, 5), scales(4)
-    y = torch.vmap(ops.fake_quant)(x, s)
-    assert_same(y, ops.fake_quant(x, s, axis=0))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)

@@ -2,6 +2,7 @@
 // know memory, not arithmetic.
 #pragma once
 
+#include "channel_walk.h"
 #include "memory.cuh"
 #include "slices.h"
 
@@ -24,36 +25,6 @@ QT_DEVICE void for_octets(int64_t numel, F f) {
   const int64_t thread = int64_t{kThreads} * blockIdx.x + threadIdx.x;
   for (int64_t i = thread * kOctet; i < numel; i += step) {
     f(Row{i, numel - i < kOctet ? static_cast<int>(numel - i) : kOctet});
-  }
-}
-
-// channel_of for neighbouring elements, without dividing for each.
-struct ChannelWalk {
-  int64_t group_start;  // first channel of the group
-  int64_t within;       // channel within the group
-  int64_t run_left;     // elements until the channel may change, this one among them
-  int64_t group_left;   // the same for the group
-};
-
-QT_FN ChannelWalk channel_walk(const Channels& c, int64_t numel, int64_t i) {
-  const int64_t run = i / c.inner;
-  ChannelWalk walk = {0, run % c.size, (run + 1) * c.inner - i, numel - i};
-  if (c.count != c.size) {
-    const int64_t group = i / c.group_span;
-    walk.group_start = group * c.size;
-    walk.group_left = (group + 1) * c.group_span - i;
-  }
-  return walk;
-}
-
-QT_FN void advance(const Channels& c, ChannelWalk& walk) {
-  if (--walk.run_left == 0) {
-    walk.run_left = c.inner;
-    walk.within = walk.within + 1 == c.size ? 0 : walk.within + 1;
-  }
-  if (--walk.group_left == 0) {
-    walk.group_left = c.group_span;
-    walk.group_start += c.size;
   }
 }
 

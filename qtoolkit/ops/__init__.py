@@ -16,6 +16,9 @@ Common arguments, of every op here:
 Arithmetic is float32, and float64 for float64 input, whatever the storage type. Results lie in memory as the input does
 (channels_last stays channels_last). The grid is ONNX QuantizeLinear's:
 `q = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)`.
+
+Under torch.vmap `fake_quant` is one call for all samples; the other ops take them one after the other, of which torch warns
+once. `observe_minmax_` and `observe_histogram_` update what all samples share: there they raise.
 """
 
 from qtoolkit.ops.compiling import snapshot

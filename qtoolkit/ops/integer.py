@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from qtoolkit._native import library
+from qtoolkit.ops.batching import fake_quant_of_samples
 
 _dequantize = library.dequantize.default
 _fake_quant = library.fake_quant.default
 _fake_quant_ = library.fake_quant_.default
 _quantize = library.quantize.default
+
+torch.library.register_vmap(_fake_quant, fake_quant_of_samples)
 
 
 def fake_quant(
@@ -65,6 +68,7 @@ def fake_quant_(
     qmax: int = 127,
     axis: int | None = None,
     group: int = 1,
+    block_size: int = 0,
 ) -> Tensor:
     """Round x to an integer grid in place: `fake_quant` of a tensor that is not needed again, without memory for another.
 
@@ -81,6 +85,7 @@ def fake_quant_(
         qmax: Highest code.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale; 0 for all of a channel.
 
     Returns:
         x.
@@ -98,7 +103,7 @@ def fake_quant_(
         >>> x
         tensor([-0.8000,  0.0000,  0.2000,  0.7000])
     """
-    _fake_quant_(x, scale, zero_point, qmin, qmax, axis, group)
+    _fake_quant_(x, scale, zero_point, qmin, qmax, axis, group, block_size)
     return x
 
 

@@ -83,8 +83,8 @@ def grid_of_range(
     Args:
         lo: Lowest values, float32 or float64, any shape.
         hi: Highest values, of the same shape and dtype.
-        qmin: Lowest code, at most 0.
-        qmax: Highest code, above 0.
+        qmin: Lowest code.
+        qmax: Highest code; above 0 where symmetric.
         symmetric: Whether the grid has no zero point.
         pow2_scale: Whether the scale is made the power of two at or above it.
 
@@ -116,6 +116,7 @@ def observe_fake_quant(
     pow2_scale: bool = False,
     axis: int | None = None,
     group: int = 1,
+    block_size: int = 0,
 ) -> Tensor:
     """Observe x, move the grid to the range as it is then, and round x to it: training with moving ranges, in one op.
 
@@ -128,12 +129,13 @@ def observe_fake_quant(
         hi: Highest values so far, likewise; start with -inf.
         scale: Written: step between codes, of lo's dtype and number of elements.
         zero_point: Written: code that zero maps to; None for a symmetric grid.
-        qmin: Lowest code, at most 0.
-        qmax: Highest code, above 0.
+        qmin: Lowest code.
+        qmax: Highest code; above 0 without a zero point.
         momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
         pow2_scale: Whether the scale is made the power of two at or above it.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
+        block_size: Elements along the axis that share a range; 0 for all of a channel.
 
     Returns:
         A tensor with the shape, dtype and memory format of x.
@@ -150,7 +152,8 @@ def observe_fake_quant(
         >>> lo, hi, scale
         (tensor(-1.4000), tensor(7.), tensor(1.))
     """
-    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, axis, group)[0]
+    channels = (axis, group, block_size)
+    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, *channels)[0]
     return y
 
 
