@@ -7,6 +7,7 @@ from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.export import ExportResult, export_onnx
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.trace import UntraceableError
+from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
@@ -34,10 +35,12 @@ __all__ = [
     "enable_quantization",
     "export",
     "export_onnx",
+    "freeze_batch_norm",
     "graph",
     "nn",
     "ops",
     "prepare",
     "quantization_report",
     "quantizers_of",
+    "unfreeze_batch_norm",
 ]

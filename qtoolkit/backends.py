@@ -47,7 +47,7 @@ class Backend:
         quantize_graph_inputs: Quantize inputs of the graph like other tensors.
         quantize_graph_outputs: Quantize what the graph returns, where a quantized op makes it.
         end_bits: Least bits of the first and last layers, by default and by a global rule; None for those of all others.
-        batch_norm: How a layer is trained with the batch norm that follows it.
+        batch_norm: How a layer takes over the batch norm behind it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
 
     Raises:
         ValueError: A kind of op, a role or an option is not known.

@@ -9,7 +9,7 @@ from torch import nn
 from tqdm import tqdm
 
 from qtoolkit.modes import evaluating
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.switches import calibrating
 
@@ -107,7 +107,9 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
         quantizer.check_observed()
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     for module in prepared.modules():
-        if isinstance(module, QuantWeighted) and module.weight_quantizer not in reached.values():
+        if isinstance(module, QuantModule) and not {q for q, _ in module.quantized_weights().values()} & set(
+            reached.values()
+        ):
             module.reset_weight_range()  # a layer that was not run still has its weight
     ranges = {name: (float(lo.min()), float(hi.max())) for name, (lo, hi) in loaded.items()}
     return CalibrationReport(count, ranges, tuple(n for n in quantizers if n not in reached))

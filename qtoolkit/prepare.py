@@ -8,8 +8,9 @@ from torch import nn
 
 from qtoolkit.backends import Backend, backends
 from qtoolkit.config import QConfigMapping
-from qtoolkit.graph import explain, fold, fuse, insert, swap, trace
+from qtoolkit.graph import explain, fold, fuse, insert, patterns, swap, trace
 from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.patterns import FusePatterns
 from qtoolkit.graph.swap import QatModules, name_of
 from qtoolkit.names import check_known
 
@@ -24,6 +25,7 @@ def prepare(
     concrete_args: Mapping[str, Any] | None = None,
     preserve_attributes: Sequence[str] | None = None,
     qat_modules: QatModules | None = None,
+    fuse_patterns: FusePatterns | None = None,
     inplace: bool = False,
 ) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
@@ -41,7 +43,11 @@ def prepare(
         skip: Dotted names of submodules that are not traced into (and stay float).
         concrete_args: Values of forward's arguments that are fixed at tracing.
         preserve_attributes: Dotted names of attributes and methods of the model that the result keeps.
-        qat_modules: Float type -> QAT type, on top of qtoolkit's own.
+        qat_modules: Float type -> QAT type, on top of qtoolkit's own. A QAT type has a class method
+            `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`; its float type is not traced into.
+        fuse_patterns: (module type or function, ...) -> fuser: each chain of such ops, in which each alone takes the output
+            of the one before, is replaced by the module that `fuser(*modules)` returns, under the name of the first
+            module; a function's place among the modules is None.
         inplace: Work on the model itself: it must not be used afterwards.
 
     Returns:
@@ -61,11 +67,15 @@ def prepare(
     """
     target = _backend(backend)
     _check_model(model, qconfig_mapping)
-    gm = trace.run(model if inplace else copy.deepcopy(model), leaf_modules, skip, concrete_args, preserve_attributes)
+    swap.check_table(qat_modules or {})
+    patterns.check(fuse_patterns or {})
+    leaves = (*leaf_modules, *(qat_modules or {}), *patterns.module_types(fuse_patterns or {}))
+    gm = trace.run(model if inplace else copy.deepcopy(model), leaves, skip, concrete_args, preserve_attributes)
+    gm = patterns.run(gm, fuse_patterns or {})
     if qconfig_mapping is not None:
         qconfig_mapping.check_names([name_of(n) for n in gm.graph.nodes if n.op not in ("placeholder", "output")])
     gm = swap.run(gm, target, qconfig_mapping, qat_modules)
-    gm = fuse.run(gm)
+    gm = fuse.run(gm, target, qconfig_mapping)
     gm = insert.run(gm, target, qconfig_mapping)
     gm = explain.run(gm, target, qconfig_mapping)
     if example_inputs is not None:

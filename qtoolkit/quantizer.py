@@ -148,12 +148,46 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             self.observer(x)
         if not self.quantizing:
             return x
+        self._check_ready()
+        return self._quantize(x, 1.0 if self.spec.quantizer == "fixed" else self._lsq_factor(x))
+
+    def rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+        """Return rows of a table as `forward(table)[index]` holds them, without the rest of the table.
+
+        Args:
+            x: The rows `table[index]`, (n, features), which gradients go to.
+            index: Which row each one is, (n,).
+            table: The table, (rows, features), which a range is taken from.
+        """
+        if self.observing:
+            with torch.no_grad():
+                self.forward(table)
+        if not self.quantizing:
+            return x
+        self._check_ready()
+        spec = self.spec
+        grid = (spec.qmin, spec.qmax, spec.axis, 1, self._block_size_of_rows())
+        factor = 1.0 if spec.quantizer == "fixed" else self._lsq_factor(table)
+        return ops.fake_quant(
+            x, self._of_rows(self._scale, index), self._of_rows(self._zero_point, index), *grid, factor
+        )
+
+    def _of_rows(self, values: Tensor | None, index: Tensor) -> Any:
+        spec = self.spec
+        if values is None or spec.axis is None or (spec.axis % 2 == 1 and spec.group_size is None):
+            return values
+        return values[index // spec.group_size if spec.group_size and spec.axis % 2 == 0 else index]
+
+    def _block_size_of_rows(self) -> int:
+        along_rows = self.spec.axis is not None and self.spec.axis % 2 == 0
+        return 1 if self.spec.group_size and along_rows else self.spec.block_size
+
+    def _check_ready(self) -> None:
         if not self.ready:
             raise RuntimeError(
                 f"quantizer {self.name!r} has no range yet: call qtoolkit.calibrate(model, batches) first, or switch it "
                 f"off with qtoolkit.disable_quantization(model)."
             )
-        return self._quantize(x, 1.0 if self.spec.quantizer == "fixed" else self._lsq_factor(x))
 
     def _quantize(self, x: Tensor, factor: float) -> Tensor:
         spec = self.spec

@@ -13,7 +13,7 @@ from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
 from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer
 from qtoolkit.graph.swap import name_of
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
 
 
@@ -124,8 +124,8 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:
 def _weight_of(model: QuantizedGraphModule, node: fx.Node, quantizers: list[str]) -> str:
     """Return how a layer's weight is quantized, or a function's."""
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if isinstance(module, QuantWeighted):
-        return _spec_of(module.weight_quantizer)
+    if isinstance(module, QuantModule):
+        return ", ".join(dict.fromkeys(_spec_of(quantizer) for quantizer, _ in module.quantized_weights().values()))
     return ", ".join(_spec_of(model.get_submodule(name)) for name in quantizers)
 
 

@@ -1,56 +1,114 @@
 """QAT layers against torch's own functions on separately fake-quantized weights, in every option of the layer."""
 
+import copy
+import pickle
+
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 import qtoolkit as qt
+from tests import reference
 
 SPEC = qt.QuantSpec(bits=5, axis=0)
 
+# Float layer, its arguments, and the shape of an input.
+LAYERS = {
+    "conv1d": (nn.Conv1d, (4, 6, 3), (2, 4, 9)),
+    "conv2d": (nn.Conv2d, (4, 6, 3), (2, 4, 9, 8)),
+    "conv3d": (nn.Conv3d, (4, 6, 3), (2, 4, 5, 6, 4)),
+    "depthwise": (nn.Conv2d, (4, 4, 3, 1, 1, 1, 4), (2, 4, 9, 8)),
+    "conv_transpose1d": (nn.ConvTranspose1d, (4, 6, 3, 2, 1, 1, 2), (2, 4, 5)),
+    "conv_transpose2d": (nn.ConvTranspose2d, (4, 6, 3, 2, 1, 1, 2), (2, 4, 5, 6)),
+    "conv_transpose3d": (nn.ConvTranspose3d, (4, 6, 3, 2, 1, 1, 2), (2, 4, 3, 4, 2)),
+    "linear": (nn.Linear, (4, 6), (2, 7, 4)),
+    "embedding": (nn.Embedding, (10, 4, 3), (2, 7)),
+}
+
+
+def float_layer(name: str) -> tuple[nn.Module, Tensor]:
+    kind, arguments, shape = LAYERS[name]
+    x = torch.randint(10, shape) if kind is nn.Embedding else torch.randn(shape)
+    return kind(*arguments), x
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_with_its_quantizer_off_a_layer_is_the_float_layer(name: str) -> None:
+    layer, x = float_layer(name)
+    ours = qt.nn.QAT_MODULES[type(layer)].from_float(layer, SPEC)
+    assert torch.equal(ours.forward_fp32(x), layer(x))
+    with qt.disable_quantization(ours):
+        assert torch.equal(ours(x), layer(x))
+        assert torch.equal(ours(input=x), layer(input=x))
+    assert not torch.equal(ours(x), layer(x))
+
+
+@pytest.mark.parametrize("axis", [0, None])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_computes_with_its_weight_on_the_grid(name: str, axis: int | None) -> None:
+    layer, x = float_layer(name)
+    ours = qt.nn.QAT_MODULES[type(layer)].from_float(layer, qt.QuantSpec(bits=5, axis=axis))
+    other = copy.deepcopy(layer)
+    other.weight.data = reference.fake_quant(layer.weight, ours.weight_quantizer.scale, None, -16, 15, axis)
+    assert torch.equal(ours(x), other(x))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_from_float_and_back(name: str) -> None:
+    layer, x = float_layer(name)
+    hooked = []
+    layer.register_forward_hook(lambda module, args, y: hooked.append(type(module).__name__))
+    ours = qt.nn.QAT_MODULES[type(layer)].from_float(layer, SPEC)
+    assert ours.weight is layer.weight
+    assert set(layer.state_dict()) < set(ours.state_dict())
+    ours.load_state_dict(layer.state_dict())  # strict: a float checkpoint loads
+    back = ours.to_float()
+    assert type(back) is type(layer)
+    assert vars(back).keys() == vars(layer).keys()
+    assert list(back.state_dict()) == list(layer.state_dict())
+    assert back.weight is layer.weight
+    assert torch.equal(back(x), layer(x))
+    ours(x)
+    assert hooked == [type(layer).__name__] * 2 + [type(ours).__name__]
+    assert set(layer.state_dict()) == {n for n, _ in layer.named_parameters()}  # untouched by all this
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_copied_and_pickled(name: str, copy_of) -> None:
+    layer, x = float_layer(name)
+    ours = qt.nn.QAT_MODULES[type(layer)].from_float(layer, SPEC)
+    assert torch.equal(copy_of(ours)(x), ours(x))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_made_with_device_and_dtype(name: str) -> None:
+    kind, arguments, _ = LAYERS[name]
+    layer = qt.nn.QAT_MODULES[kind](*arguments, weight_spec=SPEC, device="cpu", dtype=torch.float64)
+    assert layer.weight.dtype == torch.float64
+    assert torch.isfinite(layer.weight_quantizer.scale).all()
+    on_meta = qt.nn.QAT_MODULES[kind](*arguments, weight_spec=SPEC, device="meta")
+    assert on_meta.weight.device == on_meta.weight_quantizer.scale.device == torch.device("meta")
+
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("padding", [0, 1, (2, 1), "same", "valid"])
+@pytest.mark.parametrize("padding", [0, 1, 2, "same", "valid"])
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"dilation": 2, "bias": False}], ids=str)
-def test_convolutions_pad_as_torch_does(mode: str, padding: object, options: dict[str, object]) -> None:
-    float_layer = nn.Conv2d(4, 6, (3, 2), padding=padding, padding_mode=mode, **options)
-    layer = qt.nn.QuantConv2d.from_float(float_layer, SPEC)
-    x = torch.randn(2, 4, 9, 8)
-    assert torch.equal(layer.forward_fp32(x), float_layer(x))
-    quantized = nn.Conv2d(4, 6, (3, 2), padding=padding, padding_mode=mode, **options)
-    quantized.load_state_dict(float_layer.state_dict())
-    with torch.no_grad():
-        quantized.weight.copy_(qt.ops.fake_quant(layer.weight, layer.weight_quantizer.scale, qmin=-16, qmax=15, axis=0))
-    assert torch.equal(layer(x), quantized(x))
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("stride", "extra"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
-def test_transposed_convolutions_take_an_output_size(groups: int, stride: int, extra: int) -> None:
-    float_layer = nn.ConvTranspose2d(4, 6, 3, stride, padding=1, groups=groups, dilation=1)
-    layer = qt.nn.QuantConvTranspose2d.from_float(float_layer, qt.QuantSpec(axis=1))
-    x = torch.randn(2, 4, 5, 6)
-    size = [(5 - 1) * stride + 1 + extra, (6 - 1) * stride + 1]
-    with qt.disable_quantization(layer):
-        assert torch.equal(layer(x, size), float_layer(x, size))
-    assert layer(x, size).shape[2:] == torch.Size(size)
-    with pytest.raises(ValueError, match="output_size must lie in"):
-        layer(x, [100, 100])
-
-
-def test_grouped_scales_are_those_of_each_output_channel() -> None:
-    layer = qt.nn.QuantConvTranspose2d(4, 6, 3, groups=2, weight_spec=qt.QuantSpec(axis=1))
-    amax = layer.weight.detach().view(2, 2, 3, 9).abs().amax((1, 3)).flatten()
-    torch.testing.assert_close(layer.weight_quantizer.amax, amax)
-    scales = layer.weight_quantizer.scale.view(2, 3)
-    halves = [qt.ops.fake_quant(layer.weight[2 * g : 2 * g + 2], scales[g], axis=1) for g in range(2)]
-    x = torch.randn(1, 4, 5, 5)
-    assert torch.equal(layer(x), F.conv_transpose2d(x, torch.cat(halves), layer.bias, groups=2))
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_pad_as_torch_does(dims: int, mode: str, padding: object, options: dict[str, object]) -> None:
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    kernel = (3, 2, 3)[:dims]
+    layer = kind(4, 6, kernel, padding=padding, padding_mode=mode, **options)
+    ours = qt.nn.QAT_MODULES[kind].from_float(layer, SPEC)
+    x = torch.randn(2, 4, *(9, 8, 7)[:dims])
+    assert torch.equal(ours.forward_fp32(x), layer(x))
+    other = copy.deepcopy(layer)
+    other.weight.data = reference.fake_quant(layer.weight, ours.weight_quantizer.scale, None, -16, 15, 0)
+    assert torch.equal(ours(x), other(x))
 
 
 def test_the_wrong_type_and_axis_are_refused() -> None:
-    with pytest.raises(TypeError, match="takes a Conv2d, got Linear"):
+    with pytest.raises(TypeError, match="QuantConv2d.from_float takes a Conv2d, got Linear"):
         qt.nn.QuantConv2d.from_float(nn.Linear(2, 2), SPEC)
     with pytest.raises(ValueError, match=r"axis of a weight of 2 dimensions must lie in \[-2, 1\], got 2"):
         qt.nn.QuantLinear(2, 2, weight_spec=qt.QuantSpec(axis=2))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph import trace
-from qtoolkit.graph.fuse import batch_norm_after
+from qtoolkit.graph.fuse import batch_norms
 from qtoolkit.graph.kinds import kind_of
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.roles import is_quantizer, role_of
 from qtoolkit.graph.swap import name_of
 from qtoolkit.modes import evaluating
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.tables import table
 from qtoolkit.values import tensors_of
 
@@ -148,9 +148,8 @@ def _counterparts(twin: QuantizedGraphModule, quantized: QuantizedGraphModule) -
     """Return of each op of the quantized graph the float node with the same meaning: after a folded batch norm, its own."""
     present = {node.name for node in quantized.graph.nodes}
     names = {node.name: node.name for node in twin.graph.nodes}
-    for node in twin.graph.nodes:
-        follower = batch_norm_after(node)
-        if follower is not None and follower.name not in present:
+    for node, follower in batch_norms(twin):
+        if follower.name not in present or _is_linked(quantized, follower):
             names[node.name] = follower.name
     lost = [n.name for n in quantized.graph.nodes if not is_quantizer(n) and n.name not in names]
     if lost:
@@ -158,6 +157,11 @@ def _counterparts(twin: QuantizedGraphModule, quantized: QuantizedGraphModule) -
             f"compare: the float model's graph has no {', '.join(lost)}; pass the model that qtoolkit.prepare was given."
         )
     return names
+
+
+def _is_linked(quantized: QuantizedGraphModule, follower: fx.Node) -> bool:
+    # In eval mode the layer before it computes such a batch norm.
+    return follower.op == "call_module" and isinstance(quantized.get_submodule(str(follower.target)), LinkedBatchNorm)
 
 
 class _Recorder(fx.Interpreter):
@@ -218,10 +222,11 @@ class _SideBySide(fx.Interpreter):
 
     def _weight(self, node: fx.Node) -> Similarity | None:
         layer = self.gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if not isinstance(layer, QuantWeighted) or layer.weight_quantizer is None:
+        weights = layer.quantized_weights().values() if isinstance(layer, QuantModule) else ()
+        if not weights:
             return None
-        weight = layer.effective_weight()
-        return Similarity.of(weight, layer.weight_quantizer(weight))
+        pairs = [(weight.flatten(), quantizer(weight).flatten()) for quantizer, weight in weights]
+        return Similarity.of(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
 
 
 def _copy(value: Any) -> Any:

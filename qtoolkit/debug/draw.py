@@ -11,7 +11,7 @@ from qtoolkit.graph.kinds import kind_of
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.roles import is_quantizer
 from qtoolkit.graph.swap import name_of
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
 
 # Fill of a node by its status in the plan; ops of a graph without a plan have none.
@@ -73,8 +73,8 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
     if isinstance(gm, QuantizedGraphModule) and gm.plan is not None:
         status, reason = gm.plan.status.get(node.name, ("", ""))
     lines = [name_of(node), kind_of(node)]
-    if isinstance(module, QuantWeighted) and module.weight_quantizer is not None:
-        lines.append(f"weight {_describe(module.weight_quantizer)}")
+    if isinstance(module, QuantModule):
+        lines += [f"weight {_describe(quantizer)}" for quantizer, _ in module.quantized_weights().values()]
     return {"label": "\n".join(lines), "tooltip": reason or status or node.op, "fillcolor": COLORS[status]}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.kinds import parameters_in
 from qtoolkit.graph.roles import WEIGHT_HOLDER
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.values import tensors_of
 
 # A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.
@@ -119,9 +119,11 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
     with torch.no_grad():
         step.run(*inputs)
         outputs = converted(*inputs)
-        in_layers = {f"{name}.weight_quantizer": layer for name, layer in _weighted(converted)}
+        in_layers = _weights(converted)
         weight_codes = _sum(
-            _compare_weight(in_layers[p.quantizer], found[p.codes]) for p in pairs if p.quantizer in in_layers
+            _compare_weight(_grid(converted, p.quantizer), in_layers[p.quantizer], found[p.codes])
+            for p in pairs
+            if p.quantizer in in_layers
         )
         quantizer_codes = _sum(
             CodeCount.of(_grid(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
@@ -134,7 +136,7 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
         _sum(step.counts.values()),
         step.counts,
         _largest_difference(outputs, [found[o.name] for o in proto.graph.output]),
-        tuple(step.missing) + tuple(name for name in in_layers if name not in by_name),
+        tuple(step.missing) + tuple(name for name in _inside_layers(converted) if name not in by_name),
     )
 
 
@@ -231,8 +233,16 @@ class _Stepwise(fx.Interpreter):
         return next((codes for codes in every if np.array_equal(codes, ours)), None)
 
 
-def _weighted(model: nn.Module) -> list[tuple[str, QuantWeighted]]:
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantWeighted) and m.weight_quantizer is not None]
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return each quantized weight by the dotted name of its quantizer."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
+    return {f"{n}.{q}": weight for n, layer in layers for q, (_, weight) in layer.quantized_weights().items()}
+
+
+def _inside_layers(model: nn.Module) -> list[str]:
+    """Return the dotted names of the grids that layers hold: of weights, and of tensors between their ops."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
+    return [f"{n}.{g}" for n, layer in layers for g, grid in layer.named_modules() if isinstance(grid, Grid)]
 
 
 def _grid(model: nn.Module, name: str) -> Grid:
@@ -242,11 +252,8 @@ def _grid(model: nn.Module, name: str) -> Grid:
     return grid
 
 
-def _compare_weight(layer: QuantWeighted, theirs: Any) -> CodeCount:
-    grid = layer.weight_quantizer
-    if not isinstance(grid, Grid):
-        raise TypeError("verify_onnx: the model is not converted; pass what qtoolkit.convert returned.")
-    return CodeCount.of(_as_stored(grid, layer.weight), theirs)
+def _compare_weight(grid: Grid, weight: Tensor, theirs: Any) -> CodeCount:
+    return CodeCount.of(_as_stored(grid, weight), theirs)
 
 
 def _as_stored(grid: Grid, weight: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Plan: note of each op whether it is quantized, and why not. And run the prepared model once, so that it fails early."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
-from qtoolkit.graph.fuse import batch_norm_after
+from qtoolkit.graph.fuse import calls_of, reason_apart
 from qtoolkit.graph.grids import quantizer_behind
 from qtoolkit.graph.kind_table import ACTIVATIONS
 from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
@@ -17,7 +18,7 @@ from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.graph.roles import HEADS, Roles, is_quantizer
 from qtoolkit.graph.swap import reason_float
 from qtoolkit.modes import evaluating
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import LinkedBatchNorm
 from qtoolkit.switches import disable_quantization
 
 BY_RULE = "float: the qconfig_mapping says so"
@@ -26,19 +27,19 @@ BY_RULE = "float: the qconfig_mapping says so"
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
     """Add to the model's plan the status of each op with the reason, for quantization_report."""
     plan = gm.plan or Plan(backend)
-    roles = Roles(gm, backend, mapping)
+    roles, calls = Roles(gm, backend, mapping), calls_of(gm)
     nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
-    gm.plan = replace(plan, status={**{n.name: _status(n, roles) for n in nodes}, **plan.status})
+    gm.plan = replace(plan, status={**{n.name: _status(n, roles, calls) for n in nodes}, **plan.status})
     return gm
 
 
-def _status(node: fx.Node, roles: Roles) -> tuple[Status, str]:
+def _status(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> tuple[Status, str]:
     kind, role = kind_of(node), roles[node]
-    if kind in (*WEIGHTED_KINDS, "attention") and node.op == "call_module":
+    if kind in (*WEIGHTED_KINDS, "attention", "embedding") and node.op == "call_module":
         reason = reason_float(node, roles.backend, roles.mapping)
         return ("quantized", "") if reason is None else ("float", f"float: {reason}")
     if kind == "batch_norm" and role != "compute":
-        return _status_of_batch_norm(node)
+        return _status_of_batch_norm(node, roles, calls)
     if node in roles.head:
         return "fused", f"one op with {roles.head[node].name}"
     if role == "transparent":
@@ -70,16 +71,13 @@ def _status_of_float(node: fx.Node, roles: Roles) -> tuple[Status, str]:
     return "float", f"float: {what}, which {roles.backend.name} computes in float"
 
 
-def _status_of_batch_norm(node: fx.Node) -> tuple[Status, str]:
-    source = tensor_inputs(node)[0]
-    if kind_of(source) not in WEIGHTED_KINDS or batch_norm_after(source) is not node:
-        return (
-            "float",
-            "float: a batch norm that cannot be folded (no layer right before it, or one with a second user)",
-        )
-    if not isinstance(module_of(source), QuantWeighted):
-        return "float", "float: a batch norm that cannot be folded (its layer is not quantized)"
-    return "quantized", "folded into the layer before it"
+def _status_of_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> tuple[Status, str]:
+    if node.op == "call_module" and isinstance(module_of(node), LinkedBatchNorm):
+        return "quantized", "folded into the layer before it"
+    source = node.all_input_nodes[0]
+    behind = kind_of(source) in WEIGHTED_KINDS
+    reason = reason_apart(source, node, calls, roles.backend, roles.mapping) if behind else "no layer right before it"
+    return "float", f"float: a batch norm that cannot be folded ({reason})"
 
 
 def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:

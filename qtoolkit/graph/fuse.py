@@ -1,53 +1,98 @@
-"""Find weighted layers followed by a batch norm. Training: link the two. Eval: fold the batch norm into the weight."""
+"""Find layers with the batch norm behind them. Training: the layer takes it over. Eval: it is folded into the weight."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from torch import fx
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from qtoolkit.backends import Backend
+from qtoolkit.config import QConfigMapping
 from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of
 from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.graph.swap import config_of
+from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
+from qtoolkit.nn.batch_norm import linked
 
 
-def batch_norm_after(node: fx.Node) -> fx.Node | None:
-    """Return the batch norm that alone takes a weighted layer's output, where the two can become one layer."""
-    if kind_of(node) not in WEIGHTED_KINDS or node.op != "call_module" or len(node.users) != 1:
-        return None
-    follower = next(iter(node.users))
-    if kind_of(follower) != "batch_norm" or follower.op != "call_module" or follower.args[:1] != (node,):
-        return None
-    bn = module_of(follower)
-    foldable = isinstance(bn, _BatchNorm) and bn.running_mean is not None
-    return follower if foldable and _called_once(node) and _called_once(follower) else None
+def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
+    """Let each QAT layer take over the batch norm that follows it, or fold that one where the model is in eval mode.
 
-
-def linked_pairs(gm: QuantizedGraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """Return each QAT layer with the batch norm that can become part of it."""
-    pairs = [(node, batch_norm_after(node)) for node in gm.graph.nodes]
-    return [(n, follower) for n, follower in pairs if follower is not None and isinstance(module_of(n), QuantWeighted)]
-
-
-def run(gm: QuantizedGraphModule) -> QuantizedGraphModule:
-    """Link each QAT layer to the batch norm that follows it, or fold that one where the model is in eval mode."""
-    for node, follower in linked_pairs(gm):
+    Raises:
+        ValueError: The backend's strategy for batch norms is not known, or does not fit one of them.
+    """
+    calls = calls_of(gm)
+    for node, follower in list(batch_norms(gm)):
+        if reason_apart(node, follower, calls, backend, mapping) is not None:
+            continue
         if gm.training:
-            module_of(node).link_batch_norm(module_of(follower))  # type: ignore[operator]  # linked_pairs has checked
+            _link(gm, node, follower, backend.batch_norm)
         else:
             fold(gm, node, follower)
     gm.recompile()
     return gm
 
 
+def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Return each layer, or function, with the batch norm that takes its output."""
+    for follower in gm.graph.nodes:
+        if kind_of(follower) == "batch_norm" and kind_of(follower.all_input_nodes[0]) in WEIGHTED_KINDS:
+            yield follower.all_input_nodes[0], follower
+
+
+def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
+    """Return how often the graph calls each module."""
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
+
+
+def reason_apart(
+    node: fx.Node,
+    follower: fx.Node,
+    calls: Mapping[str, int],
+    backend: Backend,
+    mapping: QConfigMapping | None = None,
+) -> str | None:
+    """Return why a layer does not take over the batch norm behind it, or None where it does."""
+    if len(node.users) > 1:
+        return "its layer's output has a second user"
+    layer = module_of(node) if node.op == "call_module" else None
+    if not isinstance(layer, QuantWeighted):
+        return "its layer is not quantized"
+    if follower.op != "call_module":
+        return "it is called as a function; make it a torch.nn module"
+    bn = module_of(follower)
+    if calls[str(node.target)] > 1 or calls[str(follower.target)] > 1:
+        return "it or its layer is called more than once"
+    if bn.running_mean is None or bn.running_var is None:
+        return "it has no running statistics: track_running_stats=False"
+    if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
+        return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
+    return "the qconfig_mapping says so" if config_of(follower, backend, mapping) is None else None
+
+
+def linked_pairs(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Return each QAT layer with the batch norm that it has taken over."""
+    pairs = []
+    for node in gm.graph.nodes:
+        layer = module_of(node) if node.op == "call_module" else None
+        if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
+            pairs.append((node, next(iter(node.users))))
+    return pairs
+
+
+def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: str) -> None:
+    layer, bn = module_of(node), module_of(follower)
+    if isinstance(layer, QuantWeighted) and not isinstance(bn, LinkedBatchNorm):
+        new = linked(bn, strategy, str(follower.target))
+        gm.set_submodule(str(follower.target), new)
+        layer.link_batch_norm(new)
+
+
 def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
     """Fold a batch norm into the layer before it, and take it out of the graph."""
-    layer, bn = module_of(node), module_of(follower)
-    if not isinstance(layer, QuantWeighted) or not isinstance(bn, _BatchNorm):
-        raise TypeError(f"{node.name!r} and {follower.name!r} are no QAT layer with its batch norm.")
-    layer.fold_batch_norm(bn)
+    layer = module_of(node)
+    if not isinstance(layer, QuantWeighted):
+        raise TypeError(f"{node.name!r} is no QAT layer, so {follower.name!r} cannot be folded into it.")
+    layer.fold_batch_norm(module_of(follower))
     follower.replace_all_uses_with(node)
     gm.graph.erase_node(follower)
     gm.delete_submodule(str(follower.target))
-
-
-def _called_once(node: fx.Node) -> bool:
-    calls: int = sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes)
-    return calls == 1

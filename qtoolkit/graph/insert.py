@@ -11,7 +11,7 @@ from qtoolkit.graph.kinds import kind_of, module_of
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Edge, Plan
 from qtoolkit.graph.roles import HOLDER, WEIGHT_HOLDER, Roles, is_quantizer
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
 
 
@@ -121,7 +121,14 @@ def _weight_edge(want: Want) -> Edge:
 def _layer_edges(gm: QuantizedGraphModule) -> list[Edge]:
     layers = [(n, module_of(n)) for n in gm.graph.nodes if n.op == "call_module"]
     return [
-        Edge(f"{n.target}.weight", n.name, f"{n.target}.weight_quantizer", q.spec, f"weight of a {kind_of(n)}")
+        Edge(
+            f"{n.target}.{name.removesuffix('_quantizer')}",
+            n.name,
+            f"{n.target}.{name}",
+            q.spec,
+            f"weight of a {kind_of(n)}",
+        )
         for n, layer in layers
-        if isinstance(layer, QuantWeighted) and (q := layer.weight_quantizer) is not None
+        if isinstance(layer, QuantModule)
+        for name, (q, _) in layer.quantized_weights().items()
     ]

@@ -227,6 +227,7 @@ ROWS = (*COMPUTE_ROWS, *ELEMENTWISE_ROWS, *POOL_ROWS, *MOVE_ROWS, *NORM_ROWS, *A
 # Functions of packages that qtoolkit does not import, by module and name.
 FOREIGN = {("torchvision.ops.stochastic_depth", "stochastic_depth"): Row("identity")}
 
+ROW_OF_KIND = {row.kind: row for row in reversed(ROWS) if row.modules}
 ROW_OF_MODULE = {module: row for row in ROWS for module in row.modules}
 ROW_OF_FUNCTION = {function: row for row in ROWS for function in row.functions}
 ROW_OF_METHOD = {method: row for row in ROWS for method in row.methods}

@@ -7,8 +7,18 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.graph.kind_rules import OTHER
-from qtoolkit.graph.kind_table import FOREIGN, KINDS, ROW_OF_FUNCTION, ROW_OF_METHOD, ROW_OF_MODULE, WEIGHTED, Row
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.graph.kind_table import (
+    FOREIGN,
+    KINDS,
+    ROW_OF_FUNCTION,
+    ROW_OF_KIND,
+    ROW_OF_METHOD,
+    ROW_OF_MODULE,
+    WEIGHTED,
+    Row,
+)
+from qtoolkit.nn import LinkedBatchNorm, QuantModule
+from qtoolkit.nn.batch_norm import is_batch_norm
 
 # The layers that have weights; the others have inputs alone.
 WEIGHTED_KINDS = ("conv", "conv_transpose", "linear")
@@ -51,14 +61,17 @@ def row_of(node: fx.Node) -> Row | None:
 
 
 def _row_of_module(module: nn.Module) -> Row | None:
-    # A subclass of a float layer may compute anything; the QAT layer of one computes that one.
-    types = module.FLOAT.__mro__ if isinstance(module, QuantWeighted) else (type(module),)
-    return next((ROW_OF_MODULE[t] for t in types if t in ROW_OF_MODULE), None)
+    # By exact type: a subclass of a float layer may compute anything. A QAT module says itself what it is.
+    if isinstance(module, QuantModule):
+        return ROW_OF_KIND.get(module.KIND)
+    return ROW_OF_KIND["batch_norm"] if is_batch_norm(module) else ROW_OF_MODULE.get(type(module))
 
 
 def float_type(module: nn.Module) -> type[nn.Module]:
-    """Return the type of a layer, or the float type of a QAT layer."""
-    return module.FLOAT if isinstance(module, QuantWeighted) else type(module)
+    """Return the type of a module, or the float type of a QAT module."""
+    if isinstance(module, LinkedBatchNorm):
+        return module.float_type
+    return module.FLOAT if isinstance(module, QuantModule) else type(module)
 
 
 def object_type_of(node: fx.Node) -> Any:

@@ -15,7 +15,7 @@ from qtoolkit.graph.kinds import MULTIPLYING_KINDS, WEIGHTED_KINDS, kind_of, mod
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.residual import FUSING_KINDS
 from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer, role_of, source_of, weight_is_float
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
 
 
@@ -190,9 +190,9 @@ def _weight_spec(node: fx.Node) -> QuantSpec | None:
     if node.op != "call_module":
         return None
     module = module_of(node)
-    quantizer = module.weight_quantizer if isinstance(module, QuantWeighted) else module
-    of_weight = isinstance(module, QuantWeighted) or is_weight_quantizer(node)
-    return quantizer.spec if of_weight and isinstance(quantizer, TensorQuantizer | Grid) else None
+    if isinstance(module, QuantModule):
+        return next((quantizer.spec for quantizer, _ in module.quantized_weights().values()), None)
+    return module.spec if is_weight_quantizer(node) and isinstance(module, TensorQuantizer | Grid) else None
 
 
 def _layer_before(node: fx.Node) -> fx.Node:

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import fx
 
 from qtoolkit.graph.plan import Plan
+from qtoolkit.nn import QuantWeighted
 
 
 class QuantizedGraphModule(fx.GraphModule):
@@ -38,6 +39,17 @@ class QuantizedGraphModule(fx.GraphModule):
         owner, _, attribute = name.rpartition(".")
         setattr(self.get_submodule(owner), attribute, value)
         self.kept[name] = value
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; and link layers to the batch norms that stand in their places now.
+
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm puts new ones there.
+        """
+        for layer in self.modules():
+            bn = layer.batch_norm if isinstance(layer, QuantWeighted) else None
+            if isinstance(layer, QuantWeighted) and bn is not None and self.get_submodule(bn.name) is not bn:
+                self.set_submodule(bn.name, layer.replace_batch_norm(self.get_submodule(bn.name)))
+        return super().train(mode)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedGraphModule":
         result = super().__deepcopy__(memo)

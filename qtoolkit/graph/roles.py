@@ -17,7 +17,7 @@ from qtoolkit.graph.kinds import (
     tensor_inputs,
 )
 from qtoolkit.graph.swap import config_of, name_of
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
 
 HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
 HEADS = ("compute", "merge", "concat")
@@ -41,11 +41,10 @@ def is_weight_quantizer(node: fx.Node) -> bool:
 
 def weight_is_float(node: fx.Node) -> bool:
     """Return whether a node is a layer whose weight stays float."""
-    return (
-        node.op == "call_module"
-        and kind_of(node) in (*WEIGHTED_KINDS, "attention")
-        and (not isinstance(layer := module_of(node), QuantWeighted) or layer.weight_quantizer is None)
-    )
+    if node.op != "call_module" or kind_of(node) not in (*WEIGHTED_KINDS, "attention"):
+        return False
+    layer = module_of(node)
+    return not isinstance(layer, QuantModule) or not layer.quantized_weights()
 
 
 def source_of(node: fx.Node) -> fx.Node | None:

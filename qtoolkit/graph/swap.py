@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.graph.ends import at_ends
-from qtoolkit.graph.kinds import WEIGHTED_KINDS, kind_of, module_of, object_type_of
+from qtoolkit.graph.kinds import OTHER, kind_of, module_of, object_type_of
 from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.nn import QAT_MODULES, QuantWeighted
+from qtoolkit.nn import QAT_MODULES, QuantModule
 
-QatModules = Mapping[type[nn.Module], type[QuantWeighted]]
+QatModules = Mapping[type[nn.Module], type[nn.Module]]
 
 
 def name_of(node: fx.Node) -> str:
@@ -29,20 +30,18 @@ def config_of(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -
     return qconfig if backend.end_bits is None else at_ends(node, qconfig, backend.end_bits)
 
 
-def weight_spec(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> QuantSpec | None:
+def weight_spec(node: fx.Node, kind: str, backend: Backend, mapping: QConfigMapping | None) -> QuantSpec | None:
     """Return the spec of a layer's weight.
 
     Axis 0 of a default, or of a global rule, stands for the output channel, and (with a group_size) axis 1 for the input
-    channel, whatever axes those are in the layer's weight; a rule for a type or a name says the axis itself.
+    channel, whatever axes those are in the layer's weight; a rule for a type or a name says the axis itself. Of a kind that
+    the backend computes in float, only a rule for a type or a name quantizes the weight.
     """
     qconfig = config_of(node, backend, mapping)
-    if qconfig is None or qconfig.weight is None or _is_float_to(node, backend, mapping):
+    if qconfig is None or qconfig.weight is None or _is_float_to(node, kind, backend, mapping):
         return None
-    match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
-    general = match is None or match.source == "global"
-    if not general or kind_of(node) != "conv_transpose":
-        return qconfig.weight
-    return _for_conv_transpose(qconfig.weight, backend)
+    general = kind == "conv_transpose" and not _has_own_rule(node, mapping)
+    return _for_conv_transpose(qconfig.weight, backend) if general else qconfig.weight
 
 
 def _for_conv_transpose(spec: QuantSpec, backend: Backend) -> QuantSpec:
@@ -50,6 +49,27 @@ def _for_conv_transpose(spec: QuantSpec, backend: Backend) -> QuantSpec:
     if spec.group_size is None:
         return replace(spec, axis=backend.conv_transpose_axis) if spec.axis == 0 else spec
     return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
+
+
+def check_table(qat_modules: object) -> None:
+    """Check the user's mapping of float types to QAT types.
+
+    Raises:
+        TypeError: It is no mapping, or names something that is no module type, or one without `from_float`.
+    """
+    if not isinstance(qat_modules, Mapping):
+        raise TypeError(
+            f"prepare: qat_modules must map float module types to QAT types, got a {type(qat_modules).__name__}."
+        )
+    for float_type, qat_type in qat_modules.items():
+        for role, value in (("key", float_type), ("value", qat_type)):
+            if not isinstance(value, type) or not issubclass(value, nn.Module):
+                raise TypeError(f"prepare: each {role} of qat_modules must be a torch.nn.Module type, got {value!r}.")
+        if not callable(getattr(qat_type, "from_float", None)):
+            raise TypeError(
+                f"prepare: qat_modules maps {float_type.__name__} to {qat_type.__name__}, which has no class method "
+                f"from_float(module, weight, name, activation); derive it from qtoolkit.nn.QuantWeighted or QuantModule."
+            )
 
 
 def run(
@@ -62,30 +82,53 @@ def run(
 
     Raises:
         ValueError: A spec does not fit a layer's weight.
+        TypeError: A `from_float` returns no module.
     """
-    table = {**QAT_MODULES, **(qat_modules or {})}
+    table: dict[type[nn.Module], type[Any]] = {**QAT_MODULES, **(qat_modules or {})}
     for node in gm.graph.nodes:
-        if node.op != "call_module" or kind_of(node) not in WEIGHTED_KINDS:
+        if node.op != "call_module" or type(module_of(node)) not in table:
             continue
         module = module_of(node)
-        spec = weight_spec(node, backend, mapping)
-        if spec is None or isinstance(module, QuantWeighted) or type(module) not in table:
-            continue
-        gm.set_submodule(str(node.target), table[type(module)].from_float(module, spec, str(node.target)))
+        qat_type = table[type(module)]
+        spec = weight_spec(node, getattr(qat_type, "KIND", OTHER), backend, mapping)
+        if spec is not None:
+            gm.set_submodule(str(node.target), _swapped(node, module, qat_type, spec, backend, mapping))
     return gm
+
+
+def _swapped(
+    node: fx.Node,
+    module: nn.Module,
+    qat_type: type[Any],
+    spec: QuantSpec,
+    backend: Backend,
+    mapping: QConfigMapping | None,
+) -> nn.Module:
+    qconfig = config_of(node, backend, mapping)
+    new = qat_type.from_float(module, spec, name_of(node), qconfig.activation if qconfig is not None else None)
+    if not isinstance(new, nn.Module):
+        raise TypeError(
+            f"prepare: {qat_type.__name__}.from_float must return a torch.nn.Module for {name_of(node)!r}, got "
+            f"{type(new).__name__}."
+        )
+    return new
 
 
 def reason_float(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> str | None:
     """Return why a layer has a float weight, or None where its weight is quantized."""
-    if isinstance(module_of(node), QuantWeighted):
+    if isinstance(module_of(node), QuantModule):
         return None
-    if _is_float_to(node, backend, mapping):
+    if _is_float_to(node, kind_of(node), backend, mapping):
         return f"a {kind_of(node)}, which {backend.name} computes in float"
     qconfig = config_of(node, backend, mapping)
     return "the qconfig_mapping says so" if qconfig is None or qconfig.weight is None else "no QAT module for its type"
 
 
-def _is_float_to(node: fx.Node, backend: Backend, mapping: QConfigMapping | None) -> bool:
+def _is_float_to(node: fx.Node, kind: str, backend: Backend, mapping: QConfigMapping | None) -> bool:
     # A rule of the user's own, by name, regex or type, holds against the backend's table.
+    return not _has_own_rule(node, mapping) and backend.roles.get(kind, "float") == "float"
+
+
+def _has_own_rule(node: fx.Node, mapping: QConfigMapping | None) -> bool:
     match = mapping.match(name_of(node), object_type_of(node)) if mapping is not None else None
-    return (match is None or match.source == "global") and backend.roles.get(kind_of(node), "float") == "float"
+    return match is not None and match.source != "global"

@@ -13,7 +13,8 @@ from torch import fx, nn
 
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.names import unknown
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule
+from qtoolkit.nn.batch_norm import is_batch_norm
 
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 HERE = __file__
@@ -34,7 +35,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
-            isinstance(m, (QuantWeighted, *self.leaf_modules))
+            isinstance(m, (QuantModule, *self.leaf_modules))
+            or is_batch_norm(m)  # FrozenBatchNorm is of no torch package
             or module_qualified_name in self.skip
             or super().is_leaf_module(m, module_qualified_name)
         )

@@ -1,44 +1,77 @@
-"""Convolutions."""
+"""Convolutions in one, two and three dimensions."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.config import QuantSpec
 from qtoolkit.nn.weighted import QuantWeighted
 
 
-class QuantConv2d(QuantWeighted, nn.Conv2d):
-    """torch.nn.Conv2d with a quantized weight.
+class _QuantConv(QuantWeighted):
+    """A convolution in any number of dimensions, in any padding mode."""
 
-    Args:
-        *args: As torch.nn.Conv2d takes them.
-        weight_spec: Spec of the weight, or None; axis 0 is the output channel.
-        **kwargs: As torch.nn.Conv2d takes them.
+    KIND = "conv"
+    FUNCTION: ClassVar[Callable[..., Tensor]]
+
+    # Of torch's own class, mixed in:
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any  # a tuple, "same" or "valid"
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: Any
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Convolve, in any padding mode."""
+        if self.padding_mode == "zeros":
+            return self.FUNCTION(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        x = F.pad(x, self.edges(), mode=self.padding_mode)
+        return self.FUNCTION(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+    def edges(self) -> list[int]:
+        """Return the padding of each edge, as torch.nn.functional.pad takes them: from the last dimension back."""
+        if self.padding == "same":
+            totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        elif self.padding == "valid":
+            totals = [0] * len(self.kernel_size)
+        else:
+            totals = [2 * int(p) for p in self.padding]
+        return [edge for total in reversed(totals) for edge in (total // 2, total - total // 2)]
+
+
+class QuantConv1d(_QuantConv, nn.Conv1d):
+    """torch.nn.Conv1d with a quantized weight; `weight_spec`'s axis 0 is the output channel.
 
     Example:
-        >>> layer = QuantConv2d(3, 8, 3, weight_spec=QuantSpec(axis=0))
-        >>> layer(torch.zeros(1, 3, 5, 5)).shape
+        >>> QuantConv1d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(1, 3, 5)).shape
+        torch.Size([1, 8, 3])
+    """
+
+    FLOAT = nn.Conv1d
+    FUNCTION = staticmethod(F.conv1d)
+
+
+class QuantConv2d(_QuantConv, nn.Conv2d):
+    """torch.nn.Conv2d with a quantized weight; `weight_spec`'s axis 0 is the output channel.
+
+    Example:
+        >>> QuantConv2d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(1, 3, 5, 5)).shape
         torch.Size([1, 8, 3, 3])
     """
 
     FLOAT = nn.Conv2d
+    FUNCTION = staticmethod(F.conv2d)
 
-    def __init__(self, *args: Any, weight_spec: QuantSpec | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._init_quantizers(weight_spec, type(self).__name__)
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
-        """Convolve, in any padding mode."""
-        if self.padding_mode == "zeros":
-            return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        x = F.pad(x, self.edges(), mode=self.padding_mode)
-        return F.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+class QuantConv3d(_QuantConv, nn.Conv3d):
+    """torch.nn.Conv3d with a quantized weight; `weight_spec`'s axis 0 is the output channel.
 
-    def edges(self) -> list[int]:
-        """Return the padding of each edge, as torch.nn.functional.pad takes them: from the last dimension back."""
-        totals = [2 * int(p) for p in self.padding] if isinstance(self.padding, tuple) else [0, 0]
-        if self.padding == "same":
-            totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        return [edge for total in reversed(totals) for edge in (total // 2, total - total // 2)]
+    Example:
+        >>> QuantConv3d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(1, 3, 5, 5, 5)).shape
+        torch.Size([1, 8, 3, 3, 3])
+    """
+
+    FLOAT = nn.Conv3d
+    FUNCTION = staticmethod(F.conv3d)

@@ -1,63 +1,68 @@
 """Transposed convolutions: the weight is (in, out / groups, k...), so output channels run along groups and axis 1."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.config import QuantSpec
 from qtoolkit.nn.weighted import QuantWeighted
 
 
-class QuantConvTranspose2d(QuantWeighted, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d with a quantized weight.
+class _QuantConvTranspose(QuantWeighted):
+    """A transposed convolution in any number of dimensions."""
 
-    Args:
-        *args: As torch.nn.ConvTranspose2d takes them.
-        weight_spec: Spec of the weight, or None. Axis 1 is the output channel: with groups it has one scale per output
-            channel, (groups, out / groups). Axis 0 is the input channel.
-        **kwargs: As torch.nn.ConvTranspose2d takes them.
+    KIND = "conv_transpose"
+    FUNCTION: ClassVar[Callable[..., Tensor]]
 
-    Example:
-        >>> layer = QuantConvTranspose2d(4, 6, 2, stride=2, groups=2, weight_spec=QuantSpec(axis=1))
-        >>> layer.weight_quantizer.scale.shape
-        torch.Size([6])
-        >>> layer(torch.zeros(1, 4, 5, 5), [11, 11]).shape
-        torch.Size([1, 6, 11, 11])
-    """
+    # Of torch's own class, mixed in:
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any  # a tuple of numbers: the class takes no words
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    groups: int
 
-    FLOAT = nn.ConvTranspose2d
-
-    def __init__(self, *args: Any, weight_spec: QuantSpec | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._init_quantizers(weight_spec, type(self).__name__)
-
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Convolve; a further argument is output_size, as torch's layer takes it."""
-        padding = self.output_padding_for(x, args[0] if args else None)
-        edge = [int(p) for p in self.padding]
-        return F.conv_transpose2d(x, weight, bias, self.stride, edge, padding, self.groups, self.dilation)
+        extra = self.output_padding_for(x, *args, **kwargs)
+        return self.FUNCTION(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
 
-    def output_padding_for(self, x: Tensor, output_size: list[int] | None) -> list[int]:
-        """Return the output padding that gives an output of the spatial size `output_size`.
+    def output_padding_for(self, x: Tensor, output_size: Sequence[int] | None = None) -> list[int]:
+        """Return the output padding that gives an output of the size `output_size`.
+
+        Args:
+            x: The input.
+            output_size: Sizes of the spatial dimensions, or of all; None takes the layer's output_padding.
 
         Raises:
             ValueError: No output padding gives that size.
         """
         if output_size is None:
-            return [int(p) for p in self.output_padding]
-        wanted = list(output_size)[-2:]
-        padding = []
-        for d, size in enumerate(wanted):
-            reach = self.dilation[d] * (self.kernel_size[d] - 1) + 1
-            smallest = (x.size(d - 2) - 1) * self.stride[d] - 2 * int(self.padding[d]) + reach
-            if not smallest <= size < smallest + self.stride[d]:
-                raise ValueError(
-                    f"QuantConvTranspose2d: output_size must lie in [{smallest}, {smallest + self.stride[d] - 1}] in "
-                    f"spatial dimension {d}, got {size}."
-                )
-            padding.append(size - smallest)
-        return padding
+            return list(self.output_padding)
+        dims = len(self.kernel_size)
+        if len(output_size) not in (dims, x.dim()):
+            raise ValueError(
+                f"{type(self).__name__}: output_size must have {dims} or {x.dim()} elements, got {len(output_size)}."
+            )
+        smallest = [self._smallest_size(d, x.size(d - dims)) for d in range(dims)]
+        return [self._extra(d, smallest[d], size) for d, size in enumerate(list(output_size)[-dims:])]
+
+    def _smallest_size(self, d: int, size: int) -> int:
+        reach = self.dilation[d] * (self.kernel_size[d] - 1) + 1
+        return (size - 1) * self.stride[d] - 2 * int(self.padding[d]) + reach
+
+    def _extra(self, d: int, smallest: int, wanted: int) -> int:
+        if not smallest <= wanted < smallest + self.stride[d]:
+            raise ValueError(
+                f"{type(self).__name__}: output_size must lie in [{smallest}, {smallest + self.stride[d] - 1}] in "
+                f"spatial dimension {d}, got {wanted}."
+            )
+        return wanted - smallest
+
+    def channels(self) -> int:
+        """Return the number of output channels."""
+        return int(self.weight.size(1)) * self.groups
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel, of each group, by its factor."""
@@ -67,3 +72,45 @@ class QuantConvTranspose2d(QuantWeighted, nn.ConvTranspose2d):
     def scale_groups(self, axis: int | None) -> int:
         """Return the groups, where scales run along the output channel."""
         return self.groups if axis is not None and axis % self.weight.dim() == 1 else 1
+
+
+class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d with a quantized weight; axes as in QuantConvTranspose2d.
+
+    Example:
+        >>> QuantConvTranspose1d(4, 6, 2, stride=2, weight_spec=qt.QuantSpec(axis=1))(torch.zeros(1, 4, 5)).shape
+        torch.Size([1, 6, 10])
+    """
+
+    FLOAT = nn.ConvTranspose1d
+    FUNCTION = staticmethod(F.conv_transpose1d)
+
+
+class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d with a quantized weight.
+
+    Axis 1 of `weight_spec` is the output channel: with groups it has one scale per output channel, (groups, out / groups).
+    Axis 0 is the input channel.
+
+    Example:
+        >>> layer = QuantConvTranspose2d(4, 6, 2, stride=2, groups=2, weight_spec=qt.QuantSpec(axis=1))
+        >>> layer.weight_quantizer.scale.shape
+        torch.Size([6])
+        >>> layer(torch.zeros(1, 4, 5, 5), [11, 11]).shape
+        torch.Size([1, 6, 11, 11])
+    """
+
+    FLOAT = nn.ConvTranspose2d
+    FUNCTION = staticmethod(F.conv_transpose2d)
+
+
+class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d with a quantized weight; axes as in QuantConvTranspose2d.
+
+    Example:
+        >>> QuantConvTranspose3d(4, 6, 2, stride=2, weight_spec=qt.QuantSpec(axis=1))(torch.zeros(1, 4, 2, 2, 2)).shape
+        torch.Size([1, 6, 4, 4, 4])
+    """
+
+    FLOAT = nn.ConvTranspose3d
+    FUNCTION = staticmethod(F.conv_transpose3d)

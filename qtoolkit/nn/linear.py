@@ -5,29 +5,29 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.config import QuantSpec
 from qtoolkit.nn.weighted import QuantWeighted
 
 
 class QuantLinear(QuantWeighted, nn.Linear):
-    """torch.nn.Linear with a quantized weight.
-
-    Args:
-        *args: As torch.nn.Linear takes them.
-        weight_spec: Spec of the weight, or None; axis 0 is the output feature.
-        **kwargs: As torch.nn.Linear takes them.
+    """torch.nn.Linear with a quantized weight; `weight_spec`'s axis 0 is the output feature.
 
     Example:
-        >>> QuantLinear(4, 2, weight_spec=QuantSpec(axis=0))(torch.zeros(3, 4)).shape
+        >>> QuantLinear(4, 2, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(3, 4)).shape
         torch.Size([3, 2])
     """
 
     FLOAT = nn.Linear
+    KIND = "linear"
 
-    def __init__(self, *args: Any, weight_spec: QuantSpec | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._init_quantizers(weight_spec, type(self).__name__)
-
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Multiply by the weight and add the bias."""
         return F.linear(x, weight, bias)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise ValueError for an input of more than two dimensions, where BatchNorm1d's channels are dimension 1."""
+        if self._holds_batch_norm and x.dim() != 2:
+            raise ValueError(
+                f"QuantLinear: a batch norm that is folded into a linear layer needs inputs of 2 dimensions, got "
+                f"{tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. Keep it apart: "
+                f"prepare(..., qconfig_mapping=QConfigMapping().set_module_name(<the batch norm>, None))."
+            )

@@ -1,0 +1,235 @@
+"""Multi-head attention with quantized weights and quantized inputs of its matrix products."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtoolkit.config import QuantSpec
+from qtoolkit.nn.module import Quantizer, QuantModule, quantized, weight_quantizer_of
+from qtoolkit.quantizer import TensorQuantizer
+
+IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+OUT_WEIGHT_QUANTIZER = "out_proj_weight_quantizer"
+INNER = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer", "out_proj_input_quantizer")
+
+
+def _stop_fast_path(module: nn.Module, args: Any) -> None:
+    """Do nothing: a hook is what keeps TransformerEncoderLayer off its fused float kernel, which knows no quantizers."""
+
+
+class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention with quantized projections and matrix products.
+
+    Quantized are the weights of the projections, and the inputs of each matrix product: scaled query and key, softmax output
+    and value, and the input of the output projection. Queries, keys and values that come in are quantized by the graph
+    pass, or by `input_quantizer`, one for all three. Masks, biases and softmax stay float. It computes both
+    `need_weights` modes by the same ops, never by a fused float kernel.
+
+    Args:
+        *args: As torch.nn.MultiheadAttention takes them.
+        weight_spec: Spec of the weights, or None; axis 0 is the output feature.
+        activation_spec: Spec of the tensors between its ops, or None.
+        **kwargs: As torch.nn.MultiheadAttention takes them.
+
+    Example:
+        >>> layer = QuantMultiheadAttention(8, 2, batch_first=True, weight_spec=qt.QuantSpec(axis=0))
+        >>> y, weights = layer(*[torch.zeros(1, 3, 8)] * 3)
+        >>> y.shape, weights.shape
+        (torch.Size([1, 3, 8]), torch.Size([1, 3, 3]))
+    """
+
+    FLOAT = nn.MultiheadAttention
+    KIND = "attention"
+
+    query_quantizer: Quantizer | None
+    key_quantizer: Quantizer | None
+    value_quantizer: Quantizer | None
+    softmax_quantizer: Quantizer | None
+    out_proj_input_quantizer: Quantizer | None
+    in_proj_weight_quantizer: Quantizer | None
+    out_proj_weight_quantizer: Quantizer | None
+    input_quantizer: Quantizer | None
+
+    def __init__(
+        self,
+        *args: Any,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_quantizers(weight_spec, type(self).__name__, activation_spec)
+
+    def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
+        """Put the quantizers in."""
+        self.input_quantizer = None
+        for inner in INNER:
+            setattr(self, inner, None if activation is None else self._inner_quantizer(activation, f"{name}.{inner}"))
+        for quantizer, tensor in self._weights().items():
+            wanted = None if weight is None else weight_quantizer_of(tensor, weight, name, name=quantizer)
+            setattr(self, quantizer, wanted)
+        self._hook = self.register_forward_pre_hook(_stop_fast_path)
+        self.reset_weight_range()
+
+    def to_float(self) -> nn.Module:
+        """Return the float module with the same parameters."""
+        layer = super().to_float()
+        layer._forward_pre_hooks.pop(self._hook.id)
+        return layer
+
+    def own_attributes(self) -> tuple[str, ...]:
+        """Return the names of what it holds beyond the float module."""
+        return ("input_quantizer", "_hook", *INNER, *self._weights())
+
+    def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
+        """Return the quantizers of the projections' weights, with the weights."""
+        pairs = ((name, getattr(self, name), tensor) for name, tensor in self._weights().items())
+        return {name: (quantizer, tensor) for name, quantizer, tensor in pairs if quantizer is not None}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; arguments and results as of torch.nn.MultiheadAttention.
+
+        Raises:
+            ValueError: An input is a nested tensor, or a shape does not fit.
+        """
+        self._check(query, key, value, attn_mask, is_causal)
+        batched = query.dim() == 3
+        q, k, v = self._project(*self._quantize_inputs(query, key, value, batched))
+        k, v, added = self._extend(k, v)
+        if is_causal and key_padding_mask is None and not need_weights:
+            # Here torch takes the hint and not the mask, and so masks out what bias_k or add_zero_attn append.
+            attn_mask, added = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).triu(1), 0
+        mask = self._merge_masks(attn_mask, key_padding_mask, q, added)
+        q = quantized(self.query_quantizer, self._heads(q) * math.sqrt(1.0 / self.head_dim))
+        k = quantized(self.key_quantizer, self._heads(k))
+        v = quantized(self.value_quantizer, self._heads(v))
+        weights = self._attend(q, k, mask)
+        y = self._out(torch.matmul(weights, v))
+        if self.batch_first and batched:
+            y = y.transpose(0, 1)
+        if average_attn_weights:
+            weights = weights.mean(dim=1)
+        y, weights = (y, weights) if batched else (y.squeeze(1), weights.squeeze(0))
+        return y, weights if need_weights else None
+
+    def forward_fp32(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute the module in float, as torch.nn.MultiheadAttention does."""
+        return super().forward(*args, **kwargs)
+
+    # ---- parts
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights = {f"{name}_quantizer": getattr(self, name) for name in IN_WEIGHTS if getattr(self, name) is not None}
+        return {**weights, OUT_WEIGHT_QUANTIZER: self.out_proj.weight}
+
+    def _inner_quantizer(self, spec: QuantSpec, name: str) -> TensorQuantizer:
+        return TensorQuantizer(spec, name=name).to(self.out_proj.weight.device)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                "QuantMultiheadAttention: query, key and value must not be nested tensors; build the TransformerEncoder "
+                "with enable_nested_tensor=False."
+            )
+        if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
+            raise ValueError(
+                f"QuantMultiheadAttention: query, key and value must all have 2 or all have 3 dimensions, got "
+                f"{query.dim()}, {key.dim()} and {value.dim()}."
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError(
+                "QuantMultiheadAttention: is_causal=True is a hint about attn_mask; pass the mask as well."
+            )
+
+    def _quantize_inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, batched: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize each tensor once, and bring it to (length, batch, features)."""
+        q = self._quantize_input(query, batched)
+        k = q if key is query else self._quantize_input(key, batched)
+        v = k if value is key else q if value is query else self._quantize_input(value, batched)
+        return q, k, v
+
+    def _quantize_input(self, x: Tensor, batched: bool) -> Tensor:
+        y: Tensor = quantized(self.input_quantizer, x)
+        if not batched:
+            return y.unsqueeze(1)
+        return y.transpose(0, 1) if self.batch_first else y
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.in_proj_weight is None:
+            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            parts = [quantized(getattr(self, f"{name}_quantizer"), getattr(self, name)) for name in names]
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
+            return q, k, v
+        weight = quantized(self.in_proj_weight_quantizer, self.in_proj_weight)
+        if query is key and key is value:
+            q, k, v = F.linear(query, weight, self.in_proj_bias).chunk(3, dim=-1)
+            return q, k, v
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True))
+        return q, k, v
+
+    def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Append what bias_k, bias_v and add_zero_attn add to keys and values: (length, batch, features)."""
+        before, batch = k.size(0), k.size(1)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.repeat(1, batch, 1)])
+            v = torch.cat([v, self.bias_v.repeat(1, batch, 1)])
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+        return k, v, k.size(0) - before
+
+    def _merge_masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, added: int
+    ) -> Tensor | None:
+        """Return the sum of both masks as floats, to broadcast over (batch, heads, target, source), or None."""
+        masks = []
+        if attn_mask is not None:
+            grouped = attn_mask if attn_mask.dim() == 2 else self._apart(attn_mask, q.size(1))
+            masks.append(_as_float(grouped, q.dtype))
+        if key_padding_mask is not None:
+            masks.append(_as_float(key_padding_mask, q.dtype).reshape(q.size(1), 1, 1, -1))
+        return F.pad(sum(masks[1:], masks[0]), (0, added)) if masks else None
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(length, batch, features) -> (batch, heads, length, features of a head)."""
+        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+
+    def _apart(self, x: Tensor, batch: int) -> Tensor:
+        """(batch * heads, ...) -> (batch, heads, ...)."""
+        return x.reshape(batch, self.num_heads, *x.shape[1:])
+
+    def _attend(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the attention weights that multiply the values: quantized, and dropped out in training."""
+        scores = torch.matmul(q, k.transpose(-2, -1))
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        kept: Tensor = quantized(self.softmax_quantizer, weights)
+        return F.dropout(kept, self.dropout, self.training)
+
+    def _out(self, y: Tensor) -> Tensor:
+        """(batch, heads, length, features of a head) -> (length, batch, features), projected."""
+        y = y.permute(2, 0, 1, 3).flatten(2)
+        weight = quantized(self.out_proj_weight_quantizer, self.out_proj.weight)
+        return F.linear(quantized(self.out_proj_input_quantizer, y), weight, self.out_proj.bias)
+
+
+def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+    return mask.to(dtype)

@@ -1,0 +1,270 @@
+"""Batch norms that the layer before them takes over, and the strategies by which it does so in training.
+
+In eval mode, or frozen, every strategy is the same: the layer computes with the folded weight and bias, as it will once
+converted, and the batch norm passes its input on. In training mode (numbers: strategies of MQBench, arXiv 2111.03759):
+
+- "unscale" (4, the default): one convolution with the weight times gamma / running std, quantized; its output is divided by
+  that factor again and goes to the real batch norm, which normalizes it by the statistics of the quantized convolution.
+- "frozen" (1): fold with the running statistics at each step; they stay as they are, gamma and beta train.
+- "two_convolutions" (2; arXiv 1712.05877, section 3.2): a float convolution gives the batch's statistics, which fold the
+  weight that is quantized for the second one.
+- "std_correction" (3; arXiv 1806.08342, section 3.2.2): as before, but the quantized weight is folded with the running std, so
+  that it does not jitter from batch to batch, and the output is corrected by running std / batch std. Freeze it
+  (`freeze_batch_norm`) once the statistics have settled.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.names import check_known
+from qtoolkit.nn.module import adopt
+
+if TYPE_CHECKING:
+    from qtoolkit.nn.weighted import QuantWeighted
+
+STRATEGIES = ("unscale", "frozen", "two_convolutions", "std_correction")
+NEEDS_BATCH_STATISTICS = ("two_convolutions", "std_correction")
+
+Compute = Callable[[Tensor, Tensor | None], Tensor]  # (weight, bias) -> output
+
+
+class LinkedBatchNorm(nn.Module):
+    """A batch norm behind a QAT layer, which computes it wherever it can be folded; then this one passes its input on.
+
+    Attributes:
+        name: Its dotted name in the model.
+        strategy: What the layer does in training, one of `STRATEGIES`.
+        frozen: Whether it stays in eval mode, whatever `train()` says.
+    """
+
+    KIND: ClassVar[str] = "batch_norm"
+
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    eps: float
+    name: str
+    strategy: str
+    frozen: bool
+    float_type: type[nn.Module]
+
+    @property
+    def folded(self) -> bool:
+        """Whether the layer computes with the folded running statistics."""
+        return not self.training or self.strategy == "frozen"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize, unless the layer before has done so."""
+        absorbed = self.folded or self.strategy in NEEDS_BATCH_STATISTICS
+        return input if absorbed else super().forward(input)
+
+    def take_in(self, x: Tensor) -> None:
+        """Update the running statistics by those of x."""
+        with torch.no_grad():
+            super().forward(x.detach())
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; one that is frozen stays in eval mode."""
+        return super().train(mode and not self.frozen)
+
+    def freeze(self, frozen: bool) -> None:
+        """Stay in eval mode from now on, or train again."""
+        self.frozen = frozen
+        self.train(not frozen)
+
+    def to_float(self) -> nn.Module:
+        """Return the batch norm of the type that it was, with the same parameters and buffers."""
+        bn = adopt(self.float_type, self)
+        for name in ("name", "strategy", "frozen", "float_type"):
+            del bn.__dict__[name]
+        return bn
+
+
+class QuantBatchNorm1d(LinkedBatchNorm, nn.BatchNorm1d):
+    """torch.nn.BatchNorm1d behind a QAT layer."""
+
+
+class QuantBatchNorm2d(LinkedBatchNorm, nn.BatchNorm2d):
+    """torch.nn.BatchNorm2d behind a QAT layer."""
+
+
+class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
+    """torch.nn.BatchNorm3d behind a QAT layer."""
+
+
+class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
+    """torch.nn.SyncBatchNorm behind a QAT layer."""
+
+
+class QuantFrozenBatchNorm(LinkedBatchNorm):
+    """A FrozenBatchNorm2d (of torchvision or detectron2) behind a QAT layer, which folds it in both modes."""
+
+    @property
+    def folded(self) -> bool:
+        """Always: its statistics are constants."""
+        return True
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(
+            prefix + "num_batches_tracked", None
+        )  # of a checkpoint of real batch norms, as torchvision takes it
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+BATCH_NORMS: dict[type[nn.Module], type[LinkedBatchNorm]] = {
+    nn.BatchNorm1d: QuantBatchNorm1d,
+    nn.BatchNorm2d: QuantBatchNorm2d,
+    nn.BatchNorm3d: QuantBatchNorm3d,
+    nn.SyncBatchNorm: QuantSyncBatchNorm,
+}
+FROZEN_NAMES = ("FrozenBatchNorm2d", "FrozenBatchNorm3d", "FrozenBatchNorm")
+FROZEN_BUFFERS = {"weight", "bias", "running_mean", "running_var"}
+
+
+def is_frozen_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a FrozenBatchNorm, of whatever package: by its name, its buffers and its eps."""
+    named = type(module).__name__ in FROZEN_NAMES
+    return named and {n for n, _ in module.named_buffers()} == FROZEN_BUFFERS and hasattr(module, "eps")
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a batch norm of a type that can be folded."""
+    return isinstance(module, LinkedBatchNorm) or type(module) in BATCH_NORMS or is_frozen_batch_norm(module)
+
+
+def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
+    """Return a batch norm, of a type of the table or frozen, in the form that stands behind a QAT layer.
+
+    Raises:
+        ValueError: The strategy is not known, or cannot be had with this type.
+    """
+    check_known("batch norm strategy", strategy, STRATEGIES)
+    if isinstance(bn, LinkedBatchNorm):
+        return bn
+    if isinstance(bn, nn.SyncBatchNorm) and strategy in NEEDS_BATCH_STATISTICS:
+        raise ValueError(
+            f"prepare: batch norm {name!r}: strategy {strategy!r} needs the statistics of the whole batch, which a "
+            f'SyncBatchNorm shares with no one; take Backend.batch_norm="unscale" or "frozen".'
+        )
+    new = adopt(BATCH_NORMS.get(type(bn), QuantFrozenBatchNorm), bn)
+    new.name, new.strategy, new.frozen, new.float_type = name, strategy, False, type(bn)
+    return new
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Use the running statistics of the batch norms in a prepared model from now on, and update them no more.
+
+    They stay in eval mode when `model.train()` is called, and are folded at each step; gamma and beta still train. It is
+    the second phase of strategy "std_correction", and ends the first one of any other.
+
+    Args:
+        model: What `qtoolkit.prepare` returned, or a part of it. Batch norms that follow no QAT layer are not touched.
+
+    Raises:
+        ValueError: No batch norm in it belongs to a QAT layer.
+
+    Example:
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+        >>> freeze_batch_norm(prepared)
+        >>> prepared.train().get_submodule("1").training
+        False
+    """
+    _set_frozen(model, True)
+
+
+def unfreeze_batch_norm(model: nn.Module) -> None:
+    """Train the batch norms that `freeze_batch_norm` froze again.
+
+    Raises:
+        ValueError: No batch norm in it belongs to a QAT layer.
+    """
+    _set_frozen(model, False)
+
+
+def _set_frozen(model: nn.Module, frozen: bool) -> None:
+    found = [module for module in model.modules() if isinstance(module, LinkedBatchNorm)]
+    if not found:
+        raise ValueError(
+            f"freeze_batch_norm: no batch norm in this {type(model).__name__} belongs to a QAT layer; pass what "
+            f"qtoolkit.prepare returned for a model in training mode."
+        )
+    for bn in found:
+        bn.freeze(frozen)
+
+
+# ---- arithmetic
+
+
+def running_variance(bn: Any) -> Tensor:
+    """Return the running variance as it is now; compiled code keeps it for backward."""
+    if bn.running_var is None or bn.running_mean is None:
+        raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
+    variance: Tensor = ops.snapshot(bn.running_var) if torch.compiler.is_compiling() else bn.running_var
+    return variance
+
+
+def factor_of(bn: nn.Module) -> Tensor:
+    """Return gamma / sqrt(running_var + eps), by which a batch norm in eval mode scales each channel."""
+    return _factor(bn, running_variance(bn))
+
+
+def divisor_of(bn: nn.Module) -> Tensor:
+    """Return the factor with 1 in place of zeros, to divide by, and to keep a range for a channel that gamma switches off."""
+    factor = factor_of(bn)
+    return torch.where(factor == 0, torch.ones_like(factor), factor)
+
+
+def folded_bias(bn: Any, bias: Tensor | None, factor: Tensor, mean: Tensor | None = None) -> Tensor:
+    """Return the bias of a layer with the batch norm folded in: (bias - mean) * factor + beta."""
+    mean = bn.running_mean if mean is None else mean
+    centred = -mean if bias is None else bias - mean
+    return centred * factor if bn.bias is None else centred * factor + bn.bias
+
+
+def forward_with(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+    """Compute a layer with its linked batch norm, by that one's mode and strategy."""
+    if bn.folded:
+        return _folded(layer, bn, compute)
+    if bn.strategy in NEEDS_BATCH_STATISTICS:
+        return _with_batch_statistics(layer, bn, compute)
+    return _unscaled(layer, bn, compute)
+
+
+def _factor(bn: Any, variance: Tensor) -> Tensor:
+    factor = torch.rsqrt(variance + bn.eps)
+    return factor if bn.weight is None else bn.weight * factor
+
+
+def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+    factor = factor_of(bn)
+    weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, divisor_of(bn)))
+    weight = layer.scale_output_channels(weight, (factor != 0).to(weight.dtype))  # gamma 0: as folded, a zero
+    return compute(weight, folded_bias(bn, layer.bias, factor))
+
+
+def _unscaled(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+    factor = divisor_of(bn)
+    weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, factor))
+    y = compute(weight, None) / layer.along_channels(factor)
+    return y if layer.bias is None else y + layer.along_channels(layer.bias)
+
+
+def _with_batch_statistics(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+    y = compute(layer.weight, layer.bias)
+    channel = y.dim() - layer.weight.dim() + 1
+    wide = y if y.dtype == torch.float64 else y.float()
+    variance, mean = torch.var_mean(wide, [d for d in range(y.dim()) if d != channel], correction=0)
+    of_batch = _factor(bn, variance)
+    running = running_variance(bn).clone() if bn.strategy == "std_correction" else variance
+    bn.take_in(y)
+    weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, _factor(bn, running)))
+    corrected = compute(weight, None)
+    if bn.strategy == "std_correction":
+        corrected = corrected * layer.along_channels(torch.sqrt((running + bn.eps) / (variance + bn.eps)))
+    return corrected + layer.along_channels(folded_bias(bn, layer.bias, of_batch, mean))

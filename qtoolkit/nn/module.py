@@ -1,0 +1,117 @@
+"""QuantModule: what every QAT module of the table offers to the passes, the reports and the export."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+from torch import Tensor, nn
+
+from qtoolkit.config import QuantSpec
+from qtoolkit.frozen import Grid
+from qtoolkit.quantizer import TensorQuantizer
+
+Quantizer = TensorQuantizer | Grid
+M = TypeVar("M", bound=nn.Module)
+
+
+def adopt(cls: type[M], module: nn.Module) -> M:
+    """Return a new module of a class with all that another one holds: the same parameters, buffers, hooks and mode."""
+    new = cls.__new__(cls)
+    new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+    return new
+
+
+class QuantModule(nn.Module):
+    """A float module with quantizers; mixed into torch's own class.
+
+    Attributes:
+        FLOAT: The type it is made from, and goes back to.
+        KIND: Its kind of op (`qtoolkit.graph.kinds`).
+    """
+
+    FLOAT: ClassVar[type[nn.Module]]
+    KIND: ClassVar[str]
+
+    @classmethod
+    def from_float(
+        cls, module: nn.Module, weight: QuantSpec | None, name: str = "", activation: QuantSpec | None = None
+    ) -> Self:
+        """Build the QAT module of a float one; it takes over the parameters themselves, hooks and mode.
+
+        Args:
+            module: The float module, of exactly the type `FLOAT`.
+            weight: Spec of the weights; its axis is the weight's own axis. None leaves them float.
+            name: What errors call the module.
+            activation: Spec of the tensors between several ops inside the module; a module of one op has none.
+
+        Raises:
+            TypeError: The module is of another type.
+            ValueError: The spec's axis or group_size does not fit the weight.
+        """
+        if type(module) is not cls.FLOAT:
+            raise TypeError(f"{cls.__name__}.from_float takes a {cls.FLOAT.__name__}, got {type(module).__name__}.")
+        new = adopt(cls, module)
+        new.add_quantizers(weight, name, activation)
+        return new
+
+    def to_float(self) -> nn.Module:
+        """Return the float module with the same parameters."""
+        layer = adopt(self.FLOAT, self)
+        for name in self.own_attributes():
+            layer.__dict__.pop(name, None)
+            layer._modules.pop(name, None)
+        return layer
+
+    # ---- what a kind of module has to say
+
+    def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
+        """Put the quantizers in, with ranges for the weights."""
+        raise NotImplementedError
+
+    def own_attributes(self) -> tuple[str, ...]:
+        """Return the names of what it holds beyond the float module."""
+        raise NotImplementedError
+
+    def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
+        """Return each weight quantizer by its name in this module, with the tensor that it quantizes."""
+        raise NotImplementedError
+
+    def reset_weight_range(self) -> None:
+        """Set the weight quantizers' ranges to those of the weights as they are now."""
+        for quantizer, weight in self.quantized_weights().values():
+            if isinstance(quantizer, TensorQuantizer) and weight.device.type != "meta":
+                quantizer.observer.reset()
+                quantizer.observer(weight)
+                quantizer.load_observed()
+
+
+def weight_quantizer_of(
+    weight: Tensor, spec: QuantSpec, layer: str, group: int = 1, name: str = "weight_quantizer"
+) -> TensorQuantizer:
+    """Return a new quantizer for a weight, on its device.
+
+    Args:
+        weight: The weight.
+        spec: How to quantize it.
+        layer: What errors call the layer.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        name: Its name in the layer.
+
+    Raises:
+        ValueError: The spec's axis or group_size does not fit the weight.
+    """
+    dims = weight.dim()
+    if spec.axis is not None and not -dims <= spec.axis < dims:
+        raise ValueError(
+            f"layer {layer!r}: the axis of a weight of {dims} dimensions must lie in [{-dims}, {dims - 1}], got "
+            f"{spec.axis}."
+        )
+    try:
+        shape = spec.scale_shape(weight.shape, group)
+    except ValueError as error:
+        raise ValueError(f"layer {layer!r}: {error}") from None
+    return TensorQuantizer(spec, shape, group, f"{layer}.{name}").to(weight.device)
+
+
+def quantized(quantizer: Quantizer | None, x: Any) -> Any:
+    """Return x through a quantizer, or x itself where there is none."""
+    return x if quantizer is None else quantizer(x)

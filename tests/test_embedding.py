@@ -1,0 +1,120 @@
+"""Embeddings with quantized rows: gradients, sparse ones too, max_norm, and their place in a model."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from tests import reference
+
+SPEC = qt.QuantSpec(bits=5, axis=0)
+
+
+def embedding_pair(**options: object) -> tuple[nn.Embedding, qt.nn.QuantEmbedding, Tensor]:
+    layer = nn.Embedding(10, 4, **options)
+    ours = qt.nn.QuantEmbedding.from_float(copy.deepcopy(layer), SPEC)
+    return layer, ours, torch.tensor([[1, 0, 3], [9, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("sparse", "options"),
+    [
+        (False, {}),
+        (False, {"padding_idx": 0}),
+        (False, {"scale_grad_by_freq": True}),
+        (True, {}),
+        (True, {"padding_idx": 0}),
+    ],
+    ids=str,
+)  # torch has no sparse gradients by frequency
+@pytest.mark.parametrize("axis", [0, None])
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+def test_embedding_gradients(options: dict[str, object], sparse: bool, axis: int | None, quantizer: str) -> None:
+    layer = nn.Embedding(10, 4, sparse=sparse, **options)
+    spec = qt.QuantSpec(bits=5, axis=axis, quantizer=quantizer)
+    ours = qt.nn.QuantEmbedding.from_float(copy.deepcopy(layer), spec)
+    ours.weight_quantizer.amax = ours.weight_quantizer.amax * 0.6  # so that some values are clamped
+    x = torch.tensor([[1, 0, 3], [9, 1, 1]])
+    g = torch.randn(2, 3, 4)
+    ours(x).backward(g)
+    inside = reference.inside(layer.weight, ours.weight_quantizer.scale, None, -16, 15, axis)
+    layer(x).backward(g * inside[x])
+    assert ours.weight.grad.is_sparse == sparse
+    torch.testing.assert_close(ours.weight.grad.to_dense(), layer.weight.grad.to_dense())
+    if quantizer == "lsq" and sparse:  # the dense road has the same gradient of the scale
+        dense = qt.nn.QuantEmbedding.from_float(nn.Embedding(10, 4, _weight=layer.weight.detach()), spec)
+        dense.weight_quantizer.amax = ours.weight_quantizer.amax
+        dense(x).backward(g)
+        scales = ours.weight_quantizer._scale.grad, dense.weight_quantizer._scale.grad
+        torch.testing.assert_close(*scales)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, qt.QuantSpec(axis=1), qt.QuantSpec(), qt.QuantSpec(axis=1, group_size=2), qt.QuantSpec(axis=0, group_size=5),
+     qt.QuantSpec(axis=-2, signed=False, symmetric=False)],
+    ids=qt.QuantSpec.describe,
+)  # fmt: skip
+def test_sparse_embeddings_give_the_same_rows_and_ranges(spec: qt.QuantSpec) -> None:
+    layer = nn.Embedding(10, 4)
+    dense = qt.nn.QuantEmbedding.from_float(layer, spec)
+    sparse = qt.nn.QuantEmbedding.from_float(nn.Embedding(10, 4, sparse=True, _weight=layer.weight), spec)
+    x = torch.tensor([[1, 0, 3], [9, 1, 1]])
+    assert torch.equal(sparse(x), dense(x))
+    assert torch.equal(sparse(torch.tensor(4)), dense(torch.tensor(4)))
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    for quantizer in (sparse.weight_quantizer, dense.weight_quantizer):
+        quantizer.observing = True
+    assert torch.equal(sparse(x), dense(x))
+    assert torch.equal(sparse.weight_quantizer.scale, dense.weight_quantizer.scale)
+
+
+def test_an_unready_sparse_embedding_says_so() -> None:
+    layer = qt.nn.QuantEmbedding(10, 4, sparse=True, weight_spec=SPEC)
+    layer.weight_quantizer.ready = False
+    with pytest.raises(RuntimeError, match="has no range yet"):
+        layer(torch.tensor([1]))
+
+
+def test_max_norm_renormalizes_the_rows_that_are_looked_up() -> None:
+    layer, ours, x = embedding_pair(max_norm=0.5)
+    with qt.disable_quantization(ours):
+        assert torch.equal(ours(x), layer(x))
+    assert torch.equal(ours.weight, layer.weight)
+    assert torch.equal(ours.forward_fp32(x), layer(x))
+    assert (ours.weight[[0, 1, 3, 9]].norm(dim=1) <= 0.5 + 1e-5).all()
+
+
+def test_an_embedding_exports_as_integers(tmp_path) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x))
+
+    x = torch.tensor([[1, 0, 3], [9, 1, 1]])
+    prepared = qt.prepare(Words().eval(), x, backend="onnxruntime")
+    assert type(prepared.get_submodule("table")) is qt.nn.QuantEmbedding
+    sources = {line.source for line in qt.quantization_report(prepared).tensors}
+    assert sources == {"table"}  # indices are not quantized
+    qt.calibrate(prepared, [x], progress=False)
+    result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")
+    assert result.verification.weight_codes.compared == 40 + 8
+    assert result.verification.weight_codes.differing == 0
+    assert result.verification.missing == ()
+
+
+def test_an_embedding_stays_float_where_the_backend_has_none() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+    report = qt.quantization_report(qt.prepare(model, backend="tensorrt"))
+    (line,) = report.left_float
+    assert line.name == "0"
+    assert "embedding, which tensorrt computes in float" in line.reason
+    rule = qt.QConfigMapping().set_object_type(nn.Embedding, qt.backends["tensorrt"].qconfig)
+    prepared = qt.prepare(model, backend="tensorrt", qconfig_mapping=rule)
+    assert type(prepared.get_submodule("0")) is qt.nn.QuantEmbedding
