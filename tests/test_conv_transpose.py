@@ -78,7 +78,7 @@ class Oracle:
     def convolve(self, x: Tensor, bias: np.ndarray | None) -> np.ndarray:
         layer, q = self.layer, self.activation
         x = reference.fake_quant(x, q.scale, q.zero_point, q.spec.qmin, q.spec.qmax)
-        weight = reference.dequantize(self.codes(), self.scale, None, 1, layer.groups, torch.float64).numpy()
+        weight = reference.dequantize(self.codes(), self.scale, None, torch.float64, axis=1, group=layer.groups).numpy()
         return reference_layers.conv_transpose(
             x.numpy(), weight, bias, layer.stride, layer.padding, layer.output_padding, layer.dilation, layer.groups
         )
