@@ -2,16 +2,18 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from torch import nn
 
 from qtoolkit.backends import Backend, backends
 from qtoolkit.config import QConfigMapping
-from qtoolkit.graph import explain, fold, fuse, insert, patterns, swap, trace
+from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.patterns import FusePatterns
 from qtoolkit.graph.swap import QatModules, name_of
+from qtoolkit.graph.transaction import copy_of, random_state_kept, unchanged_on_error
 from qtoolkit.names import check_known
 
 
@@ -35,20 +37,24 @@ def prepare(
 
     Args:
         model: The float model. It is copied, unless `inplace`.
-        example_inputs: A tuple of inputs (or one tensor); if given, the prepared model is run on them once with quantizers
-            off, in eval mode, so that a model that does not run fails here.
+        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. If given, Python that decides on sizes
+            can be traced (the model then checks that later inputs lead to the same decisions), arguments beyond them are
+            fixed at their defaults, and the prepared model is run on them once with quantizers off, in eval mode, so that
+            a model that does not run fails here.
         backend: A name from `qtoolkit.backends`, or a Backend.
         qconfig_mapping: Which layers get which config; layers without a rule get the backend's default.
-        leaf_modules: Types of submodules that are not traced into (and stay float).
-        skip: Dotted names of submodules that are not traced into (and stay float).
+        leaf_modules: Types of submodules that are not traced into. The layers inside are quantized one by one, each with a
+            quantizer of its input (module replacement); batch norms there stay as they are.
+        skip: Dotted names of submodules that are not traced into, as `leaf_modules`.
         concrete_args: Values of forward's arguments that are fixed at tracing.
-        preserve_attributes: Dotted names of attributes and methods of the model that the result keeps.
+        preserve_attributes: Dotted names of attributes and methods of the model (or, "layer1.stride", of a submodule) that
+            the result, its copies and the converted model keep.
         qat_modules: Float type -> QAT type, on top of qtoolkit's own. A QAT type has a class method
             `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`; its float type is not traced into.
         fuse_patterns: (module type or function, ...) -> fuser: each chain of such ops, in which each alone takes the output
             of the one before, is replaced by the module that `fuser(*modules)` returns, under the name of the first
             module; a function's place among the modules is None.
-        inplace: Work on the model itself: it must not be used afterwards.
+        inplace: Work on the model itself: it must not be used afterwards. If prepare fails, it is as it was.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -69,17 +75,22 @@ def prepare(
     _check_model(model, qconfig_mapping)
     swap.check_table(qat_modules or {})
     patterns.check(fuse_patterns or {})
+    trace.check_leaf_modules(leaf_modules)
     leaves = (*leaf_modules, *(qat_modules or {}), *patterns.module_types(fuse_patterns or {}))
-    gm = trace.run(model if inplace else copy.deepcopy(model), leaves, skip, concrete_args, preserve_attributes)
-    gm = patterns.run(gm, fuse_patterns or {})
-    if qconfig_mapping is not None:
-        qconfig_mapping.check_names([name_of(n) for n in gm.graph.nodes if n.op not in ("placeholder", "output")])
-    gm = swap.run(gm, target, qconfig_mapping, qat_modules)
-    gm = fuse.run(gm, target, qconfig_mapping)
-    gm = insert.run(gm, target, qconfig_mapping)
-    gm = explain.run(gm, target, qconfig_mapping)
-    if example_inputs is not None:
-        explain.try_out(gm, example_inputs)
+    with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
+        own = model if inplace else copy_of(model)
+        gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
+        gm = patterns.run(gm, fuse_patterns or {})
+        if qconfig_mapping is not None:
+            qconfig_mapping.check_names(_names_in(gm))
+        gm = replace.run(gm, target, qconfig_mapping, qat_modules)
+        gm = swap.run(gm, target, qconfig_mapping, qat_modules)
+        gm = fuse.run(gm, target, qconfig_mapping)
+        gm = insert.run(gm, target, qconfig_mapping)
+        gm = explain.run(gm, target, qconfig_mapping)
+        gm.set_kept()
+        if example_inputs is not None:
+            explain.try_out(gm, example_inputs)
     return gm
 
 
@@ -116,6 +127,11 @@ def convert(prepared: QuantizedGraphModule, arithmetic: Literal["float"] = "floa
     return fold.run(copy.deepcopy(prepared))
 
 
+def _names_in(gm: QuantizedGraphModule) -> list[str]:
+    ops = [name_of(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    return ops + replace.names_inside(gm)
+
+
 def _backend(backend: str | Backend) -> Backend:
     if isinstance(backend, Backend):
         return backend
@@ -128,5 +144,6 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
         raise TypeError(f"prepare: model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
+    trace.check_model(model)
     if mapping is not None and not isinstance(mapping, QConfigMapping):
         raise TypeError(f"prepare: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")

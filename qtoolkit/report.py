@@ -8,10 +8,11 @@ from torch import fx, nn
 
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.grids import quantizer_behind
-from qtoolkit.graph.kinds import kind_of, tensor_inputs
+from qtoolkit.graph.kinds import OTHER, kind_of, tensor_inputs
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
 from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer
+from qtoolkit.graph.run_time import BOOKKEEPING
 from qtoolkit.graph.swap import name_of
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
@@ -105,12 +106,16 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     for node in quantizers:
         sources[str(node.target)].append(node.all_input_nodes[0].name)
     layers = [_layer_line(model, node) for node in nodes if _has_line(node)]
-    return QuantizationReport(tuple(layers), tuple(_tensor_line(model, n, sources[str(n.target)]) for n in quantizers))
+    tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
+    inside = () if model.plan is None else model.plan.inside
+    layers += [_line_inside(model, name) for name in inside]
+    tensors += [line for name in inside for line in _tensor_lines_inside(model, name)]
+    return QuantizationReport(tuple(layers), tuple(tensors))
 
 
 def _has_line(node: fx.Node) -> bool:
     is_op = node.op in ("call_module", "call_function", "call_method")
-    return is_op and not is_quantizer(node)
+    return is_op and not is_quantizer(node) and node.target not in BOOKKEEPING
 
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:
@@ -134,6 +139,25 @@ def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str])
     consumers = tuple(name_of(user) for user in node.users)
     others = tuple(name for name in sources if name != source)
     return TensorLine(str(node.target), source, consumers, _spec_of(model.get_submodule(str(node.target))), others)
+
+
+def _line_inside(model: QuantizedGraphModule, name: str) -> LayerLine:
+    """Return the line of a layer inside a submodule that is kept whole."""
+    layer = model.get_submodule(name)
+    status, reason = model.plan.inside[name] if model.plan is not None else ("float", "not planned yet")
+    kind = layer.KIND if isinstance(layer, QuantModule) else OTHER
+    inputs = tuple(line.quantizer for line in _tensor_lines_inside(model, name))
+    return LayerLine(name, kind, _weight_inside(layer), inputs, status, reason)
+
+
+def _tensor_lines_inside(model: QuantizedGraphModule, name: str) -> list[TensorLine]:
+    quantizer = getattr(model.get_submodule(name), "input_quantizer", None)
+    return [] if quantizer is None else [TensorLine(f"{name}.input_quantizer", "", (name,), _spec_of(quantizer))]
+
+
+def _weight_inside(layer: nn.Module) -> str:
+    quantizers = [q for q, _ in layer.quantized_weights().values()] if isinstance(layer, QuantModule) else []
+    return _spec_of(quantizers[0]) if quantizers else ""
 
 
 def _spec_of(quantizer: nn.Module | None) -> str:

@@ -99,6 +99,32 @@ class ControlFlow(nn.Module):
         return self.block(self.first(x))
 
 
+class TwoBad(nn.Module):
+    """Two bad submodules, one of them inside another that is bad as well."""
+
+    class Loops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.fc = ControlFlow.Block(), linear_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.block(x)
+            while y.abs().max() > 100:
+                y = y / 2
+            return self.fc(y)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.loops, self.stage = linear_of(), TwoBad.Loops(), nn.Sequential(ControlFlow.Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stage(self.loops(self.first(x)))
+
+
+def linear_of(count: int = 4) -> nn.Linear:
+    return nn.Linear(count, count)
+
+
 def trained(model: nn.Module, *shape: int, steps: int = 4) -> nn.Module:
     """Return the model with batch norm statistics and affine parameters as a trained one has them."""
     torch.manual_seed(0)

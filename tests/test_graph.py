@@ -54,8 +54,8 @@ def test_an_untraceable_model_is_told_the_line_and_the_remedy() -> None:
 def test_the_remedy_works(how: dict[str, object]) -> None:
     prepared = qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), **how)
     report = qt.quantization_report(prepared)
-    assert [line.name for line in report.quantized] == ["first"]
-    assert [line.name for line in report.left_float] == ["block"]
+    assert [line.name for line in report.quantized] == ["first", "block", "block.fc"]
+    assert report.left_float == ()
 
 
 def test_unknown_names_say_the_nearest() -> None:

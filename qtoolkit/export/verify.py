@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,7 @@ class _Stepwise(fx.Interpreter):
         self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
         self.missing: dict[str, None] = {}
         self.counts: dict[str, CodeCount] = {}
+        self.inside = {name: iter(of) for name, of in codes.items() if name not in targets}
         self.constants = CodeCount()
         self.parameters = parameters_in(converted.graph)
 
@@ -231,6 +233,26 @@ class _Stepwise(fx.Interpreter):
         # the very same codes.
         every = (codes for of in self.codes.values() for codes in of)
         return next((codes for codes in every if np.array_equal(codes, ours)), None)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.fetch_attr(target)
+        inside = module.named_modules(prefix=target) if isinstance(module, nn.Module) else ()
+        grids = [(name, grid) for name, grid in inside if isinstance(grid, Grid) and name in self.inside]
+        hooks = [grid.register_forward_hook(partial(self._put_theirs, name)) for name, grid in grids]
+        try:
+            return super().call_module(target, args, kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _put_theirs(self, name: str, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
+        theirs = next(self.inside[name], None)
+        if theirs is None:
+            self.missing[name] = None
+            return output
+        self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(grid.codes(args[0]).cpu(), theirs)
+        values: Tensor = grid.values(torch.from_numpy(theirs))
+        return values.to(args[0].dtype)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
+from qtoolkit.graph.arguments import split
 from qtoolkit.graph.fuse import calls_of, reason_apart
 from qtoolkit.graph.grids import quantizer_behind
 from qtoolkit.graph.kind_table import ACTIVATIONS
@@ -82,6 +83,6 @@ def _status_of_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int])
 
 def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
     """Run a prepared model on example inputs, with quantizers off, leaving its state as it was."""
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = split(example_inputs)
     with torch.no_grad(), evaluating(gm), disable_quantization(gm):
-        gm(*inputs)
+        gm(*args, **kwargs)

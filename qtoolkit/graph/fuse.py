@@ -62,6 +62,8 @@ def reason_apart(
     bn = module_of(follower)
     if calls[str(node.target)] > 1 or calls[str(follower.target)] > 1:
         return "it or its layer is called more than once"
+    if layer.input_quantizer is not None:
+        return "its layer is also called inside a submodule that is kept whole"
     if bn.running_mean is None or bn.running_var is None:
         return "it has no running statistics: track_running_stats=False"
     if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor

@@ -40,8 +40,10 @@ class Plan:
         backend: The target.
         status: Of each node, by name: its status and, where there is something to say, the reason.
         edges: Every quantized edge, weights included.
+        inside: The status of each layer inside submodules that were kept whole, by dotted name.
     """
 
     backend: Backend
     status: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
     edges: tuple[Edge, ...] = ()
+    inside: Mapping[str, tuple[Status, str]] = field(default_factory=dict)

@@ -37,11 +37,18 @@ def weight_spec(node: fx.Node, kind: str, backend: Backend, mapping: QConfigMapp
     channel, whatever axes those are in the layer's weight; a rule for a type or a name says the axis itself. Of a kind that
     the backend computes in float, only a rule for a type or a name quantizes the weight.
     """
-    qconfig = config_of(node, backend, mapping)
-    if qconfig is None or qconfig.weight is None or _is_float_to(node, kind, backend, mapping):
+    return weight_spec_by_rule(config_of(node, backend, mapping), _has_own_rule(node, mapping), kind, backend)
+
+
+def weight_spec_by_rule(qconfig: QConfig | None, own: bool, kind: str, backend: Backend) -> QuantSpec | None:
+    """Return the spec of the weight of a layer of some kind by its config, which is its own or a general one."""
+    if qconfig is None or qconfig.weight is None:
         return None
-    general = kind == "conv_transpose" and not _has_own_rule(node, mapping)
-    return _for_conv_transpose(qconfig.weight, backend) if general else qconfig.weight
+    if own:
+        return qconfig.weight
+    if backend.roles.get(kind, "float") == "float":
+        return None
+    return _for_conv_transpose(qconfig.weight, backend) if kind == "conv_transpose" else qconfig.weight
 
 
 def _for_conv_transpose(spec: QuantSpec, backend: Backend) -> QuantSpec:
@@ -92,24 +99,24 @@ def run(
         qat_type = table[type(module)]
         spec = weight_spec(node, getattr(qat_type, "KIND", OTHER), backend, mapping)
         if spec is not None:
-            gm.set_submodule(str(node.target), _swapped(node, module, qat_type, spec, backend, mapping))
+            qconfig = config_of(node, backend, mapping)
+            activation = None if qconfig is None else qconfig.activation
+            gm.set_submodule(str(node.target), from_float(module, qat_type, spec, activation, name_of(node)))
     return gm
 
 
-def _swapped(
-    node: fx.Node,
-    module: nn.Module,
-    qat_type: type[Any],
-    spec: QuantSpec,
-    backend: Backend,
-    mapping: QConfigMapping | None,
+def from_float(
+    module: nn.Module, qat_type: type[Any], weight: QuantSpec | None, activation: QuantSpec | None, name: str
 ) -> nn.Module:
-    qconfig = config_of(node, backend, mapping)
-    new = qat_type.from_float(module, spec, name_of(node), qconfig.activation if qconfig is not None else None)
+    """Return the QAT module of a float one.
+
+    Raises:
+        TypeError: The type's `from_float` returns no module.
+    """
+    new = qat_type.from_float(module, weight, name, activation)
     if not isinstance(new, nn.Module):
         raise TypeError(
-            f"prepare: {qat_type.__name__}.from_float must return a torch.nn.Module for {name_of(node)!r}, got "
-            f"{type(new).__name__}."
+            f"prepare: {qat_type.__name__}.from_float must return a torch.nn.Module for {name!r}, got {type(new).__name__}."
         )
     return new
 

@@ -17,7 +17,7 @@ OUT_WEIGHT_QUANTIZER = "out_proj_weight_quantizer"
 INNER = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer", "out_proj_input_quantizer")
 
 
-def _stop_fast_path(module: nn.Module, args: Any) -> None:
+def stop_fast_path(module: nn.Module, args: Any) -> None:
     """Do nothing: a hook is what keeps TransformerEncoderLayer off its fused float kernel, which knows no quantizers."""
 
 
@@ -72,7 +72,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         for quantizer, tensor in self._weights().items():
             wanted = None if weight is None else weight_quantizer_of(tensor, weight, name, name=quantizer)
             setattr(self, quantizer, wanted)
-        self._hook = self.register_forward_pre_hook(_stop_fast_path)
+        self._hook = self.register_forward_pre_hook(stop_fast_path)
         self.reset_weight_range()
 
     def to_float(self) -> nn.Module:
