@@ -206,7 +206,8 @@ class _Stepwise(fx.Interpreter):
         self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
         self.missing: dict[str, None] = {}
         self.counts: dict[str, CodeCount] = {}
-        self.inside = {name: iter(of) for name, of in codes.items() if name not in targets}
+        apart = {*targets, *_weights(converted)}
+        self.inside = {name: iter(of) for name, of in codes.items() if name not in apart}
         self.constants = CodeCount()
         self.parameters = parameters_in(converted.graph)
 

@@ -1,5 +1,7 @@
 """Insert quantizers: one on each tensor that is to be quantized, shared where concats tie tensors; weights of functions too."""
 
+from dataclasses import replace
+
 import torch
 from torch import fx, nn
 
@@ -9,7 +11,7 @@ from qtoolkit.graph import decide
 from qtoolkit.graph.decide import Decisions, Group, Want
 from qtoolkit.graph.kinds import kind_of, module_of
 from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.plan import Edge, Plan
+from qtoolkit.graph.plan import Edge, Plan, Status
 from qtoolkit.graph.roles import HOLDER, WEIGHT_HOLDER, Roles, is_quantizer
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
@@ -32,7 +34,9 @@ def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | No
     _insert_all(gm, decisions)
     edges = [edge for group in decisions.groups for edge in _edges_of(group)]
     edges += [_weight_edge(want) for want in decisions.weights] + _layer_edges(gm)
-    gm.plan = Plan(backend, {name: ("float", reason) for name, reason in decisions.left.items()}, tuple(edges))
+    plan = gm.plan or Plan(backend)
+    left: dict[str, tuple[Status, str]] = {name: ("float", reason) for name, reason in decisions.left.items()}
+    gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
     gm.graph.lint()
     gm.recompile()
     return gm
