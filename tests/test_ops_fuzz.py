@@ -437,9 +437,8 @@ def trial(op: str, seed: str) -> bool:
     """Whether the arguments were taken; then the results must be right."""
     torch.manual_seed(random.Random(seed).getrandbits(32))
     drawn = Drawn(op, random.Random(seed))
-    kept = {
-        n: t.clone() if isinstance(t, Tensor) and n in ("lo", "hi", "counts") else t for n, t in drawn.given.items()
-    }
+    changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts")
+    kept = {n: t.clone() if isinstance(t, Tensor) and n in changed else t for n, t in drawn.given.items()}
     try:
         found = OPS[op](**drawn.given)
     except (ValueError, TypeError, NotImplementedError) as error:
