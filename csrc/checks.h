@@ -223,6 +223,10 @@ inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntAr
   c10::SymInt codes = 1;
   for (const auto& length : size) {
     TORCH_CHECK_VALUE(length >= 0, op, ": size must not be negative, got ", size, ".");
+    const auto so_far = codes.maybe_as_int(), more = length.maybe_as_int();
+    int64_t product = 0;
+    TORCH_CHECK_VALUE(!so_far || !more || !__builtin_mul_overflow(*so_far, *more, &product), op,
+                      ": size must hold fewer than 2^63 codes, got ", size, ".");
     codes = codes * length;
   }
   TORCH_CHECK_VALUE(packed.dim() == 1 && packed.sym_numel() == (codes + 1) / 2, op,

@@ -115,7 +115,8 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
 
 def _has_line(node: fx.Node) -> bool:
     is_op = node.op in ("call_module", "call_function", "call_method")
-    return is_op and not is_quantizer(node) and node.target not in BOOKKEEPING
+    bookkeeping = node.target in BOOKKEEPING and kind_of(node) == OTHER
+    return is_op and not is_quantizer(node) and not bookkeeping
 
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:

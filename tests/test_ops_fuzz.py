@@ -119,7 +119,8 @@ class Drawn:
     def count(self) -> int:
         x, c = self.input, self.channels
         blocks = c.block_size if "block_size" in [a.name for a in OPS[self.op]._schema.arguments] else 0
-        fits = c.axis is None or (-x.dim() <= c.axis < x.dim() and 0 < c.group < 2**20 and blocks >= 0)
+        in_range = c.axis is None or (-x.dim() <= c.axis < x.dim() and 0 < c.group < 2**20)
+        fits = in_range and blocks >= 0
         return Channels(c.axis, c.group, blocks).count(x) if fits else 1
 
     def axis(self) -> int | None:
@@ -290,7 +291,12 @@ def check_fake_quant(drawn: Drawn, found: Results, grad_factor: float, mask: boo
 
 
 def check_fake_quant_(drawn: Drawn, found: Results, mask: bool, **grid) -> None:
-    check_fake_quant(drawn, (drawn.given["x"], *found), 1.0, mask, **grid)
+    """The mask's bits are in the order in which fake_quant's result would lie."""
+    assert_same(drawn.given["x"], reference.fake_quant(**grid))
+    beside = OPS["fake_quant"](**grid)[0]
+    assert torch.equal(
+        found[-1], reference.packed(reference.inside(**grid), beside) if mask else found[-1].new_empty(0)
+    )
 
 
 def check_observe_fake_quant(
