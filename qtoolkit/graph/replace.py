@@ -109,10 +109,10 @@ def _is_layer(module: nn.Module) -> bool:
 def _quantized(module: nn.Module, qat_type: type[Any], qconfig: QConfig, name: str) -> nn.Module:
     layer = from_float(module, qat_type, qconfig.weight, qconfig.activation, name)
     if qconfig.activation is not None and hasattr(layer, "input_quantizer") and qat_type.KIND != "embedding":
-        quantizer = TensorQuantizer(qconfig.activation, name=f"{name}.input_quantizer").train(module.training)
+        quantizer = TensorQuantizer(qconfig.activation, name=f"{name}.input_quantizer")
         device = next((p.device for p in module.parameters()), None)
         layer.input_quantizer = quantizer.to(device)
-    return layer
+    return layer.train(module.training)  # its quantizers too
 
 
 @dataclasses.dataclass(frozen=True)
