@@ -1,6 +1,7 @@
 // Storage types to and from the type of the arithmetic (float32; float64 for float64), a block at a time.
-// Included by kernels.inc once per instruction set, inside namespace qtoolkit::QT_ISA. Plain loops: the compiler
+// Included once per instruction set, inside namespace qtoolkit::QT_ISA. Plain loops: the compiler
 // vectorises them for the instruction set at hand.
+#pragma once
 
 struct bf16 {
   uint16_t bits;
