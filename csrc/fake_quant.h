@@ -14,12 +14,24 @@ QT_FN auto is_inside(const GridPoint<V>& p) {
   return p.level == p.code;
 }
 
+// Comparisons as bits: one, of a scalar; of a vector one for each lane. A class, for the same reason as Round.
+template <class V>
+struct Bits {
+  QT_FN unsigned equal(V a, V b) { return a == b; }
+  QT_FN unsigned at_most(V a, V b) { return a <= b; }
+};
+
+template <class V>
+QT_FN unsigned inside_bits(const GridPoint<V>& p) {
+  return Bits<V>::equal(p.level, p.code);
+}
+
 // What an op that maps element by element gives of each: its value, and whether its gradient passes. A rule below reads
 // what it needs of a Job (A is V's scalar) and is what the loops of the back ends are told.
 template <class V>
 struct Mapped {
   V value;
-  decltype((V{} < V{}) & (V{} < V{})) inside;
+  unsigned inside;  // as Bits
 };
 
 template <class A, class V>
@@ -30,7 +42,7 @@ struct IntegerRule {
   }
   QT_FN Mapped<V> map(const IntegerRule& rule, V x, V scale, V zero_point) {
     const auto point = snap(x, scale, zero_point, rule.lo, rule.hi);
-    return {value_of(point.code, scale, zero_point), is_inside(point)};
+    return {value_of(point.code, scale, zero_point), inside_bits(point)};
   }
 };
 
@@ -40,7 +52,7 @@ struct FloatRule {
   QT_FN FloatRule of(const Job& job) { return {float_grid<A, V>(job.format)}; }
   QT_FN Mapped<V> map(const FloatRule& rule, V x, V scale, V) {
     const auto point = snap(rule.grid, x, scale);
-    return {point.code * scale, is_inside(point)};
+    return {point.code * scale, inside_bits(point)};
   }
 };
 
@@ -54,7 +66,7 @@ struct LegacyRule {
   }
   QT_FN Mapped<V> map(const LegacyRule& rule, V x, V amax, V) {
     const auto point = snap_legacy(x, amax, rule.lo, rule.hi);
-    return {kCodes ? point.code : point.value, (x <= amax) & (x >= -amax)};
+    return {kCodes ? point.code : point.value, Bits<V>::at_most(x, amax) & Bits<V>::at_most(-amax, x)};
   }
 };
 template <class A, class V>

@@ -115,6 +115,7 @@ RUNS = [
     *((2, 3, 1), (5, 17, 1), (1, 64, 1), (3, 65, 1), (2, 1025, 1), (1, 9000, 1)),
     *((1, 3, 9), (4, 70, 9), (2, 17, 49), (2, 167, 49), (2, 170, 49), (2, 130, 63), (2, 131, 63)),
     *((3, 5, 63), (3, 5, 64), (3, 5, 65), (3, 5, 127), (2, 7, 1023), (2, 7, 1024), (2, 7, 1025), (2, 12, 3136)),
+    *((300, 96, 1), (60, 100, 9), (3, 8200, 1)),  # many rows of channels, and one too long to keep sums of
 ]
 # Sizes, axis and block size: blocks in a row of memory, and blocks of 1, some, 63 to 65 and many neighbours each.
 BLOCKS = [

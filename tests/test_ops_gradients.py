@@ -2,7 +2,8 @@
 
 dx is compared exactly. The sums for scale and zero point are compared within a bound that follows from how they are added
 up: 64 lanes take at most 16 terms each before they are joined by a tree of 6 levels, which is 22 roundings of the arithmetic
-type, then in float64, at most one rounding an element; at last one rounding to the scale's type.
+type (where channels lie in a row, each of its places takes at most 17 terms), then in float64, at most one rounding an
+element; at last one rounding to the scale's type.
 """
 
 import pytest

@@ -28,7 +28,7 @@ QT_FN F widen_bits(U half, f16) {
   return __builtin_bit_cast(F, sign | magnitude);
 }
 
-// Round to nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; a NaN stays one and keeps its upper bits, as the processors' own conversions do.
 template <class U, class F>
 QT_FN U narrow_bits(F v, bf16) {
   const U bits = __builtin_bit_cast(U, v);
@@ -48,7 +48,8 @@ QT_FN U narrow_bits(F v, f16) {
   const U infinity = magnitude - magnitude + 0x7c00u;
   U result = magnitude < 0x38800000u ? denormal : normal;
   result = magnitude >= 0x47800000u ? infinity : result;
-  result = magnitude > 0x7f800000u ? infinity + 0x200u : result;
+  const U nan = infinity | 0x200u | (magnitude >> 13 & 0x3ffu);
+  result = magnitude > 0x7f800000u ? nan : result;
   return sign | result;
 }
 
@@ -76,26 +77,102 @@ QT_FN void from_arithmetic(A v, T* to) {
 }
 
 // Vectors straight from and to storage.
+#if QT_BYTES == 64
+
+// Written out, as the compiler widens by way of halves and makes a vector of what a comparison gives.
+QT_FN __m256i load_halves(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+QT_FN Vector<float> widen_halves(const bf16* from) {
+  return (Vector<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(from)), 16);
+}
+QT_FN Vector<float> widen_halves(const f16* from) { return (Vector<float>)_mm512_cvtph_ps(load_halves(from)); }
+
+// As narrow_bits, with the result in the upper half.
+QT_FN __m512i narrow_above(Vector<float> v) {
+  const __m512i bits = (__m512i)v;
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  return _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+}
+
+// Two vectors fill a line of 16-bit floats.
+QT_FN __m512i narrow_halves(Vector<float> a, Vector<float> b, bf16) {
+  typedef uint16_t Line __attribute__((vector_size(64)));
+  constexpr Line above = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                          33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(narrow_above(a), (__m512i)above, narrow_above(b));
+}
+QT_FN __m512i narrow_halves(Vector<float> a, Vector<float> b, f16) {
+  const __m512i low = _mm512_castsi256_si512(_mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT));
+  return _mm512_inserti64x4(low, _mm512_cvtps_ph((__m512)b, _MM_FROUND_TO_NEAREST_INT), 1);
+}
+
+#else
+
 typedef uint32_t Words __attribute__((vector_size(QT_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(QT_BYTES / 2)));
+
+template <class T>
+QT_FN Vector<float> widen_halves(const T* from) {
+  Halves halves;
+  __builtin_memcpy(&halves, from, sizeof(halves));
+  return widen_bits<Vector<float> >(__builtin_convertvector(halves, Words), T{});
+}
+
+#endif
 
 template <class A, class T>
 QT_FN Vector<A> load_as(const T* from) {
   if constexpr (std::is_same<A, T>::value) {
     return load(from);
   } else {
-    Halves halves;
-    __builtin_memcpy(&halves, from, sizeof(halves));
-    return widen_bits<Vector<float>>(__builtin_convertvector(halves, Words), T{});
+    return widen_halves(from);
   }
 }
 
-template <bool kStream = false, class T, class V>
-QT_FN void store_as(T* to, V v) {
-  if constexpr (sizeof(v[0]) == sizeof(T)) {
-    put<kStream>(to, v);
+// The vectors of a chunk.
+template <class A>
+constexpr int kVectors = cpu::kChunk / kLanes<A>;
+
+template <bool kStream, class A, class T>
+QT_FN void store_chunk(T* to, const Vector<A> (&v)[kVectors<A>]) {
+  if constexpr (std::is_same<A, T>::value) {
+    for (int i = 0; i < kVectors<A>; ++i) put<kStream>(to + i * kLanes<A>, v[i]);
   } else {
-    put<kStream>(to, __builtin_convertvector(narrow_bits<Words>(v, T{}), Halves));
+#if QT_BYTES == 64
+    put<kStream>(to, narrow_halves(v[0], v[1], T{}));
+    put<kStream>(to + 32, narrow_halves(v[2], v[3], T{}));
+#else
+    for (int i = 0; i < kVectors<A>; ++i) {
+      put<kStream>(to + i * kLanes<A>, __builtin_convertvector(narrow_bits<Words>(v[i], T{}), Halves));
+    }
+#endif
+  }
+}
+
+// A chunk of gradients, zero where the bit is not set; 16-bit ones as they are stored.
+template <bool kStream, class T>
+QT_FN void pass_chunk(const T* grad, T* dx, uint64_t inside) {
+  if constexpr (sizeof(T) > 2) {
+    for (int k = 0; k < cpu::kChunk; k += kLanes<T>) {
+      put<kStream>(dx + k, keep(load(grad + k), static_cast<unsigned>(inside >> k)));
+    }
+  } else {
+#if QT_BYTES == 64
+    put<kStream>(dx, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside), grad));
+    put<kStream>(dx + 32, _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside >> 32), grad + 32));
+#else
+    typedef uint16_t Lanes16 __attribute__((vector_size(32)));
+    constexpr Lanes16 bit = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                             1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    for (int k = 0; k < cpu::kChunk; k += 16) {
+      Lanes16 values;
+      __builtin_memcpy(&values, grad + k, sizeof(values));
+      const auto passes = (bit & static_cast<uint16_t>(inside >> k)) == bit;
+      values &= (Lanes16)passes;
+      __builtin_memcpy(dx + k, &values, sizeof(values));
+    }
+#endif
   }
 }
 

@@ -12,12 +12,15 @@ namespace cpu {
 // begin at multiples of 64 elements, and results are the same bits for every instruction set.
 constexpr int kChunk = 64;
 
+constexpr int64_t kLongestRow = 8192;  // places of a row of channels, up to which kernels keep sums in the caches
+
 // Each works on elements [begin, end) of the result; begin is a multiple of kChunk. The reductions add into
 // job.sum_scale and job.sum_zero_point (for minmax: lower and raise them).
 //
 // On the CPU, job.scale and job.zero_point hold usable values in the type of the arithmetic (launch.cpp sees to
 // it); where channels.inner is 1, they have kChunk more entries, which repeat the first ones, so that a chunk reads
-// whole vectors of them wherever it begins. So have the sums, where all channels are in a row.
+// whole vectors of them wherever it begins. So have the sums, where all channels are in a row; there job.zero_point is
+// null if every one is zero.
 using Kernel = void (*)(const Job& job, int64_t begin, int64_t end);
 
 // The counts of one thread. Neighbours count in tables of their own, so that equal ones need not wait for each other;

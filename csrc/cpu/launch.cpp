@@ -26,7 +26,6 @@ constexpr int64_t kGrain = 32768;          // elements that are worth a thread
 constexpr int64_t kSegment = 16384;        // elements of one partial sum, at the least
 constexpr int64_t kSegments = 64;          // partial sums, at the most
 constexpr int64_t kLargeResult = 4 << 20;  // elements of a result that is written past the caches
-constexpr int64_t kLongestPeriod = 8192;   // channels * inner, up to which a row of scales is written out
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> kernels;
@@ -83,7 +82,7 @@ Kernel kernel_of(Op op) {
 // Short channels (the kernel positions of a transposed convolution's weight) are written out as a row: channel by
 // element rather than by run, so that a chunk reads its scales with vector loads.
 Channels written_out(Channels c) {
-  if (c.count == c.size && c.count > 1 && c.inner < kChunk && c.size * c.inner <= kLongestPeriod) {
+  if (c.count == c.size && c.count > 1 && c.inner < kChunk && c.size * c.inner <= kLongestRow) {
     c.size = c.count = c.size * c.inner;
     c.inner = 1;
   }
@@ -238,14 +237,16 @@ void run(Op op, Job& job, const GridTensors& grid) {
     scale = row_of<A>(grid.scale, row, repeat, [](A s) { return usable_scale(s); });
     zero_point = row_of<A>(grid.zero_point, row, repeat, [](A z) { return usable_zero_point(z); });
     job.scale = scale.data();
-    job.zero_point = zero_point.data();
+    job.zero_point = grid.zero_point == nullptr && in_a_row(row) ? nullptr : zero_point.data();
   }
+  // Past the caches goes only what is not read again: where operands are not dense, results go through a buffer.
+  job.stream =
+      job.numel >= kLargeResult && job.x.dense && job.grad.dense && reinterpret_cast<uintptr_t>(job.y) % 64 == 0;
   const Kernel kernel = kernel_of(op);
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   if (op == Op::fake_quant_learned_backward) return reduce(kernel, job, row, repeat, {0, 0}, {add, add});
   if (op == Op::minmax) return reduce(kernel, job, row, repeat, {kInfinity, -kInfinity}, {lowest, highest});
   job.channels = row;
-  job.stream = job.numel >= kLargeResult && reinterpret_cast<uintptr_t>(job.y) % 64 == 0;
   in_chunks(job, [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
 }
 

@@ -41,9 +41,6 @@ QT_FN void put(T* to, V v) {
   if constexpr (kStream && sizeof(V) == 64) {
     return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
   }
-  if constexpr (kStream && sizeof(V) == 32) {
-    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)v);
-  }
 #endif
   __builtin_memcpy(to, &v, sizeof(v));
 }
@@ -136,5 +133,31 @@ template <>
 struct Round<QT_ISA::Vector<double>> {
   QT_FN QT_ISA::Vector<double> half_even(QT_ISA::Vector<double> v) { return QT_ISA::round_vector(v); }
 };
+
+#if QT_BYTES == 64  // the compiler makes a vector of the outcome first, and only then bits
+template <>
+struct Bits<QT_ISA::Vector<float>> {
+  using V = QT_ISA::Vector<float>;
+  QT_FN unsigned equal(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
+  QT_FN unsigned at_most(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
+};
+template <>
+struct Bits<QT_ISA::Vector<double>> {
+  using V = QT_ISA::Vector<double>;
+  QT_FN unsigned equal(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_EQ_OQ); }
+  QT_FN unsigned at_most(V a, V b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_LE_OQ); }
+};
+#else
+template <class A>
+struct BitsOfVector {
+  using V = QT_ISA::Vector<A>;
+  QT_FN unsigned equal(V a, V b) { return QT_ISA::bits_of(a == b); }
+  QT_FN unsigned at_most(V a, V b) { return QT_ISA::bits_of(a <= b); }
+};
+template <>
+struct Bits<QT_ISA::Vector<float>> : BitsOfVector<float> {};
+template <>
+struct Bits<QT_ISA::Vector<double>> : BitsOfVector<double> {};
+#endif
 
 }  // namespace qtoolkit

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) map_kernel(const Job job) {
     for_grids<A>(job, at, [&](int k, Grid<A> grid) {
       const auto mapped = Rule<A, A>::map(rule, v[k], grid.scale, grid.zero_point);
       v[k] = mapped.value;
-      inside |= static_cast<unsigned>(mapped.inside) << k;
+      inside |= mapped.inside << k;
     });
     store(job, at, v);
     if (job.mask != nullptr) job.mask[at.first / 8] = static_cast<uint8_t>(inside & ((1u << at.n) - 1));
