@@ -172,6 +172,7 @@ class _Recorder(fx.Interpreter):
         self.values: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node and keep a copy of its value."""
         value = super().run_node(n)
         self.values[n.name] = _copy(value)
         return value
@@ -186,6 +187,7 @@ class _SideBySide(fx.Interpreter):
         self.layers: list[LayerComparison] = []
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node as it is and, where it is quantized, on the float values too; later nodes get the former's value."""
         value = super().run_node(n)
         if self._is_quantized(n):
             expected = self._float(n)

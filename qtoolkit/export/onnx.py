@@ -109,11 +109,7 @@ def export_onnx(
         >>> result.verification.weight_codes.differing
         0
     """
-    check_known("exporter", exporter, ("dynamo", "torchscript"))
-    if not isinstance(model, QuantizedGraphModule):
-        raise TypeError(
-            f"export_onnx: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."
-        )
+    _check_arguments(model, exporter)
     _require_extra()
     from qtoolkit.export.verify import verify_onnx
 
@@ -133,6 +129,14 @@ def export_onnx(
     ops = [node.op_type for node in proto.graph.node]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, Path(path).stat().st_size, verification)
+
+
+def _check_arguments(model: QuantizedGraphModule, exporter: Exporter) -> None:
+    check_known("exporter", exporter, OPSETS)
+    if not isinstance(model, QuantizedGraphModule):
+        raise TypeError(
+            f"export_onnx: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."
+        )
 
 
 def _require_extra() -> None:

@@ -7,7 +7,7 @@ weight is brought to (groups * out, in * k...) around the pair, and back.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnx_ir
@@ -30,6 +30,16 @@ def smallest_opset(qmin: int, qmax: int, block_size: int = 0) -> int:
         (13, 21, 21)
     """
     return 13 if code_dtype(qmin, qmax) in (torch.int8, torch.uint8) and block_size == 0 else BLOCKS_OPSET
+
+
+class _GridArguments(NamedTuple):
+    """The arguments of fake_quant that say which codes there are, and which elements share a scale."""
+
+    qmin: int
+    qmax: int
+    axis: int | None
+    group: int
+    block_size: int
 
 
 class _Writer(Protocol):
@@ -113,7 +123,9 @@ def translation_table(opset: int) -> Mapping[Callable[..., Any], Callable[..., A
         grad_factor: float = 1.0,
         mask: bool = False,
     ) -> Any:
-        return _lower(writer, x, scale, zero_point, qmin, qmax, axis, group, block_size), _no_mask(writer)
+        """Write one call; the exporter reads these parameters for the op's schema, so each is spelled out."""
+        grid = _GridArguments(qmin, qmax, axis, group, block_size)
+        return _lower(writer, x, scale, zero_point, grid), _no_mask(writer)
 
     return {torch.ops.qtoolkit.fake_quant.default: fake_quant}
 
@@ -136,9 +148,10 @@ def register_symbolic(opset: int) -> None:
         factor: float,
         mask: bool,
     ) -> Any:
-        writer = _Legacy(g, opset)
+        """Write one call; the exporter pairs its arguments with these parameters, so each is spelled out."""
+        writer, grid = _Legacy(g, opset), _GridArguments(qmin, qmax, axis, group, block_size)
         absent = zero_point.node().mustBeNone()
-        y = _lower(writer, x, scale, None if absent else zero_point, qmin, qmax, axis, group, block_size)
+        y = _lower(writer, x, scale, None if absent else zero_point, grid)
         return y.setType(x.type()), _no_mask(writer)
 
     torch.onnx.register_custom_op_symbolic(OP, fake_quant, opset)  # type: ignore[attr-defined]
@@ -148,40 +161,29 @@ def _no_mask(writer: _Writer) -> Any:
     return writer.constant(np.zeros(0, np.uint8))
 
 
-def _lower(
-    writer: _Writer,
-    x: Any,
-    scale: Any,
-    zero_point: Any,
-    qmin: int,
-    qmax: int,
-    axis: int | None,
-    group: int,
-    block_size: int,
-) -> Any:
+def _lower(writer: _Writer, x: Any, scale: Any, zero_point: Any, grid: _GridArguments) -> Any:
     given = writer.dtype(x)
     if given != onnx_ir.DataType.FLOAT:
         x = writer.node("Cast", x, to=onnx_ir.DataType.FLOAT)
-    if group > 1:
+    if grid.group > 1:
         shape = list(writer.shape(x))
-        y = _ungroup(
-            writer,
-            _pair(writer, _group(writer, x, shape, group), scale, zero_point, qmin, qmax, {"axis": 0}),
-            shape,
-            group,
-        )
-    elif block_size > 0 and axis is not None:
-        _check_blocks(writer, x, scale, axis, block_size)
-        y = _pair(writer, x, scale, zero_point, qmin, qmax, {"axis": axis, "block_size": block_size})
+        rows = _group(writer, x, shape, grid.group)
+        y = _ungroup(writer, _pair(writer, rows, scale, zero_point, grid, {"axis": 0}), shape, grid.group)
+    elif grid.axis is None:
+        y = _pair(writer, x, scale, zero_point, grid, {})
+    elif grid.block_size > 0:
+        _check_blocks(writer, x, scale, grid.axis, grid.block_size)
+        y = _pair(writer, x, scale, zero_point, grid, {"axis": grid.axis, "block_size": grid.block_size})
     else:
-        y = _pair(writer, x, scale, zero_point, qmin, qmax, {} if axis is None else {"axis": axis})
+        y = _pair(writer, x, scale, zero_point, grid, {"axis": grid.axis})
     return y if given == onnx_ir.DataType.FLOAT else writer.node("Cast", y, to=given)
 
 
 def _pair(
-    writer: _Writer, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, attributes: Mapping[str, int]
+    writer: _Writer, x: Any, scale: Any, zero_point: Any, grid: _GridArguments, attributes: Mapping[str, int]
 ) -> Any:
-    dtype = code_dtype(qmin, qmax)
+    ends = (grid.qmin, grid.qmax)
+    dtype = code_dtype(*ends)
     numpy_dtype: Any = np.dtype(str(dtype).removeprefix("torch."))
     if zero_point is None:
         zero_point = writer.constant(np.zeros(list(writer.shape(scale)), numpy_dtype))
@@ -189,8 +191,8 @@ def _pair(
         zero_point = writer.node("Cast", zero_point, to=onnx_ir.DataType.from_numpy(numpy_dtype))
     codes = writer.node("QuantizeLinear", x, scale, zero_point, **attributes)
     info = torch.iinfo(dtype)
-    if (qmin, qmax) != (info.min, info.max):
-        codes = _clip(writer, codes, qmin, qmax, numpy_dtype)
+    if ends != (info.min, info.max):
+        codes = _clip(writer, codes, ends, numpy_dtype)
     return writer.node("DequantizeLinear", codes, scale, zero_point, **attributes)
 
 
@@ -209,12 +211,12 @@ def _check_blocks(writer: _Writer, x: Any, scale: Any, axis: int, block_size: in
         )
 
 
-def _clip(writer: _Writer, codes: Any, qmin: int, qmax: int, dtype: Any) -> Any:
+def _clip(writer: _Writer, codes: Any, ends: tuple[int, int], dtype: Any) -> Any:
     if np.dtype(dtype).itemsize == 1:
-        return writer.node("Clip", codes, *(writer.constant(np.array(end, dtype)) for end in (qmin, qmax)))
+        return writer.node("Clip", codes, *(writer.constant(np.array(end, dtype)) for end in ends))
     # onnxruntime clips no 16-bit integers.
     wide = writer.node("Cast", codes, to=onnx_ir.DataType.INT32)
-    clipped = writer.node("Clip", wide, *(writer.constant(np.array(end, np.int32)) for end in (qmin, qmax)))
+    clipped = writer.node("Clip", wide, *(writer.constant(np.array(end, np.int32)) for end in ends))
     return writer.node("Cast", clipped, to=onnx_ir.DataType.from_numpy(np.dtype(dtype)))
 
 

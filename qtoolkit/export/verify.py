@@ -212,6 +212,7 @@ class _Stepwise(fx.Interpreter):
         self.parameters = parameters_in(converted.graph)
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node; of a quantizer, compare the codes and go on with onnxruntime's, or, of a constant, with its own."""
         grid = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         if not isinstance(grid, Grid):
             return super().run_node(n)
@@ -236,6 +237,7 @@ class _Stepwise(fx.Interpreter):
         return next((codes for codes in every if np.array_equal(codes, ours)), None)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a submodule with onnxruntime's codes put after the quantizers inside it."""
         module = self.fetch_attr(target)
         inside = module.named_modules(prefix=target) if isinstance(module, nn.Module) else ()
         grids = [(name, grid) for name, grid in inside if isinstance(grid, Grid) and name in self.inside]

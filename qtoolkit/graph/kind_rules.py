@@ -36,6 +36,7 @@ def _of_two(kind: str, with_constant: str) -> Callable[[fx.Node], str]:
     """Return the rule of an op on two tensors, which with one constant is another kind."""
 
     def rule(node: fx.Node) -> str:
+        """Tell two tensors from a tensor and a constant; of two constants, or with an alpha or a rounding mode, neither."""
         operands = argument(node, 0, "input"), argument(node, 1, "other")
         if any(o is None for o in operands) or all(is_constant(o) for o in operands):
             return OTHER
