@@ -156,6 +156,18 @@ def floats(dtype: torch.dtype, seed: int = 0) -> Make:
     return make
 
 
+def input_in_blocks(block: tuple, memory: str, dtype: torch.dtype) -> tuple[Tensor, Channels]:
+    """An input of one of BLOCKS, row-major or with its first and last dimensions swapped in memory, and its channels."""
+    sizes, axis, size = block
+    x = floats(dtype)(*sizes)
+    return x if memory == "row_major" else x.transpose(0, -1).contiguous().transpose(0, -1), Channels(axis, 1, size)
+
+
+def leaf(t: Tensor) -> Tensor:
+    """The same memory and strides, requiring grad."""
+    return t.detach().requires_grad_()
+
+
 def codes(dtype: torch.dtype, seed: int = 0) -> Make:
     def make(*sizes: int) -> Tensor:
         info = torch.iinfo(dtype)

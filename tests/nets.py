@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import qtoolkit as qt
+
 
 class ConvNet(nn.Module):
     """All layer kinds: conv, deconv with groups, linear, BN, ReLU, residual add, pools, flatten."""
@@ -137,3 +139,9 @@ def trained(model: nn.Module, *shape: int, steps: int = 4) -> nn.Module:
         for _ in range(steps):
             model(torch.randn(*shape))
     return model
+
+
+def assert_float_when_off(prepared: nn.Module, model: nn.Module, x: Tensor) -> None:
+    """With its quantizers off, a prepared model gives the float model's output bit for bit."""
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(x), model(x))

@@ -54,6 +54,12 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-7, atol=1e-9, msg=name)
 
 
+def assert_same_gradients_and_buffers(ours: nn.Module, theirs: nn.Module) -> None:
+    assert_same_gradients(ours, theirs)
+    for name, buffer in theirs.named_buffers():
+        torch.testing.assert_close(ours.get_buffer(name), buffer, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @each_combination
 def test_with_quantizers_off_training_is_the_float_model(strategy: str, case: str, momentum: float | None) -> None:
@@ -68,9 +74,7 @@ def test_with_quantizers_off_training_is_the_float_model(strategy: str, case: st
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
         ours.backward(g)
         theirs.backward(g)
-    assert_same_gradients(prepared, model)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(prepared.get_buffer(name), buffer, rtol=1e-9, atol=1e-9)
+    assert_same_gradients_and_buffers(prepared, model)
 
 
 # ---- each strategy, written out in plain torch
@@ -138,9 +142,7 @@ def test_quantized_training_is_the_strategy_written_out_in_plain_torch(strategy:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     ours.backward(g)
     theirs.backward(g)
-    assert_same_gradients(prepared, model)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(prepared.get_buffer(name), buffer, rtol=1e-9, atol=1e-9)
+    assert_same_gradients_and_buffers(prepared, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -270,8 +272,7 @@ def test_a_batch_norm_of_other_channels_stays_apart() -> None:
         prepared = qt.prepare(model.train(training), x)
         (line,) = qt.quantization_report(prepared).left_float
         assert "it has 7 channels and its layer 6" in line.reason
-        with qt.disable_quantization(prepared):
-            assert torch.equal(prepared(x), model(x))
+        nets.assert_float_when_off(prepared, model, x)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -281,8 +282,7 @@ def test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works(tr
     with pytest.raises(ValueError, match=r"needs inputs of 2 dimensions, got \(4, 6, 5\).*Keep it apart"):
         qt.prepare(model, x)
     prepared = qt.prepare(model, x, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None))
-    with qt.disable_quantization(prepared):
-        assert torch.equal(prepared(x), model(x))
+    nets.assert_float_when_off(prepared, model, x)
     (line,) = qt.quantization_report(prepared).left_float
     assert "the qconfig_mapping says so" in line.reason
 

@@ -20,6 +20,7 @@ from tests.cases import (
     floats,
     generator,
     layout_cases,
+    leaf,
     name_of,
     scales,
 )
@@ -34,10 +35,6 @@ PER_TENSOR = Channels()
 
 formats = pytest.mark.parametrize("format", FORMATS)
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
 
 
 def every(dtype: torch.dtype) -> Tensor:

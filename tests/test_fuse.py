@@ -111,8 +111,7 @@ def test_fuse_leaves_chains_with_a_second_user_untouched(training: bool) -> None
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).layers}
     assert "its layer's output has a second user" in reasons["bn"]
     x = torch.randn(2, 3, 4, 4)
-    with qt.disable_quantization(prepared):
-        assert torch.equal(prepared(x), model(x))
+    nets.assert_float_when_off(prepared, model, x)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -130,8 +129,7 @@ def test_a_layer_or_batch_norm_that_is_called_twice_stays_apart(training: bool) 
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert "called more than once" in reasons["bn"]
     x = torch.randn(2, 3, 4, 4)
-    with qt.disable_quantization(prepared):
-        assert torch.equal(prepared(x), model(x))
+    nets.assert_float_when_off(prepared, model, x)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -17,6 +17,7 @@ from tests.cases import (
     assert_laid_out_as,
     assert_same,
     floats,
+    leaf,
     name_of,
 )
 
@@ -28,10 +29,6 @@ GRIDS = [
 ]
 grids = pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"{g[0]}{'u' if g[1] else 's'}{'n' if g[2] else ''}")
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
 
 
 def ranges(x: Tensor, axis: int | None) -> Tensor:

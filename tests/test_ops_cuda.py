@@ -19,6 +19,7 @@ from tests.cases import (
     bounds,
     codes,
     floats,
+    input_in_blocks,
     layout_cases,
     name_of,
     scales,
@@ -104,10 +105,7 @@ def test_channel_runs(run, group, dtype):
 @pytest.mark.parametrize("memory", ["row_major", "permuted"])
 @pytest.mark.parametrize("block", BLOCKS, ids=name_of)
 def test_blocks(block, memory, dtype):
-    sizes, axis, size = block
-    x = floats(dtype)(*sizes)
-    x = x if memory == "row_major" else x.transpose(0, -1).contiguous().transpose(0, -1)
-    check_everything(x, Channels(axis, 1, size))
+    check_everything(*input_in_blocks(block, memory, dtype))
 
 
 @pytest.mark.parametrize("size", SIZES)

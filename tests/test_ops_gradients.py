@@ -28,7 +28,9 @@ from tests.cases import (
     assert_laid_out_as,
     assert_same,
     floats,
+    input_in_blocks,
     layout_cases,
+    leaf,
     name_of,
     scales,
     zero_points,
@@ -36,11 +38,6 @@ from tests.cases import (
 
 GRID = {"qmin": -100, "qmax": 90}
 backward = torch.ops.qtoolkit.fake_quant_backward.default
-
-
-def leaf(t: Tensor) -> Tensor:
-    """The same memory and strides, requiring grad."""
-    return t.detach().requires_grad_()
 
 
 def learned_gradients(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, **grid) -> tuple[Tensor, ...]:
@@ -104,11 +101,9 @@ def test_channel_runs(run, group, dtype):
 @pytest.mark.parametrize("memory", ["row_major", "permuted"])
 @pytest.mark.parametrize("block", BLOCKS, ids=name_of)
 def test_blocks(block, memory, dtype):
-    sizes, axis, size = block
-    channels, x = Channels(axis, 1, size), floats(dtype)(*sizes)
-    x = x if memory == "row_major" else x.transpose(0, -1).contiguous().transpose(0, -1)
+    x, channels = input_in_blocks(block, memory, dtype)
     count = channels.count(x)
-    check_gradients(floats(dtype, 7)(*sizes), x, scales(count), zero_points(count), **channels.named)
+    check_gradients(floats(dtype, 7)(*x.shape), x, scales(count), zero_points(count), **channels.named)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)

@@ -16,6 +16,7 @@ from tests.cases import (
     assert_same,
     floats,
     layout_cases,
+    leaf,
     name_of,
     scales,
     zero_points,
@@ -24,10 +25,6 @@ from tests.cases import (
 native = torch.ops.qtoolkit
 GRID = {"qmin": -100, "qmax": 90}
 WRITABLE = [case for case in layout_cases() if not case.id.startswith(("expanded", "overlapping"))]
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
 
 
 def check_values(x: Tensor, channels: Channels) -> None:

@@ -20,6 +20,7 @@ from tests.cases import (
     assert_same,
     floats,
     layout_cases,
+    leaf,
     name_of,
 )
 
@@ -27,10 +28,6 @@ native = torch.ops.qtoolkit
 KEPT = (torch.float32, torch.float64)
 CODES = [(-128, 127), (-127, 127), (0, 255), (1, 15), (0, 1), (-8, 7), (-32768, 32767), (-(2**31), 2**31 - 1)]
 NAN, INF = torch.nan, torch.inf
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
 
 
 # ---- the grid of a range ----------------------------------------------------------------------------------------------

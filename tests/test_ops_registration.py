@@ -14,6 +14,7 @@ from tests.cases import (
     assert_same,
     codes,
     floats,
+    leaf,
     name_of,
     scales,
     zero_points,
@@ -27,10 +28,6 @@ OPS = (
     *("observe_histogram_", "search_range"),
     *("fake_quant_", "observe_fake_quant", "grid_of_range"),
 )
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
 
 
 # ---- opcheck ----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from tests.cases import (
     bounds,
     codes,
     floats,
+    input_in_blocks,
     layout_cases,
     name_of,
     scales,
@@ -143,9 +144,7 @@ def test_channel_runs(run, dtype, group):
 @pytest.mark.parametrize("memory", ["row_major", "permuted"])
 @pytest.mark.parametrize("block", BLOCKS, ids=name_of)
 def test_blocks(block, memory, dtype):
-    sizes, axis, size = block
-    channels, x = Channels(axis, 1, size), floats(dtype)(*sizes)
-    x = x if memory == "row_major" else x.transpose(0, -1).contiguous().transpose(0, -1)
+    x, channels = input_in_blocks(block, memory, dtype)
     count = channels.count(x)
     check_fake_quant(x, scales(count), zero_points(count), channels)
     check_quantize(x, scales(count), zero_points(count), channels, torch.int8)
