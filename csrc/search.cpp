@@ -26,16 +26,17 @@ struct Candidates {
 
 int64_t step_of(int64_t most, int64_t finest) { return most / finest + 1; }
 
-// The least cost, by a grid and then ever smaller steps around its best.
-template <class Cost>
-Span minimise(const Candidates& candidates, Cost cost) {
+// The least cost, by a grid and then ever smaller steps around its best. A candidate whose floor, which its cost is
+// never below, is over the least so far is not looked at.
+template <class Cost, class Floor>
+Span minimise(const Candidates& candidates, Cost cost, Floor floor) {
   const Span most = candidates.most;
   Span step = {step_of(most.below, candidates.finest), step_of(most.above, candidates.finest)};
   Span best = most;
   double least = cost(most);
   const auto attempt = [&](Span ends) {
     if (ends.below < 0 || ends.above < 0 || ends.below > most.below || ends.above > most.above) return;
-    if (ends.below + ends.above == 0) return;
+    if (ends.below + ends.above == 0 || floor(ends) > least) return;
     const double found = cost(ends);
     if (found < least) least = found, best = ends;
   };
@@ -59,6 +60,14 @@ Span minimise(const Candidates& candidates, Cost cost) {
 
 // ---- squared error ----------------------------------------------------------------------------------------------
 
+// Codes [qmin, qmax] with a step, in bins, and a zero point.
+struct Levels {
+  double step, zero_point;
+  int64_t qmin, qmax;
+
+  double at(int64_t q) const { return (static_cast<double>(q) - zero_point) * step; }
+};
+
 // The squared error of rounding to levels v_q, one step s apart, in O(levels) whatever the number of bins. Summing by
 // parts over the boundaries b_q between levels, with F the cumulated counts and H(b) = integral of F up to b,
 //   error = sum x^2 + v_last^2 * N - 2 * v_last * sum x - 2 * s * sum of H(b_q)
@@ -66,42 +75,61 @@ Span minimise(const Candidates& candidates, Cost cost) {
 class SquaredError {
  public:
   SquaredError(const int64_t* counts, int64_t n, int64_t zero, bool spread)
-      : offset_(static_cast<double>(zero) + (spread ? 0 : 0.5)), last_(n), knots_(n + 1) {
+      : offset_(static_cast<double>(zero) + (spread ? 0 : 0.5)), zero_(zero), last_(n), knots_(n + 1), moments_(n + 1) {
     for (int64_t i = 0; i < n; ++i) {
       const double c = static_cast<double>(counts[i]), x = static_cast<double>(i - zero) + 0.5;
       const double curve = spread ? c / 2 : 0;
       knots_[i].curve = curve;
       knots_[i + 1] = {knots_[i].height + knots_[i].slope + curve, knots_[i].slope + c, 0};
-      first_ += c * x;
-      second_ += c * (x * x + (spread ? 1.0 / 12 : 0));
+      moments_[i + 1] = {moments_[i].first + c * x, moments_[i].second + c * (x * x + (spread ? 1.0 / 12 : 0))};
     }
   }
 
-  // Codes [qmin, qmax] with this step and zero point.
-  double operator()(double step, double zero_point, int64_t qmin, int64_t qmax) const {
-    const double lowest = (static_cast<double>(qmin) + 0.5 - zero_point) * step + offset_;
-    const int64_t skipped = lowest < 0 ? static_cast<int64_t>(-lowest / step) : 0;  // H is 0 there
-    const int64_t boundaries = qmax - qmin;
+  double operator()(const Levels& levels) const {
+    const double lowest = levels.at(levels.qmin) + levels.step / 2 + offset_;
+    const int64_t skipped = lowest < 0 ? static_cast<int64_t>(-lowest / levels.step) : 0;  // H is 0 there
+    const int64_t boundaries = levels.qmax - levels.qmin;
     double sum = 0;
     for (int64_t q = std::min(skipped, boundaries); q < boundaries; ++q) {
-      const double t = std::max(lowest + static_cast<double>(q) * step, 0.0);
+      const double t = std::max(lowest + static_cast<double>(q) * levels.step, 0.0);
       const int64_t i = std::min(static_cast<int64_t>(t), last_);
       const double f = t - static_cast<double>(i);
       const Knot& knot = knots_[i];
       sum += knot.height + f * (knot.slope + f * knot.curve);
     }
-    const double top = (static_cast<double>(qmax) - zero_point) * step;
-    return second_ + top * (top * knots_[last_].slope - 2 * first_) - 2 * step * sum;
+    const double top = levels.at(levels.qmax);
+    return squares_about(top, 0, last_) - 2 * levels.step * sum;
+  }
+
+  // What clipping alone costs, of the bins wholly beyond the ends; less what rounding may have put on it.
+  double floor(const Levels& levels) const {
+    const double top = levels.at(levels.qmax), bottom = levels.at(levels.qmin);
+    const int64_t over = std::clamp(static_cast<int64_t>(std::ceil(top)) + zero_, int64_t{0}, last_);
+    const int64_t under = std::clamp(static_cast<int64_t>(std::floor(bottom)) + zero_, int64_t{0}, last_);
+    constexpr double kRounding = 1e-9;
+    const double clipped = squares_about(top, over, last_) + squares_about(bottom, 0, under);
+    return clipped * (1 - kRounding) - kRounding * moments_[last_].second;
   }
 
  private:
   struct Knot {
     double height = 0, slope = 0, curve = 0;
   };
+  struct Moments {
+    double first = 0, second = 0;
+  };
+
+  // The sum of (x - v)^2 over bins [begin, end).
+  double squares_about(double v, int64_t begin, int64_t end) const {
+    const double count = knots_[end].slope - knots_[begin].slope;
+    const double first = moments_[end].first - moments_[begin].first;
+    return moments_[end].second - moments_[begin].second + v * (v * count - 2 * first);
+  }
+
   double offset_;
-  int64_t last_;
+  int64_t zero_, last_;
   std::vector<Knot> knots_;
-  double first_ = 0, second_ = 0;  // moments
+  std::vector<Moments> moments_;  // of the bins before
 };
 
 // ---- KL divergence ----------------------------------------------------------------------------------------------
@@ -240,12 +268,15 @@ Found squared_error(const Histogram& h, const Search& how, const Candidates& can
   const SquaredError error(h.counts, h.n, h.zero, how.method == Method::l2);
   const double codes = static_cast<double>(how.qmax - how.qmin), top = static_cast<double>(how.qmax);
   const double bottom = static_cast<double>(how.qmin);
-  const Span best = minimise(candidates, [&](Span ends) {
+  const auto levels_of = [&](Span ends) -> Levels {
     const double below = static_cast<double>(ends.below), above = static_cast<double>(ends.above);
-    if (how.symmetric) return error(above / top, 0, how.qmin, how.qmax);
+    if (how.symmetric) return {above / top, 0, how.qmin, how.qmax};
     const double scale = (below + above) / codes;
-    return error(scale, std::min(bottom + std::rint(below / scale), top), how.qmin, how.qmax);
-  });
+    return {scale, std::min(bottom + std::rint(below / scale), top), how.qmin, how.qmax};
+  };
+  const Span best = minimise(
+      candidates, [&](Span ends) { return error(levels_of(ends)); },
+      [&](Span ends) { return error.floor(levels_of(ends)); });
   return {static_cast<double>(how.symmetric ? best.above : best.below), static_cast<double>(best.above)};
 }
 
@@ -257,9 +288,9 @@ Found entropy(const Histogram& h, const Search& how, const Candidates& candidate
   const bool nothing_else = std::all_of(row.begin(), row.end(), [](double c) { return c == 0; });
   const int64_t levels = how.symmetric ? how.qmax + 1 : how.qmax - how.qmin + 1;
   const Divergence divergence(std::move(row));
-  const Span best = nothing_else ? candidates.most : minimise(candidates, [&](Span ends) {
-    return divergence(zero - ends.below, zero + ends.above, levels);
-  });
+  const auto cost = [&](Span ends) { return divergence(zero - ends.below, zero + ends.above, levels); };
+  const auto floor = [](Span) { return -kInfinity; };
+  const Span best = nothing_else ? candidates.most : minimise(candidates, cost, floor);
   return {static_cast<double>(how.symmetric ? best.above : best.below), static_cast<double>(best.above)};
 }
 
