@@ -8,9 +8,9 @@
 #include <string_view>
 #include <tuple>
 
-#include "checks.h"
 #include "launch.h"
 #include "layout.h"
+#include "observer_checks.h"
 #include "search.h"
 
 namespace qtoolkit {

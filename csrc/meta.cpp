@@ -6,8 +6,8 @@
 
 #include <tuple>
 
-#include "checks.h"
 #include "layout.h"
+#include "observer_checks.h"
 
 namespace qtoolkit {
 namespace {

@@ -6,9 +6,9 @@
 #include <tuple>
 
 #include "bodies.h"
-#include "checks.h"
 #include "launch.h"
 #include "layout.h"
+#include "observer_checks.h"
 
 namespace qtoolkit {
 namespace {

@@ -79,11 +79,14 @@ Kernel kernel_of(Op op) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// Short channels (the kernel positions of a transposed convolution's weight) are written out as a row: channel by
+// Short channels (the kernel positions of a transposed convolution's weight) are written out as rows: channel by
 // element rather than by run, so that a chunk reads its scales with vector loads.
 Channels written_out(Channels c) {
-  if (c.count == c.size && c.count > 1 && c.inner < kChunk && c.size * c.inner <= kLongestRow) {
-    c.size = c.count = c.size * c.inner;
+  const int64_t row = c.size * c.inner;
+  const bool repeats = c.count == c.size || c.group_span >= 4 * row;  // of many groups, only what is read several times
+  if (c.count > 1 && c.inner > 1 && c.inner < kChunk && row <= kLongestRow && repeats) {
+    c.count *= c.inner;
+    c.size = row;
     c.inner = 1;
   }
   return c;
@@ -97,7 +100,7 @@ std::vector<A> row_of(const at::Tensor* values, const Channels& row, int64_t rep
   if (values == nullptr) return out;
   const at::Tensor usable = in_arithmetic(*values, std::is_same_v<A, double>);
   const A* from = usable.const_data_ptr<A>();
-  for (int64_t i = 0; i < row.count; ++i) out[i] = rule(from[i / repeat]);
+  for (int64_t i = 0; i < row.count; i += repeat) std::fill_n(out.begin() + i, repeat, rule(from[i / repeat]));
   for (size_t i = row.count; i < out.size(); ++i) out[i] = out[i % row.count];
   return out;
 }
@@ -111,9 +114,18 @@ void in_chunks(const Job& job, F f) {
 
 // Partial sums over segments that depend on the size alone, joined in their order: the same bits for any number of
 // threads.
-double add(double a, double b) { return a + b; }
-double lowest(double a, double b) { return lower(a, b); }
-double highest(double a, double b) { return higher(a, b); }
+struct Add {
+  static constexpr double start = 0;
+  QT_FN double of(double a, double b) { return a + b; }
+};
+struct Lowest {
+  static constexpr double start = std::numeric_limits<double>::infinity();
+  QT_FN double of(double a, double b) { return lower(a, b); }
+};
+struct Highest {
+  static constexpr double start = -std::numeric_limits<double>::infinity();
+  QT_FN double of(double a, double b) { return higher(a, b); }
+};
 
 // How a reduction is cut; `apart` where no segment has a channel of another, so that they share the sums.
 struct Segments {
@@ -131,8 +143,7 @@ int64_t length_apart(const Channels& row, int64_t numel) {
 Segments segments_of(const Channels& row, int64_t width, int64_t numel) {
   const int64_t unit = length_apart(row, numel);
   const bool apart = unit > 0 && unit <= std::max(kSegment, numel / kSegments);
-  const int64_t affordable =
-      numel / (8 * std::max<int64_t>(width, 1));  // sums of many channels cost more than reading x
+  const int64_t affordable = numel / (32 * std::max<int64_t>(width, 1));  // many sums cost more than reading x
   const int64_t most = apart ? kSegments : std::clamp<int64_t>(affordable, 1, kSegments);
   const int64_t wanted = std::clamp<int64_t>((numel + kSegment - 1) / kSegment, 1, most);
   const int64_t step = apart ? unit : kSegment, steps = std::max<int64_t>((numel + step - 1) / step, 1);
@@ -140,34 +151,43 @@ Segments segments_of(const Channels& row, int64_t width, int64_t numel) {
   return {length, std::max<int64_t>((numel + length - 1) / length, 1), apart};
 }
 
-void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat, const double (&start)[2],
-            double (*const (&join)[2])(double, double)) {
+// The segments' sums of a row's places, one segment after the other, and then the places of each channel. Those past
+// the row's end repeat its first ones.
+template <class Join>
+void join_sums(const double* sums, int64_t segments, int64_t step, int64_t width, const Channels& row, int64_t repeat,
+               double start, double* result) {
+  std::vector<double> total(sums, sums + width);
+  for (int64_t s = 1; s < segments; ++s) {
+    for (int64_t i = 0; i < width; ++i) total[i] = Join::of(total[i], sums[s * step + i]);
+  }
+  for (int64_t i = row.count; i < width; ++i) total[i % row.count] = Join::of(total[i % row.count], total[i]);
+  for (int64_t c = 0, i = 0; i < row.count; ++c) {
+    result[c] = start;
+    for (const int64_t end = i + repeat; i < end; ++i) result[c] = Join::of(result[c], total[i]);
+  }
+}
+
+// Runs a kernel that sums (or finds ends) in two ways, of which the second may not be wanted.
+template <class First, class Second>
+void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat) {
   const int64_t width = row.count + (in_a_row(row) ? kChunk : 0);
   const Segments cut = segments_of(row, width, job.numel);
-  double* results[2] = {job.sum_scale, job.sum_zero_point};
-  const int64_t parts = cut.apart ? 1 : cut.count;
-  std::vector<double> partial(2 * parts * width);
-  for (int64_t i = 0; i < 2 * parts; ++i) std::fill_n(partial.data() + i * width, width, start[i % 2]);
+  const int64_t parts = cut.apart ? 1 : cut.count, step = job.sum_zero_point == nullptr ? width : 2 * width;
+  std::vector<double> sums(parts * step, First::start);
+  for (int64_t i = width; i < parts * step; i += step) std::fill_n(sums.data() + i, width, Second::start);
   at::parallel_for(0, cut.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
       Job part = job;
       part.channels = row;
-      part.sum_scale = partial.data() + (cut.apart ? 0 : 2 * s * width);
-      part.sum_zero_point = results[1] == nullptr ? nullptr : part.sum_scale + width;
+      part.sum_scale = sums.data() + (cut.apart ? 0 : s * step);
+      part.sum_zero_point = job.sum_zero_point == nullptr ? nullptr : part.sum_scale + width;
       const int64_t first = std::min(s * cut.length, job.numel);
       kernel(part, first, std::min(first + cut.length, job.numel));
     }
   });
-  for (int r = 0; r < 2 && results[r] != nullptr; ++r) {
-    std::fill_n(results[r], job.channels.count, start[r]);
-    for (int64_t s = 0; s < parts; ++s) {
-      const double* sums = partial.data() + (2 * s + r) * width;
-      for (int64_t i = 0, c = 0; i < width; ++i, c = c + 1 == row.count ? 0 : c + 1) {
-        double& result = results[r][repeat == 1 ? c : c / repeat];
-        result = join[r](result, sums[i]);
-      }
-    }
-  }
+  join_sums<First>(sums.data(), parts, step, width, row, repeat, First::start, job.sum_scale);
+  if (job.sum_zero_point == nullptr) return;
+  join_sums<Second>(sums.data() + width, parts, step, width, row, repeat, Second::start, job.sum_zero_point);
 }
 
 // All that a batch adds to a histogram: threads bring what they have counted, in any order.
@@ -243,9 +263,8 @@ void run(Op op, Job& job, const GridTensors& grid) {
   job.stream =
       job.numel >= kLargeResult && job.x.dense && job.grad.dense && reinterpret_cast<uintptr_t>(job.y) % 64 == 0;
   const Kernel kernel = kernel_of(op);
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  if (op == Op::fake_quant_learned_backward) return reduce(kernel, job, row, repeat, {0, 0}, {add, add});
-  if (op == Op::minmax) return reduce(kernel, job, row, repeat, {kInfinity, -kInfinity}, {lowest, highest});
+  if (op == Op::fake_quant_learned_backward) return reduce<Add, Add>(kernel, job, row, repeat);
+  if (op == Op::minmax) return reduce<Lowest, Highest>(kernel, job, row, repeat);
   job.channels = row;
   in_chunks(job, [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
 }
