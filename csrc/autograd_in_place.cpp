@@ -49,6 +49,11 @@ void check_may_change(const Tensor& x) {
   TORCH_CHECK(!x.is_view() || !x._base().is_leaf() || !x._base().requires_grad(),
               "fake_quant_: x must not be a view of a leaf that requires grad (a parameter, say), which no op may "
               "change in place; use fake_quant.");
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(x);
+  TORCH_CHECK(
+      view == nullptr || !view->has_bw_view() || view->get_creation_meta() == torch::autograd::CreationMeta::DEFAULT,
+      "fake_quant_: x must not be one of several views that one op returns (unbind, split, chunk), nor a view "
+      "made without grad mode, which no op may change in place; use fake_quant.");
 }
 
 Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,

@@ -149,6 +149,11 @@ REFUSED = {
         RuntimeError,
         "x must not be a view of a leaf that requires grad",
     ),
+    "one_of_several_views": (
+        lambda: ops.fake_quant_(leaf(torch.ones(2, 3)).exp().unbind()[0], scales(1)),
+        RuntimeError,
+        "x must not be one of several views that one op returns .* use fake_quant",
+    ),
     "expanded": (
         lambda: ops.fake_quant_(torch.ones(4, 1).expand(4, 6), scales(1)),
         ValueError,
@@ -176,8 +181,9 @@ def test_error(call, error, sentence):
         call()
 
 
-def test_a_refused_leaf_is_left_as_it_was():
-    x = leaf(torch.full((3,), 0.123))
+@pytest.mark.parametrize("of", [leaf, lambda t: leaf(t).mul(1).chunk(1)[0]], ids=["leaf", "one_of_several_views"])
+def test_what_is_refused_is_left_as_it_was(of):
+    x = of(torch.full((3,), 0.123))
     with pytest.raises(RuntimeError, match="fake_quant_"):
         ops.fake_quant_(x, scales(1))
     assert (x._version, x.tolist()) == (0, torch.full((3,), 0.123).tolist())
