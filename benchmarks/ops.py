@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import peers
@@ -62,11 +63,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compiled formulas beside ours")
     parser.add_argument("--peers", action="store_true", help="the peers that are installed beside ours")
     parser.add_argument("--only", default="", help="tables whose titles contain this, such as 'learned'")
+    parser.add_argument("--tensor", default="", help="rows whose tensors contain this, such as 'weight 2.4M, axis 1'")
+    parser.add_argument("--loop", type=float, help="for a profiler: only call our op of each row for so many seconds")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=None, help="21; slow rows get fewer, 3 at least")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; the markdown lies beside it")
     return parser.parse_args()
+
+
+def loop(cases: list[Case], seconds: float) -> None:
+    """Call our op of each case again and again."""
+    for case in cases:
+        ours = next(work for name, work in reversed(case.work.items()) if name.startswith("ours"))
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            ours()
 
 
 def main() -> None:
@@ -81,7 +93,10 @@ def main() -> None:
         check_agreement(tool)
     sync = torch.cuda.synchronize if args.device != "cpu" else lambda: None
     pace = Pace(args.repeats or (7 if args.quick else 21), 0.3 if args.quick else 2.0, sync)
-    cases = [case for case in all_cases(args, tools) if args.only in case.group]
+    cases = [case for case in all_cases(args, tools) if args.only in case.group and args.tensor in case.name]
+    if args.loop:
+        torch.set_num_threads(args.threads[0])
+        return loop(cases, args.loop)
     work = [(case, threads) for case in cases for threads in args.threads]
     rows = [measure(case, threads, pace) for case, threads in tqdm(work, desc="measuring", leave=False)]
     run = {
