@@ -129,11 +129,18 @@ inline Axis check_grid(const char* op, const at::Tensor& x, const at::Tensor& sc
 }
 
 // The smallest exponent and the largest number of each format are those of OCP OFP8 and MX v1.0.
-inline FloatFormat check_format(const char* op, std::string_view format) {
+inline FloatFormat check_small_float(const char* op, std::string_view format) {
   if (format == "e4m3") return {3, 0x1p-6, 448};
   if (format == "e5m2") return {2, 0x1p-14, 57344};
   if (format == "e2m1") return {1, 1, 6};
   TORCH_CHECK_VALUE(false, op, ": format must be 'e4m3', 'e5m2' or 'e2m1', got '", format, "'.");
+}
+
+// All formats that a scale of its own goes with; of the logarithmic one, "nnie", log_grid.h knows the numbers.
+inline std::optional<FloatFormat> check_format(const char* op, std::string_view format) {
+  const bool known = format == "e4m3" || format == "e5m2" || format == "e2m1" || format == "nnie";
+  TORCH_CHECK_VALUE(known, op, ": format must be 'e4m3', 'e5m2', 'e2m1' or 'nnie', got '", format, "'.");
+  return format == "nnie" ? std::nullopt : std::optional(check_small_float(op, format));
 }
 
 // The format of the scales; as e8m0 is one of powers of two, its largest number is left at 0.
@@ -150,7 +157,7 @@ inline FloatFormat check_blocks(const char* op, const at::Tensor& x, int64_t blo
                       "'; pass None.");
     check_per_channel(op, "tensor_scale", *tensor_scale, x, {});
   }
-  return scale_format == "e8m0" ? FloatFormat{} : check_format(op, scale_format);
+  return scale_format == "e8m0" ? FloatFormat{} : check_small_float(op, scale_format);
 }
 
 inline void check_bits(const char* op, int64_t num_bits) {

@@ -69,9 +69,11 @@ std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale
   constexpr const char* kOp = "fake_quant_float";
   check_storage(kOp, "x", x);
   Job job;
-  job.format = check_format(kOp, format);
+  const optional<FloatFormat> small = check_format(kOp, format);
+  job.format = small.value_or(FloatFormat{});
   const Axis a = check_grid(kOp, x, scale, std::nullopt, axis, group, block_size);
-  return map(Op::fake_quant_float, job, x, scale, std::nullopt, a, with_mask);
+  const Op which = small.has_value() ? Op::fake_quant_float : Op::fake_quant_log;
+  return map(which, job, x, scale, std::nullopt, a, with_mask);
 }
 
 // y, a row-major tensor, is only asked for its order.
@@ -96,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string
   constexpr const char* kOp = "fake_quant_block";
   check_storage(kOp, "x", x);
   Job job;
-  job.format = check_format(kOp, format);
+  job.format = check_small_float(kOp, format);
   job.scale_format = check_blocks(kOp, x, block_size, scale_format, tensor_scale);
   const Tensor y = at::empty(x.sizes(), x.options());
   const Tensor scales = scales_of_blocks(job, x, y, block_size, tensor_scale);

@@ -5,6 +5,7 @@
 #include "float_grid.h"
 #include "grid.h"
 #include "job.h"
+#include "log_grid.h"
 
 namespace qtoolkit {
 
@@ -53,6 +54,15 @@ struct FloatRule {
   QT_FN Mapped<V> map(const FloatRule& rule, V x, V scale, V) {
     const auto point = snap(rule.grid, x, scale);
     return {point.code * scale, inside_bits(point)};
+  }
+};
+
+template <class A, class V>
+struct LogRule {
+  QT_FN LogRule of(const Job&) { return {}; }
+  QT_FN Mapped<V> map(const LogRule&, V x, V scale, V) {
+    const auto point = snap_log<A>(x, scale);
+    return {point.code, inside_bits(point)};
   }
 };
 

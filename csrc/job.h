@@ -56,7 +56,7 @@ struct Job {
   const void* scale = nullptr;       // channels.count values, float64 where x is float64, else float32
   const void* zero_point = nullptr;  // the same, or null: symmetric
   Ends ends;
-  FloatFormat format;  // of fake_quant_float
+  FloatFormat format;  // of fake_quant_float, but for the logarithmic one
   // Of block_scale: its result has one number for each channels.inner elements of x, and job.scale is one number or
   // null. The format of the scales; a largest number of 0 stands for e8m0, powers of two.
   FloatFormat scale_format;

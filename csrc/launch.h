@@ -14,6 +14,7 @@ namespace qtoolkit {
 enum class Op {
   fake_quant,
   fake_quant_float,
+  fake_quant_log,
   block_scale,
   tensor_quant,
   fake_tensor_quant,

@@ -33,7 +33,8 @@ TORCH_LIBRARY(qtoolkit, m) {
       "bool mask=False) -> (Tensor, Tensor)");
 
   // Values on the grid of a small float format ("e4m3", "e5m2" or "e2m1"): x / scale rounded half to even, saturated at
-  // the format's largest number, times scale; and the packed mask of what was not saturated. Differentiable in x.
+  // the format's largest number, times scale; or on the logarithmic grid "nnie", of which scale is the largest number.
+  // And the packed mask of what was not saturated. Differentiable in x.
   m.def(
       "fake_quant_float(Tensor x, Tensor scale, str format, int? axis=None, int group=1, int block_size=0, "
       "bool mask=False) -> (Tensor, Tensor)");

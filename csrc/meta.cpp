@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string
                                                     std::string_view scale_format, const optional<Tensor>& tensor_scale,
                                                     bool with_mask) {
   check_storage("fake_quant_block", "x", x);
-  check_format("fake_quant_block", format);
+  check_small_float("fake_quant_block", format);
   check_blocks("fake_quant_block", x, block_size, scale_format, tensor_scale);
   auto sizes = x.sym_sizes().vec();
   sizes.back() = sizes.back() / block_size;

@@ -104,6 +104,7 @@ _NARROW = QuantSpec(bits=8, narrow=True)
 _PER_CHANNEL = QuantSpec(bits=8, axis=0)
 _AFFINE = QuantSpec(bits=8, signed=False, symmetric=False)
 _POW2 = QuantSpec(bits=8, pow2_scale=True)
+_LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 
 # TensorRT 10, explicit quantization. Source: NVIDIA's documentation, "Working with Quantized Types": symmetric int8 in
 # [-128, 127] and no unsigned codes, activations per tensor, weights per output channel, Q/DQ on the inputs of weighted ops,
@@ -207,6 +208,14 @@ TENGINE = replace(
     ),
 )
 
+# NNIE (HiSilicon), whose bytes are logarithms. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
+# inputs of layers, pools, batch norms, interpolations, adds and products; concats are left in float.
+NNIE = Backend(
+    name="nnie",
+    qconfig=QConfig(activation=_LOGARITHMIC, weight=_LOGARITHMIC),
+    roles=_roles(compute=(*_LAYERS, "avg_pool", "upsample_linear", "batch_norm"), merge=("add", "mul"), concat=()),
+)
+
 # TVM, by the pass that turns QDQ models into integer ops (FakeQuantizationToInteger,
 # python/tvm/relay/transform/fake_quantization_to_integer.py): an op becomes integer between quantized inputs and a quantized
 # output; reshapes, slices, max pools and nearest resizes keep their input's scale; concats requantize each input.
@@ -234,6 +243,6 @@ ACADEMIC_NLP = replace(
     ACADEMIC, name="academic-nlp", roles=_roles(compute=("linear", "matmul", "attention"), concat=()), end_bits=None
 )
 
-_ALL = (TENSORRT, TENSORRT8, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, TENGINE, TVM, ACADEMIC, ACADEMIC_NLP)
+_ALL = (TENSORRT, TENSORRT8, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, TENGINE, NNIE, TVM, ACADEMIC, ACADEMIC_NLP)
 
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}

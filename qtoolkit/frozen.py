@@ -36,6 +36,22 @@ def check_scale(name: str, scale: Tensor) -> None:
         )
 
 
+def fake_quant(
+    spec: QuantSpec,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group: int,
+    block_size: int,
+    grad_factor: float = 1.0,
+) -> Tensor:
+    """Return the values nearest to x on the grid of a spec, whatever its format."""
+    channels = (spec.axis, group, block_size)
+    if spec.format != "int":
+        return ops.fake_quant_float(x, scale, spec.format, *channels)
+    return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
+
+
 class Grid(KeepsFloat32):
     """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
 
@@ -66,13 +82,17 @@ class Grid(KeepsFloat32):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the values on the grid nearest to x."""
-        spec = self.spec
-        grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
-        return ops.fake_quant(x, self.scale, self.zero_point, *grid)
+        return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the integer codes of x."""
+        """Return the integer codes of x.
+
+        Raises:
+            ValueError: The format has none.
+        """
         spec = self.spec
+        if spec.format != "int":
+            raise ValueError(f"Grid.codes: format={spec.format!r} has no integer codes; call the grid for its values.")
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
         return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.frozen import Grid, check_scale
+from qtoolkit.frozen import Grid, check_scale, fake_quant
 from qtoolkit.observers import KeepsFloat32, LoadsFloatCheckpoints, RangeObserver, grid_of_range, make_observer
 
 
@@ -166,11 +165,9 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             return x
         self._check_ready()
         spec = self.spec
-        grid = (spec.qmin, spec.qmax, spec.axis, 1, self._block_size_of_rows())
         factor = 1.0 if spec.quantizer == "fixed" else self._lsq_factor(table)
-        return ops.fake_quant(
-            x, self._of_rows(self._scale, index), self._of_rows(self._zero_point, index), *grid, factor
-        )
+        grid = self._of_rows(self._scale, index), self._of_rows(self._zero_point, index)
+        return fake_quant(spec, x, *grid, 1, self._block_size_of_rows(), factor)
 
     def _of_rows(self, values: Tensor | None, index: Tensor) -> Any:
         spec = self.spec
@@ -190,9 +187,7 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             )
 
     def _quantize(self, x: Tensor, factor: float) -> Tensor:
-        spec = self.spec
-        grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
-        return ops.fake_quant(x, self._scale, self._zero_point, *grid, factor)
+        return fake_quant(self.spec, x, self._scale, self._zero_point, self.group, self.spec.block_size, factor)
 
     def _fit_channels(self, x: Tensor) -> None:
         if not self._sized:
@@ -201,7 +196,7 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
         spec = self.spec
         self.ready = True
-        if isinstance(self.observer, RangeObserver):
+        if isinstance(self.observer, RangeObserver) and spec.format == "int":
             return self.observer.observe_and_quantize(x, self._scale, self._zero_point, spec)
         self.observer(x)
         self._write(*grid_of_range(*self.observer.range(), spec))

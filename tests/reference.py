@@ -321,8 +321,36 @@ def cast(values: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
     return rounded.astype(values.dtype), inside
 
 
+def log_level(n: np.ndarray, kind: type) -> np.ndarray:
+    """2^(n/16), correctly rounded; NaN stays."""
+    return np.exp2(np.asarray(n, np.longdouble) / 16).astype(kind)
+
+
+def log_index(v: np.ndarray) -> np.ndarray:
+    """The n whose 2^(n/16) is nearest to v > 0 in the logarithm."""
+    mantissa, exponent = np.frexp(v)
+    return np.rint(16 * np.log2(mantissa.astype(np.longdouble))) + 16 * exponent
+
+
+def fake_quant_nnie(x: Tensor, scale: Tensor, **channels) -> tuple[Tensor, Tensor]:
+    """MQBench's rule: n = round(16 log2 |x|), clipped between the ends, of which the higher is that of the scale."""
+    grid = Snapped(x, scale, **channels)
+    kind, magnitude = grid.s.dtype.type, np.abs(grid.x)
+    with np.errstate(all="ignore"):
+        scales = np.clip(grid.s, kind(2.0**-117), kind(2.0 ** (1022 if kind == np.float64 else 126)))
+        top = log_index(scales)
+        lowest = top - 127 + (grid.x < 0)
+        n = log_index(np.clip(magnitude, kind(TINY), log_level(top + 16, kind)))
+        zero = magnitude <= log_level(lowest, kind) / 2
+        values = np.where(zero, 0, np.copysign(log_level(np.clip(n, lowest, top), kind), grid.x))
+        values = np.where(np.isnan(grid.x), np.nan, values).astype(kind)
+    return tensor(values, x.dtype), tensor((n <= top) | zero, torch.bool)
+
+
 def fake_quant_float(x: Tensor, scale: Tensor, format: str, **channels) -> tuple[Tensor, Tensor]:
     """Values, and where the gradient passes."""
+    if format == "nnie":
+        return fake_quant_nnie(x, scale, **channels)
     grid = Snapped(x, scale, **channels)
     with np.errstate(all="ignore"):
         rounded, inside = cast(grid.quotient, format)

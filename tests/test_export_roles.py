@@ -75,6 +75,9 @@ OPS: dict[str, tuple[Any, int]] = {
 }
 
 
+INTEGER = [name for name, backend in qt.backends.items() if backend.qconfig.activation.format == "int"]
+
+
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino", "vitis"])
 @pytest.mark.parametrize("name", OPS)
 def test_codes_of_each_kind(tmp_path, name: str, backend: str) -> None:
@@ -84,7 +87,7 @@ def test_codes_of_each_kind(tmp_path, name: str, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("net", "backend"),
-    [(net, name) for net in (UNet, Inception, Block) for name in qt.backends if (net, name) not in CONVOLUTIONS_ALONE],
+    [(net, name) for net in (UNet, Inception, Block) for name in INTEGER if (net, name) not in CONVOLUTIONS_ALONE],
 )
 def test_codes_of_small_nets(tmp_path, net: type[nn.Module], backend: str) -> None:
     channels = 4 if net is Inception else 3

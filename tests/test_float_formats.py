@@ -1,5 +1,7 @@
 """fake_quant_float and fake_quant_block: against ml_dtypes, torch's casts and the oracle. All exact."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ ONE = torch.ones(())
 PER_TENSOR = Channels()
 
 formats = pytest.mark.parametrize("format", FORMATS)
+all_formats = pytest.mark.parametrize("format", [*FORMATS, "nnie"])
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 
 
@@ -98,7 +101,7 @@ def test_the_numbers_of_the_format_stay(format):
         assert_same(ops.fake_quant_float(x, torch.tensor(scale), format), x)
 
 
-@formats
+@all_formats
 @dtypes
 def test_special_values(format, dtype):
     x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype).repeat(20)
@@ -112,7 +115,7 @@ def test_what_saturates():
         assert_same(ops.fake_quant_float(x, ONE, format), torch.tensor([most, -most, most, torch.nan]))
 
 
-@formats
+@all_formats
 @dtypes
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_layouts(layout, channels, dtype, format):
@@ -120,7 +123,7 @@ def test_layouts(layout, channels, dtype, format):
     check(x, scales(channels.count(x)), format, channels)
 
 
-@formats
+@all_formats
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_channel_runs(run, format):
     for group in (1, run[0]):
@@ -128,10 +131,53 @@ def test_channel_runs(run, format):
         check(x, scales(channels.count(x)), format, channels)
 
 
-@formats
+@all_formats
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size, format):
     check(floats(torch.float32)(size), scales(1), format)
+
+
+# ---- the logarithmic grid ---------------------------------------------------------------------------------------------
+
+
+def nnie(x: Tensor, amax: float) -> Tensor:
+    return ops.fake_quant_float(x, torch.tensor(amax), "nnie")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+@pytest.mark.parametrize("amax", [1.0, 6.3, 2.0**-117, 3e37])
+def test_halfway_between_logarithms_and_its_neighbours(amax, dtype):
+    """Halves of sixteenths of octaves, the numbers themselves, and the next numbers on both sides, from zero on."""
+    n = torch.arange(-160, 3, dtype=torch.float64)
+    steps = torch.cat([n, n + 0.5]) / 16 + round(16 * math.log2(amax)) / 16
+    points = torch.cat([steps.exp2(), steps.exp2() / 2]).to(dtype)
+    infinity = torch.tensor(torch.inf, dtype=dtype)
+    x = torch.cat([points, points.nextafter(infinity), points.nextafter(-infinity)])
+    check(torch.cat([x, -x]), torch.tensor(amax), "nnie")
+
+
+def test_a_byte_of_logarithmic_codes():
+    """128 magnitudes, of which the lowest has no negative, and zero: as many as a byte has codes."""
+    x = torch.cat([torch.linspace(-14, 0, 40_001).exp2(), torch.zeros(1)])
+    found = nnie(torch.cat([x, -x]), 1.0).unique()
+    k = torch.arange(128, dtype=torch.float64)
+    magnitudes = ((k - 127) / 16).exp2().float()
+    assert_same(found, torch.cat([-magnitudes[1:].flip(0), torch.zeros(1), magnitudes]))
+
+
+def test_where_logarithmic_numbers_become_zero():
+    lowest = 2.0 ** (-127 / 16)
+    x = torch.tensor([lowest / 2 * 1.001, lowest / 2 * 0.999, -lowest / 2 * 1.04, -lowest / 2 * 1.05, 0.0, -0.0])
+    wanted = torch.tensor([lowest, 0, 0, -lowest * 2 ** (1 / 16), 0, 0])
+    assert_same(nnie(x, 1.0), wanted)
+
+
+def test_logarithmic_scales_are_the_largest_number():
+    """A scale counts as the nearest number of the grid."""
+    x = torch.tensor([100.0, -100.0, torch.inf])
+    for amax, n in ((1.0, 0), (6.3, 42), (2.0**0.5, 8)):
+        largest = 2.0 ** (n / 16)
+        assert_same(nnie(x, amax), torch.tensor([largest, -largest, largest]))
 
 
 def test_float64_is_rounded_once():
@@ -143,7 +189,7 @@ def test_float64_is_rounded_once():
 # ---- gradients --------------------------------------------------------------------------------------------------------
 
 
-@formats
+@all_formats
 @dtypes
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_gradient(layout, channels, dtype, format):
@@ -199,7 +245,7 @@ def test_opcheck(args):
     torch.library.opcheck(native.fake_quant_float.default, args)
 
 
-@formats
+@all_formats
 def test_compile(format):
     def step(x: Tensor, scale: Tensor) -> Tensor:
         return (ops.fake_quant_float(x, scale, format, axis=1) * 2).relu()
@@ -313,6 +359,7 @@ def test_compile_of_blocks():
     ("change", "error", "sentence"),
     [
         ({"format": "e8m0"}, ValueError, "format must be 'e4m3', 'e5m2' or 'e2m1', got 'e8m0'."),
+        ({"format": "nnie"}, ValueError, "format must be 'e4m3', 'e5m2' or 'e2m1', got 'nnie'."),
         ({"scale_format": "e5m2"}, ValueError, "scale_format must be 'e8m0' or 'e4m3', got 'e5m2'."),
         ({"block_size": 24}, ValueError, "block_size must be a multiple of 16 up to 1024, got 24."),
         ({"block_size": 48}, ValueError, "must divide the last dimension of x, got block_size=48 and shape [4, 64]"),
@@ -346,7 +393,7 @@ def test_errors_of_blocks(change, error, sentence, device):
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"format": "e3m4"}, ValueError, "format must be 'e4m3', 'e5m2' or 'e2m1', got 'e3m4'."),
+        ({"format": "e3m4"}, ValueError, "format must be 'e4m3', 'e5m2', 'e2m1' or 'nnie', got 'e3m4'."),
         ({"x": torch.ones(4, 6, dtype=torch.int32)}, TypeError, "x must be float32, float64, bfloat16 or float16"),
         ({"scale": torch.ones(5)}, ValueError, "scale must have 1 or 6 elements (x.size(1)), got 5 (shape [5])."),
         (

@@ -325,13 +325,14 @@ def test_a_backend_with_unknown_values_says_so(change: dict[str, Any], words: st
 
 def test_the_targets() -> None:
     assert list(qt.backends) == [
-        "tensorrt", "tensorrt8", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl", "tengine", "tvm",
+        "tensorrt", "tensorrt8", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl", "tengine", "nnie", "tvm",
         "academic", "academic-nlp",
     ]  # fmt: skip
     up = qt.prepare(nets.ConvNet(), backend="tensorrt8").get_submodule("up").weight_quantizer
     assert up.spec.axis == 0
     weights = {name: backend.qconfig.weight.describe() for name, backend in qt.backends.items()}
     assert weights["vitis"] == "int8 pow2"
+    assert weights["nnie"] == "nnie"
     assert weights["openvino"] == "int7 per-channel(0)"
     assert weights["snpe"] == weights["qnn"] == weights["tengine"] == "uint8 affine"
     assert weights["ppl"] == "uint8 affine per-channel(0)"

@@ -60,7 +60,7 @@ def check_everything(x: Tensor, channels: Channels) -> None:
     s, z, grad = scales(count), zero_points(count), floats(x.dtype, 7)(*x.shape)
     for zero_point in (None, z):
         check(lambda x, s, z: native.fake_quant(x, s, z, -100, 90, *how, 1.0, True), x, s, zero_point)
-    for format in ("e4m3", "e5m2", "e2m1"):
+    for format in ("e4m3", "e5m2", "e2m1", "nnie"):
         check(lambda x, s, f=format: native.fake_quant_float(x, s, f, *how, True), x, s)
     for op in (native.tensor_quant, native.fake_tensor_quant):
         check(lambda x, a, op=op: op(x, a, 8, False, True, True), x, torch.tensor(5.3))

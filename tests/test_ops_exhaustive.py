@@ -9,7 +9,7 @@ from torch import Tensor
 from qtoolkit import ops
 from tests import reference, test_float_formats, test_legacy_ops
 from tests.cases import Channels, assert_same, floats, generator, name_of, scales, zero_points
-from tests.test_float_formats import every, formats, kinds
+from tests.test_float_formats import all_formats, every, kinds
 
 native = torch.ops.qtoolkit
 SCALES = torch.tensor([0.1, 2**-7, 1e-6, 3e-8, 700.0, 1e-3, 1.0, 1 / 3])
@@ -42,7 +42,7 @@ def test_integer_grids(dtype: torch.dtype, bits: int, kind: str, affine: bool) -
     assert_same(native.fake_quant_backward(torch.ones_like(x), mask, []), inside.to(dtype))
 
 
-@formats
+@all_formats
 @halves
 def test_float_formats_on_every_scale(dtype: torch.dtype, format: str) -> None:
     test_float_formats.check(on_each_scale(dtype), SCALES, format, Channels(0))

@@ -185,7 +185,8 @@ class Drawn:
     # ---- float formats
 
     def format(self) -> str:
-        return self.mostly(self.r.choice(["e4m3", "e5m2", "e2m1"]), "", "e8m0", "E4M3")
+        logarithmic = ["nnie"] if self.op == "fake_quant_float" else []
+        return self.mostly(self.r.choice(["e4m3", "e5m2", "e2m1", *logarithmic]), "", "e8m0", "E4M3")
 
     def scale_format(self) -> str:
         return self.mostly(self.r.choice(["e8m0", "e4m3"]), "", "e5m2")

@@ -40,7 +40,7 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         y, mask = native.fake_quant(x, scales(count), z, -100, 90, *how, 1.0, True)
         yield from (y, mask, native.fake_quant_backward(grad, mask, [] if y.is_contiguous() else order_of(y)))
         yield from native.fake_quant_learned_backward(grad, x, scales(count), z, -100, 90, *how)
-    for format in ("e4m3", "e5m2", "e2m1"):
+    for format in ("e4m3", "e5m2", "e2m1", "nnie"):
         yield from native.fake_quant_float(x, scales(count), format, *how, True)
     if x.dim() > 0 and x.numel() > 0 and channels.axis is None:
         wide = x.repeat_interleave(48, -1)

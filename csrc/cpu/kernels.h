@@ -37,6 +37,7 @@ struct Kernels {
   const char* name;
   Kernel fake_quant;
   Kernel fake_quant_float;
+  Kernel fake_quant_log;
   Kernel block_scale;
   Kernel tensor_quant;
   Kernel fake_tensor_quant;

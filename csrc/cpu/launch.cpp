@@ -66,6 +66,7 @@ Kernel kernel_of(Op op) {
   switch (op) {
     case Op::fake_quant: return kernels().fake_quant;
     case Op::fake_quant_float: return kernels().fake_quant_float;
+    case Op::fake_quant_log: return kernels().fake_quant_log;
     case Op::block_scale: return kernels().block_scale;
     case Op::tensor_quant: return kernels().tensor_quant;
     case Op::fake_tensor_quant: return kernels().fake_tensor_quant;

@@ -121,6 +121,7 @@ void map(const Job& job, cudaStream_t stream) {
 
 void fake_quant(const Job& job, cudaStream_t stream) { map<IntegerRule>(job, stream); }
 void fake_quant_float(const Job& job, cudaStream_t stream) { map<FloatRule>(job, stream); }
+void fake_quant_log(const Job& job, cudaStream_t stream) { map<LogRule>(job, stream); }
 void tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyCodeRule>(job, stream); }
 void fake_tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyValueRule>(job, stream); }
 

@@ -13,6 +13,7 @@ namespace cuda {
 // the kernels apply usable_scale and usable_zero_point where they load them.
 void fake_quant(const Job& job, cudaStream_t stream);
 void fake_quant_float(const Job& job, cudaStream_t stream);
+void fake_quant_log(const Job& job, cudaStream_t stream);
 void block_scale(const Job& job, cudaStream_t stream);
 void tensor_quant(const Job& job, cudaStream_t stream);
 void fake_tensor_quant(const Job& job, cudaStream_t stream);

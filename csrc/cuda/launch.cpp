@@ -46,6 +46,7 @@ void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
   switch (op) {
     case Op::fake_quant: fake_quant(job, stream); break;
     case Op::fake_quant_float: fake_quant_float(job, stream); break;
+    case Op::fake_quant_log: fake_quant_log(job, stream); break;
     case Op::block_scale: block_scale(job, stream); break;
     case Op::tensor_quant: tensor_quant(job, stream); break;
     case Op::fake_tensor_quant: fake_tensor_quant(job, stream); break;

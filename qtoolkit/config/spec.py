@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from qtoolkit.names import check_known, unknown
 
-FORMATS = ("int",)
+FORMATS = ("int", "nnie")
 OBSERVERS = {"minmax": (), "moving_average": ("momentum",), "histogram": ("bins", "method", "percentile")}
 METHODS = ("percentile", "mse", "l2", "entropy")
 QUANTIZERS = ("fixed", "lsq")
@@ -29,7 +29,8 @@ class QuantSpec:
             the weight (out, in) of a linear layer has scales (out, in / 32), and that of a convolution, (out, in, h, w),
             has (out, in / 32, h, w).
         pow2_scale: Round scales up to powers of two.
-        format: "int".
+        format: "int", or "nnie", the logarithmic grid of `qtoolkit.ops.fake_quant_float`: with 8 bits, signed, symmetric, and a
+            fixed scale, which is the largest magnitude. There are no integer codes, so nothing to export.
         observer: "minmax" (the range of all that was seen), "moving_average" or "histogram" (the range that a method chooses
             from a histogram of all that was seen; per tensor only).
         observer_args: Options of the observer: `momentum` of "moving_average", 0.1 unless given; of "histogram" `bins`
@@ -57,7 +58,7 @@ class QuantSpec:
     axis: int | None = None
     group_size: int | None = None
     pow2_scale: bool = False
-    format: Literal["int"] = "int"
+    format: Literal["int", "nnie"] = "int"
     observer: str = "minmax"
     observer_args: Mapping[str, Any] = field(default_factory=dict)
     quantizer: str = "fixed"
@@ -76,6 +77,8 @@ class QuantSpec:
         if self.observer == "histogram":
             self._check_histogram(**self.observer_args)
         _check_args(f"quantizer {self.quantizer!r}", self.quantizer_args, ())
+        if self.format != "int":
+            self._check_logarithmic()
         if self.pow2_scale and self.quantizer == "lsq":
             raise ValueError("QuantSpec: pow2_scale=True needs quantizer='fixed'; 'lsq' trains scales of any value.")
 
@@ -87,6 +90,26 @@ class QuantSpec:
             raise ValueError(
                 f"QuantSpec: group_size={size} needs the axis that groups run along, got axis=None; of a linear layer's "
                 f"weight (out, in) the inputs are axis=1."
+            )
+
+    def _check_logarithmic(self) -> None:
+        fixed = {
+            "bits": 8,
+            "signed": True,
+            "symmetric": True,
+            "narrow": False,
+            "pow2_scale": False,
+            "quantizer": "fixed",
+        }
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"QuantSpec: format={self.format!r} needs {name}={value!r}, got {getattr(self, name)!r}."
+                )
+        if self.observer == "histogram" and self.observer_args.get("method", "mse") != "percentile":
+            raise ValueError(
+                f"QuantSpec: format={self.format!r} needs another observer than 'histogram', whose methods but 'percentile' "
+                f"look for the best integer grid; take 'minmax' or observer_args={{'method': 'percentile'}}."
             )
 
     def _check_histogram(self, bins: object = 2048, method: str = "mse", percentile: float = 99.99) -> None:
@@ -103,12 +126,16 @@ class QuantSpec:
 
     @property
     def qmin(self) -> int:
-        """Lowest code."""
+        """Lowest code; of a format without integer codes, the lowest number in units of the scale."""
+        if self.format != "int":
+            return -1
         return (-(1 << self.bits - 1) if self.signed else 0) + int(self.narrow)
 
     @property
     def qmax(self) -> int:
-        """Highest code."""
+        """Highest code; of a format without integer codes, the highest number in units of the scale."""
+        if self.format != "int":
+            return 1
         return (1 << self.bits - int(self.signed)) - 1
 
     @property
@@ -154,7 +181,7 @@ class QuantSpec:
             'int4 groups of 32(1)'
         """
         channels = "per-channel" if self.group_size is None else f"groups of {self.group_size}"
-        words = [f"{'' if self.signed else 'u'}int{self.bits}"]
+        words = [f"{'' if self.signed else 'u'}int{self.bits}" if self.format == "int" else self.format]
         words += ["narrow"] if self.narrow else []
         words += [] if self.symmetric else ["affine"]
         words += [] if self.axis is None else [f"{channels}({self.axis})"]

@@ -96,7 +96,7 @@ def export_onnx(
 
     Raises:
         RuntimeError: A quantizer saw no data (calibrate first), or onnxruntime's codes differ.
-        ValueError: An option is not known or out of range.
+        ValueError: An option is not known or out of range, or a format is one that ONNX does not have.
         TypeError: The model was not prepared.
         ImportError: The extra [onnx] is not installed.
 
@@ -114,6 +114,7 @@ def export_onnx(
     from qtoolkit.export.verify import verify_onnx
 
     converted = convert(model) if quantizers_of(model) else model
+    _check_formats(converted)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     chosen = _choose_opset(opset, converted, exporter)
     trace = _export_dynamo if exporter == "dynamo" else _export_torchscript
@@ -146,6 +147,15 @@ def _require_extra() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(f"export_onnx needs {error.name}; type: pip install qtoolkit[onnx]") from None
+
+
+def _check_formats(converted: nn.Module) -> None:
+    for name, module in converted.named_modules():
+        if isinstance(module, Grid) and module.spec.format != "int":
+            raise ValueError(
+                f"export_onnx: {name!r} quantizes to format={module.spec.format!r}, for which ONNX has no node; give the "
+                f"target's own compiler the float model and the ranges (each quantizer's amax)."
+            )
 
 
 def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -> int:

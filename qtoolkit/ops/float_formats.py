@@ -1,4 +1,4 @@
-"""Small float formats, with a scale per tensor, per channel or per block."""
+"""Small float formats and a logarithmic one, with a scale per tensor, per channel or per block."""
 
 from torch import Tensor
 
@@ -11,17 +11,23 @@ _fake_quant_float = library.fake_quant_float.default
 def fake_quant_float(
     x: Tensor, scale: Tensor, format: str, axis: int | None = None, group: int = 1, block_size: int = 0
 ) -> Tensor:
-    """Round x to a small float format and back, with a straight-through gradient.
+    """Round x to a small float format, or onto a logarithmic grid, and back, with a straight-through gradient.
 
     `y = cast(x / scale) * scale`, where the cast rounds half to even and saturates at the format's largest number. NaN
     stays NaN, infinities saturate, denormals of the format are its own, and zeros keep their sign. The gradient in x is
     passed where the cast did not saturate: where x / scale, rounded as if the format's exponents had no end, is at most
     the largest number. It is zero elsewhere. One bit an element is kept for backward.
 
+    The format "nnie" is the logarithmic one of HiSilicon's NNIE (as MQBench 0.0.6 has it): `y = sign(x) * 2^(n / 16)` with
+    `n = clamp(round(16 * log2(|x|)), top - 127, top)` and `top = round(16 * log2(scale))`, so the scale is the largest
+    number; of negative x the lowest n is one more. What is at most half the lowest number of its sign is 0. Its gradient is
+    passed where n is at most `top`, at 0 too (MQBench passes it everywhere). A scale counts as at least 2^-117 and at most
+    2^126 (2^1022 of float64).
+
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
         scale: What the format's 1 stands for; see the module's docstring for its shape. It has no gradient.
-        format: "e4m3" (largest 448, no infinity), "e5m2" (57344) or "e2m1" (6): OCP OFP8 and MX v1.0.
+        format: "e4m3" (largest 448, no infinity), "e5m2" (57344) or "e2m1" (6): OCP OFP8 and MX v1.0; or "nnie" (1).
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a scale, or 0 for no blocks.
@@ -37,6 +43,8 @@ def fake_quant_float(
     Example:
         >>> fake_quant_float(torch.tensor([0.2, 0.75, 2.5, -9.0]), torch.tensor(1.0), "e2m1")
         tensor([ 0.,  1.,  2., -6.])
+        >>> fake_quant_float(torch.tensor([1.0, 0.7, -0.02, 0.001]), torch.tensor(1.0), "nnie")
+        tensor([ 1.0000,  0.7071, -0.0203,  0.0000])
     """
     y: Tensor = _fake_quant_float(x, scale, format, axis, group, block_size)[0]
     return y
