@@ -12,6 +12,7 @@ from qtoolkit.config import QConfigMapping
 from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.patterns import FusePatterns
+from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.graph.swap import QatModules, name_of
 from qtoolkit.graph.transaction import copy_of, random_state_kept, unchanged_on_error
 from qtoolkit.names import check_known
@@ -80,6 +81,7 @@ def prepare(
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else copy_of(model)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
+        gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
         gm = patterns.run(gm, fuse_patterns or {})
         if qconfig_mapping is not None:
             qconfig_mapping.check_names(_names_in(gm))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -17,3 +17,8 @@ def tensors_of(value: Any) -> list[Tensor]:
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
     return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def copy_of(value: Any) -> Any:
+    """Return a value with copies of its tensors: later ops may work in place."""
+    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)

@@ -2,6 +2,7 @@
 
 import builtins
 import math
+import pickle
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -97,6 +98,61 @@ def test_compare_leaves_both_models_as_they_were() -> None:
     assert prepared.training
     for m, state in zip((model, prepared), before, strict=True):
         assert all(torch.equal(v, state[k]) or v.isnan().all() for k, v in m.state_dict().items())
+
+
+class Whole(nn.Module):
+    """A loop over a tensor of unknown length: a submodule that tracing keeps whole; its layer is called for each part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.conv(part[None])[0] for part in x])
+
+
+class Around(nn.Module):
+    """Two layers with a submodule between them that cannot be traced; an argument chooses the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.head = nn.Conv2d(3, 4, 1), Whole(), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        y = self.block(self.stem(x))
+        return self.head(y * 2 if twice else y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"skip": ["block"], "concrete_args": {"twice": True}},
+        {"leaf_modules": [Whole], "example_inputs": torch.randn(2, 3, 6, 6)},
+        {"skip": ["block"], "example_inputs": torch.randn(2, 3, 6, 6)},
+    ],
+    ids=["concrete_args", "leaf", "skip"],
+)
+@pytest.mark.parametrize("converted", [False, True])
+def test_the_float_model_is_traced_as_prepare_did(options: dict, converted: bool) -> None:
+    model, x = Around().eval(), torch.randn(2, 3, 6, 6)
+    inputs = (x, True) if "concrete_args" in options else (x,)
+    prepared = qt.prepare(model, **options)
+    qt.calibrate(prepared, [inputs], progress=False)
+    quantized = pickle.loads(pickle.dumps(qt.convert(prepared) if converted else prepared))
+    result = qt.debug.compare(model, quantized, inputs)
+    layers = {layer.name: layer for layer in result.layers}
+    assert set(layers) >= {"stem", "block.conv", "head"}
+
+    conv = prepared.get_submodule("block.conv")
+    parts = model.stem(x).detach()
+    weight = conv.weight_quantizer(model.block.conv.weight)
+    alone = F.conv2d(conv.input_quantizer(parts), weight, model.block.conv.bias, padding=1)
+    line = layers["block.conv"]
+    wanted = by_hand(model.block.conv(parts), alone)
+    assert (line.own.cosine, line.own.sqnr) == pytest.approx(wanted, rel=1e-4)
+    assert (line.weight.cosine, line.weight.sqnr) == pytest.approx(by_hand(model.block.conv.weight, weight), rel=1e-6)
+    assert line.accumulated.sqnr < line.own.sqnr
+    assert not any(module._forward_hooks for m in (model, quantized) for module in m.modules())
 
 
 def test_bad_arguments_are_named() -> None:

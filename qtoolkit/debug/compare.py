@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.debug.inside import Calls, quantized_inside, watching
 from qtoolkit.graph import trace
 from qtoolkit.graph.fuse import batch_norms
-from qtoolkit.graph.kinds import kind_of
+from qtoolkit.graph.kinds import OTHER, kind_of
 from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.plan import Tracing
 from qtoolkit.graph.roles import is_quantizer, role_of
 from qtoolkit.graph.swap import name_of
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.tables import table
-from qtoolkit.values import tensors_of
+from qtoolkit.values import copy_of, tensors_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Comparison:
 def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
-    Both run in eval mode without gradients, and are afterwards as they were.
+    Both run in eval mode without gradients, and are afterwards as they were. The float model is traced as `qtoolkit.prepare`
+    did; layers in submodules that are kept whole have lines of their own.
 
     Args:
         float_model: The model that was given to `qtoolkit.prepare`; another state of its parameters is fine.
@@ -124,14 +127,18 @@ def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any
         True
     """
     _check(float_model, quantized)
-    twin = trace.run(float_model)
     values = inputs if isinstance(inputs, tuple) else (inputs,)
+    twin = _traced(float_model, quantized, values)
+    inside = quantized_inside(quantized)
     with torch.no_grad(), evaluating(twin), evaluating(quantized):
         reference = _Recorder(twin)
-        expected = reference.run(*values)
+        with watching(twin, inside) as float_calls:
+            expected = reference.run(*values)
         run = _SideBySide(quantized, _counterparts(twin, quantized), reference.values)
-        result = run.run(*values)
-    layers = sorted(run.layers, key=lambda layer: layer.own.sqnr)
+        with watching(quantized, inside) as calls:
+            result = run.run(*values)
+        layers = run.layers + [_compare_inside(quantized, name, float_calls, calls) for name in inside if calls[name]]
+    layers.sort(key=lambda layer: layer.own.sqnr)
     return Comparison(tuple(layers), _similarity(expected, result))
 
 
@@ -144,10 +151,26 @@ def _check(float_model: nn.Module, quantized: QuantizedGraphModule) -> None:
         raise TypeError(f"compare: float_model must be the float torch.nn.Module, got {type(float_model).__name__}.")
 
 
+def _traced(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[Any, ...]) -> QuantizedGraphModule:
+    """Trace the float model as prepare did."""
+    how = quantized.plan.tracing if quantized.plan is not None else Tracing()
+    return trace.run(
+        float_model,
+        how.leaf_modules,
+        how.skip,
+        how.concrete_args,
+        example_inputs=values if how.measured else None,
+    )
+
+
 def _counterparts(twin: QuantizedGraphModule, quantized: QuantizedGraphModule) -> dict[str, str]:
     """Return of each op of the quantized graph the float node with the same meaning: after a folded batch norm, its own."""
     present = {node.name for node in quantized.graph.nodes}
     names = {node.name: node.name for node in twin.graph.nodes}
+    inputs = [[node.name for node in gm.graph.find_nodes(op="placeholder")] for gm in (quantized, twin)]
+    names |= dict(
+        zip(*inputs, strict=False)
+    )  # a pickle may have renamed them; a graph that lacks one is told apart below
     for node, follower in batch_norms(twin):
         if follower.name not in present or _is_linked(quantized, follower):
             names[node.name] = follower.name
@@ -174,7 +197,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and keep a copy of its value."""
         value = super().run_node(n)
-        self.values[n.name] = _copy(value)
+        self.values[n.name] = copy_of(value)
         return value
 
 
@@ -214,7 +237,7 @@ class _SideBySide(fx.Interpreter):
 
     def _entering(self, node: fx.Node) -> Any:
         """Return what goes into an op: the float values, through the quantizers and the ops that only move them."""
-        return self._alone(node) if is_quantizer(node) or self._moves(node) else _copy(self._float(node))
+        return self._alone(node) if is_quantizer(node) or self._moves(node) else copy_of(self._float(node))
 
     def _moves(self, node: fx.Node) -> bool:
         return self.gm.plan is not None and role_of(node, self.gm.plan.backend) == "transparent"
@@ -223,16 +246,25 @@ class _SideBySide(fx.Interpreter):
         return self.reference[self.counterparts[node.name]]
 
     def _weight(self, node: fx.Node) -> Similarity | None:
-        layer = self.gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-        weights = layer.quantized_weights().values() if isinstance(layer, QuantModule) else ()
-        if not weights:
-            return None
-        pairs = [(weight.flatten(), quantizer(weight).flatten()) for quantizer, weight in weights]
-        return Similarity.of(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
+        return _compare_weight(self.gm.get_submodule(str(node.target))) if node.op == "call_module" else None
 
 
-def _copy(value: Any) -> Any:
-    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
+def _compare_inside(gm: QuantizedGraphModule, name: str, float_calls: Calls, calls: Calls) -> LayerComparison:
+    """Compare a layer inside a submodule that is kept whole, over all its calls."""
+    layer = gm.get_submodule(name)
+    expected = [call.output for call in float_calls[name]]
+    alone = [layer(*call.args, **call.kwargs) for call in float_calls[name]]
+    accumulated = _similarity(expected, [call.output for call in calls[name]])
+    kind = layer.KIND if isinstance(layer, QuantModule) else OTHER
+    return LayerComparison(name, kind, _similarity(expected, alone), accumulated, _compare_weight(layer))
+
+
+def _compare_weight(layer: nn.Module) -> Similarity | None:
+    weights = layer.quantized_weights().values() if isinstance(layer, QuantModule) else ()
+    if not weights:
+        return None
+    pairs = [(weight.flatten(), quantizer(weight).flatten()) for quantizer, weight in weights]
+    return Similarity.of(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
 
 
 def _similarity(reference: Any, quantized: Any) -> Similarity:

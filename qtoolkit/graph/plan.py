@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QuantSpec
@@ -33,6 +35,23 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Tracing:
+    """How the model was traced, so that its float form can be traced the same way: options of `qtoolkit.graph.trace.run`.
+
+    Attributes:
+        leaf_modules: Types of submodules that were kept whole.
+        skip: Dotted names of submodules that were kept whole.
+        concrete_args: Values of arguments of forward that were fixed.
+        measured: Whether example inputs decided on sizes.
+    """
+
+    leaf_modules: tuple[type[nn.Module], ...] = ()
+    skip: tuple[str, ...] = ()
+    concrete_args: Mapping[str, Any] | None = None
+    measured: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """What prepare decided.
 
@@ -41,9 +60,11 @@ class Plan:
         status: Of each node, by name: its status and, where there is something to say, the reason.
         edges: Every quantized edge, weights included.
         inside: The status of each layer inside submodules that were kept whole, by dotted name.
+        tracing: How the model was traced.
     """
 
     backend: Backend
     status: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
     edges: tuple[Edge, ...] = ()
     inside: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
+    tracing: Tracing = Tracing()

@@ -1,0 +1,47 @@
+"""The layers inside submodules that are kept whole, of which a graph knows nothing: watched by hooks."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.values import copy_of
+
+
+class Call(NamedTuple):
+    """One call of a layer."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+Calls = dict[str, list[Call]]
+
+
+def quantized_inside(gm: QuantizedGraphModule) -> list[str]:
+    """Return the dotted names of the layers that module replacement has quantized."""
+    inside = {} if gm.plan is None else gm.plan.inside
+    return [name for name, (status, _) in inside.items() if status == "quantized"]
+
+
+@contextmanager
+def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
+    """Record the calls of some submodules while the block runs."""
+    calls: Calls = defaultdict(list)
+    handles = [
+        model.get_submodule(name).register_forward_hook(partial(_note, calls[name]), with_kwargs=True) for name in names
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(calls: list[Call], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    calls.append(Call(copy_of(args), copy_of(kwargs), copy_of(output)))
