@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.graph import in_place
 from qtoolkit.graph.arguments import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.graph.module import Method, QuantizedGraphModule
 from qtoolkit.graph.sizes import Sizes
@@ -63,7 +64,8 @@ def run(
 
     Raises:
         UntraceableError: The model's Python cannot be traced.
-        ValueError: A name in `skip`, `concrete_args` or `preserve_attributes` is not known.
+        ValueError: A name in `skip`, `concrete_args` or `preserve_attributes` is not known, or a tensor and a view of it are
+            changed in place and read in a way that a quantizer between them would break.
         TypeError: An entry of `leaf_modules` is no type of module, or `example_inputs` do not fit forward.
     """
     check_model(model)
@@ -82,6 +84,7 @@ def run(
             raise RuntimeError("random numbers are drawn that would be the same ones at every run of the graph.")
     except Exception as error:  # whatever the user's forward raises on proxies
         raise _explain(error, model, tracer.path, example_inputs is not None) from error
+    in_place.run(graph, model)
     _restore_names(graph, fixed)
     traced = QuantizedGraphModule.of(model, graph, type(model).__name__)
     for name, value in kept.items():

@@ -2,11 +2,12 @@
 
 import inspect
 import linecache
+import operator
 import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.frozen import Grid
+from qtoolkit.graph.in_place import ASSIGNS
 from qtoolkit.graph.run_time import RECORDED, call_scripted, check_none, check_size, items_of, length_of
 from qtoolkit.graph.sizes import UNKNOWN, Sizes, is_plain
 from qtoolkit.nn import QuantModule
@@ -90,6 +92,21 @@ class SizedProxy(fx.Proxy):
 
     def __contains__(self, item: Any) -> bool:
         return item in self.tracer.decide(self)
+
+
+def _assigning(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what += (say) does: torch.fx records it as +, and forgets that the tensor itself is changed."""
+
+    def assign(proxy: SizedProxy, other: Any) -> fx.Proxy:
+        result = proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
+        result.node.meta[ASSIGNS] = True
+        return result
+
+    return assign
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(SizedProxy, f"__i{_name}__", _assigning(getattr(operator, f"__{_name}__")))
 
 
 def _missing() -> None:
