@@ -11,7 +11,7 @@ from qtoolkit.graph.grids import quantizer_behind
 from qtoolkit.graph.kinds import OTHER, kind_of, tensor_inputs
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
-from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer
+from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer, quantizes_its_input
 from qtoolkit.graph.run_time import BOOKKEEPING
 from qtoolkit.graph.swap import name_of
 from qtoolkit.nn import QuantModule
@@ -124,6 +124,7 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:
     behind = [] if model.plan is None else [quantizer_behind(n, model.plan.backend) for n in tensor_inputs(node)]
     weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
     inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))
+    inputs += (f"{node.target}.input_quantizer",) if quantizes_its_input(node) else ()
     return LayerLine(name_of(node), kind_of(node), _weight_of(model, node, weights), inputs, status, reason)
 
 

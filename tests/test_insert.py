@@ -280,6 +280,28 @@ def test_a_weight_of_a_function_is_quantized_per_output_channel(op: Any, axis: i
     assert line.weight == quantizer.spec.describe()
 
 
+WEIGHT_ONLY = qt.QConfig(None, qt.QuantSpec(axis=0))
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        qt.QConfigMapping().set_global(WEIGHT_ONLY),
+        qt.QConfigMapping().set_object_type(F.conv2d, WEIGHT_ONLY),
+        qt.QConfigMapping().set_module_name("conv2d", WEIGHT_ONLY),
+    ],
+    ids=["global", "type", "name"],
+)
+def test_a_config_for_weights_alone_quantizes_a_functions_weight(mapping: qt.QConfigMapping) -> None:
+    model = Probe(lambda m, x, y: F.conv2d(x, m.weight)).eval()
+    prepared = qt.prepare(model, backend="onnxruntime", qconfig_mapping=mapping)
+    assert [edge.quantizer for edge in prepared.plan.edges if edge.consumer == "conv2d"] == ["weight_quantizers.conv2d"]
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "conv2d")
+    assert (line.status, line.weight, line.inputs) == ("quantized", "int8 per-channel(0)", ())
+    scale = model.weight.detach().abs().amax((1, 2, 3)) / 127
+    torch.testing.assert_close(prepared.get_submodule("weight_quantizers.conv2d").scale, scale, rtol=0, atol=0)
+
+
 def test_the_scales_of_a_functions_weight_are_those_of_its_channels() -> None:
     model = Probe(lambda m, x, y: x @ m.matrix)
     prepared = qt.prepare(model, backend="onnxruntime")

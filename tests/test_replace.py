@@ -299,3 +299,37 @@ def test_replacing_twice_changes_nothing() -> None:
     assert str(prepared.graph) == before
     assert all(a is b for a, b in zip(modules, prepared.modules(), strict=True))
     assert str(qt.quantization_report(prepared)) == report
+
+
+# ---- a layer that is called on both sides
+
+
+class Sides(nn.Module):
+    """A layer that the graph calls, and a submodule that is kept whole too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nets.ControlFlow().block
+        self.block.fc = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "snpe"])
+def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: str) -> None:
+    model, x = Sides().eval(), torch.randn(8, 4)
+    prepared = qt.prepare(model, skip=["block"], backend=backend)
+    qt.calibrate(prepared, [x], progress=False)
+    quantizers = qt.quantizers_of(prepared)
+    assert "first.input_quantizer" in quantizers
+    seen: list[Tensor] = []
+    prepared.first.input_quantizer.register_forward_hook(lambda m, args, y: seen.append(args[0]))
+    prepared(x)
+    assert len(seen) == 2
+    assert torch.equal(seen[0], x)  # as it is: nothing has quantized it before
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "first")
+    assert line.inputs == ("first.input_quantizer",)
+    (edge,) = (edge for edge in prepared.plan.edges if edge.quantizer == "first.input_quantizer")
+    assert (edge.source, edge.consumer) == ("x", "first")
+    assert "inside a submodule that is kept whole, too" in edge.why

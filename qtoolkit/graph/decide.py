@@ -10,7 +10,7 @@ from qtoolkit.graph.kind_rules import argument
 from qtoolkit.graph.kind_table import MOVES
 from qtoolkit.graph.kinds import MULTIPLYING_KINDS, kind_of, tensor_inputs
 from qtoolkit.graph.residual import free_branch, fuses
-from qtoolkit.graph.roles import HEADS, Roles, weight_is_float
+from qtoolkit.graph.roles import HEADS, Roles, quantizes_its_input, role_of, weight_is_float
 
 NOT_NEGATIVE = ("relu", "relu6", "sigmoid", "hardsigmoid", "softmax", "softplus")
 STAY_SO = ("avg_pool", "mean", "upsample_linear", "add", "mul", "div", "cat", "stack")
@@ -75,8 +75,10 @@ def run(roles: Roles, graph: fx.Graph) -> Decisions:
     for node in reversed(graph.nodes):
         if node.op == "output":
             collector.take_outputs(node)
-        elif node not in roles.head and roles[node] in HEADS:
-            collector.take(node)
+        elif node not in roles.head:
+            collector.take_weights(node)
+            if roles[node] in HEADS:
+                collector.take(node)
     unsigned = _never_negative(graph) if roles.backend.unsigned_after_relu else set()
     order = {node: i for i, node in enumerate(graph.nodes)}
     groups = sorted(collector.groups(unsigned), key=lambda group: order[group.anchors[0]])
@@ -111,9 +113,21 @@ class _Collector:
             if self._needs_output(node):
                 self.left[node.name] = NEEDS_OUTPUT.format(self.backend.name)
                 return
-            self._take_inputs(node, qconfig)
+            if not quantizes_its_input(node):
+                self._take_inputs(node, qconfig)
         if self.backend.quantize_outputs:
             self._take_users(node, qconfig.activation)
+
+    def take_weights(self, node: fx.Node) -> None:
+        """Collect the weights of an op that is called as a function; they are quantized with or without its other inputs."""
+        qconfig = self.roles.config(node)
+        if qconfig is None or qconfig.weight is None or not self._multiplies_on_target(node):
+            return
+        for weight in self.roles.weights_of(node):
+            spec = qconfig.weight
+            if self.roles.rule(node) is None:
+                spec = _on_output_channels(node, weight, spec, self.backend.conv_transpose_axis)
+            self.weights.append(Want(weight, (), node, spec, f"weight of a {kind_of(node)} called as a function"))
 
     def want(self, source: fx.Node, consumer: fx.Node, spec: QuantSpec, why: str) -> fx.Node | None:
         """Note that a consumer wants a tensor quantized; return the anchor."""
@@ -152,6 +166,10 @@ class _Collector:
 
     # ---- what an op wants
 
+    def _multiplies_on_target(self, node: fx.Node) -> bool:
+        """Return whether an op's weights can be quantized: the target has it, or a rule of the user's own asks for it."""
+        return role_of(node, self.backend) in HEADS or self.roles.rule(node) is not None
+
     def _quantized_by(self, node: fx.Node) -> QConfig | None:
         """Return the config of an op that is to be quantized, None of others."""
         if self.roles[node] not in HEADS or weight_is_float(node):
@@ -175,12 +193,7 @@ class _Collector:
         for source in tensor_inputs(node):
             if kind_of(node) in WITH_CONSTANT and source in self.roles.parameters:
                 continue
-            if source in weights and qconfig.weight is not None:
-                spec = qconfig.weight
-                if self.roles.rule(node) is None:
-                    spec = _on_output_channels(node, source, spec, self.backend.conv_transpose_axis)
-                self.weights.append(Want(source, (), node, spec, f"weight of a {kind_of(node)} called as a function"))
-            elif source is not free and qconfig.activation is not None:
+            if source not in weights and source is not free and qconfig.activation is not None:
                 self.want(source, node, qconfig.activation, self._why(node, free))
 
     def _why(self, node: fx.Node, free: fx.Node | None) -> str:

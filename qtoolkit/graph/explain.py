@@ -16,7 +16,7 @@ from qtoolkit.graph.kind_table import ACTIVATIONS
 from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Status
-from qtoolkit.graph.roles import HEADS, Roles, is_quantizer
+from qtoolkit.graph.roles import HEADS, Roles, is_quantizer, is_weight_quantizer
 from qtoolkit.graph.swap import reason_float
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm
@@ -36,6 +36,8 @@ def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | No
 
 def _status(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> tuple[Status, str]:
     kind, role = kind_of(node), roles[node]
+    if any(is_weight_quantizer(source) for source in node.all_input_nodes):
+        return "quantized", ""
     if kind in (*WEIGHTED_KINDS, "attention", "embedding") and node.op == "call_module":
         reason = reason_float(node, roles.backend, roles.mapping)
         return ("quantized", "") if reason is None else ("float", f"float: {reason}")

@@ -47,6 +47,11 @@ def weight_is_float(node: fx.Node) -> bool:
     return not isinstance(layer, QuantModule) or not layer.quantized_weights()
 
 
+def quantizes_its_input(node: fx.Node) -> bool:
+    """Return whether a node is a layer with a quantizer of its input: it is called in a submodule kept whole, too."""
+    return node.op == "call_module" and getattr(module_of(node), "input_quantizer", None) is not None
+
+
 def source_of(node: fx.Node) -> fx.Node | None:
     """Return the node whose values an op with one input moves or changes; None where that is no tensor to quantize."""
     inputs = tensor_inputs(node)
