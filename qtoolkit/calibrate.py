@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from tqdm import tqdm
 
 from qtoolkit.modes import evaluating
@@ -19,7 +19,7 @@ class CalibrationReport:
     """What `calibrate` returns: data, and a table when printed.
 
     Attributes:
-        batches: Batches that were run.
+        batches: Batches that were run, in all processes.
         ranges: Lowest and highest value that each quantizer's grid holds by what it saw.
         unreached: Quantizers that no data came to: their layers cannot be converted.
     """
@@ -42,11 +42,13 @@ def calibrate(
     max_batches: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     progress: bool = True,
+    synchronize: bool = True,
 ) -> CalibrationReport:
     """Observe the ranges of all quantizers on data, and set their scales; then the model quantizes.
 
     The model runs in eval mode without gradients, with quantizers observing and not quantizing; afterwards it is in the mode
-    it was in. Ranges by "minmax" and "histogram" do not depend on how the data is split into batches.
+    it was in. Ranges by "minmax" and "histogram" do not depend on how the data is split into batches, nor into processes: where
+    torch.distributed is initialized, all ranks end with the ranges of all data (moving averages with their mean).
 
     Args:
         prepared: A model with quantizers.
@@ -55,6 +57,7 @@ def calibrate(
         max_batches: Stop after so many.
         forward: forward(model, batch), for batches that are passed otherwise (a data loader's (images, labels), say).
         progress: Show a progress bar.
+        synchronize: In a process group, share what was seen: then every rank has to call this. False keeps to this rank.
 
     Returns:
         The ranges, and the quantizers that no data came to.
@@ -89,6 +92,8 @@ def calibrate(
             count += 1
             if count == max_batches:
                 break
+    if synchronize and distributed.is_available() and distributed.is_initialized():
+        count = _share(quantizers, count)
     if count == 0:
         raise ValueError("calibrate: batches is empty: there is nothing to take ranges from.")
     return _finish(prepared, quantizers, count)
@@ -98,6 +103,16 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
+    """Give all ranks what each of them saw; return how many batches that were."""
+    mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, (count, mine))
+    for name, quantizer in quantizers.items():
+        quantizer.merge_observed([states[name] for _, states in gathered])
+    return sum(each for each, _ in gathered)
 
 
 def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int) -> CalibrationReport:

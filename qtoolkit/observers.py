@@ -1,6 +1,6 @@
 """Range estimators, and how a range becomes a scale and a zero point."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -66,6 +66,14 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Keep ranges of this shape, where it becomes known by the first input."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was seen, on the CPU, for `merge` in another process."""
+        return {name: buffer.cpu() for name, buffer in self.named_buffers(recurse=False)}
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take what several observers like this one saw, itself among them, for what it saw."""
         raise NotImplementedError
 
 
@@ -134,6 +142,20 @@ class RangeObserver(Observer):
         """Keep ranges of this shape; nothing must have been seen yet."""
         for bound in (self.lo, self.hi):
             bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take the range of all ranges, or, of moving averages, their mean."""
+        lo, hi = (torch.stack([state[name] for state in states]) for name in ("lo", "hi"))
+        if self.momentum is None:
+            lo, hi = lo.amin(0), hi.amax(0)
+        else:
+            seen = ~(lo > hi)
+            count = seen.sum(0)
+            unseen = torch.full_like(lo[0], torch.inf)
+            lo, hi = (torch.where(seen, bound, 0).sum(0) / count for bound in (lo, hi))
+            lo, hi = torch.where(count > 0, lo, unseen), torch.where(count > 0, hi, -unseen)
+        self.lo.copy_(lo)
+        self.hi.copy_(hi)
 
     def extra_repr(self) -> str:
         """Return the options that are not the default."""
@@ -209,9 +231,33 @@ class HistogramObserver(Observer):
         """Refuse: there is one range for a whole tensor."""
         raise ValueError(f"HistogramObserver: it has one range for a tensor, got the shape {shape}.")
 
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add up the histograms, on the bins that one of all their data has."""
+        seen = [state for state in states if not bool(state["hi"] <= state["lo"])]
+        if not seen:
+            return
+        broken = [state for state in seen if not bool(torch.isfinite(state["hi"]))]
+        hi = max(float(state["hi"]) for state in seen)
+        lo = -hi if any(float(state["lo"]) < 0 for state in seen) else 0.0
+        counts = sum(_on_bins(state, lo, hi) for state in seen) if not broken else broken[0]["counts"]
+        for name, value in {"counts": counts, "lo": lo, "hi": hi, **(broken[0] if broken else {})}.items():
+            buffer = self.get_buffer(name)
+            buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype))
+
     def extra_repr(self) -> str:
         """Return the method and the number of bins."""
         return f"method={self.method!r}, bins={self.counts.numel()}"
+
+
+def _on_bins(state: Mapping[str, Tensor], lo: float, hi: float) -> Tensor:
+    """Return a histogram's counts on wider bins: whole numbers of its own make one of these (csrc/histogram.h)."""
+    counts = state["counts"]
+    n = counts.numel()
+    own_lo, own_hi = float(state["lo"]), float(state["hi"])
+    ratio = round((hi - lo) / (own_hi - own_lo))
+    numbers = torch.arange(n) - (n // 2 if own_lo < 0 else 0)
+    places = torch.div(numbers, ratio, rounding_mode="floor") + (n // 2 if lo < 0 else 0)
+    return torch.zeros_like(counts).index_add_(0, places, counts)
 
 
 def make_observer(spec: QuantSpec, shape: tuple[int, ...], group: int) -> Observer:

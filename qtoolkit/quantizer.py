@@ -1,5 +1,6 @@
 """TensorQuantizer: the one quantizer module of every road."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +132,13 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         lo, hi = self.observer.range()
         self.set_range(lo, hi)
         return lo, hi
+
+    def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take what the observers of several processes saw (each one's `observer.state()`) for what this one saw."""
+        shape = max((state["lo"].shape for state in states), key=lambda shape: shape.numel())
+        if not self._sized and shape != self._scale.shape:
+            self._resize(tuple(shape))
+        self.observer.merge([state for state in states if state["lo"].shape == shape])  # the others saw nothing
 
     # ---- use
 

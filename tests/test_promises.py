@@ -1,0 +1,255 @@
+"""What each step of the way promises, and the test that shows it; those tests that had no other place are here."""
+
+import copy
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import qtoolkit as qt
+from tests import nets, ranks
+
+SHAPE = (4, 3, 8, 8)
+
+# Step and promise -> the tests, as module.function.
+PROMISES = {
+    "trace: same outputs, same parameter names": "test_trace.test_trace_keeps_outputs_and_parameter_names",
+    "trace: an error names the source line and the remedy": (
+        "test_graph.test_an_untraceable_model_is_told_the_line_and_the_remedy",
+        "test_trace_errors.test_following_the_advice_ends_in_success",
+    ),
+    "fuse: eval output equal to 1e-6": "test_fuse.test_fuse_eval_output_equal_to_1e_6",
+    "fuse: train output equal": "test_fuse.test_fuse_train_output_equal",
+    "fuse: chains with a second user untouched": "test_fuse.test_fuse_leaves_chains_with_a_second_user_untouched",
+    "swap: quantizers off, bit-equal to before": "test_swap.test_swap_is_bit_equal_with_quantizers_off",
+    "swap: the float state_dict loads": "test_swap.test_the_float_state_dict_loads_after_swap",
+    "swap: what was left float is listed": "test_swap.test_what_was_left_float_is_listed_with_the_reason",
+    "insert: every wanted edge has one quantizer, no other has": (
+        "test_graph.test_every_wanted_edge_has_one_quantizer_on_tensorrt",
+        "test_insert.test_every_quantizer_is_in_the_plan",
+        "test_promises.test_insert_quantizes_the_edges_of_the_plan_and_no_others",
+    ),
+    "insert: shared where the backend says so": "test_insert.test_connected_concats_share_one_quantizer",
+    "calibrate: quantizers never reached are named": "test_calibrate.test_quantizers_without_data_are_named",
+    "calibrate: independent of batch split": "test_calibrate.test_ranges_do_not_depend_on_the_split_into_batches",
+    "calibrate: all ranks agree": "test_promises.test_calibrate_all_ranks_agree",
+    "train: scales positive and finite": (
+        "test_promises.test_train_scales_stay_positive_and_finite",
+        "test_quantizer.test_a_scale_pushed_through_zero_stays_positive",
+    ),
+    "train: compile without graph breaks": "test_graph.test_training_compiles_without_graph_breaks",
+    "train: deepcopy and pickle work": "test_graph.test_copies_compute_and_train_the_same",
+    "train: EMA works": "test_promises.test_train_ema_works",
+    "train: DDP works": "test_promises.test_train_ddp_is_the_step_of_one_process",
+    "train: resume works": "test_promises.test_train_resumed_is_train_without_a_break",
+    "train: BN freezable": "test_batch_norm.test_frozen_batch_norms_keep_their_statistics_and_train_gamma",
+    "convert: equal to the fake-quant model in eval": "test_swap.test_convert_equals_the_fake_quant_model_in_eval",
+    "convert: BN folded, no observer state": "test_swap.test_convert_folds_batch_norms_and_leaves_no_observer_state",
+    "convert: forward_fp32": "test_swap.test_convert_puts_forward_fp32_beside_every_quantized_layer",
+    "export: codes equal": "test_export.test_codes_in_onnxruntime_are_those_of_training",
+    "export: the Q/DQ list equals the plan": "test_export.test_the_pairs_are_those_of_the_plan",
+    "export: onnx.checker passes": "test_promises.test_export_passes_the_checker",
+    "all: shared modules stay shared": "test_graph.test_shared_layers_stay_shared",
+    "all: the user's model is never changed": "test_graph.test_the_users_model_is_not_changed",
+    "all: passing twice changes nothing": "test_graph.test_passing_twice_changes_nothing",
+    "all: a failing pass leaves the user's model untouched and names the node": (
+        "test_prepare_safety.test_a_failing_pass_leaves_the_users_model_untouched",
+        "test_insert.test_a_spec_that_does_not_fit_a_functions_weight_names_the_node",
+    ),
+    "bad input: unknown keys": "test_config.test_bad_values_are_named",
+    "bad input: types that are no modules": "test_insert.test_types_that_are_no_modules_are_refused",
+    "bad input: names and patterns that cannot match": (
+        "test_graph.test_unknown_names_say_the_nearest",
+        "test_fuse.test_bad_patterns_leave_the_model_untouched",
+    ),
+    "bad input: mappings to classes without from_float": "test_swap.test_bad_mappings_leave_the_model_untouched",
+    "batch norm: a linear layer's on inputs of three dimensions": (
+        "test_batch_norm.test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works",
+        "test_batch_norm.test_a_batch_norm_of_other_channels_stays_apart",
+    ),
+}
+NAMES = [
+    (promise, name) for promise, tests in PROMISES.items() for name in ([tests] if isinstance(tests, str) else tests)
+]
+
+
+@pytest.mark.parametrize(("promise", "name"), NAMES, ids=[f"{promise}-{name}" for promise, name in NAMES])
+def test_each_promise_has_its_test(promise: str, name: str) -> None:
+    module, function = name.split(".")
+    assert callable(getattr(import_module(f"tests.{module}"), function, None)), f"{promise}: there is no {name}"
+
+
+# ---- insert
+
+
+@pytest.mark.parametrize("backend", list(qt.backends))
+def test_insert_quantizes_the_edges_of_the_plan_and_no_others(backend: str) -> None:
+    prepared = qt.prepare(nets.ConvNet(), backend=backend)
+    prepared.graph.lint()
+    planned = {(edge.quantizer, edge.source) for edge in prepared.plan.edges}
+    activations = [n for n in prepared.graph.nodes if str(n.target).startswith("activation_quantizers.")]
+    inserted = [(node.target, node.args[0].name) for node in activations]
+    weights = [f"{name}.weight_quantizer" for name, m in prepared.named_modules() if hasattr(m, "weight_quantizer")]
+    inserted += [(name, name.removesuffix("_quantizer")) for name in weights]
+    assert sorted(inserted) == sorted(planned)  # each tensor once
+    for node in activations:
+        assert node.args[0] not in activations
+
+
+# ---- train
+
+
+def learning() -> qt.QConfigMapping:
+    return qt.QConfigMapping().set_global(
+        qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(axis=0, quantizer="lsq"))
+    )
+
+
+def trainable() -> nn.Module:
+    torch.manual_seed(0)
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE).train(), qconfig_mapping=learning())
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    return prepared.train()
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    return {name: quantizer.scale for name, quantizer in qt.quantizers_of(model).items()}
+
+
+def test_train_scales_stay_positive_and_finite() -> None:
+    """Steps so large that some scales go through zero."""
+    prepared = trainable()
+    learned = [quantizer._scale for quantizer in qt.quantizers_of(prepared).values()]
+    optimizer = torch.optim.Adam(learned, 0.05)
+    crossed = False
+    for _ in range(12):
+        take_step(prepared, optimizer, torch.randn(SHAPE))
+        crossed = crossed or any(bool((scale < 0).any()) for scale in learned)
+        for name, scale in scales(prepared).items():
+            assert bool((torch.isfinite(scale) & (scale > 0)).all()), name
+    assert crossed
+    assert bool(qt.convert(prepared)(torch.randn(SHAPE)).isfinite().all())
+
+
+def test_train_ema_works() -> None:
+    prepared = trainable()
+    ema = AveragedModel(prepared, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.01)
+    averages = {name: p.detach().clone() for name, p in prepared.named_parameters()}
+    ema.update_parameters(prepared)  # the first one copies
+    for _ in range(3):
+        take_step(prepared, optimizer, torch.randn(SHAPE))
+        ema.update_parameters(prepared)
+        averages = {name: (averages[name] + p.detach()) / 2 for name, p in prepared.named_parameters()}
+    for name, parameter in ema.module.named_parameters():
+        torch.testing.assert_close(parameter.detach(), averages[name], rtol=1e-6, atol=1e-7)
+    x = torch.randn(SHAPE)
+    converted = qt.convert(ema.module)
+    torch.testing.assert_close(converted(x), ema.eval()(x), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(converted(x), qt.convert(prepared)(x))
+
+
+def test_train_resumed_is_train_without_a_break(tmp_path) -> None:
+    """Model and optimizer come back from a file, into a model that was prepared anew and never calibrated."""
+    batches = torch.randn(6, *SHAPE)
+    one = trainable()
+    optimizer = torch.optim.Adam(one.parameters(), 1e-3)
+    for x in batches[:3]:
+        take_step(one, optimizer, x)
+    torch.save({"model": one.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    for x in batches[3:]:
+        take_step(one, optimizer, x)
+
+    other = qt.prepare(nets.ConvNet().train(), qconfig_mapping=learning())
+    resumed = torch.optim.Adam(other.parameters(), 1e-3)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    other.load_state_dict(state["model"])
+    resumed.load_state_dict(state["optimizer"])
+    for x in batches[3:]:
+        take_step(other, resumed, x)
+    for name, value in one.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+# ---- two processes
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(ranks.work, (str(folder),), nprocs=ranks.SIZE)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks.SIZE)]
+
+
+def assert_equal_scales(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, scale in wanted.items():
+        assert torch.equal(found[name], scale), name
+
+
+@pytest.mark.parametrize("observer", ["minmax", "histogram"])
+def test_calibrate_all_ranks_agree(of_two_ranks, observer: str) -> None:
+    """With each other, and with one process that has all the data."""
+    wanted = ranks.calibrated_scales(observer, ranks.data())
+    for found in of_two_ranks:
+        assert_equal_scales(found[observer], wanted)
+
+
+def test_calibrate_moving_averages_are_averaged_over_the_ranks(of_two_ranks) -> None:
+    one, other = (found["moving_average"] for found in of_two_ranks)
+    assert_equal_scales(one, other)
+    halves = [ranks.calibrated_scales("moving_average", ranks.data()[rank :: ranks.SIZE]) for rank in range(ranks.SIZE)]
+    name = "activation_quantizers.x"
+    assert halves[0][name] != halves[1][name]
+    assert min(half[name] for half in halves) <= one[name] <= max(half[name] for half in halves)
+
+
+def test_calibrate_a_rank_without_data_takes_the_others_ranges(of_two_ranks) -> None:
+    wanted = ranks.calibrated_scales("histogram", ranks.data())
+    for found in of_two_ranks:
+        assert_equal_scales(found["a rank without data"], wanted)
+
+
+def test_calibrate_keeps_to_its_rank_if_asked_to(of_two_ranks) -> None:
+    for rank, found in enumerate(of_two_ranks):
+        assert_equal_scales(found["alone"], ranks.calibrated_scales("minmax", ranks.data()[rank :: ranks.SIZE]))
+
+
+def test_train_ddp_is_the_step_of_one_process(of_two_ranks) -> None:
+    model = ranks.trained()
+    before = copy.deepcopy(model.state_dict())
+    ranks.step(model, ranks.data())
+    one, other = (found["trained"] for found in of_two_ranks)
+    for name, value in model.state_dict().items():
+        assert torch.equal(one[name], other[name]), name
+        torch.testing.assert_close(one[name], value, rtol=1e-5, atol=1e-7)
+    for name in ("conv.weight", "up.weight", "head.weight"):
+        assert not torch.equal(one[name], before[name]), name
+
+
+def test_train_with_sync_batch_norm_on_cpus_is_refused_by_torch_and_eval_works(of_two_ranks) -> None:
+    for found in of_two_ranks:
+        assert "SyncBatchNorm expected input tensor to be on" in found["sync"]["error"]
+        assert found["sync"]["equal in eval"]
+
+
+# ---- export
+
+
+def test_export_passes_the_checker(tmp_path) -> None:
+    onnx = pytest.importorskip("onnx")
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE).eval())
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    result = qt.export_onnx(prepared, torch.randn(SHAPE), tmp_path / "model.onnx")
+    onnx.checker.check_model(str(result.path), full_check=True)
