@@ -3,10 +3,18 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from torch import Tensor, nn
 
+import qtoolkit as qt
+from qtoolkit.debug.compare import LayerComparison
 from tests.data import DATA, needs_data
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -30,6 +38,70 @@ def test_digits(tmp_path) -> None:
         assert float_accuracy > 95
         assert qat > float_accuracy - 2
         assert abs(runtime - qat) < 1
+
+
+def centernet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for package in ("torchvision", "pycocotools"):
+        pytest.importorskip(package, reason=f"needs {package}, which is not installed")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return import_module("centernet")
+
+
+SMALL = "--backbone resnet18 --width 32 --size 128 --train-size 96 --steps 120 --batch 4 --calibration 4 --images 24"
+
+
+def test_centernet_small(tmp_path, monkeypatch) -> None:
+    """So short a training finds few shapes: docs/centernet.md has the figures of the full run."""
+    centernet(monkeypatch)
+    out = run_example("centernet.py", *SMALL.split(), "--least-ap", "0", "--out", str(tmp_path))
+    assert "38 quantized layers" in out
+    layers = re.findall(r"^(\S+)  +(\S+)  +([\d.]+) +-?[\d.]+ dB", out, flags=re.MULTILINE)
+    assert len(layers) == 38
+    assert sum(kind == "conv_transpose" for _, kind, _ in layers) == 3
+    assert all(float(cosine) > 0.99 for _, _, cosine in layers)
+    for line in ("weight codes", "quantizer codes"):
+        assert re.search(rf"^{line}: +0 of \d{{6,}} differ", out, flags=re.MULTILINE)
+    assert (tmp_path / "centernet.onnx").exists()
+    assert "conv_transpose" in (tmp_path / "centernet.svg").read_text()
+    float_ap, int8_ap = (float(re.search(rf"{model} +│ +([\d.]+)", out)[1]) for model in ("float", "int8"))
+    assert abs(float_ap - int8_ap) <= 1
+
+
+class Truth(nn.Module):
+    """Heads that say where the shapes are."""
+
+    def __init__(self, example: ModuleType, scenes: list[Any]) -> None:
+        super().__init__()
+        self.targets = example.targets_of(scenes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.targets.heat.logit(1e-6), self.targets.size, self.targets.offset
+
+
+def test_centernet_ap_of_the_truth_is_100_and_of_moved_boxes_is_not(monkeypatch) -> None:
+    example = centernet(monkeypatch)
+    scenes = [example.draw_scene(128, np.random.default_rng(seed)) for seed in range(6)]
+    model = Truth(example, scenes)
+    assert example.average_precision(model, scenes, 6, "truth") > 99
+    model.targets.offset.add_(1)  # 4 pixels
+    assert 5 < example.average_precision(model, scenes, 6, "moved") < 60
+
+
+def test_centernet_says_what_does_not_hold(monkeypatch) -> None:
+    example = centernet(monkeypatch)
+    good = qt.debug.Similarity(0.9999, 40.0)
+    layers = [
+        LayerComparison(name, "conv", own, good, None) for name, own in (("a", good), ("b", replace(good, cosine=0.98)))
+    ]
+    result = SimpleNamespace(comparison=qt.debug.Comparison(tuple(layers), good))
+    assert example.faults(result, 30.0, 28.9, 10) == [
+        "The layer b alone has a cosine of 0.9800, which must be above 0.99.",
+        "The int8 model's AP is 28.90, more than 1.0 from the float model's 30.00.",
+    ]
+    result.comparison = qt.debug.Comparison((layers[0],), good)
+    assert example.faults(result, 30.0, 29.1, 10) == []
+    (sentence,) = example.faults(result, float("nan"), 0.0, 10)[1:]
+    assert "it has learned too little" in sentence
 
 
 @needs_data
