@@ -96,7 +96,8 @@ def main() -> None:
     cases = [case for case in all_cases(args, tools) if args.only in case.group and args.tensor in case.name]
     if args.loop:
         torch.set_num_threads(args.threads[0])
-        return loop(cases, args.loop)
+        loop(cases, args.loop)
+        return
     work = [(case, threads) for case in cases for threads in args.threads]
     rows = [measure(case, threads, pace) for case, threads in tqdm(work, desc="measuring", leave=False)]
     run = {

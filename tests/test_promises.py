@@ -1,6 +1,7 @@
 """What each step of the way promises, and the test that shows it; those tests that had no other place are here."""
 
 import copy
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -184,12 +185,16 @@ def test_train_resumed_is_train_without_a_break(tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory) -> list[dict[str, Any]]:
+def of_two_ranks(tmp_path_factory) -> Iterator[list[dict[str, Any]]]:
+    """What each rank found, with one thread; and one thread here, as the last bits of a convolution depend on their number."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(ranks.work, (str(folder),), nprocs=ranks.SIZE)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks.SIZE)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks.SIZE)]
+    torch.set_num_threads(threads)
 
 
 def assert_equal_scales(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
