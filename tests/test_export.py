@@ -249,6 +249,27 @@ def test_learned_scales_and_prepared_models_export(tmp_path) -> None:
     assert prepared.training
 
 
+class Pyramid(nn.Module):
+    """A head that takes a list of maps and returns two lists, as those of detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.score = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 1)
+
+    def forward(self, maps: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        hidden = [torch.relu(self.conv(x)) for x in maps]
+        return hidden, [self.score(x) for x in hidden]
+
+
+def test_inputs_in_lists_are_verified(tmp_path) -> None:
+    inputs = ([torch.randn(2, 3, side, side) for side in (8, 4)],)
+    prepared = qt.prepare(Pyramid().eval(), inputs, backend="onnxruntime")
+    qt.calibrate(prepared, [inputs], progress=False)
+    codes = qt.export_onnx(prepared, inputs, tmp_path / "model.onnx").verification
+    assert codes.quantizer_codes.differing == 0
+    assert codes.quantizer_codes.compared == sum(x.numel() + 4 * x[:, 0].numel() for x in inputs[0])
+
+
 def test_half_precision_inputs_pass_through_float32(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval()
     prepared = qt.prepare(model, backend="onnxruntime")

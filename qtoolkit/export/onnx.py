@@ -79,7 +79,7 @@ def export_onnx(
 
     Args:
         model: What `qtoolkit.prepare` or `qtoolkit.convert` returned; it is not changed.
-        example_inputs: A tuple of inputs (or one tensor), for shapes, and for the verification.
+        example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor: for shapes and to verify.
         path: The file to write.
         opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20); None takes 18, or 21 where codes of more than 8 bits or a
             group_size need it.

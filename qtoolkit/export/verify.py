@@ -102,7 +102,7 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
     Args:
         converted: What `qtoolkit.convert` returned.
         model: The exported ModelProto, or the path of its file.
-        inputs: A tuple of inputs, or one tensor.
+        inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor.
 
     Returns:
         Counts of differing codes; `check()` raises where there must be none.
@@ -171,7 +171,7 @@ def _find_pairs(proto: Any) -> list[_Pair]:
     return pairs
 
 
-def _run(proto: Any, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
+def _run(proto: Any, inputs: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     """Run the model and return its outputs, and the tensors of these names."""
     import onnx
     import onnxruntime
@@ -186,7 +186,7 @@ def _run(proto: Any, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {i.name: x.detach().cpu().numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    feeds = {i.name: x.detach().cpu().numpy() for i, x in zip(session.get_inputs(), tensors_of(inputs), strict=True)}
     outputs = [o.name for o in session.get_outputs()]
     return {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
 
