@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.grids import quantizer_behind
+from qtoolkit.graph.kind_rules import is_number
 from qtoolkit.graph.kinds import OTHER, kind_of, tensor_inputs
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
@@ -115,7 +116,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
 
 def _has_line(node: fx.Node) -> bool:
     is_op = node.op in ("call_module", "call_function", "call_method")
-    bookkeeping = node.target in BOOKKEEPING and kind_of(node) == OTHER
+    bookkeeping = (node.target in BOOKKEEPING and kind_of(node) == OTHER) or is_number(node)
     return is_op and not is_quantizer(node) and not bookkeeping
 
 

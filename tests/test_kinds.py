@@ -317,3 +317,18 @@ def test_no_function_has_two_kinds() -> None:
     assert len({id(f) for f in functions}) == len(ROW_OF_FUNCTION)
     kinds = {function: {row.kind for row in ROWS if function in row.functions} for function in functions}
     assert all(len(of) == 1 for of in kinds.values())
+
+
+def on_sizes(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rows, (_, columns) = x.size(0), (0, x.shape[1])
+    more = (rows + columns) * rows - columns * columns
+    return x.reshape(rows * columns // columns, more - (rows + columns) * rows + columns * columns + columns)
+
+
+def test_what_is_computed_from_sizes_is_no_tensor() -> None:
+    model = Probe(on_sizes)
+    assert edges(model) == {("x", "probe")}
+    inputs = torch.rand(2, 4), torch.rand(2, 4)
+    prepared = qt.prepare(model, inputs, backend=TARGET)
+    qt.calibrate(prepared, [inputs], progress=False)
+    assert {line.kind for line in qt.quantization_report(prepared).layers} == {"reshape", "linear"}

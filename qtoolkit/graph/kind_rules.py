@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import fx
 
+from qtoolkit.graph.run_time import length_of
+
 OTHER = "other"
 SPLITS = ("chunk", "split", "tensor_split", "unbind")
 UPSAMPLE_KINDS = {
@@ -30,6 +32,39 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 def is_constant(value: Any) -> bool:
     """Return whether an operand is a number, or a parameter or buffer of the model."""
     return value.op == "get_attr" if isinstance(value, fx.Node) else isinstance(value, int | float)
+
+
+READ_SIZES = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride")
+SIZES = ("shape", "ndim")
+ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return whether a node gives sizes or a number computed from sizes alone, and no tensor."""
+    return _is_number(node, {})
+
+
+def _is_number(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    if node not in known:
+        known[node] = _reads_sizes(node) or (_computes_plainly(node) and _all_numbers(node, known))
+    return known[node]
+
+
+def _reads_sizes(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in READ_SIZES
+    return node.op == "call_function" and (
+        node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
+    )
+
+
+def _computes_plainly(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__module__", "") in ON_NUMBERS
+
+
+def _all_numbers(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    sources = node.all_input_nodes
+    return bool(sources) and all(_is_number(source, known) for source in sources)
 
 
 def _of_two(kind: str, with_constant: str) -> Callable[[fx.Node], str]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.graph.kind_rules import OTHER
+from qtoolkit.graph.kind_rules import OTHER, is_number
 from qtoolkit.graph.kind_table import (
     FOREIGN,
     KINDS,
@@ -43,7 +43,7 @@ def kind_of(node: fx.Node) -> str:
     if node.op not in ("call_module", "call_function", "call_method"):
         return node.op
     row = row_of(node)
-    if row is None:
+    if row is None or is_number(node):
         return OTHER
     return row.kind if row.refine is None else row.refine(node)
 
@@ -64,7 +64,9 @@ def _row_of_module(module: nn.Module) -> Row | None:
     # By exact type: a subclass of a float layer may compute anything. A QAT module says itself what it is.
     if isinstance(module, QuantModule):
         return ROW_OF_KIND.get(module.KIND)
-    return ROW_OF_KIND["batch_norm"] if is_batch_norm(module) else ROW_OF_MODULE.get(type(module))
+    if is_batch_norm(module):
+        return ROW_OF_KIND["batch_norm"]
+    return ROW_OF_MODULE.get(type(module))
 
 
 def float_type(module: nn.Module) -> type[nn.Module]:
@@ -92,11 +94,11 @@ def module_of(node: fx.Node) -> nn.Module:
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that feed an op's data inputs, weights of functions among them, each once, in order.
 
-    Of an op that the table does not know, all its inputs.
+    Of an op that the table does not know, all its inputs but numbers.
     """
     row = row_of(node)
-    if row is None:
-        return node.all_input_nodes
+    if row is None or is_number(node):
+        return [source for source in node.all_input_nodes if not is_number(source)]
     return list(dict.fromkeys(_nodes_in(_data(node, row))))
 
 
