@@ -10,6 +10,7 @@ from qtoolkit.frozen import Grid
 from qtoolkit.graph.grids import quantizer_behind
 from qtoolkit.graph.kind_rules import is_number
 from qtoolkit.graph.kinds import OTHER, kind_of, tensor_inputs
+from qtoolkit.graph.mode import is_mode
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
 from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer, quantizes_its_input
@@ -116,7 +117,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
 
 def _has_line(node: fx.Node) -> bool:
     is_op = node.op in ("call_module", "call_function", "call_method")
-    bookkeeping = (node.target in BOOKKEEPING and kind_of(node) == OTHER) or is_number(node)
+    bookkeeping = (node.target in BOOKKEEPING and kind_of(node) == OTHER) or is_number(node) or is_mode(node)
     return is_op and not is_quantizer(node) and not bookkeeping
 
 

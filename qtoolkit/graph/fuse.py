@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
@@ -94,7 +94,17 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
     layer = module_of(node)
     if not isinstance(layer, QuantWeighted):
         raise TypeError(f"{node.name!r} is no QAT layer, so {follower.name!r} cannot be folded into it.")
-    layer.fold_batch_norm(module_of(follower))
+    bn, name = module_of(follower), str(follower.target)
+    layer.fold_batch_norm(bn)
     follower.replace_all_uses_with(node)
     gm.graph.erase_node(follower)
-    gm.delete_submodule(str(follower.target))
+    if bn._modules:  # of a batch norm with an activation in it, that one stays
+        gm.set_submodule(name, _holder_of(bn))
+    else:
+        gm.delete_submodule(name)
+
+
+def _holder_of(bn: nn.Module) -> nn.Module:
+    holder = nn.Module()
+    holder._modules.update(bn._modules)
+    return holder.train(bn.training)

@@ -224,8 +224,11 @@ ACTIVATION_ROWS = (
 
 ROWS = (*COMPUTE_ROWS, *ELEMENTWISE_ROWS, *POOL_ROWS, *MOVE_ROWS, *NORM_ROWS, *ACTIVATION_ROWS)
 
-# Functions of packages that qtoolkit does not import, by module and name.
-FOREIGN = {("torchvision.ops.stochastic_depth", "stochastic_depth"): Row("identity")}
+# Functions and modules of packages that qtoolkit does not import, by module and name.
+FOREIGN = {
+    ("torchvision.ops.stochastic_depth", "stochastic_depth"): Row("identity"),
+    ("timm.layers.drop", "DropPath"): Row("identity"),
+}
 
 ROW_OF_KIND = {row.kind: row for row in reversed(ROWS) if row.modules}
 ROW_OF_MODULE = {module: row for row in ROWS for module in row.modules}

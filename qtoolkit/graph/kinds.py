@@ -17,6 +17,7 @@ from qtoolkit.graph.kind_table import (
     WEIGHTED,
     Row,
 )
+from qtoolkit.graph.mode import is_mode
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 
@@ -66,7 +67,7 @@ def _row_of_module(module: nn.Module) -> Row | None:
         return ROW_OF_KIND.get(module.KIND)
     if is_batch_norm(module):
         return ROW_OF_KIND["batch_norm"]
-    return ROW_OF_MODULE.get(type(module))
+    return ROW_OF_MODULE.get(type(module)) or FOREIGN.get((type(module).__module__, type(module).__name__))
 
 
 def float_type(module: nn.Module) -> type[nn.Module]:
@@ -98,7 +99,7 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """
     row = row_of(node)
     if row is None or is_number(node):
-        return [source for source in node.all_input_nodes if not is_number(source)]
+        return [source for source in node.all_input_nodes if not (is_mode(source) or is_number(source))]
     return list(dict.fromkeys(_nodes_in(_data(node, row))))
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.graph import in_place
+from qtoolkit.graph import norms
 from qtoolkit.graph.arguments import FIXED_TYPES, bind, fixed_arguments
+from qtoolkit.graph.mode import add_modes, marked
 from qtoolkit.graph.module import Method, QuantizedGraphModule
 from qtoolkit.graph.sizes import Sizes
 from qtoolkit.graph.tracer import ModelTracer, check_assigned, check_hooks, describe_line, scripted_functions, user_line
@@ -78,7 +80,8 @@ def run(
     random = torch.get_rng_state()
     try:
         check_hooks(model)
-        graph = tracer.trace(model, fixed or None)
+        with marked(model, tracer.decided_on_mode):
+            graph = tracer.trace(model, fixed or None)
         check_assigned(model)
         if not torch.equal(random, torch.get_rng_state()):
             raise RuntimeError("random numbers are drawn that would be the same ones at every run of the graph.")
@@ -86,6 +89,8 @@ def run(
         raise _explain(error, model, tracer.path, example_inputs is not None) from error
     in_place.run(graph, model)
     _restore_names(graph, fixed)
+    norms.run(model, graph)
+    add_modes(model, graph)
     traced = QuantizedGraphModule.of(model, graph, type(model).__name__)
     for name, value in kept.items():
         traced.keep(name, value)

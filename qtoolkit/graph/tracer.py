@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.in_place import ASSIGNS
+from qtoolkit.graph.mode import NAME, DecidesOnModeError, Mode, holds_nothing
 from qtoolkit.graph.run_time import RECORDED, call_scripted, check_none, check_size, items_of, length_of
 from qtoolkit.graph.sizes import UNKNOWN, Sizes, is_plain
 from qtoolkit.nn import QuantModule
@@ -142,6 +143,7 @@ class ModelTracer(fx.Tracer):
         self.path: list[tuple[str, nn.Module]] = []
         self.mode = _mode()
         self.measuring = False
+        self.modes: dict[str, fx.Node] = {}
 
     # ---- leaves
 
@@ -162,9 +164,31 @@ class ModelTracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         self.path.append((name, m))
         check_hooks(m)
-        result = super().call_module(m, forward, args, kwargs)
+        last, stack = next(iter(reversed(self.graph.nodes))), self.module_stack.copy()
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+        except DecidesOnModeError:
+            self.module_stack = stack  # fx does not take it back on an error
+            self._forget_after(last)
+            result = self.create_proxy("call_module", name, args, kwargs)
         self.path.pop()
         return result
+
+    def _forget_after(self, last: fx.Node) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                break
+            self.graph.erase_node(node)
+        self.modes = {path: node for path, node in self.modes.items() if node in self.graph.nodes}
+
+    def decided_on_mode(self, module: nn.Module) -> None:
+        """Keep the submodule that is traced whole, where that loses nothing: it decides on its mode.
+
+        Raises:
+            DecidesOnModeError: So it is.
+        """
+        if self.path and self.path[-1][1] is module and holds_nothing(module):
+            raise DecidesOnModeError
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Return a proxy for a parameter or buffer of the model."""
@@ -177,9 +201,14 @@ class ModelTracer(fx.Tracer):
         return SizedProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """Return a value as a node's argument; a proxy that says to be a tensor is no constant, an OrderedDict stays one."""
+        """Return a value as a node's argument.
+
+        A proxy that says to be a tensor is no constant, an OrderedDict stays one, and a mode is read at each run.
+        """
         if isinstance(a, fx.Proxy):
             return a.node
+        if isinstance(a, Mode):
+            return self._read_mode(a)
         if type(a) is OrderedDict:
             return self.create_node(
                 "call_function", OrderedDict, ([(k, self.create_arg(v)) for k, v in a.items()],), {}
@@ -204,6 +233,14 @@ class ModelTracer(fx.Tracer):
             self.sizes.add(node)
             self.measuring = False
         return node
+
+    def _read_mode(self, mode: Mode) -> fx.Node:
+        path = self.path_of_module(mode.module) if mode.module is not self.root else ""
+        if path not in self.modes:
+            self.modes[path] = self.create_node("call_module", f"{path}.{NAME}".removeprefix("."), (), {})
+            if self.sizes is not None:
+                self.sizes.values[self.modes[path]] = mode != 0
+        return self.modes[path]
 
     def _with_home(self, target: Any, args: Any) -> tuple[Any, Any]:
         """Return a function that a pickle can find again, with its arguments."""
