@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
@@ -17,12 +19,17 @@ from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tens
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.graph.roles import HEADS, Roles, is_quantizer, is_weight_quantizer
+from qtoolkit.graph.roles import HEADS, Roles, is_quantizer
+from qtoolkit.graph.run_time import BOOKKEEPING
 from qtoolkit.graph.swap import reason_float
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm
 from qtoolkit.switches import disable_quantization
 
 BY_RULE = "float: the qconfig_mapping says so"
+HIDES_LAYERS = (
+    "float: a function that weights are handed to and tracing stopped at: pass example_inputs, or make it a module"
+)
 
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
@@ -70,8 +77,22 @@ def _status_of_float(node: fx.Node, roles: Roles) -> tuple[Status, str]:
     kind = kind_of(node)
     if kind in ACTIVATIONS:
         return "float", f"float: a {kind} that no quantized op comes right before"
+    if kind == OTHER and node in roles.parameters:
+        return "float", "float: computed from parameters alone"
+    if kind == OTHER and _hides_layers(node):
+        return "float", HIDES_LAYERS
     what = "unknown to qtoolkit" if kind == OTHER else f"a {kind}"
     return "float", f"float: {what}, which {roles.backend.name} computes in float"
+
+
+def _hides_layers(node: fx.Node) -> bool:
+    """Return whether a Python function is given weights."""
+    sources = [source for source in node.all_input_nodes if source.op == "get_attr"]
+    gm = node.graph.owning_module
+    if gm is None or not isinstance(node.target, FunctionType) or node.target in BOOKKEEPING:
+        return False
+    values = [attrgetter(str(source.target))(gm) for source in sources]
+    return any(isinstance(value, nn.Parameter) and value.dim() > 1 for value in values)
 
 
 def _status_of_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> tuple[Status, str]:

@@ -31,7 +31,9 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 def is_constant(value: Any) -> bool:
     """Return whether an operand is a number, or a parameter or buffer of the model."""
-    return value.op == "get_attr" if isinstance(value, fx.Node) else isinstance(value, int | float)
+    if isinstance(value, fx.Node):
+        return value.op == "get_attr" or is_number(value)
+    return isinstance(value, int | float)
 
 
 READ_SIZES = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride")

@@ -1,12 +1,13 @@
 """What kind of op a node is, by one table of modules, functions, operators and methods, so that passes never special-case."""
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from qtoolkit.graph.kind_rules import OTHER, is_number
+from qtoolkit.graph.kind_rules import OTHER, gives_tuple, is_number
 from qtoolkit.graph.kind_table import (
     FOREIGN,
     KINDS,
@@ -25,6 +26,8 @@ from qtoolkit.nn.batch_norm import is_batch_norm
 WEIGHTED_KINDS = ("conv", "conv_transpose", "linear")
 # Ops that multiply by what can be a weight, when they are called as functions.
 MULTIPLYING_KINDS = (*WEIGHTED_KINDS, "matmul")
+# The kinds of all ops that return one tensor; of ops that can return several, `gives_tuple` tells.
+GIVE_ONE_TENSOR = {kind for kind in KINDS if kind not in ("attention", "split")}
 
 __all__ = [
     "KINDS",
@@ -46,7 +49,16 @@ def kind_of(node: fx.Node) -> str:
     row = row_of(node)
     if row is None or is_number(node):
         return OTHER
-    return row.kind if row.refine is None else row.refine(node)
+    kind = row.kind if row.refine is None else row.refine(node)
+    return "slice" if kind == OTHER and _picks_one(node) else kind
+
+
+def _picks_one(node: fx.Node) -> bool:
+    """Return whether a node takes x[0] of what is known to be one tensor, and no tuple."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], int):
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and not gives_tuple(source) and kind_of(source) in GIVE_ONE_TENSOR
 
 
 def row_of(node: fx.Node) -> Row | None:
@@ -93,14 +105,13 @@ def module_of(node: fx.Node) -> nn.Module:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that feed an op's data inputs, weights of functions among them, each once, in order.
+    """Return the nodes that feed an op's data inputs, weights of functions among them, each once, in order; no numbers.
 
-    Of an op that the table does not know, all its inputs but numbers.
+    Of an op that the table does not know, all its inputs.
     """
     row = row_of(node)
-    if row is None or is_number(node):
-        return [source for source in node.all_input_nodes if not (is_mode(source) or is_number(source))]
-    return list(dict.fromkeys(_nodes_in(_data(node, row))))
+    sources = node.all_input_nodes if row is None or is_number(node) else dict.fromkeys(_nodes_in(_data(node, row)))
+    return [source for source in sources if not (is_mode(source) or is_number(source))]
 
 
 def parameters_in(graph: fx.Graph) -> set[fx.Node]:

@@ -38,7 +38,13 @@ def items_of(value: Iterable[Any]) -> list[Any]:
     return list(value)
 
 
+def set_item(tensor: Any, index: Any, value: Any) -> Any:
+    """Write into a tensor, and return it."""
+    tensor[index] = value
+    return tensor
+
+
 # What a pickle, which is traced again when it is loaded, must not run then.
-RECORDED = (check_size, check_none, call_scripted, length_of, items_of)
+RECORDED = (check_size, check_none, call_scripted, length_of, items_of, set_item)
 # What no runtime computes with: checks, and values put together or taken apart.
 BOOKKEEPING = (check_size, check_none, length_of, items_of, torch._assert, getattr, OrderedDict)

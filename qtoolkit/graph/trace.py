@@ -88,6 +88,8 @@ def run(
     except Exception as error:  # whatever the user's forward raises on proxies
         raise _explain(error, model, tracer.path, example_inputs is not None) from error
     in_place.run(graph, model)
+    for node in tracer.seen_through:
+        node.meta.pop("is_wrapped", None)  # fx marks what a wrapped function returns, to be wrapped again
     _restore_names(graph, fixed)
     norms.run(model, graph)
     add_modes(model, graph)

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.in_place import ASSIGNS
 from qtoolkit.graph.mode import NAME, DecidesOnModeError, Mode, holds_nothing
-from qtoolkit.graph.run_time import RECORDED, call_scripted, check_none, check_size, items_of, length_of
+from qtoolkit.graph.run_time import RECORDED, call_scripted, check_none, check_size, items_of, length_of, set_item
 from qtoolkit.graph.sizes import UNKNOWN, Sizes, is_plain
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -94,6 +95,11 @@ class SizedProxy(fx.Proxy):
     def __contains__(self, item: Any) -> bool:
         return item in self.tracer.decide(self)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        new = self.tracer.create_proxy("call_function", set_item, (self, index, value), {})
+        self.tracer.rebound.append((self, self.node))
+        self.node = new.node  # who takes the tensor from now on takes it after the assignment
+
 
 def _assigning(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what += (say) does: torch.fx records it as +, and forgets that the tensor itself is changed."""
@@ -138,12 +144,15 @@ class ModelTracer(fx.Tracer):
         scripted: Mapping[Any, tuple[str, str]] | None = None,
     ) -> None:
         self.scripted = dict(scripted or {})
-        super().__init__(autowrap_functions=(*RECORDED, *self.scripted, *_whole_functions()))
+        self.whole_functions = (*RECORDED, *self.scripted, *_whole_functions())
+        super().__init__(autowrap_functions=self.whole_functions)
         self.leaf_modules, self.whole, self.sizes = tuple(leaf_modules), set(whole), sizes
         self.path: list[tuple[str, nn.Module]] = []
         self.mode = _mode()
         self.measuring = False
         self.modes: dict[str, fx.Node] = {}
+        self.rebound: list[tuple[SizedProxy, fx.Node]] = []
+        self.seen_through: list[fx.Node] = []
 
     # ---- leaves
 
@@ -164,17 +173,54 @@ class ModelTracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         self.path.append((name, m))
         check_hooks(m)
-        last, stack = next(iter(reversed(self.graph.nodes))), self.module_stack.copy()
+        before = self._mark()
         try:
             result = super().call_module(m, forward, args, kwargs)
         except DecidesOnModeError:
-            self.module_stack = stack  # fx does not take it back on an error
-            self._forget_after(last)
+            self._go_back(before)
             result = self.create_proxy("call_module", name, args, kwargs)
         self.path.pop()
         return result
 
-    def _forget_after(self, last: fx.Node) -> None:
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
+        """Make a node, or, for a Python function that weights are handed to, trace what it does with them.
+
+        torch.fx.wrap makes such a function one op, in which its layers would stay in float unseen.
+        """
+        hides = kind == "call_function" and self._hides_layers(target, (args, kwargs))
+        seen = self._see_through(target, args, kwargs) if hides else None
+        return super().create_proxy(kind, target, args, kwargs, *rest, **more) if seen is None else seen
+
+    def _see_through(self, function: FunctionType, args: Any, kwargs: Any) -> fx.Proxy | None:
+        before, random = self._mark(), torch.get_rng_state()
+        try:
+            result = function(*args, **kwargs)
+        except Exception:  # whatever it raises on proxies: then it stays one op, as its author asks
+            result = None
+        if isinstance(result, SizedProxy) and torch.equal(random, torch.get_rng_state()):
+            self.seen_through.append(result.node)
+            return result
+        torch.set_rng_state(random)
+        self._go_back(before)
+        return None
+
+    def _hides_layers(self, target: Any, arguments: Any) -> bool:
+        if self.sizes is None or not isinstance(target, FunctionType) or target in self.whole_functions:
+            return False
+        if (target.__module__ or "").partition(".")[0] == "torch":
+            return False
+        proxies: list[Any] = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
+        return any(_is_weight(p.node, self.sizes[p.node]) for p in proxies)
+
+    def _mark(self) -> tuple[fx.Node, Any, int]:
+        return next(iter(reversed(self.graph.nodes))), self.module_stack.copy(), len(self.rebound)
+
+    def _go_back(self, mark: tuple[fx.Node, Any, int]) -> None:
+        """Undo what was traced since a mark."""
+        last, self.module_stack, count = mark  # fx does not take its stack back on an error
+        for proxy, node in reversed(self.rebound[count:]):
+            proxy.node = node
+        del self.rebound[count:]
         for node in reversed(list(self.graph.nodes)):
             if node is last:
                 break
@@ -283,6 +329,10 @@ class ModelTracer(fx.Tracer):
         if not isinstance(value, tuple | list | Tensor):
             items = self.create_proxy("call_function", items_of, (obj,), {})
         return (items[i] for i in range(len(items)))
+
+
+def _is_weight(node: fx.Node, value: Any) -> bool:
+    return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1
 
 
 def check_hooks(module: nn.Module) -> None:
