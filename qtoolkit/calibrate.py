@@ -123,7 +123,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     observed = set(reached.values())
     for module in prepared.modules():
-        if isinstance(module, QuantModule) and observed.isdisjoint(q for q, _ in module.quantized_weights().values()):
+        if isinstance(module, QuantModule) and observed.isdisjoint(module.weight_quantizers().values()):
             module.reset_weight_range()  # a layer that was not run still has its weight
     ranges = {name: (float(lo.min()), float(hi.max())) for name, (lo, hi) in loaded.items()}
     return CalibrationReport(count, ranges, tuple(n for n in quantizers if n not in reached))

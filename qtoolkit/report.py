@@ -134,7 +134,7 @@ def _weight_of(model: QuantizedGraphModule, node: fx.Node, quantizers: list[str]
     """Return how a layer's weight is quantized, or a function's."""
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     if isinstance(module, QuantModule):
-        return ", ".join(dict.fromkeys(_spec_of(quantizer) for quantizer, _ in module.quantized_weights().values()))
+        return ", ".join(dict.fromkeys(_spec_of(quantizer) for quantizer in module.weight_quantizers().values()))
     return ", ".join(_spec_of(model.get_submodule(name)) for name in quantizers)
 
 
@@ -160,7 +160,7 @@ def _tensor_lines_inside(model: QuantizedGraphModule, name: str) -> list[TensorL
 
 
 def _weight_inside(layer: nn.Module) -> str:
-    quantizers = [q for q, _ in layer.quantized_weights().values()] if isinstance(layer, QuantModule) else []
+    quantizers = list(layer.weight_quantizers().values()) if isinstance(layer, QuantModule) else []
     return _spec_of(quantizers[0]) if quantizers else ""
 
 

@@ -235,3 +235,20 @@ def test_bad_mappings_leave_the_model_untouched(given: object, words: str) -> No
     assert words in str(caught.value)
     assert dict(model.named_modules()) == modules
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_are_read_for_their_ranges_alone(monkeypatch) -> None:
+    read = []
+    effective = qt.nn.QuantWeighted.effective_weight
+
+    def counted(layer: qt.nn.QuantWeighted) -> Tensor:
+        read.append(layer)
+        return effective(layer)
+
+    monkeypatch.setattr(qt.nn.QuantWeighted, "effective_weight", counted)
+    prepared = qt.prepare(nets.ConvNet(), backend="onnxruntime")
+    qt.quantization_report(prepared)
+    layers = [m for m in prepared.modules() if isinstance(m, qt.nn.QuantWeighted)]
+    with_norm = [layer for layer in layers if layer.batch_norm is not None]
+    assert len(with_norm) == 3
+    assert len(read) == len(layers) + len(with_norm)  # once each, and again with the batch norm's factor

@@ -74,7 +74,7 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
         status, reason = gm.plan.status.get(node.name, ("", ""))
     lines = [name_of(node), kind_of(node)]
     if isinstance(module, QuantModule):
-        lines += [f"weight {_describe(quantizer)}" for quantizer, _ in module.quantized_weights().values()]
+        lines += [f"weight {_describe(quantizer)}" for quantizer in module.weight_quantizers().values()]
     return {"label": "\n".join(lines), "tooltip": reason or status or node.op, "fillcolor": COLORS[status]}
 
 

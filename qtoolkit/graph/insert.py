@@ -145,5 +145,5 @@ def _layer_edges(gm: QuantizedGraphModule) -> list[Edge]:
         )
         for n, layer in layers
         if isinstance(layer, QuantModule)
-        for name, (q, _) in layer.quantized_weights().items()
+        for name, q in layer.weight_quantizers().items()
     ]

@@ -191,7 +191,7 @@ def _weight_spec(node: fx.Node) -> QuantSpec | None:
         return None
     module = module_of(node)
     if isinstance(module, QuantModule):
-        return next((quantizer.spec for quantizer, _ in module.quantized_weights().values()), None)
+        return next((quantizer.spec for quantizer in module.weight_quantizers().values()), None)
     return module.spec if is_weight_quantizer(node) and isinstance(module, TensorQuantizer | Grid) else None
 
 

@@ -44,7 +44,7 @@ def weight_is_float(node: fx.Node) -> bool:
     if node.op != "call_module" or kind_of(node) not in (*WEIGHTED_KINDS, "attention"):
         return False
     layer = module_of(node)
-    return not isinstance(layer, QuantModule) or not layer.quantized_weights()
+    return not isinstance(layer, QuantModule) or not layer.weight_quantizers()
 
 
 def quantizes_its_input(node: fx.Node) -> bool:

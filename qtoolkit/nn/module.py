@@ -75,6 +75,10 @@ class QuantModule(nn.Module):
         """Return each weight quantizer by its name in this module, with the tensor that it quantizes."""
         raise NotImplementedError
 
+    def weight_quantizers(self) -> Mapping[str, Quantizer]:
+        """Return each weight quantizer by its name in this module; the weights need not be computed for that."""
+        return {name: quantizer for name, (quantizer, _) in self.quantized_weights().items()}
+
     def reset_weight_range(self) -> None:
         """Set the weight quantizers' ranges to those of the weights as they are now."""
         for quantizer, weight in self.quantized_weights().values():

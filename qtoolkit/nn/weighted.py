@@ -55,11 +55,11 @@ class QuantWeighted(QuantModule):
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
         """Return the weight's quantizer with the weight as it is quantized."""
-        return (
-            {}
-            if self.weight_quantizer is None
-            else {"weight_quantizer": (self.weight_quantizer, self.effective_weight())}
-        )
+        return {name: (quantizer, self.effective_weight()) for name, quantizer in self.weight_quantizers().items()}
+
+    def weight_quantizers(self) -> Mapping[str, Quantizer]:
+        """Return the weight's quantizer."""
+        return {} if self.weight_quantizer is None else {"weight_quantizer": self.weight_quantizer}
 
     # ---- batch norm
 

@@ -1,0 +1,110 @@
+"""A dozen models of the zoo through every step; benchmarks/zoo.py runs them all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+# Models whose layers are all quantized, and equal the float model bit for bit with quantizers off.
+WITHOUT_EXPORT = [
+    "torchvision/densenet121",
+    "torchvision/fasterrcnn_mobilenet_v3_large_320_fpn",
+    "torchvision/googlenet",
+    "torchvision/lraspp_mobilenet_v3_large",
+    "torchvision/raft_small",
+    "torchvision/swin_t",
+    "timm/levit_128s",
+    "timm/test_byobnet",
+    "timm/test_nfnet",
+]
+EXPORTED = ["torchvision/squeezenet1_1", "timm/test_efficientnet", "timm/test_vit"]
+
+
+@pytest.fixture(autouse=True)
+def _import_from_the_folder(monkeypatch, threads) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    threads(1)
+
+
+def outcome_of(name: str, export: bool) -> Any:
+    package = name.partition("/")[0]
+    for needed in ("torchvision", package):
+        pytest.importorskip(needed, reason=f"the zoo takes models from {needed}")
+    from zoo_models import pipeline, recipes
+
+    outcome = pipeline.run(recipes()[name], "onnxruntime", export)
+    assert outcome.failed == "", f"{outcome.failed}: {outcome.error}"
+    return outcome
+
+
+@pytest.mark.parametrize("name", WITHOUT_EXPORT)
+def test_every_layer_is_quantized_and_nothing_else_changes(name: str) -> None:
+    outcome = outcome_of(name, export=False)
+    assert outcome.quantized > 0
+    assert outcome.left_float == {}
+    assert outcome.off_difference == 0
+    assert outcome.folded_difference < 2e-4
+    assert set(outcome.seconds) >= {"trace", "prepare", "calibrate", "train", "convert"}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_the_codes_in_onnxruntime_are_the_same(name: str) -> None:
+    outcome = outcome_of(name, export=True)
+    assert outcome.off_difference == 0
+    assert outcome.weight_codes[0] == outcome.quantizer_codes[0] == 0
+    assert outcome.weight_codes[1] > 0
+    assert outcome.quantizer_codes[1] > 0
+    assert outcome.layer_codes[0] <= 1e-3 * outcome.layer_codes[1]
+    assert outcome.output_difference is not None
+
+
+def test_a_step_that_fails_is_in_the_table() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models import pipeline, table
+    from zoo_models.recipe import Recipe
+
+    class Decides(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else super().forward(x)
+
+    recipe = Recipe("own/decides", "own", lambda: torch.nn.Sequential(Decides(4, 4)), lambda: (torch.rand(2, 4),))
+    outcome = pipeline.run(recipe, "onnxruntime", export=False)
+    assert outcome.failed == "trace"
+    assert "cannot trace Sequential" in outcome.error
+    text = table.markdown([outcome.json()])
+    assert "0 models went through all steps, 1 did not: own/decides" in text
+    assert "**trace: UntraceableError" in text
+
+
+def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    found, page = tmp_path / "zoo.json", tmp_path / "zoo.md"
+    options = ["--only", "=torchvision/squeezenet1_1", "--no-export", "--json", str(found), "--markdown", str(page)]
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / "zoo.py"), *options], check=False, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    (outcome,) = json.loads(found.read_text())["models"]
+    assert outcome["name"] == "torchvision/squeezenet1_1"
+    assert f"| squeezenet1_1 | {outcome['quantized']} | none |" in page.read_text()
+
+
+def test_the_documented_table_is_that_of_the_results() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models import table
+
+    outcomes = json.loads((FOLDER / "results" / "zoo.json").read_text())["models"]
+    assert table.markdown(outcomes) in (FOLDER.parent / "docs" / "zoo.md").read_text()
+    unexplained = [
+        (o["name"], reason)
+        for o in outcomes
+        for reason in o["left_float"]
+        if "unknown" in reason or "no reason" in reason
+    ]
+    assert unexplained == []
