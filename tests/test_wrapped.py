@@ -126,3 +126,37 @@ def test_assignment_is_seen_by_who_takes_the_tensor_later(measured: bool) -> Non
     qt.calibrate(prepared, [x], progress=False)
     restored = pickle.loads(pickle.dumps(prepared))
     assert torch.equal(restored(x), prepared(x))
+
+
+def sides_of(x: Tensor, least: int) -> list[int]:
+    """Return sizes by a way of counting that a graph does not see."""
+    return [max(int(side), least) for side in x.shape]
+
+
+fx.wrap("sides_of")
+
+
+class Sides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear_of(), linear_of()
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        rows, columns = sides_of(x, 2)
+        y = self.first(x).reshape(rows * columns // 4, -1) + rows * columns
+        return self.second(y * factor)
+
+
+def test_numbers_that_a_function_gives_are_no_tensors() -> None:
+    model, inputs = Sides().eval(), (torch.rand(3, 4), 0.5)
+    prepared = qt.prepare(model, inputs, "onnxruntime")
+    qt.calibrate(prepared, [inputs], progress=False)
+    restored = pickle.loads(pickle.dumps(prepared))
+    for ours in (prepared, copy.deepcopy(prepared), restored):
+        report = qt.quantization_report(ours)
+        assert [(line.name, line.kind) for line in report.layers if line.kind in ("mul", "add", "scale", "shift")] == [
+            ("add", "shift"),
+            ("mul_2", "scale"),
+        ]
+        with qt.disable_quantization(ours):
+            assert torch.equal(ours(*inputs), model(*inputs))

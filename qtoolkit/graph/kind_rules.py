@@ -36,19 +36,22 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
+NUMBER = "number"  # in the meta of a node that gave no tensor at tracing
 READ_SIZES = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride")
 SIZES = ("shape", "ndim")
 ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
 
 
 def is_number(node: fx.Node) -> bool:
-    """Return whether a node gives sizes or a number computed from sizes alone, and no tensor."""
+    """Return whether a node gives a number, a size or several: by the example at tracing, or as computed from sizes alone."""
     return _is_number(node, {})
 
 
 def _is_number(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     if node not in known:
-        known[node] = _reads_sizes(node) or (_computes_plainly(node) and _all_numbers(node, known))
+        known[node] = (
+            NUMBER in node.meta or _reads_sizes(node) or (_computes_plainly(node) and _all_numbers(node, known))
+        )
     return known[node]
 
 

@@ -2,11 +2,12 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from torch import fx, nn
 
+from qtoolkit.graph.kind_rules import NUMBER
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 
@@ -119,7 +120,8 @@ class QuantizedGraphModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
-        return _restore, (rebuild, arguments, type(self).__name__, self.plan, self.kept)
+        numbers = [node.name for node in self.graph.nodes if NUMBER in node.meta]
+        return _restore, (rebuild, arguments, type(self).__name__, self.plan, self.kept, numbers)
 
 
 def _restore(
@@ -128,8 +130,12 @@ def _restore(
     name: str,
     plan: Plan | None,
     kept: Mapping[str, Any],
+    numbers: Sequence[str],
 ) -> QuantizedGraphModule:
     gm = rebuild(*arguments)
+    for node in gm.graph.nodes:
+        if node.name in numbers:
+            node.meta[NUMBER] = True
     return QuantizedGraphModule.of(_bare(arguments[0]), gm.graph, name, plan, kept)
 
 

@@ -22,7 +22,7 @@ PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a name, a type, or a tuple of such: something that Python may decide on."""
-    return all(map(is_plain, value)) if isinstance(value, tuple) else isinstance(value, PLAIN)
+    return all(map(is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
 
 
 class Sizes:

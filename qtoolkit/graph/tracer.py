@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.in_place import ASSIGNS
+from qtoolkit.graph.kind_rules import NUMBER
 from qtoolkit.graph.mode import NAME, DecidesOnModeError, Mode, holds_nothing
 from qtoolkit.graph.run_time import RECORDED, call_scripted, check_none, check_size, items_of, length_of, set_item
 from qtoolkit.graph.sizes import UNKNOWN, Sizes, is_plain
@@ -278,6 +279,8 @@ class ModelTracer(fx.Tracer):
             self.measuring = True
             self.sizes.add(node)
             self.measuring = False
+            if is_plain(self.sizes[node]) and not isinstance(self.sizes[node], str | None):
+                node.meta[NUMBER] = True
         return node
 
     def _read_mode(self, mode: Mode) -> fx.Node:
