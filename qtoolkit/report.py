@@ -1,5 +1,6 @@
 """quantization_report: what is quantized and how, what stays float and why."""
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,8 +118,16 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
 
 def _has_line(node: fx.Node) -> bool:
     is_op = node.op in ("call_module", "call_function", "call_method")
-    bookkeeping = (node.target in BOOKKEEPING and kind_of(node) == OTHER) or is_number(node) or is_mode(node)
+    bookkeeping = (kind_of(node) == OTHER and _only_arranges(node)) or is_number(node) or is_mode(node)
     return is_op and not is_quantizer(node) and not bookkeeping
+
+
+def _only_arranges(node: fx.Node) -> bool:
+    """Return whether an op that the table does not know takes an item out of others, or puts values together."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], int | str)
+    makes_tuple = isinstance(node.target, type) and issubclass(node.target, tuple)
+    return node.target in BOOKKEEPING or makes_tuple
 
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node) -> LayerLine:

@@ -377,3 +377,30 @@ def test_types_that_are_no_modules_are_refused(make: Any) -> None:
 def test_a_rule_for_a_method_survives_json() -> None:
     mapping = qt.QConfigMapping().set_object_type(torch.Tensor.add, None)
     assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
+
+
+class PadsForPool(nn.Module):
+    """A pool over what was padded with -inf, as TensorFlow's "same" padding has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.max_pool2d(F.pad(self.first(x), (0, 1, 0, 1), value=float("-inf")), 2))
+
+
+def test_padding_with_minus_infinity_is_not_quantized() -> None:
+    prepared = qt.prepare(PadsForPool().eval(), backend="onnxruntime")
+    report = qt.calibrate(prepared, [torch.randn(2, 3, 5, 5)], progress=False)
+    assert set(report.ranges) >= {"activation_quantizers.x", "activation_quantizers.max_pool2d"}
+    assert "activation_quantizers.pad" not in report.ranges
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "snpe"])
+def test_an_identity_before_an_activation_does_not_part_it_from_its_layer(backend: str) -> None:
+    body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.Dropout(0.1), nn.ReLU())
+    prepared = qt.prepare(nn.Sequential(*body, nn.Conv2d(4, 2, 1)), backend=backend)
+    assert prepared.plan.status["_4"] == ("fused", "one op with _0")
+    assert "activation_quantizers._4" in qt.quantizers_of(prepared)
+    assert "activation_quantizers._1" not in qt.quantizers_of(prepared)

@@ -81,6 +81,8 @@ def _status_of_float(node: fx.Node, roles: Roles) -> tuple[Status, str]:
         return "float", "float: computed from parameters alone"
     if kind == OTHER and _hides_layers(node):
         return "float", HIDES_LAYERS
+    if kind == OTHER and node.op == "call_module" and _has_weights(module_of(node)):
+        return "float", f"float: no QAT module for {type(module_of(node)).__name__}"
     what = "unknown to qtoolkit" if kind == OTHER else f"a {kind}"
     return "float", f"float: {what}, which {roles.backend.name} computes in float"
 
@@ -93,6 +95,10 @@ def _hides_layers(node: fx.Node) -> bool:
         return False
     values = [attrgetter(str(source.target))(gm) for source in sources]
     return any(isinstance(value, nn.Parameter) and value.dim() > 1 for value in values)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _status_of_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> tuple[Status, str]:

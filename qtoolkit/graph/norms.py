@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from qtoolkit.graph.kind_rules import argument
 from qtoolkit.graph.mode import is_mode
+from qtoolkit.graph.subclasses import replace_module
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import adopt
 
@@ -71,9 +72,7 @@ def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
     if torch_type is None:
         raise TypeError(f"{name!r} is no batch norm.")
     plain, graph = adopt(torch_type, module), node.graph
-    for alias, other in list(model.named_modules(remove_duplicate=False)):
-        if other is module:
-            model.set_submodule(alias, plain)
+    replace_module(model, module, plain)
     with graph.inserting_before(node):
         new = graph.call_module(name, (source,))
     node.replace_all_uses_with(new)

@@ -58,6 +58,15 @@ def source_of(node: fx.Node) -> fx.Node | None:
     return inputs[0] if inputs else None
 
 
+def _through_identities(node: fx.Node) -> fx.Node | None:
+    """Return what an op with one input takes, where no other takes it, through dropout and the like."""
+    while True:
+        source = source_of(node)
+        if source is None or len(source.users) != 1 or kind_of(source) != "identity":
+            return source if source is not None and len(source.users) == 1 else None
+        node = source
+
+
 class Roles:
     """The roles of a graph's ops, by the backend's table and the user's rules, and the units that ops form.
 
@@ -108,8 +117,13 @@ class Roles:
         return weights if len(weights) < len(inputs) else []
 
     def moves_from(self, node: fx.Node) -> fx.Node | None:
-        """Return the node whose values a transparent op moves; None for other ops, and where that is no tensor."""
+        """Return the node whose values a transparent op moves; None for other ops, and where that is no tensor.
+
+        A max pool takes what was padded with -inf without its padding.
+        """
         source = source_of(node) if self[node] == "transparent" else None
+        if source is not None and kind_of(node) == "max_pool" and kind_of(source) == "pad":
+            return None
         return None if source is None or (gives_tuple(source) and self[source] != "transparent") else source
 
     def _by_rule(self, node: fx.Node, role: Role) -> Role:
@@ -125,8 +139,8 @@ class Roles:
         is_norm = kind_of(node) == "batch_norm"
         if not is_norm and self.roles[node] != "activation":
             return
-        source = source_of(node)
-        if source is None or len(source.users) != 1 or self.roles[source] == "activation":
+        source = _through_identities(node)
+        if source is None or self.roles[source] == "activation":
             return
         starts = kind_of(source) in WEIGHTED_KINDS if is_norm else self._can_lead(source)
         if starts:

@@ -64,7 +64,7 @@ class Sizes:
             "builtins",
             "_operator",
         )  # these look at a device, and make no tensor
-        args, kwargs = map_aggregate((node.args, node.kwargs), self._read if plain else self._read_for_meta)
+        args, kwargs = _mutable(map_aggregate((node.args, node.kwargs), self._read if plain else self._read_for_meta))
         if node.op == "placeholder":
             return self.inputs.get(target.lstrip("*"), UNKNOWN)
         if node.op == "get_attr":
@@ -83,6 +83,15 @@ class Sizes:
     def _read_for_meta(self, value: Any) -> Any:
         value = self._read(value)
         return META if isinstance(value, torch.device) else value
+
+
+def _mutable(value: Any) -> Any:
+    """Return a value with lists and dicts of its own: those in a graph refuse what a function may do to its arguments."""
+    if type(value) is tuple:
+        return tuple(map(_mutable, value))
+    if isinstance(value, list):
+        return list(map(_mutable, value))
+    return {key: _mutable(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _attribute(model: nn.Module, name: str) -> Any:

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from qtoolkit.graph import in_place
 from qtoolkit.graph import norms
+from qtoolkit.graph import norms, subclasses
 from qtoolkit.graph.arguments import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.graph.mode import add_modes, marked
 from qtoolkit.graph.module import Method, QuantizedGraphModule
@@ -93,6 +94,7 @@ def run(
     _restore_names(graph, fixed)
     norms.run(model, graph)
     add_modes(model, graph)
+    subclasses.run(model, graph, tuple(leaf_modules))
     traced = QuantizedGraphModule.of(model, graph, type(model).__name__)
     for name, value in kept.items():
         traced.keep(name, value)

@@ -22,6 +22,7 @@ from qtoolkit.graph.kind_rules import NUMBER
 from qtoolkit.graph.mode import NAME, DecidesOnModeError, Mode, holds_nothing
 from qtoolkit.graph.run_time import RECORDED, call_scripted, check_none, check_size, items_of, length_of, set_item
 from qtoolkit.graph.sizes import UNKNOWN, Sizes, is_plain
+from qtoolkit.graph.subclasses import plain_type
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.quantizer import TensorQuantizer
@@ -161,7 +162,7 @@ class ModelTracer(fx.Tracer):
         """Return whether a submodule becomes one node."""
         if m in self.whole or isinstance(m, (*LEAVES, *self.leaf_modules)):
             return True
-        if is_batch_norm(m):  # FrozenBatchNorm is of no torch package
+        if is_batch_norm(m) or plain_type(m) is not None:  # FrozenBatchNorm is of no torch package
             return True
         return type(m) not in CONTAINERS and super().is_leaf_module(m, module_qualified_name)
 
