@@ -333,3 +333,21 @@ def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: 
     (edge,) = (edge for edge in prepared.plan.edges if edge.quantizer == "first.input_quantizer")
     assert (edge.source, edge.consumer) == ("x", "first")
     assert "inside a submodule that is kept whole, too" in edge.why
+class TakesTheSame(nn.Module):
+    """A block that is kept whole, and a layer beside it, on one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside, self.block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beside(x) - self.block(x)
+
+
+def test_quantizers_that_the_exporter_joins_are_found_in_the_one_node(tmp_path) -> None:
+    x = torch.rand(3, 4)
+    prepared = qt.prepare(TakesTheSame().eval(), (x,), backend="onnxruntime", skip=["block"])
+    qt.calibrate(prepared, [x], progress=False)
+    result = qt.export_onnx(prepared, x, tmp_path / "model.onnx")
+    assert result.quantize_nodes == 1
+    assert set(result.verification.by_quantizer) == {"activation_quantizers.x", "block.0.input_quantizer"}

@@ -133,7 +133,14 @@ def sides_of(x: Tensor, least: int) -> list[int]:
     return [max(int(side), least) for side in x.shape]
 
 
-fx.wrap("sides_of")
+def even(sides: list[int]) -> list[int]:
+    """Return the list that it is given, changed."""
+    sides[0] += sides[0] % 2
+    return sides
+
+
+for wrapped in ("sides_of", "even"):
+    fx.wrap(wrapped)
 
 
 class Sides(nn.Module):
@@ -145,6 +152,22 @@ class Sides(nn.Module):
         rows, columns = sides_of(x, 2)
         y = self.first(x).reshape(rows * columns // 4, -1) + rows * columns
         return self.second(y * factor)
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).reshape(even([1, x.size(0), 2]))
+
+
+def test_a_function_may_write_into_its_lists(tmp_path) -> None:
+    x = torch.rand(3, 4)
+    prepared = qt.prepare(Lists().eval(), (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    assert qt.export_onnx(prepared, x, tmp_path / "model.onnx").verification.quantizer_codes.compared == x.numel()
 
 
 def test_numbers_that_a_function_gives_are_no_tensors() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.kinds import parameters_in
 from qtoolkit.graph.roles import WEIGHT_HOLDER
+from qtoolkit.graph.sizes import with_own_lists
 from qtoolkit.nn import QuantModule
 from qtoolkit.values import tensors_of
 
@@ -137,7 +138,7 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
         _sum(step.counts.values()),
         step.counts,
         _largest_difference(outputs, [found[o.name] for o in proto.graph.output]),
-        tuple(step.missing) + tuple(name for name in _inside_layers(converted) if name not in by_name),
+        tuple(step.missing) + tuple(name for name in in_layers if name not in by_name),
     )
 
 
@@ -206,8 +207,8 @@ class _Stepwise(fx.Interpreter):
         self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
         self.missing: dict[str, None] = {}
         self.counts: dict[str, CodeCount] = {}
-        apart = {*targets, *_weights(converted)}
-        self.inside = {name: iter(of) for name, of in codes.items() if name not in apart}
+        self.apart = {*targets, *_weights(converted)}
+        self.inside = {name: iter(of) for name, of in codes.items() if name not in self.apart}
         self.constants = CodeCount()
         self.parameters = parameters_in(converted.graph)
 
@@ -236,11 +237,16 @@ class _Stepwise(fx.Interpreter):
         every = (codes for of in self.codes.values() for codes in of)
         return next((codes for codes in every if np.array_equal(codes, ours)), None)
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a node's arguments as the model's own code has them: a function may write into its lists."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return with_own_lists(args), with_own_lists(kwargs)
+
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a submodule with onnxruntime's codes put after the quantizers inside it."""
         module = self.fetch_attr(target)
         inside = module.named_modules(prefix=target) if isinstance(module, nn.Module) else ()
-        grids = [(name, grid) for name, grid in inside if isinstance(grid, Grid) and name in self.inside]
+        grids = [(name, grid) for name, grid in inside if isinstance(grid, Grid) and name not in self.apart]
         hooks = [grid.register_forward_hook(partial(self._put_theirs, name)) for name, grid in grids]
         try:
             return super().call_module(target, args, kwargs)
@@ -249,11 +255,12 @@ class _Stepwise(fx.Interpreter):
                 hook.remove()
 
     def _put_theirs(self, name: str, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
-        theirs = next(self.inside[name], None)
+        ours = grid.codes(args[0]).cpu()
+        theirs = next(self.inside[name], None) if name in self.inside else self._twin(ours.numpy())
         if theirs is None:
             self.missing[name] = None
             return output
-        self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(grid.codes(args[0]).cpu(), theirs)
+        self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(ours, theirs)
         values: Tensor = grid.values(torch.from_numpy(theirs))
         return values.to(args[0].dtype)
 
@@ -262,12 +269,6 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     """Return each quantized weight by the dotted name of its quantizer."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
     return {f"{n}.{q}": weight for n, layer in layers for q, (_, weight) in layer.quantized_weights().items()}
-
-
-def _inside_layers(model: nn.Module) -> list[str]:
-    """Return the dotted names of the grids that layers hold: of weights, and of tensors between their ops."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
-    return [f"{n}.{g}" for n, layer in layers for g, grid in layer.named_modules() if isinstance(grid, Grid)]
 
 
 def _grid(model: nn.Module, name: str) -> Grid:

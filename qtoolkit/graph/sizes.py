@@ -64,7 +64,9 @@ class Sizes:
             "builtins",
             "_operator",
         )  # these look at a device, and make no tensor
-        args, kwargs = _mutable(map_aggregate((node.args, node.kwargs), self._read if plain else self._read_for_meta))
+        args, kwargs = with_own_lists(
+            map_aggregate((node.args, node.kwargs), self._read if plain else self._read_for_meta)
+        )
         if node.op == "placeholder":
             return self.inputs.get(target.lstrip("*"), UNKNOWN)
         if node.op == "get_attr":
@@ -85,13 +87,13 @@ class Sizes:
         return META if isinstance(value, torch.device) else value
 
 
-def _mutable(value: Any) -> Any:
+def with_own_lists(value: Any) -> Any:
     """Return a value with lists and dicts of its own: those in a graph refuse what a function may do to its arguments."""
     if type(value) is tuple:
-        return tuple(map(_mutable, value))
+        return tuple(map(with_own_lists, value))
     if isinstance(value, list):
-        return list(map(_mutable, value))
-    return {key: _mutable(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return list(map(with_own_lists, value))
+    return {key: with_own_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _attribute(model: nn.Module, name: str) -> Any:
