@@ -19,7 +19,6 @@ from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS, kind_of, module_of, tens
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.graph.roles import HEADS, Roles, is_quantizer, is_weight_quantizer
-from qtoolkit.graph.roles import HEADS, Roles, is_quantizer
 from qtoolkit.graph.run_time import BOOKKEEPING
 from qtoolkit.graph.swap import reason_float
 from qtoolkit.modes import evaluating

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
+from qtoolkit.graph.kinds import parameters_in
+
 # Functions and methods whose result shares the memory of their first argument.
 VIEWS = (
     "chunk", "detach", "expand", "getitem", "narrow", "permute", "select", "split", "squeeze", "t", "transpose", "unbind",
@@ -28,11 +30,13 @@ def run(graph: fx.Graph, model: nn.Module) -> None:
         ValueError: A tensor is changed through a view of it, or a view of it is read after it was changed.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
+    constant = parameters_in(graph)  # a bias, say, that is written piece by piece: no activation to quantize
     for node in list(graph.nodes):
         changed = _changed_by(node, model)
         if changed is None:
             continue
-        _check_views(node, changed, order)
+        if changed not in constant:
+            _check_views(node, changed, order)
         for reader in list(changed.users):
             if order[reader] > order[node]:
                 reader.replace_input_with(changed, node)

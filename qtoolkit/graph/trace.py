@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.graph import in_place
-from qtoolkit.graph import norms
-from qtoolkit.graph import norms, subclasses
+from qtoolkit.graph import in_place, norms, subclasses
 from qtoolkit.graph.arguments import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.graph.mode import add_modes, marked
 from qtoolkit.graph.module import Method, QuantizedGraphModule
