@@ -1,6 +1,6 @@
 # Thin: each target is the command that one would type. A second torch: make second.
 VENV ?= .venv
-TORCH ?= torch==2.14.1 torchvision==0.29.1
+TORCH ?= torch==2.14.1 torchvision==0.29.1 -r requirements-zoo.txt
 PYTHON ?= python3
 RUN = $(VENV)/bin
 SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
@@ -33,7 +33,7 @@ build: $(VENV)/ready         ## compile again what has changed
 $(VENV)/built: $(VENV)/ready $(SOURCES)
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
-$(VENV)/ready: constraints.txt requirements-dev.txt requirements-onnx.txt requirements-report.txt
+$(VENV)/ready: constraints.txt requirements-dev.txt requirements-onnx.txt requirements-report.txt requirements-zoo.txt
 	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
 	$(RUN)/pip install --quiet -r requirements-dev.txt -r requirements-onnx.txt -r requirements-report.txt -c constraints.txt && touch $@
 

@@ -333,6 +333,8 @@ def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: 
     (edge,) = (edge for edge in prepared.plan.edges if edge.quantizer == "first.input_quantizer")
     assert (edge.source, edge.consumer) == ("x", "first")
     assert "inside a submodule that is kept whole, too" in edge.why
+
+
 class TakesTheSame(nn.Module):
     """A block that is kept whole, and a layer beside it, on one tensor."""
 

@@ -1,0 +1,108 @@
+"""The model zoo: every model of torchvision and families of timm, through prepare, calibrate, train, convert and export.
+
+python benchmarks/zoo.py                          all; prints the table, writes benchmarks/results/zoo.json and docs/zoo.md
+python benchmarks/zoo.py --list                   names only
+python benchmarks/zoo.py --only resnet vit_b      models whose names contain one of these; =torchvision/vgg11 is one model
+python benchmarks/zoo.py --family timm            one family
+
+Weights are random, inputs small, threads one. Each model runs in a process of its own with a time limit, so that one failure
+is a line in the table and not its end. Results of models that are not run this time are kept.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from zoo_models import Recipe, page, recipes, table
+from zoo_models.pipeline import run
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "zoo.json"
+PAGE = HERE.parent / "docs" / "zoo.md"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", help="models of one family, such as 'detection' or 'timm'")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="models whose names contain one of these, or, =NAME, are it"
+    )
+    parser.add_argument("--list", action="store_true", help="print names and end")
+    parser.add_argument("--backend", default="onnxruntime")
+    parser.add_argument("--no-export", action="store_true", help="end with convert")
+    parser.add_argument("--jobs", type=int, default=1, help="models at once")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each model")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--markdown", type=Path, default=PAGE)
+    parser.add_argument("--one", type=Path, help="run the one model of --only here, and write its outcome to this file")
+    return parser.parse_args()
+
+
+def chosen(args: argparse.Namespace) -> list[Recipe]:
+    """Return the models that the arguments name."""
+    of_family = [r for r in recipes().values() if args.family in (None, r.family)]
+    return [r for r in of_family if not args.only or any(_fits(word, r.name) for word in args.only)]
+
+
+def _fits(word: str, name: str) -> bool:
+    return name == word[1:] if word.startswith("=") else word in name
+
+
+def run_here(recipe: Recipe, args: argparse.Namespace) -> None:
+    """Run one model in this process, on one thread."""
+    torch.set_num_threads(1)
+    args.one.write_text(json.dumps(run(recipe, args.backend, not args.no_export).json()))
+
+
+def run_apart(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one model in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outcome.json"
+        command = [sys.executable, __file__, "--only", f"={recipe.name}", "--one", str(out), "--backend", args.backend]
+        command += ["--no-export"] if args.no_export else []
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=args.limit)
+            failed, error = "process", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        except subprocess.TimeoutExpired:
+            failed, error = "time", f"longer than {args.limit:.0f} s"
+        if out.exists():
+            found: dict[str, Any] = json.loads(out.read_text())
+            return found
+        return {"name": recipe.name, "family": recipe.family, "failed": failed, "error": error}
+
+
+def main() -> None:
+    """Run what the arguments name."""
+    args = arguments()
+    named = chosen(args)
+    if args.list:
+        print("\n".join(f"{recipe.name}  ({recipe.family})" for recipe in named))
+    elif args.one is not None:
+        run_here(named[0], args)
+    else:
+        run_all(named, args)
+
+
+def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
+    """Run models, print their table, and write all results that there are."""
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = list(tqdm(pool.map(lambda r: run_apart(r, args), named), total=len(named), desc="models", leave=False))
+    table.show(found)
+    before = json.loads(args.json.read_text())["models"] if args.json.exists() else []
+    outcomes = {o["name"]: o for o in (*before, *found)}
+    models = [outcomes[name] for name in recipes() if name in outcomes]
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    results = {**page.facts(args.backend), "models": models}
+    args.json.write_text(page.json_text(results))
+    args.markdown.write_text(page.text(json.loads(args.json.read_text())))
+
+
+if __name__ == "__main__":
+    main()

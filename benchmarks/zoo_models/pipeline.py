@@ -1,0 +1,272 @@
+"""One model through prepare, calibrate, one training step, convert, export and onnxruntime; what came out, as plain data."""
+
+import copy
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase as fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torchvision.ops import FrozenBatchNorm2d
+
+import qtoolkit as qt
+from qtoolkit.graph import trace
+from zoo_models.recipe import Recipe
+
+SEED = 0
+LARGEST_FILE = 1 << 31  # bytes of one protobuf
+NORMS_APART = qt.QConfigMapping()
+for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, FrozenBatchNorm2d):
+    NORMS_APART = NORMS_APART.set_object_type(kind, None)
+
+
+@dataclass
+class Outcome:
+    """What the table says of one model.
+
+    Attributes:
+        failed: The step that failed, "" where none did.
+        error: Its sentence.
+        quantized: How many layers with weights are quantized.
+        ops_quantized: How many other ops are.
+        left_float: Layers with weights that stay in float, by reason.
+        ops_float: Other ops that stay in float, by reason.
+        off_difference: Largest relative difference to the float model with quantizers off, batch norms kept, in eval mode.
+        folded_difference: The same with batch norms folded (the model is prepared in eval mode).
+        weight_codes, quantizer_codes, layer_codes: Codes that differ in onnxruntime, and all.
+        output_difference: Largest relative difference of the outputs to onnxruntime's, end to end.
+        seconds: Of each step.
+    """
+
+    name: str
+    family: str
+    backend: str
+    parameters: int = 0
+    parts: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    note: str = ""
+    failed: str = ""
+    error: str = ""
+    quantized: int = 0
+    ops_quantized: int = 0
+    left_float: dict[str, list[str]] = field(default_factory=dict)
+    ops_float: dict[str, list[str]] = field(default_factory=dict)
+    off_difference: float | None = None
+    folded_difference: float | None = None
+    weight_codes: tuple[int, int] = (0, 0)
+    quantizer_codes: tuple[int, int] = (0, 0)
+    layer_codes: tuple[int, int] = (0, 0)
+    output_difference: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return asdict(self)
+
+
+@dataclass
+class Part:
+    """A module that is prepared on its own, and the inputs that it gets."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def run(recipe: Recipe, backend: str, export: bool = True) -> Outcome:
+    """Take one model through all steps; a step that fails ends it, and is named in the outcome."""
+    torch.manual_seed(SEED)
+    outcome = Outcome(recipe.name, recipe.family, backend, parts=recipe.parts, skip=recipe.skip, note=recipe.note)
+    steps = _Steps(recipe, backend, outcome, export and recipe.export)
+    try:
+        steps.all()
+    except Exception as error:  # whatever a model of another package meets
+        outcome.failed, outcome.error = steps.now, f"{type(error).__name__}: {error}".strip()
+    return outcome
+
+
+class _Steps:
+    """The steps, in order; `now` is the one that is being taken."""
+
+    def __init__(self, recipe: Recipe, backend: str, outcome: Outcome, export: bool) -> None:
+        self.recipe, self.backend, self.outcome, self.export = recipe, backend, outcome, export
+        self.now = "build"
+
+    def all(self) -> None:
+        recipe = self.recipe
+        with self.step("build"):
+            model, inputs = recipe.build(), recipe.inputs()
+            self.outcome.parameters = sum(p.numel() for p in model.parameters())
+        with self.step("float"):
+            _settle(model, inputs)
+            parts = _parts(model, inputs, recipe.parts)
+        with self.step("trace"):
+            for part in parts:
+                trace.run(copy.deepcopy(part.module), (), self.skip(part), None, None, _example(part))
+        prepared = [self.prepare(part) for part in parts]
+        self.compare_off(parts, prepared)
+        for part, own in zip(parts, prepared, strict=True):
+            self.report(part, own)
+            with self.step("calibrate"):
+                qt.calibrate(own, [part], forward=_call, progress=False)
+            with self.step("train"):
+                _train(own.train(), part)
+            with self.step("convert"):
+                converted = qt.convert(own)
+                del own
+            if self.export and self.fits_a_file():
+                self.export_part(converted, part)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Note the step and how long it takes."""
+        self.now, start = name, time.perf_counter()
+        yield
+        seconds = self.outcome.seconds
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def skip(self, part: Part) -> tuple[str, ...]:
+        """Return the names in a part of the submodules that the recipe's patterns fit."""
+        prefix = f"{part.path}." if part.path else ""
+        names = [name for name, _ in part.module.named_modules() if name]
+        return tuple(name for name in names if any(fnmatch(prefix + name, pattern) for pattern in self.recipe.skip))
+
+    def prepare(self, part: Part) -> Any:
+        with self.step("prepare"):
+            return qt.prepare(part.module.train(), _example(part), self.backend, skip=self.skip(part))
+
+    def compare_off(self, parts: list[Part], prepared: list[Any]) -> None:
+        with self.step("quantizers off"):
+            apart = (
+                (part, qt.prepare(part.module.train(), _example(part), self.backend, NORMS_APART, skip=self.skip(part)))
+                for part in parts
+            )
+            self.outcome.off_difference = max(_difference_off(part, own) for part, own in apart)
+        with self.step("quantizers off, folded"):
+            self.outcome.folded_difference = max(map(_difference_off, parts, prepared))
+
+    def report(self, part: Part, prepared: Any) -> None:
+        outcome = self.outcome
+        prefix = f"{part.path}." if part.path else ""
+        layers = {name for name, module in prepared.named_modules() if _has_weight(module)}
+        floats: dict[bool, dict[str, list[str]]] = {True: defaultdict(list), False: defaultdict(list)}
+        for line in qt.quantization_report(prepared).layers:
+            is_layer = line.name in layers
+            if line.status == "quantized":
+                outcome.quantized += is_layer
+                outcome.ops_quantized += not is_layer
+            elif line.status == "float":
+                floats[is_layer][line.reason or "no reason"].append(prefix + line.name)
+        for into, lines in ((outcome.left_float, floats[True]), (outcome.ops_float, floats[False])):
+            for reason, names in lines.items():
+                into.setdefault(reason, []).extend(names)
+
+    def fits_a_file(self) -> bool:
+        """Return whether the weights fit in an ONNX file of one piece; note it where they do not."""
+        size = 4 * self.outcome.parameters
+        if size >= LARGEST_FILE:
+            self.outcome.note = f"export not run: {size / 1e9:.1f} GB of weights, an ONNX file holds 2.1"
+        return size < LARGEST_FILE
+
+    def export_part(self, converted: Any, part: Part) -> None:
+        with self.step("export"), tempfile.TemporaryDirectory() as folder:
+            result = qt.export_onnx(converted, part.args, Path(folder) / "model.onnx")
+        found, outcome = result.verification, self.outcome
+        with torch.no_grad():
+            size = max((float(y.abs().max()) for y in _tensors(_call(converted, part)) if y.numel()), default=1.0)
+        outcome.output_difference = max(outcome.output_difference or 0.0, found.output_difference / (size or 1.0))
+        for name in ("weight_codes", "quantizer_codes", "layer_codes"):
+            count, before = getattr(found, name), getattr(outcome, name)
+            setattr(outcome, name, (before[0] + count.differing, before[1] + count.compared))
+
+
+def _settle(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Give batch norms the statistics that the inputs have, so that what comes out of a deep model stays finite."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    momenta = [m.momentum for m in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+        norm.train()
+    with torch.no_grad():
+        model.eval()
+        for norm in norms:
+            norm.train()
+        model(*inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    model.eval()
+
+
+def _parts(model: nn.Module, inputs: tuple[Any, ...], paths: tuple[str, ...]) -> list[Part]:
+    """Return the parts with the inputs of their first call when the model runs."""
+    if not paths:
+        return [Part("", model, inputs, {})]
+    found: dict[str, Part] = {}
+
+    def note(path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.setdefault(path, Part(path, module, _detached(args), _detached(kwargs)))
+
+        return hook
+
+    handles = [model.get_submodule(p).register_forward_pre_hook(note(p), with_kwargs=True) for p in paths]
+    with torch.no_grad():
+        model.eval()(*inputs)
+    for handle in handles:
+        handle.remove()
+    return [found[path] for path in paths]
+
+
+def _detached(values: Any) -> Any:
+    return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, values)
+
+
+def _example(part: Part) -> Any:
+    return part.kwargs if part.kwargs else part.args
+
+
+def _call(model: nn.Module, part: Part) -> Any:
+    return model(*_detached(part.args), **_detached(part.kwargs))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [v for v in tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return any(p.dim() > 1 for p in module.parameters(recurse=False))
+
+
+def _difference_off(part: Part, prepared: Any) -> float:
+    """Return the largest difference to the float model with quantizers off, as a share of the largest output."""
+    with torch.no_grad(), qt.disable_quantization(prepared):
+        training = prepared.training
+        ours = _tensors(_call(prepared.eval(), part))
+        prepared.train(training)
+        theirs = _tensors(_call(part.module.eval(), part))
+    # In training mode some models have further heads; what both modes give comes first.
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a.shape == b.shape]
+    if not pairs or not all(bool(torch.isfinite(b).all()) for _, b in pairs):
+        raise ValueError("the float model's outputs are not finite, or of other shapes than the prepared model's.")
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs if a.numel())
+
+
+def _train(prepared: nn.Module, part: Part) -> None:
+    """Take one step of SGD, and check that every parameter that has a gradient has a finite one."""
+    optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=1e-4)
+    loss = torch.stack([y.float().square().mean() for y in _tensors(_call(prepared, part)) if y.numel()]).sum()
+    loss.backward()
+    grads = {name: p.grad for name, p in prepared.named_parameters() if p.grad is not None}
+    bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
+    if bad or not grads:
+        raise ValueError(f"gradients are missing or not finite: {bad[:3] or 'all'}.")
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,136 @@
+"""The zoo's table: outcomes as markdown, and on the console."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LONGEST_ERROR = 240
+Outcome = Mapping[str, Any]
+
+COLUMNS = (
+    "model",
+    "layers quantized",
+    "layers left in float",
+    "other ops quantized",
+    "other ops in float",
+    "off, norms apart",
+    "off, norms folded",
+    "layer codes differing",
+    "output difference",
+    "trace, s",
+    "prepare beyond, s",
+    "how",
+)
+
+
+def row(outcome: Outcome) -> list[str]:
+    """Return the cells of one model."""
+    seconds = outcome.get("seconds", {})
+    beyond = max(seconds.get("prepare", 0.0) - seconds.get("trace", 0.0), 0.0)
+    return [
+        outcome["name"].partition("/")[2] or outcome["name"],
+        str(outcome.get("quantized", "")),
+        floats(outcome.get("left_float", {})) or "none",
+        str(outcome.get("ops_quantized", "")),
+        floats(outcome.get("ops_float", {})) or "none",
+        _number(outcome.get("off_difference")),
+        _number(outcome.get("folded_difference")),
+        _codes(outcome),
+        _number(outcome.get("output_difference")),
+        f"{seconds.get('trace', 0.0):.2f}",
+        f"{beyond:.2f}",
+        how(outcome),
+    ]
+
+
+def floats(reasons: Mapping[str, Sequence[str]]) -> str:
+    """Return how many are in float for each reason, in few words."""
+    counts: Counter[str] = Counter()
+    for reason, names in reasons.items():
+        for name in names:
+            counts[_short(reason, name)] += 1
+    return ", ".join(f"{count} {words}" for words, count in counts.most_common())
+
+
+def _short(reason: str, name: str) -> str:
+    words = reason.removeprefix("float: ")
+    if words.startswith("unknown to qtoolkit"):
+        return re.sub(r"_*\d+$", "", name.rpartition(".")[2]) or name
+    found = re.fullmatch(r"an? (\w+), which [\w-]+ computes in float", words)
+    if found is not None:
+        return found[1]
+    found = re.fullmatch(r"a (\w+) that no quantized op comes right before", words)
+    if found is not None:
+        return f"{found[1]} after a float op"
+    found = re.fullmatch(r"a batch norm that cannot be folded \((.*)\)", words)
+    return words if found is None else f"batch norm ({found[1]})"
+
+
+def how(outcome: Outcome) -> str:
+    """Return what of the model was prepared, what was skipped, what failed and what was left out."""
+    words = [f"parts {', '.join(outcome['parts'])}"] if outcome.get("parts") else []
+    words += [f"skip {', '.join(outcome['skip'])}"] if outcome.get("skip") else []
+    words += [outcome["note"]] if outcome.get("note") else []
+    words += [f"**{outcome['failed']}: {_one_line(outcome['error'])}**"] if outcome["failed"] else []
+    return "; ".join(words)
+
+
+def _one_line(error: str) -> str:
+    """Return the beginning of an error in one line, without colours and columns."""
+    plain = re.sub(r"\x1b\[\d*m", "", error).replace("|", "/")
+    return " ".join(plain.split())[:LONGEST_ERROR]
+
+
+def _codes(outcome: Outcome) -> str:
+    exported = outcome.get("output_difference") is not None
+    if not exported:
+        return ""
+    exact = outcome["weight_codes"][0] + outcome["quantizer_codes"][0]
+    layers = "{:,} of {:,}".format(*outcome["layer_codes"])
+    return layers if exact == 0 else f"{layers}; weights and quantizers {exact:,}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def summary(outcomes: Iterable[Outcome]) -> str:
+    """Return one paragraph on all models."""
+    done = [o for o in outcomes if not o["failed"]]
+    failed = [o["name"] for o in outcomes if o["failed"]]
+    zero = sum(o["off_difference"] == 0 for o in done)
+    exported = [o for o in done if o["output_difference"] is not None]
+    equal = sum(o["weight_codes"][0] + o["quantizer_codes"][0] == 0 for o in exported)
+    codes = sum(o["weight_codes"][1] + o["quantizer_codes"][1] for o in exported)
+    layers = sum(o["layer_codes"][0] for o in exported), sum(o["layer_codes"][1] for o in exported)
+    return (
+        f"{len(done)} models went through all steps, {len(failed)} did not{': ' if failed else ''}{', '.join(failed)}. "
+        f"{zero} of {len(done)} equal the float model bit for bit with quantizers off and batch norms kept apart. "
+        f"{len(exported)} were exported: in {equal} of them no weight code and no quantizer code differs in onnxruntime "
+        f"({codes:,} codes compared), and {layers[0]:,} of {layers[1]:,} layer codes do, by one step: rounding ties. "
+        f"{sum(o['quantized'] for o in done):,} layers with weights are quantized, "
+        f"{sum(len(names) for o in done for names in o['left_float'].values()):,} are left in float."
+    )
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    """Return a table for each family."""
+    lines = [summary(outcomes), ""]
+    for family in dict.fromkeys(o["family"] for o in outcomes):
+        lines += [f"## {family.capitalize() if family != 'timm' else family}", ""]
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+        lines += ["| " + " | ".join(row(o)) + " |" for o in outcomes if o["family"] == family]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    """Print the table."""
+    table = Table(*COLUMNS)
+    for outcome in outcomes:
+        table.add_row(*row(outcome))
+    Console(width=240).print(table)

@@ -1,0 +1,55 @@
+"""Families of timm: one small model of each."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from zoo_models.recipe import Recipe
+
+# One model of each family, and the side of its images: that which it is made for, where it takes no other.
+FAMILIES: Mapping[int, str] = {
+    64: "convmixer_768_32 test_byobnet test_convnext cpubone_nano csatv2 cs3darknet_focus_s cspnext_tiny densenet121 dla46x_c "
+    "dpn48b edgenext_xx_small test_efficientnet efficientvim_m1 efficientvit_b0 fasternet_t0 fastvit_t8 ghostnet_050 "
+    "hardcorenas_b hgnetv2_b0 hrnet_w18_small iformer_t inception_next_atto lcnetv2_small lowformer_b0 test_mambaout "
+    "poolformerv2_s12 mobilenetv3_small_050 mobilevit_xxs nextvit_small test_nfnet pvt_v2_b0 rdnet_tiny regnetx_002 "
+    "repghostnet_050 repvit_m1 res2next50 resnest14d test_resnet resnetv2_18 rexnet_100 selecsls42 legacy_seresnet18 "
+    "shvit_s1 skresnet18 starnet_s050 tresnet_m ese_vovnet19b_slim_dw xception41p davit_tiny focalnet_tiny_srf",
+    160: "test_coatnet test_vit test_vit_relpos",
+    224: "beit_base_patch16_224 cait_xxs24_224 coat_tiny convit_tiny deit_tiny_patch16_224 efficientformer_l1 "
+    "efficientformerv2_s0 efficientvit_m0 gcvit_xxtiny hiera_tiny_224 levit_128s gmlp_ti16_224 mvitv2_tiny jx_nest_tiny "
+    "pit_ti_224 sequencer2d_s swiftformer_xs swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 tiny_vit_5m_224 "
+    "tnt_s_legacy_patch16_224 twins_svt_small visformer_tiny vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224 "
+    "xcit_nano_12_p8_224",
+    240: "crossvit_tiny_240",
+    256: "swinv2_tiny_window16_256 vit_tiny_patch16_dinov3_qkvb",
+    299: "inception_v3 inception_v4 legacy_xception",
+}
+# Autocast is entered there, or a buffer is made anew by the input's size.
+SKIPS: Mapping[str, tuple[str, ...]] = {
+    "efficientvit_b0": ("stages.*.blocks.*.context_module.main",),
+    "convit_tiny": ("blocks.*.attn",),
+}
+
+
+def timm_recipes() -> Iterable[Recipe]:
+    """Return a recipe for each family; none where timm is not installed."""
+    if find_spec("timm") is None:
+        return []
+    return [_recipe(name, side) for side, names in FAMILIES.items() for name in names.split()]
+
+
+def _recipe(name: str, side: int) -> Recipe:
+    return Recipe(f"timm/{name}", "timm", partial(_build, name), partial(_images, side), SKIPS.get(name, ()))
+
+
+def _images(side: int) -> tuple[Any, ...]:
+    return (torch.rand(2, 3, side, side),)
+
+
+def _build(name: str) -> Any:
+    import timm
+
+    return timm.create_model(name, pretrained=False)
