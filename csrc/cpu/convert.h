@@ -166,10 +166,10 @@ QT_FN void pass_chunk(const T* grad, T* dx, uint64_t inside) {
     constexpr Lanes16 bit = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
                              1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
     for (int k = 0; k < cpu::kChunk; k += 16) {
-      Lanes16 values;
+      Lanes16 values, bits;
       __builtin_memcpy(&values, grad + k, sizeof(values));
-      const auto passes = (bit & static_cast<uint16_t>(inside >> k)) == bit;
-      values &= (Lanes16)passes;
+      for (int i = 0; i < 16; ++i) bits[i] = static_cast<uint16_t>(inside >> k);
+      values &= (Lanes16)((bit & bits) == bit);
       __builtin_memcpy(dx + k, &values, sizeof(values));
     }
 #endif
