@@ -33,11 +33,13 @@ QT_FN void store(A* to, Vector<A> v) {
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
+constexpr bool kStreams = QT_BYTES == 64;  // half a line at a time, as AVX2 would, gains nothing
+
 // Stores a vector; streaming past the caches where a result is too large to be found in them again, which saves reading
 // its lines first. A streaming store wants its address aligned, and stream_fence() before another thread reads.
 template <bool kStream, class T, class V>
 QT_FN void put(T* to, V v) {
-#if QT_BYTES == 64  // half a line at a time, as AVX2 would, gains nothing
+#if QT_BYTES == 64
   if constexpr (kStream && sizeof(V) == 64) {
     return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
   }
