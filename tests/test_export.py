@@ -295,6 +295,27 @@ def test_a_changed_weight_is_noticed(tmp_path) -> None:
         found.check()
 
 
+class Gated(nn.Module):
+    """Adds a parameter as it lies, and a function of another, whose last bit runtimes may differ in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.gate = nn.Parameter(torch.randn(1, 4, 1, 1)), nn.Parameter(torch.randn(1, 4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift.reshape(1, 4, 1, 1)) * torch.sigmoid(self.gate)
+
+
+def test_a_computed_constant_counts_as_a_layer(tmp_path) -> None:
+    x = torch.randn(2, 4, 5, 5)
+    model = qt.prepare(Gated().eval(), (x,), backend="onnxruntime")
+    qt.calibrate(model, [(x,)], progress=False)
+    found = qt.export_onnx(model, x, tmp_path / "m.onnx").verification
+    assert found is not None
+    gate = next(count for name, count in found.by_quantizer.items() if "sigmoid" in name)
+    assert (gate.compared, found.weight_codes.compared) == (4, 4)
+
+
 def test_a_changed_scale_is_noticed(tmp_path) -> None:
     model, x = converted_net(), torch.randn(SHAPE)
     result = qt.export_onnx(model, x, tmp_path / "m.onnx")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.frozen import Grid
-from qtoolkit.graph.kinds import parameters_in
+from qtoolkit.graph.kind_table import MOVES
+from qtoolkit.graph.kinds import kind_of, parameters_in
 from qtoolkit.graph.roles import WEIGHT_HOLDER
 from qtoolkit.graph.sizes import with_own_lists
 from qtoolkit.nn import QuantModule
@@ -53,7 +54,7 @@ class Verification:
     """How onnxruntime's results compare with the model's.
 
     Attributes:
-        weight_codes: Codes of all weights.
+        weight_codes: Codes of all weights, and of other constants that are stored.
         quantizer_codes: Codes of each activation quantizer, given the very input that onnxruntime's node had.
         layer_codes: Codes of each activation quantizer, where the ops before it were computed by torch from the codes that
             onnxruntime had at their inputs: differences are rounding ties of a layer's sums.
@@ -225,10 +226,12 @@ class _Stepwise(fx.Interpreter):
             self.missing[name] = None
             return grid(x)
         count = CodeCount.of(ours, theirs)
-        if constant:
+        if constant and _is_stored(n.all_input_nodes[0]):
             self.constants += count
             return grid(x)
         self.counts[name] = self.counts.get(name, CodeCount()) + count
+        if constant:  # the file may have its codes in another shape
+            return grid(x)
         return grid.values(torch.from_numpy(theirs)).to(x.dtype)
 
     def _twin(self, ours: Any) -> Any:
@@ -263,6 +266,13 @@ class _Stepwise(fx.Interpreter):
         self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(ours, theirs)
         values: Tensor = grid.values(torch.from_numpy(theirs))
         return values.to(args[0].dtype)
+
+
+def _is_stored(constant: fx.Node) -> bool:
+    """Return whether a constant is a parameter, or values of one: in a computed one runtimes may differ by rounding ties."""
+    while constant.op != "get_attr" and kind_of(constant) in MOVES:
+        constant = constant.all_input_nodes[0]
+    return constant.op == "get_attr"
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
