@@ -107,3 +107,31 @@ def test_tracing_leaves_the_mode_a_bool() -> None:
     with pytest.raises(trace.UntraceableError):
         trace.run(broken)
     assert all(type(m.training) is bool for m in broken.modules())
+
+
+class TwoHeads(nn.Module):
+    """Has a head for training alone, as GoogLeNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.auxiliary = linear_of(), linear_of(), linear_of()
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("training", "words"), [(True, "in training mode, in eval mode too"), (False, "in eval mode, in training")]
+)
+def test_what_is_decided_for_good_is_said(training: bool, words: str) -> None:
+    model = nn.Sequential(TwoHeads()).train(training)
+    with pytest.warns(UserWarning, match=f"prepare: 0 decides on self.training in Python: .* {words}"):
+        prepared = qt.prepare(model, (torch.rand(2, 4),), backend="onnxruntime")
+    with qt.disable_quantization(prepared):
+        assert isinstance(prepared.train(not training)(torch.rand(2, 4)), tuple) == training
+
+
+def test_what_follows_the_mode_is_no_matter(recwarn) -> None:
+    qt.prepare(Decides().train(), (torch.rand(2, 4),), backend="onnxruntime")
+    assert not [w for w in recwarn if "self.training" in str(w.message)]

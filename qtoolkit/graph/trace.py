@@ -2,7 +2,8 @@
 
 import inspect
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -86,6 +87,7 @@ def run(
             raise RuntimeError("random numbers are drawn that would be the same ones at every run of the graph.")
     except Exception as error:  # whatever the user's forward raises on proxies
         raise _explain(error, model, tracer.path, example_inputs is not None) from error
+    _warn_of_modes(model, tracer.decisive)
     in_place.run(graph, model)
     for node in tracer.seen_through:
         node.meta.pop("is_wrapped", None)  # fx marks what a wrapped function returns, to be wrapped again
@@ -97,6 +99,17 @@ def run(
     for name, value in kept.items():
         traced.keep(name, value)
     return traced
+
+
+def _warn_of_modes(model: nn.Module, decisive: Collection[nn.Module]) -> None:
+    names = [name or type(model).__name__ for name, module in model.named_modules() if module in decisive]
+    if names:
+        mode, other = ("training", "eval") if model.training else ("eval", "training")
+        warnings.warn(
+            f"prepare: {', '.join(names)} decides on self.training in Python: the graph keeps what that gave in {mode} mode, "
+            f"in {other} mode too. Prepare the model in the mode that it will be exported in, or name the submodule in `skip`.",
+            stacklevel=4,  # who called prepare
+        )
 
 
 # ---- what is refused

@@ -63,6 +63,7 @@ class ModelTracer(fx.Tracer):
 
     Attributes:
         path: The submodules that are being traced, outermost first; an error leaves it as it was then.
+        decisive: The submodules that decided on their mode, and did so for good.
     """
 
     proxy_buffer_attributes = True  # else what is computed from buffers alone would be a constant of the graph
@@ -83,6 +84,7 @@ class ModelTracer(fx.Tracer):
         self.mode = _mode()
         self.measuring = False
         self.modes: dict[str, fx.Node] = {}
+        self.decisive: dict[nn.Module, None] = {}
         self.rebound: list[tuple[SizedProxy, fx.Node]] = []
         self.seen_through: list[fx.Node] = []
 
@@ -160,13 +162,15 @@ class ModelTracer(fx.Tracer):
         self.modes = {path: node for path, node in self.modes.items() if node in self.graph.nodes}
 
     def decided_on_mode(self, module: nn.Module) -> None:
-        """Keep the submodule that is traced whole, where that loses nothing: it decides on its mode.
+        """Keep the submodule that is traced whole, where that loses nothing, or note it: it decides on its mode.
 
         Raises:
             DecidesOnModeError: So it is.
         """
         if self.path and self.path[-1][1] is module and holds_nothing(module):
             raise DecidesOnModeError
+        if not type(module).__module__.startswith("torch."):  # whose own decisions are on how to compute the same
+            self.decisive[module] = None
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Return a proxy for a parameter or buffer of the model."""
