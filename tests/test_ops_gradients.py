@@ -112,6 +112,30 @@ def test_sizes(size, dtype):
     check_gradients(floats(dtype, 7)(size), floats(dtype)(size), scales(1), zero_points(1))
 
 
+# Results that are written past the caches.
+LARGE = {
+    "per_tensor": ((4 << 20) + 65, None),
+    "axis_0": (1433, 3000, 0),
+    "axis_1": (3, 1433, 1000, 1),
+    "a_row": (1433, 3000, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("large", LARGE)
+def test_large_results(large, dtype):
+    *shape, axis = LARGE[large]
+    x, grad = floats(dtype)(*shape), floats(dtype, 7)(*shape)
+    count = 1 if axis is None else x.size(axis)
+    check_gradients(grad, x, scales(count), zero_points(count), axis=axis)
+    for zero_point in (None, zero_points(count)):
+        grid = {**GRID, "axis": axis}
+        assert_same(
+            ops.fake_quant(x, scales(count), zero_point, **grid),
+            reference.fake_quant(x, scales(count), zero_point, **grid),
+        )
+
+
 GRADS = {
     "row_major": lambda make: make(4, 6, 5, 7),
     "channels_last": lambda make: make(4, 6, 5, 7).contiguous(memory_format=torch.channels_last),

@@ -75,6 +75,20 @@ def test_fake_quant(layout, channels, dtype):
     assert_same(x, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+def test_flushed_denormals_are_the_same_wherever_they_stand(dtype):
+    """Denormal float16 numbers are normal float32 ones, which no mode of the processor flushes."""
+    x = torch.tensor([3e-7, 5.9e-8, 1e-5, -6e-8]).to(dtype)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormals")
+    try:
+        many, few = (ops.fake_quant(x.repeat(n), torch.tensor(2**-24), None, -(2**20), 2**20) for n in (64, 1))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(many, few.repeat(64))
+    assert torch.equal(few, ops.fake_quant(x, torch.tensor(2**-24), None, -(2**20), 2**20))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_quantize(layout, channels, dtype):

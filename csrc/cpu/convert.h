@@ -17,14 +17,16 @@ QT_FN F widen_bits(U half, bf16) {
   return __builtin_bit_cast(F, half << 16);
 }
 
-// The exponent is rebased by a multiplication by 2^112, which also normalises denormals; inf and NaN are put back.
+// The exponent is rebased from 15 to 127. Denormals are whole numbers of 2^-24, which 2^23 added and taken away makes
+// floats of: no step has a denormal float32, which a processor may be told to flush.
 template <class F, class U>
 QT_FN F widen_bits(U half, f16) {
   const U sign = (half & 0x8000u) << 16;
   const U body = (half & 0x7fffu) << 13;
-  const F rebased = __builtin_bit_cast(F, body) * 0x1p112f;
-  const U special = body | 0x7f800000u;
-  const U magnitude = body >= 0x0f800000u ? special : __builtin_bit_cast(U, rebased);
+  const F denormal = (__builtin_bit_cast(F, (half & 0x3ffu) | 0x4b000000u) - 0x1p23f) * 0x1p-24f;
+  const U normal = body + 0x38000000u;
+  U magnitude = body < 0x00800000u ? __builtin_bit_cast(U, denormal) : normal;
+  magnitude = body >= 0x0f800000u ? body | 0x7f800000u : magnitude;
   return __builtin_bit_cast(F, sign | magnitude);
 }
 
