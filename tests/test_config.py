@@ -136,3 +136,10 @@ def test_bad_values_are_named(make, words: str) -> None:
 def test_wrong_types(make) -> None:
     with pytest.raises(TypeError, match="must be"):
         make()
+
+
+def test_a_spec_keeps_arguments_of_its_own() -> None:
+    arguments = {"momentum": 0.5}
+    spec = qt.QuantSpec(observer="moving_average", observer_args=arguments)
+    arguments["momentum"] = 0.1
+    assert spec.observer_args == {"momentum": 0.5}

@@ -295,6 +295,14 @@ def test_a_changed_weight_is_noticed(tmp_path) -> None:
         found.check()
 
 
+def test_a_model_with_nothing_quantized_is_refused(tmp_path) -> None:
+    everything_float = qt.QConfigMapping().set_global(None)
+    model = qt.prepare(nets.ConvNet().eval(), backend="onnxruntime", qconfig_mapping=everything_float)
+    with pytest.raises(ValueError, match="export_onnx: nothing in the model is quantized"):
+        qt.export_onnx(model, torch.randn(SHAPE), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 class Gated(nn.Module):
     """Adds a parameter as it lies, and a function of another, whose last bit runtimes may differ in."""
 

@@ -77,6 +77,8 @@ class QuantSpec:
         if self.observer == "histogram":
             self._check_histogram(**self.observer_args)
         _check_args(f"quantizer {self.quantizer!r}", self.quantizer_args, ())
+        for name in ("observer_args", "quantizer_args"):
+            object.__setattr__(self, name, dict(getattr(self, name)))  # the user's own may change later
         if self.format != "int":
             self._check_logarithmic()
         if self.pow2_scale and self.quantizer == "lsq":

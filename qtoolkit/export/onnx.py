@@ -114,7 +114,7 @@ def export_onnx(
     from qtoolkit.export.verify import verify_onnx
 
     converted = convert(model) if quantizers_of(model) else model
-    _check_formats(converted)
+    _check_grids(converted)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     chosen = _choose_opset(opset, converted, exporter)
     trace = _export_dynamo if exporter == "dynamo" else _export_torchscript
@@ -149,11 +149,17 @@ def _require_extra() -> None:
         raise ImportError(f"export_onnx needs {error.name}; type: pip install qtoolkit[onnx]") from None
 
 
-def _check_formats(converted: nn.Module) -> None:
-    for name, module in converted.named_modules():
-        if isinstance(module, Grid) and module.spec.format != "int":
+def _check_grids(converted: nn.Module) -> None:
+    grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
+    if not grids:
+        raise ValueError(
+            "export_onnx: nothing in the model is quantized, so the file would be the float model's; "
+            "qtoolkit.quantization_report(prepared) says why. To export in float, use torch.onnx.export."
+        )
+    for name, grid in grids.items():
+        if grid.spec.format != "int":
             raise ValueError(
-                f"export_onnx: {name!r} quantizes to format={module.spec.format!r}, for which ONNX has no node; give the "
+                f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; give the "
                 f"target's own compiler the float model and the ranges (each quantizer's amax)."
             )
 
