@@ -17,7 +17,9 @@ TEXT = """# The model zoo
 Every model of torchvision {torchvision} and families of timm {timm}, through `prepare` (in training mode), `calibrate`,
 one step of SGD, `convert`, `export_onnx` and its verification in onnxruntime {onnxruntime}. Random weights, small
 inputs, the {backend} backend, torch {torch}, one thread of {cores} shared cores. Made by `python benchmarks/zoo.py`;
-`--only resnet18` or `--family timm` runs a part of it, and keeps the rest. The data is `benchmarks/results/zoo.json`.
+`--only resnet18` or `--family timm` runs a part of it, and keeps the rest as it was found, by the code and under the
+machine's load of then: seconds are upper bounds, and fewer ops may be in float by now. The data is
+`benchmarks/results/zoo.json`.
 
 - **layers**: those with weights; **ops**: all others. Ops in float are counted by kind, or, of functions that no kind
   has, by name: *relu after a float op* has no quantized op right before it; *layer_norm* and the like are float on this
