@@ -11,6 +11,7 @@ from qtoolkit.frozen import Grid
 from qtoolkit.graph.grids import quantizer_behind
 from qtoolkit.graph.kind_rules import is_number
 from qtoolkit.graph.kinds import OTHER, kind_of, tensor_inputs
+from qtoolkit.graph.layer_quantizers import INPUT, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.mode import is_mode
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
@@ -37,6 +38,7 @@ class LayerLine:
 class TensorLine:
     """One quantized tensor: its quantizer, the op that makes it, the ops that take it, and how it is quantized.
 
+    Of a tensor that no op of the graph makes, `source` is a name of its own: `attn.softmax`, `block.conv.input`.
     `shares_scale_with` are the ops whose tensors have the same quantizer.
     """
 
@@ -53,7 +55,7 @@ class QuantizationReport:
 
     Attributes:
         layers: Every op of the model, in order.
-        tensors: Every quantized activation.
+        tensors: Every quantized activation: those of the graph, then those that layers quantize themselves.
     """
 
     layers: tuple[LayerLine, ...]
@@ -110,9 +112,13 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         sources[str(node.target)].append(node.all_input_nodes[0].name)
     layers = [_layer_line(model, node) for node in nodes if _has_line(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
-    inside = () if model.plan is None else model.plan.inside
-    layers += [_line_inside(model, name) for name in inside]
-    tensors += [line for name in inside for line in _tensor_lines_inside(model, name)]
+    held = [quantizer for quantizer in layer_quantizers(model) if not quantizer.is_weights]
+    layers += [_line_inside(model, name, held) for name in (() if model.plan is None else model.plan.inside)]
+    for quantizer in held:
+        sources[quantizer.name] += [source for source in quantizer.sources if source not in sources[quantizer.name]]
+    tensors += dict.fromkeys(
+        line for quantizer in held for line in _tensor_lines_of(quantizer, sources[quantizer.name])
+    )
     return QuantizationReport(tuple(layers), tuple(tensors))
 
 
@@ -154,18 +160,22 @@ def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str])
     return TensorLine(str(node.target), source, consumers, _spec_of(model.get_submodule(str(node.target))), others)
 
 
-def _line_inside(model: QuantizedGraphModule, name: str) -> LayerLine:
+def _line_inside(model: QuantizedGraphModule, name: str, held: Sequence[LayerQuantizer]) -> LayerLine:
     """Return the line of a layer inside a submodule that is kept whole."""
     layer = model.get_submodule(name)
     status, reason = model.plan.inside[name] if model.plan is not None else ("float", "not planned yet")
     kind = layer.KIND if isinstance(layer, QuantModule) else OTHER
-    inputs = tuple(line.quantizer for line in _tensor_lines_inside(model, name))
-    return LayerLine(name, kind, _weight_inside(layer), inputs, status, reason)
+    inputs = dict.fromkeys(q.name for q in held if q.module is layer and q.attribute == INPUT)
+    return LayerLine(name, kind, _weight_inside(layer), tuple(inputs), status, reason)
 
 
-def _tensor_lines_inside(model: QuantizedGraphModule, name: str) -> list[TensorLine]:
-    quantizer = getattr(model.get_submodule(name), "input_quantizer", None)
-    return [] if quantizer is None else [TensorLine(f"{name}.input_quantizer", "", (name,), _spec_of(quantizer))]
+def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:
+    """Return the lines of the tensors that a layer quantizes itself, by a quantizer of these and maybe more."""
+    how = _spec_of(held.quantizer)
+    return [
+        TensorLine(held.name, source, (held.layer,), how, tuple(name for name in sources if name != source))
+        for source in held.sources
+    ]
 
 
 def _weight_inside(layer: nn.Module) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from tests import nets
+from tests import nets, test_attention
 from tests.test_kinds import Probe, edges
 
 ORT = qt.backends["onnxruntime"]
@@ -122,10 +122,72 @@ def test_the_plan_says_why() -> None:
     assert str(edge) == "x -> stem: int8 by activation_quantizers.x: conv computes on quantized inputs"
 
 
-def test_every_quantizer_is_in_the_plan() -> None:
-    for backend in qt.backends:
-        prepared = qt.prepare(nets.ConvNet(), backend=backend)
-        assert {e.quantizer for e in prepared.plan.edges} == set(qt.quantizers_of(prepared))
+class KeptWhole(nn.Module):
+    """Layers and attention inside a submodule that is kept whole, and a layer that the graph calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.block = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.ReLU(), self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(torch.tanh(self.first(x)))
+
+
+NETS = [
+    (nets.ConvNet, ()),
+    (test_attention.Block, ()),
+    (KeptWhole, ("block",)),
+    (test_attention.Block, ("attn", "cross")),
+]
+
+
+@pytest.mark.parametrize(("make", "skip"), NETS, ids=["graph", "attention", "skip", "attention-skip"])
+@pytest.mark.parametrize("backend", list(qt.backends))
+def test_every_quantizer_is_in_the_plan(make: type[nn.Module], skip: tuple[str, ...], backend: str) -> None:
+    prepared = qt.prepare(make(), skip=skip, backend=backend)
+    quantizers = qt.quantizers_of(prepared)
+    planned = {edge.quantizer: edge.spec for edge in prepared.plan.edges}
+    assert planned == {name: quantizer.spec for name, quantizer in quantizers.items()}
+    weights = {name for name in quantizers if name.endswith("weight_quantizer")}
+    lines = qt.quantization_report(prepared).tensors
+    assert {line.quantizer: line.spec for line in lines} == {
+        name: quantizer.spec.describe() for name, quantizer in quantizers.items() if name not in weights
+    }
+    assert len({(line.quantizer, line.source) for line in lines}) == len(lines)
+
+
+def own_edges(prepared: nn.Module) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return the quantizers in layers, and why, by what they quantize and for whom."""
+    edges = (edge for edge in prepared.plan.edges if not edge.quantizer.startswith("activation_quantizers."))
+    return {(edge.source, edge.consumer): (edge.quantizer, edge.why) for edge in edges}
+
+
+def test_the_plan_lists_the_tensors_between_the_ops_of_attention() -> None:
+    planned = own_edges(qt.prepare(test_attention.Block(), backend="onnxruntime"))
+    why = "QuantMultiheadAttention quantizes it between its ops"
+    for layer in ("attn", "cross"):
+        for inner in ("query", "key", "value", "softmax", "out_proj_input"):
+            assert planned[f"{layer}.{inner}", layer] == (f"{layer}.{inner}_quantizer", why)
+        assert planned[f"{layer}.out_proj_weight", layer][1] == "weight of a attention"
+
+
+def test_the_plan_lists_what_is_quantized_inside_a_submodule_kept_whole() -> None:
+    prepared = qt.prepare(KeptWhole(), skip=["block"], backend="onnxruntime")
+    planned = own_edges(prepared)
+    inside = "the layer quantizes its input itself: it is inside a submodule that is kept whole"
+    for layer in ("block.0.linear1", "block.0.linear2"):
+        assert planned[f"{layer}.input", layer] == (f"{layer}.input_quantizer", inside)
+        assert planned[f"{layer}.weight", layer] == (f"{layer}.weight_quantizer", "weight of a linear")
+    attention = "block.0.self_attn"
+    assert planned[f"{attention}.softmax", attention][0] == f"{attention}.softmax_quantizer"
+    # One quantizer for a layer that both call, under its first name.
+    assert planned["x", "first"][0] == planned["block.2.input", "block.2"][0] == "first.input_quantizer"
+    assert planned["first.weight", "first"][0] == planned["block.2.weight", "block.2"][0] == "first.weight_quantizer"
+    shared = [line for line in qt.quantization_report(prepared).tensors if line.quantizer == "first.input_quantizer"]
+    assert [(line.source, line.shares_scale_with) for line in shared] == [
+        ("x", ("block.2.input",)), ("block.2.input", ("x",)),
+    ]  # fmt: skip
 
 
 def test_on_tensorrt_an_op_without_weights_needs_a_quantized_output() -> None:

@@ -330,9 +330,10 @@ def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: 
     assert torch.equal(seen[0], x)  # as it is: nothing has quantized it before
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "first")
     assert line.inputs == ("first.input_quantizer",)
-    (edge,) = (edge for edge in prepared.plan.edges if edge.quantizer == "first.input_quantizer")
+    edge, inside = (edge for edge in prepared.plan.edges if edge.quantizer == "first.input_quantizer")
     assert (edge.source, edge.consumer) == ("x", "first")
     assert "inside a submodule that is kept whole, too" in edge.why
+    assert (inside.source, inside.consumer) == ("block.fc.input", "block.fc")
 
 
 class TakesTheSame(nn.Module):

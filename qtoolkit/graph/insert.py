@@ -9,11 +9,10 @@ from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.graph import decide
 from qtoolkit.graph.decide import Decisions, Group, Want
-from qtoolkit.graph.kinds import kind_of, module_of
+from qtoolkit.graph.layer_quantizers import layer_edges
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Edge, Plan, Status
-from qtoolkit.graph.roles import HOLDER, WEIGHT_HOLDER, Roles, is_quantizer, quantizes_its_input
-from qtoolkit.nn import QuantModule
+from qtoolkit.graph.roles import HOLDER, WEIGHT_HOLDER, Roles, is_quantizer
 from qtoolkit.quantizer import TensorQuantizer
 
 
@@ -33,7 +32,7 @@ def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | No
     decisions = decide.run(Roles(gm, backend, mapping), gm.graph)
     _insert_all(gm, decisions)
     edges = [edge for group in decisions.groups for edge in _edges_of(group)]
-    edges += [_weight_edge(want) for want in decisions.weights] + _layer_edges(gm) + _own_edges(gm)
+    edges += [_weight_edge(want) for want in decisions.weights] + layer_edges(gm)
     plan = gm.plan or Plan(backend)
     left: dict[str, tuple[Status, str]] = {name: ("float", reason) for name, reason in decisions.left.items()}
     gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
@@ -120,30 +119,3 @@ def _edges_of(group: Group) -> list[Edge]:
 def _weight_edge(want: Want) -> Edge:
     source = str(want.anchor.target) if want.anchor.op == "get_attr" else want.anchor.name
     return Edge(source, want.consumer.name, f"{WEIGHT_HOLDER}.{want.consumer.name}", want.spec, want.why)
-
-
-def _own_edges(gm: QuantizedGraphModule) -> list[Edge]:
-    """Return the edges into layers that quantize their inputs themselves."""
-    why = "the layer quantizes its input itself: it is called inside a submodule that is kept whole, too"
-    nodes = [node for node in gm.graph.nodes if quantizes_its_input(node)]
-    names = [(node, f"{node.target}.input_quantizer") for node in nodes]
-    return [
-        Edge(n.all_input_nodes[0].name, n.name, name, gm.get_submodule(name).spec, why)  # type: ignore[arg-type]
-        for n, name in names
-    ]
-
-
-def _layer_edges(gm: QuantizedGraphModule) -> list[Edge]:
-    layers = [(n, module_of(n)) for n in gm.graph.nodes if n.op == "call_module"]
-    return [
-        Edge(
-            f"{n.target}.{name.removesuffix('_quantizer')}",
-            n.name,
-            f"{n.target}.{name}",
-            q.spec,
-            f"weight of a {kind_of(n)}",
-        )
-        for n, layer in layers
-        if isinstance(layer, QuantModule)
-        for name, q in layer.weight_quantizers().items()
-    ]

@@ -17,8 +17,10 @@ class Edge:
     """A quantized tensor on its way into an op.
 
     Attributes:
-        source: The graph node that makes the tensor, or the name of a layer's weight.
-        consumer: The graph node that takes it, directly or through ops that only move values.
+        source: The graph node that makes the tensor, or the name of a layer's weight, or of a tensor inside a layer or a
+            submodule that is kept whole: `attn.softmax`, `block.conv.input`.
+        consumer: The graph node that takes it, directly or through ops that only move values, or the dotted name of a layer
+            inside a submodule that is kept whole.
         quantizer: Name of the quantizer; edges with the same one share its scale.
         spec: How it quantizes.
         why: The rule that asks for it, in words.
@@ -58,7 +60,7 @@ class Plan:
     Attributes:
         backend: The target.
         status: Of each node, by name: its status and, where there is something to say, the reason.
-        edges: Every quantized edge, weights included.
+        edges: Every quantized edge: weights, and tensors inside layers and submodules that are kept whole, included.
         inside: The status of each layer inside submodules that were kept whole, by dotted name.
         tracing: How the model was traced.
     """

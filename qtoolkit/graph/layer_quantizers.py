@@ -1,0 +1,92 @@
+"""The quantizers that layers hold: of their weights, of their inputs where the graph has none, and between their ops."""
+
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from qtoolkit.frozen import Grid
+from qtoolkit.graph.kinds import module_of, tensor_inputs
+from qtoolkit.graph.plan import Edge
+from qtoolkit.graph.roles import is_quantizer
+from qtoolkit.nn import QuantModule
+from qtoolkit.nn.module import Quantizer
+from qtoolkit.quantizer import TensorQuantizer
+
+INPUT = "input_quantizer"
+
+
+@dataclass(frozen=True)
+class LayerQuantizer:
+    """A quantizer that a layer holds.
+
+    Attributes:
+        node: The node that calls the layer, or the submodule around it that is kept whole.
+        layer: The layer's dotted name, as the node has it.
+        module: The layer.
+        attribute: The quantizer's name in the layer.
+        quantizer: The quantizer.
+        name: Its dotted name in the model; the first where a layer has several.
+    """
+
+    node: fx.Node
+    layer: str
+    module: nn.Module
+    attribute: str
+    quantizer: Quantizer
+    name: str
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the layer is inside a submodule that is kept whole."""
+        return self.layer != self.node.target
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether it quantizes a weight."""
+        return isinstance(self.module, QuantModule) and self.attribute in self.module.weight_quantizers()
+
+    @property
+    def sources(self) -> list[str]:
+        """The tensors that it quantizes: the nodes that make them, or names of its own where no node does."""
+        if self.attribute == INPUT and not self.is_inside:
+            return [source.name for source in tensor_inputs(self.node)]
+        return [f"{self.layer}.{self.attribute.removesuffix('_quantizer')}"]
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        if self.is_weights and isinstance(self.module, QuantModule):
+            return f"weight of a {self.module.KIND}"
+        if self.attribute != INPUT:
+            return f"{type(self.module).__name__} quantizes it between its ops"
+        where = "inside a submodule that is kept whole"
+        return f"the layer quantizes its input itself: it is {where if self.is_inside else f'called {where}, too'}"
+
+    def edges(self) -> list[Edge]:
+        """Return the edges of the plan that it quantizes."""
+        consumer = self.layer if self.is_inside else self.node.name
+        return [Edge(source, consumer, self.name, self.quantizer.spec, self.why) for source in self.sources]
+
+
+def layer_quantizers(gm: fx.GraphModule) -> list[LayerQuantizer]:
+    """Return the quantizers of the layers that a graph calls, and of those inside the submodules that are kept whole."""
+    names = {module: name for name, module in gm.named_modules()}
+    nodes = [node for node in gm.graph.nodes if node.op == "call_module" and not is_quantizer(node)]
+    return [_held(node, path, module, names[module]) for node in nodes for path, module in _quantizers_in(node)]
+
+
+def layer_edges(gm: fx.GraphModule) -> list[Edge]:
+    """Return the edges that layers quantize themselves, each once however often its submodule is called."""
+    edges = [edge for held in layer_quantizers(gm) for edge in held.edges()]
+    return list({(edge.source, edge.consumer, edge.quantizer): edge for edge in edges}.values())
+
+
+def _quantizers_in(node: fx.Node) -> list[tuple[str, Quantizer]]:
+    parts = module_of(node).named_modules()
+    return [(path, part) for path, part in parts if path and isinstance(part, TensorQuantizer | Grid)]
+
+
+def _held(node: fx.Node, path: str, quantizer: Quantizer, name: str) -> LayerQuantizer:
+    inner, _, attribute = path.rpartition(".")
+    layer = f"{node.target}.{inner}" if inner else str(node.target)
+    return LayerQuantizer(node, layer, module_of(node).get_submodule(inner), attribute, quantizer, name)
