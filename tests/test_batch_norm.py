@@ -20,6 +20,8 @@ CASES = {
     "conv3d": (lambda: nn.Conv3d(3, 6, 2), nn.BatchNorm3d, (4, 3, 3, 4, 3)),
     "depthwise": (lambda: nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d, (8, 6, 5, 6)),
     "conv_transpose": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, stride=2), nn.BatchNorm2d, (4, 4, 3, 4)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, stride=2), nn.BatchNorm1d, (8, 4, 5)),
+    "conv_transpose3d": (lambda: nn.ConvTranspose3d(4, 6, 2, bias=False), nn.BatchNorm3d, (4, 4, 3, 2, 3)),
     "linear": (lambda: nn.Linear(5, 6), nn.BatchNorm1d, (16, 5)),
     "sync": (lambda: nn.Conv2d(3, 6, 3), nn.SyncBatchNorm, (8, 3, 5, 6)),
 }
@@ -93,10 +95,10 @@ def along(values: Tensor, y: Tensor) -> Tensor:
 
 
 def scaled(layer: nn.Module, factor: Tensor) -> Tensor:
-    if not isinstance(layer, nn.ConvTranspose2d):
+    if not isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return layer.weight * factor.view(-1, *[1] * (layer.weight.dim() - 1))
     halves = zip(layer.weight.chunk(layer.groups), factor.chunk(layer.groups), strict=True)
-    return torch.cat([weight * f.view(1, -1, 1, 1) for weight, f in halves])
+    return torch.cat([weight * along(f, weight) for weight, f in halves])
 
 
 def written_out(strategy: str, model: nn.Sequential, quantizer: qt.TensorQuantizer, x: Tensor) -> Tensor:
@@ -350,10 +352,19 @@ def torchvisions(features: int) -> nn.Module:
 
 @pytest.mark.parametrize("make", [FrozenBatchNorm2d, torchvisions])
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Conv2d(4, 6, 3, bias=False),
+        lambda: nn.ConvTranspose2d(4, 6, 3, bias=False),
+        lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, stride=2),
+    ],
+    ids=["conv", "conv_transpose", "grouped_conv_transpose"],
+)
 @each_strategy
-def test_a_frozen_batch_norm_is_folded_in_both_modes(make, training: bool, strategy: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), make(6), nn.ReLU()).double().train(training)
-    x = torch.randn(2, 3, 5, 5).double()
+def test_a_frozen_batch_norm_is_folded_in_both_modes(make, training: bool, layer, strategy: str) -> None:
+    model = nn.Sequential(layer(), make(6), nn.ReLU()).double().train(training)
+    x = torch.randn(2, 4, 5, 5).double()
     prepared = qt.prepare(model, x, backend=backend_with(strategy)).double()
     assert (set(model.state_dict()) <= set(prepared.state_dict())) == training
     with qt.disable_quantization(prepared):

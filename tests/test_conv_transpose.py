@@ -162,6 +162,25 @@ def test_the_matrix_in_onnxruntime(tmp_path, dims: int, training: bool) -> None:
         assert [a.i for a in node.attribute if a.name == "axis"] == [1 if groups == 1 else 0]
 
 
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("dims", DIMS)
+def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, dims: int, groups: int) -> None:
+    x, model = data(dims), block(dims, groups, "plain", batch_norm=False).eval()
+    prepared = qt.prepare(model, backend="tensorrt8")
+    qt.calibrate(prepared, [x], progress=False)
+    layer = qt.convert(prepared).get_submodule("0")
+    quantizer = layer.weight_quantizer
+    assert (quantizer.spec.axis, quantizer.scale.shape) == (0, (IN,))  # as many whatever the groups
+    amax = model[0].weight.detach().abs().flatten(1).amax(1)
+    torch.testing.assert_close(quantizer.scale, amax / 127, rtol=0, atol=0)
+    codes = reference.quantize(model[0].weight.detach(), quantizer.scale, axis=0)
+    assert torch.equal(quantizer.codes(layer.weight), codes)
+    result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")
+    node = next(n for n in onnx.load(str(result.path)).graph.node if n.name == "0.weight_quantizer.dequantize")
+    assert [a.i for a in node.attribute if a.name == "axis"] == [0]
+    assert result.verification.weight_codes.differing == 0
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_axis_is_that_of_the_backend(tmp_path, dims: int, axis: int) -> None:

@@ -211,6 +211,26 @@ def test_outputs_are_quantized_after_the_whole_unit() -> None:
         assert returned.target == "activation_quantizers._5"
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_of_its_own_and_its_relu_are_one_unit(training: bool) -> None:
+    class PreActivation(nn.Module):
+        """As DenseNet has it: the concat before the batch norm keeps it from being folded."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.relu, self.conv = nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.conv(self.relu(self.norm(torch.cat([x, y], 1))))
+
+    prepared = qt.prepare(PreActivation().train(training), backend="snpe")
+    assert list(activations(prepared)) == ["x", "y", "cat", "relu", "conv"]  # none between the batch norm and its ReLU
+    assert prepared.plan.status["relu"] == ("fused", "one op with norm")
+    planned = {(edge.source, edge.consumer) for edge in prepared.plan.edges}
+    assert ("relu", "conv") in planned
+    assert not any(source == "norm" for source, _ in planned)
+
+
 def test_policies_of_graph_inputs_and_outputs() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     assert list(activations(qt.prepare(model, backend=ORT))) == ["input_1", "_1"]
