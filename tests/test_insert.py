@@ -253,6 +253,19 @@ def test_the_first_and_last_layers_keep_their_bits(bits: int) -> None:
     assert own.get_submodule("0").weight_quantizer.spec.bits == bits
 
 
+@pytest.mark.parametrize("backend", list(qt.backends))
+@pytest.mark.parametrize("op", [lambda m, x, y: x / 3, lambda m, x, y: 1 - x, lambda m, x, y: x * m.row])
+def test_an_op_with_a_constant(backend: str, op: Any) -> None:
+    plan = qt.prepare(Probe(op), backend=backend).plan
+    (name,) = (name for name, (_, why) in plan.status.items() if name in ("truediv", "rsub", "sub", "mul"))
+    if backend in ("openvino", "snpe", "qnn", "vitis", "ppl", "tengine", "tvm"):
+        assert plan.status[name] == ("quantized", "")
+        assert {(e.source, e.consumer) for e in plan.edges} >= {("x", name), (name, "probe")}
+        assert all(e.source != "row" for e in plan.edges)  # the constant stays as it is
+    else:
+        assert plan.status[name][0] == "float"
+
+
 # ---- unsigned
 
 
