@@ -360,6 +360,7 @@ def test_a_rule_for_a_whole_block_does_not_cut_its_units() -> None:
         (lambda m, x, y: m.matrix @ x, -2, 4),
         (lambda m, x, y: x @ m.matrix.t(), -1, 4),
         (lambda m, x, y: torch.einsum("bi,io->bo", x, m.matrix), 1, 4),
+        (lambda m, x, y: torch.einsum("bchw,cd", x, m.matrix), 1, 4),
         (lambda m, x, y: F.conv_transpose2d(x, m.weight, None, 1, 0, 0, 2), 1, 8),
     ],
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.graph.kind_rules import written_out
 from qtoolkit.graph.kind_table import ACTIVATIONS, KINDS, MOVES, ROW_OF_FUNCTION, ROWS
 
 CONCATS = ("cat", "stack")
@@ -97,6 +98,7 @@ TWO: dict[str, list[Op]] = {
         lambda m, x, y: x @ y, lambda m, x, y: torch.matmul(x, y), lambda m, x, y: torch.bmm(x, mat2=y),
         lambda m, x, y: x.matmul(y), lambda m, x, y: x.bmm(y), lambda m, x, y: torch.mm(x, y),
         lambda m, x, y: torch.baddbmm(m.matrix, x, y), lambda m, x, y: torch.einsum("bij,bjk->bik", x, y),
+        lambda m, x, y: torch.einsum("bij, jk", x, y), lambda m, x, y: torch.einsum("...ij,jk", x, y),
         lambda m, x, y: torch.addmm(m.row, mat1=x, mat2=y),
     ],
     "attention": [
@@ -310,6 +312,17 @@ def test_indices_of_a_pool_are_no_tensor_to_quantize() -> None:
     assert edges(model) == {("x", "probe")}
     pool = Probe(lambda m, x, y: m.layer(x)[0], nn.MaxPool2d(2, return_indices=True))
     assert edges(pool) == {("x", "probe")}
+
+
+@pytest.mark.parametrize("equation", ["zc,cA", "bchw,cd", "...cb,ca", "ab,cd", "i,i", "ab,bc->ac"])
+def test_an_einsum_without_a_result_has_torchs(equation: str) -> None:
+    operands = [torch.rand([2] * len(term.replace("...", "x"))) for term in equation.split("->")[0].split(",")]
+    expected = torch.einsum(equation, *operands)
+    assert torch.equal(torch.einsum(written_out(equation), *operands), expected)
+
+
+def test_an_einsum_that_sums_nothing_is_no_matmul() -> None:
+    assert the_op("einsum", lambda m, x, y: torch.einsum("ab,cd", x, y)) == "einsum"
 
 
 def test_no_function_has_two_kinds() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.graph.kind_rules import argument
+from qtoolkit.graph.kind_rules import argument, written_out
 from qtoolkit.graph.kind_table import MOVES
 from qtoolkit.graph.kinds import MULTIPLYING_KINDS, kind_of, tensor_inputs
 from qtoolkit.graph.residual import free_branch, fuses
@@ -244,7 +244,7 @@ def _on_output_channels(node: fx.Node, weight: fx.Node, spec: QuantSpec, conv_tr
 
 def _einsum_axis(node: fx.Node, weight: fx.Node) -> int | None:
     """Return the axis of the last letter that only this operand and the result have; None, a single scale, without one."""
-    equation = str(node.args[0]).replace(" ", "")
+    equation = written_out(str(node.args[0]))
     terms = equation.split("->")[0].split(",")
     operands = node.args[1:]
     mine = terms[operands.index(weight)]

@@ -98,10 +98,18 @@ def div(node: fx.Node) -> str:
     return OTHER if is_constant(argument(node, 0, "input")) else _div(node)
 
 
+def written_out(equation: str) -> str:
+    """Return an einsum's equation with its result, by default the letters that appear once, sorted, after the dots."""
+    equation = equation.replace(" ", "")
+    if "->" in equation:
+        return equation
+    once = "".join(sorted(letter for letter in equation if letter.isalpha() and equation.count(letter) == 1))
+    return f"{equation}->{'...' if '...' in equation else ''}{once}"
+
+
 def einsum(node: fx.Node) -> str:
     """Tell an einsum that is a matmul: two operands, with letters of both that the result has not."""
-    equation = node.args[0]
-    terms = re.fullmatch(r"([a-zA-Z.]+),([a-zA-Z.]+)->([a-zA-Z.]+)", str(equation).replace(" ", ""))
+    terms = re.fullmatch(r"([a-zA-Z.]+),([a-zA-Z.]+)->([a-zA-Z.]+)", written_out(str(node.args[0])))
     if terms is None or len(node.args) != 3:
         return "einsum"
     left, right, result = (set(term) for term in terms.groups())
