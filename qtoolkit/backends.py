@@ -98,9 +98,6 @@ def _roles(
 
 _LAYERS = ("conv", "conv_transpose", "linear")
 _PRODUCTS = (*_LAYERS, "matmul", "attention")
-# By or plus a constant. Targets that compute in integers throughout would leave them at each one otherwise. The constant
-# stays as it is in the model: the target's own converter makes it an integer, or part of the scale of what comes out.
-_WITH_CONSTANT = ("scale", "shift")
 
 _SIGNED = QuantSpec(bits=8)
 _NARROW = QuantSpec(bits=8, narrow=True)
@@ -114,8 +111,8 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # both of a matmul; of a residual add only the identity branch, so that convolution and add fuse; max pooling commutes with
 # quantization, average pooling does not, and like every op without weights it is quantized only with its output too; all
 # inputs of a concat on one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay float: a gate times a
-# convolution fuses without Q/DQ, and one with a constant ("scale", "shift") is one kernel with those around it. Weights stay
-# float with both nodes, the form that all its parsers read. Transposed convolutions: axis 1 from version 10 on.
+# convolution fuses without Q/DQ. Weights stay float with both nodes, the form that all its parsers read. Transposed
+# convolutions: axis 1 from version 10 on.
 TENSORRT = Backend(
     name="tensorrt",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
@@ -132,8 +129,8 @@ TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_c
 
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
 # weights int8 symmetric per channel (U8S8); its integer kernels (onnxruntime/python/tools/quantization/registry.py) take
-# Add, Mul and Concat, and Resize like other ops that move values; a linear one computes on quantized inputs. Add and Mul need
-# two quantized inputs; beside a constant ("scale", "shift"), which has no quantizer, there is one, and nothing to gain.
+# Add, Mul and Concat, and Resize like other ops that move values; a linear one computes on quantized inputs. Ops with a
+# constant stay float: it has no quantizer.
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
@@ -148,7 +145,7 @@ OPENVINO = Backend(
     name="openvino",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
     roles=_roles(
-        compute=(*_PRODUCTS, *_WITH_CONSTANT, "avg_pool", "mean", "upsample_linear"),
+        compute=(*_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"),
         merge=("add", "sub", "mul", "div"),
     ),
     unsigned_after_relu=True,
@@ -161,7 +158,7 @@ SNPE = Backend(
     name="snpe",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
     roles=_roles(
-        compute=(*_PRODUCTS, *_WITH_CONSTANT, "avg_pool", "mean", "upsample_linear", "batch_norm"),
+        compute=(*_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear", "batch_norm"),
         merge=("add", "sub", "mul", "div"),
     ),
     shared_concat=False,
@@ -178,7 +175,7 @@ QNN = replace(
     roles=_roles(
         compute=(
             *_PRODUCTS,
-            *_WITH_CONSTANT,
+            "scale",
             "avg_pool",
             "mean",
             "upsample_linear",
@@ -197,7 +194,7 @@ VITIS = Backend(
     name="vitis",
     qconfig=QConfig(activation=_POW2, weight=_POW2),
     roles=_roles(
-        compute=(*_LAYERS, *_WITH_CONSTANT, "avg_pool", "mean", "upsample_linear", "batch_norm"), merge=("add", "mul")
+        compute=(*_LAYERS, "scale", "avg_pool", "mean", "upsample_linear", "batch_norm"), merge=("add", "mul")
     ),
     quantize_outputs=True,
     quantize_graph_outputs=True,
@@ -213,7 +210,7 @@ TENGINE = replace(
     roles=_roles(
         compute=(
             *_LAYERS,
-            *_WITH_CONSTANT,
+            "scale",
             "avg_pool",
             "mean",
             "upsample_linear",
@@ -239,7 +236,7 @@ NNIE = Backend(
 TVM = Backend(
     name="tvm",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
-    roles=_roles(compute=(*_LAYERS, *_WITH_CONSTANT, "matmul", "avg_pool", "mean"), merge=("add", "sub", "mul")),
+    roles=_roles(compute=(*_LAYERS, "scale", "matmul", "avg_pool", "mean"), merge=("add", "sub", "mul")),
     shared_concat=False,
     quantize_outputs=True,
     quantize_graph_outputs=True,

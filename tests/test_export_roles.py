@@ -55,7 +55,6 @@ OPS: dict[str, tuple[Any, int]] = {
     "stack": (lambda m, x, y: torch.stack([x, y], 2).flatten(1, 2), 8),
     "add": (lambda m, x, y: x + y, 4),
     "by a number": (lambda m, x, y: y / 3, 4),
-    "plus a number": (lambda m, x, y: 1 - y, 4),
     "by a parameter": (lambda m, x, y: y * m.matrix, 4),
     "mul": (lambda m, x, y: x * torch.sigmoid(y), 4),
     "matmul": (lambda m, x, y: x @ y.transpose(2, 3), 4),
