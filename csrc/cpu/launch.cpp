@@ -156,14 +156,14 @@ Segments segments_of(const Channels& row, int64_t width, int64_t numel) {
 // the row's end repeat its first ones.
 template <class Join>
 void join_sums(const double* sums, int64_t segments, int64_t step, int64_t width, const Channels& row, int64_t repeat,
-               double start, double* result) {
+               double* result) {
   std::vector<double> total(sums, sums + width);
   for (int64_t s = 1; s < segments; ++s) {
     for (int64_t i = 0; i < width; ++i) total[i] = Join::of(total[i], sums[s * step + i]);
   }
   for (int64_t i = row.count; i < width; ++i) total[i % row.count] = Join::of(total[i % row.count], total[i]);
   for (int64_t c = 0, i = 0; i < row.count; ++c) {
-    result[c] = start;
+    result[c] = Join::start;
     for (const int64_t end = i + repeat; i < end; ++i) result[c] = Join::of(result[c], total[i]);
   }
 }
@@ -186,9 +186,9 @@ void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat) 
       kernel(part, first, std::min(first + cut.length, job.numel));
     }
   });
-  join_sums<First>(sums.data(), parts, step, width, row, repeat, First::start, job.sum_scale);
+  join_sums<First>(sums.data(), parts, step, width, row, repeat, job.sum_scale);
   if (job.sum_zero_point == nullptr) return;
-  join_sums<Second>(sums.data() + width, parts, step, width, row, repeat, Second::start, job.sum_zero_point);
+  join_sums<Second>(sums.data() + width, parts, step, width, row, repeat, job.sum_zero_point);
 }
 
 // All that a batch adds to a histogram: threads bring what they have counted, in any order.
