@@ -21,9 +21,12 @@ QAT_MODULES: dict[type, type[QuantModule]] = {
     QuantEmbedding.FLOAT: QuantEmbedding,
     QuantMultiheadAttention.FLOAT: QuantMultiheadAttention,
 }
+# Float type -> QAT type: what replacement without a graph puts in. It sees no edges, so layers bring their input quantizers.
+REPLACED_MODULES: dict[type, type[QuantModule]] = dict(QAT_MODULES)
 
 __all__ = [
     "QAT_MODULES",
+    "REPLACED_MODULES",
     "LinkedBatchNorm",
     "QuantConv1d",
     "QuantConv2d",

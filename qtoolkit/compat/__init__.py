@@ -1,0 +1,1 @@
+"""Thin adapters, so that scripts written for other tools run after one changed import."""
