@@ -17,8 +17,7 @@ TEXT = """# The model zoo
 Every model of torchvision {torchvision} and families of timm {timm}, through `prepare` (in training mode), `calibrate`,
 one step of SGD, `convert`, `export_onnx` and its verification in onnxruntime {onnxruntime}. Random weights, small
 inputs, the {backend} backend, torch {torch}, one thread of {cores} shared cores. Made by `python benchmarks/zoo.py`;
-`--only resnet18` or `--family timm` runs a part of it, and keeps the rest as it was found, by the code and under the
-machine's load of then: seconds are upper bounds, and fewer ops may be in float by now. The data is
+`--only resnet18` or `--family timm` runs a part of it, and keeps the rest as it was found. The data is
 `benchmarks/results/zoo.json`.
 
 - **layers**: those with weights; **ops**: all others. Ops in float are counted by kind, or, of functions that no kind
@@ -32,7 +31,8 @@ machine's load of then: seconds are upper bounds, and fewer ops may be in float 
   rounding tie. Codes of weights, and of quantizers fed what onnxruntime's were fed, must be equal, else they are named.
   **Output difference** is that of onnxruntime end to end, as a share of the largest output, where ties have spread
   through random weights.
-- **trace**: seconds for the graph alone; **prepare beyond**: seconds of `prepare` besides it.
+- **trace**: the processor's seconds for the graph alone; **prepare beyond**: those of `prepare` besides it. Both after a
+  first `prepare` in the same process.
 - **how**: parts that were prepared on their own, where the model's own forward cannot be traced; submodules kept whole
   by `skip`; what was left out, and why. Where the last columns of numbers are empty, the export was not run for this table.
 

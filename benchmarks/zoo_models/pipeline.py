@@ -21,7 +21,6 @@ from qtoolkit.graph import trace
 from zoo_models.recipe import Recipe
 
 SEED = 0
-LARGEST_FILE = 1 << 31  # bytes of one protobuf
 NORMS_APART = qt.QConfigMapping()
 for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, FrozenBatchNorm2d):
     NORMS_APART = NORMS_APART.set_object_type(kind, None)
@@ -42,7 +41,7 @@ class Outcome:
         folded_difference: The same with batch norms folded (the model is prepared in eval mode).
         weight_codes, quantizer_codes, layer_codes: Codes that differ in onnxruntime, and all.
         output_difference: Largest relative difference of the outputs to onnxruntime's, end to end.
-        seconds: Of each step.
+        seconds: Of each step, of the processor.
     """
 
     name: str
@@ -108,11 +107,15 @@ class _Steps:
         with self.step("float"):
             _settle(model, inputs)
             parts = _parts(model, inputs, recipe.parts)
-        with self.step("trace"):
+        with self.step("quantizers off"):
+            self.outcome.off_difference = max(map(_difference_off, parts, map(self.norms_apart, parts)))
+        with self.step("trace"):  # not the first: what runs once in a process is no cost of a model
             for part in parts:
                 trace.run(copy.deepcopy(part.module), (), self.skip(part), None, None, _example(part))
-        prepared = [self.prepare(part) for part in parts]
-        self.compare_off(parts, prepared)
+        with self.step("prepare"):
+            prepared = [self.prepare(part) for part in parts]
+        with self.step("quantizers off, folded"):
+            self.outcome.folded_difference = max(map(_difference_off, parts, prepared))
         for part, own in zip(parts, prepared, strict=True):
             self.report(part, own)
             with self.step("calibrate"):
@@ -122,16 +125,16 @@ class _Steps:
             with self.step("convert"):
                 converted = qt.convert(own)
                 del own
-            if self.export and self.fits_a_file():
+            if self.export:
                 self.export_part(converted, part)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Note the step and how long it takes."""
-        self.now, start = name, time.perf_counter()
+        """Note the step and the processor's seconds that it takes: what else the machine does is not in them."""
+        self.now, start = name, time.process_time()
         yield
         seconds = self.outcome.seconds
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
 
     def skip(self, part: Part) -> tuple[str, ...]:
         """Return the names in a part of the submodules that the recipe's patterns fit."""
@@ -139,19 +142,11 @@ class _Steps:
         names = [name for name, _ in part.module.named_modules() if name]
         return tuple(name for name in names if any(fnmatch(prefix + name, pattern) for pattern in self.recipe.skip))
 
-    def prepare(self, part: Part) -> Any:
-        with self.step("prepare"):
-            return qt.prepare(part.module.train(), _example(part), self.backend, skip=self.skip(part))
+    def prepare(self, part: Part, mapping: qt.QConfigMapping | None = None) -> Any:
+        return qt.prepare(part.module.train(), _example(part), self.backend, mapping, skip=self.skip(part))
 
-    def compare_off(self, parts: list[Part], prepared: list[Any]) -> None:
-        with self.step("quantizers off"):
-            apart = (
-                (part, qt.prepare(part.module.train(), _example(part), self.backend, NORMS_APART, skip=self.skip(part)))
-                for part in parts
-            )
-            self.outcome.off_difference = max(_difference_off(part, own) for part, own in apart)
-        with self.step("quantizers off, folded"):
-            self.outcome.folded_difference = max(map(_difference_off, parts, prepared))
+    def norms_apart(self, part: Part) -> Any:
+        return self.prepare(part, NORMS_APART)
 
     def report(self, part: Part, prepared: Any) -> None:
         outcome = self.outcome
@@ -168,13 +163,6 @@ class _Steps:
         for into, lines in ((outcome.left_float, floats[True]), (outcome.ops_float, floats[False])):
             for reason, names in lines.items():
                 into.setdefault(reason, []).extend(names)
-
-    def fits_a_file(self) -> bool:
-        """Return whether the weights fit in an ONNX file of one piece; note it where they do not."""
-        size = 4 * self.outcome.parameters
-        if size >= LARGEST_FILE:
-            self.outcome.note = f"export not run: {size / 1e9:.1f} GB of weights, an ONNX file holds 2.1"
-        return size < LARGEST_FILE
 
     def export_part(self, converted: Any, part: Part) -> None:
         with self.step("export"), tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,6 @@
 """The models of torchvision: classification, segmentation, detection, optical flow, video."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -35,16 +34,6 @@ CLASSIFIERS: Mapping[str, Mapping[str, Any]] = {
     "quantized_inception_v3": {"quantize": False, "init_weights": False},
     "quantized_googlenet": {"quantize": False, "init_weights": False},
 }
-# One size or two of each family go through the export too: the longest step, that sizes differ in least.
-EXPORTED = """
-fasterrcnn_mobilenet_v3_large_320_fpn fasterrcnn_resnet50_fpn_v2 fcos_resnet50_fpn keypointrcnn_resnet50_fpn
-maskrcnn_resnet50_fpn retinanet_resnet50_fpn ssd300_vgg16 ssdlite320_mobilenet_v3_large deeplabv3_mobilenet_v3_large
-fcn_resnet50 lraspp_mobilenet_v3_large mc3_18 mvit_v1_b mvit_v2_s r2plus1d_18 r3d_18 s3d swin3d_t raft_large raft_small
-quantized_googlenet quantized_mobilenet_v2 quantized_resnet18 quantized_shufflenet_v2_x0_5 alexnet convnext_tiny
-densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5 mobilenet_v2 mobilenet_v3_small
-mobilenet_v3_large regnet_x_400mf regnet_y_400mf resnet18 resnet50 resnext50_32x4d shufflenet_v2_x0_5 squeezenet1_0
-swin_t swin_v2_t vgg11 vgg11_bn vit_b_16 vit_b_32 wide_resnet50_2
-"""
 # Few proposals, so that the heads compute little, and no threshold, so that random weights detect something.
 TWO_STAGE = {
     "rpn_post_nms_top_n_test": 8,
@@ -72,14 +61,7 @@ def torchvision_recipes() -> Iterable[Recipe]:
 
     kinds = {models.detection: _detector, models.segmentation: _segmenter, models.video: _video}
     kinds |= {models.optical_flow: _flow, models.quantization: _classifier, models: _classifier}
-    found = [make(name) for module, make in kinds.items() for name in models.list_models(module=module)]
-    return [
-        recipe if recipe.name.partition("/")[2] in EXPORTED.split() else _without_export(recipe) for recipe in found
-    ]
-
-
-def _without_export(recipe: Recipe) -> Recipe:
-    return replace(recipe, export=False, note="export not run: another size of the family has it")
+    return [make(name) for module, make in kinds.items() for name in models.list_models(module=module)]
 
 
 def _longest(table: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -1,0 +1,58 @@
+"""Verification of exported files: quantizers without nodes of their own, and why."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import fx, nn
+
+import qtoolkit as qt
+from qtoolkit.export.verify import CodeCount, _Stepwise, verify_onnx
+from qtoolkit.frozen import Grid
+
+X = torch.randn(4, 8)
+
+
+def converted_pair() -> fx.GraphModule:
+    """Two layers with equal weights, and one that reads the same tensor as the first."""
+    first, twin, third = (nn.Linear(8, 8) for _ in range(3))
+    twin.load_state_dict(first.state_dict())
+    prepared = qt.prepare(nn.Sequential(first, nn.ReLU(), twin, nn.ReLU(), third).eval(), X)
+    qt.calibrate(prepared, [X], progress=False)
+    return qt.convert(prepared)
+
+
+def test_equal_weights_may_have_one_node(tmp_path) -> None:
+    converted = converted_pair()
+    result = qt.export_onnx(converted, X, tmp_path / "model.onnx")
+    names = {node.name for node in onnx.load(str(result.path)).graph.node}
+    assert "0.weight_quantizer.dequantize" in names
+    assert "2.weight_quantizer.dequantize" not in names
+    assert result.verification.missing == ()
+    assert result.verification.weight_codes == CodeCount(3 * 64)
+
+
+def test_a_weight_without_a_node_is_missing(tmp_path) -> None:
+    converted = converted_pair()
+    proto = onnx.load(str(qt.export_onnx(converted, X, tmp_path / "model.onnx").path))
+    for node in proto.graph.node:
+        node.name = node.name.replace("4.weight_quantizer", "")
+    found = verify_onnx(converted, proto, X)
+    assert found.missing == ("4.weight_quantizer",)
+    with pytest.raises(RuntimeError, match=r"no QuantizeLinear for: 4\.weight_quantizer"):
+        found.check()
+
+
+def test_a_shared_node_answers_for_both_within_rounding_ties() -> None:
+    grid, same, other = (Grid(torch.tensor(s), None, qt.QuantSpec()) for s in (0.5, 0.5, 0.25))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output([graph.call_module(name, (x,)) for name in "abc"])
+    model = fx.GraphModule({"a": grid, "b": same, "c": other}, graph)
+    codes = torch.arange(-50, 50, dtype=torch.int8)
+    step = _Stepwise(model, {"a": [codes.numpy()], "c": [codes.numpy() + 1]})
+    assert np.array_equal(step._twin(same, codes), codes)
+    flipped = codes.clone()
+    flipped[3] += 1
+    assert np.array_equal(step._twin(same, flipped), codes)
+    assert step._twin(same, codes + 1) is None  # the node of another grid is none of its own
