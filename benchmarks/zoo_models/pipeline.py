@@ -107,11 +107,12 @@ class _Steps:
         with self.step("float"):
             _settle(model, inputs)
             parts = _parts(model, inputs, recipe.parts)
+        with self.step("trace", timed=False):  # what runs once in a process is no cost of a model
+            self.trace(parts)
         with self.step("quantizers off"):
             self.outcome.off_difference = max(map(_difference_off, parts, map(self.norms_apart, parts)))
-        with self.step("trace"):  # not the first: what runs once in a process is no cost of a model
-            for part in parts:
-                trace.run(copy.deepcopy(part.module), (), self.skip(part), None, None, _example(part))
+        with self.step("trace"):
+            self.trace(parts)
         with self.step("prepare"):
             prepared = [self.prepare(part) for part in parts]
         with self.step("quantizers off, folded"):
@@ -129,12 +130,17 @@ class _Steps:
                 self.export_part(converted, part)
 
     @contextmanager
-    def step(self, name: str) -> Iterator[None]:
+    def step(self, name: str, timed: bool = True) -> Iterator[None]:
         """Note the step and the processor's seconds that it takes: what else the machine does is not in them."""
         self.now, start = name, time.process_time()
         yield
         seconds = self.outcome.seconds
-        seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
+        if timed:
+            seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
+
+    def trace(self, parts: list[Part]) -> None:
+        for part in parts:
+            trace.run(copy.deepcopy(part.module), (), self.skip(part), None, None, _example(part))
 
     def skip(self, part: Part) -> tuple[str, ...]:
         """Return the names in a part of the submodules that the recipe's patterns fit."""
