@@ -11,6 +11,7 @@ from qtoolkit.graph.kind_table import MOVES
 from qtoolkit.graph.kinds import MULTIPLYING_KINDS, kind_of, tensor_inputs
 from qtoolkit.graph.residual import free_branch, fuses
 from qtoolkit.graph.roles import HEADS, Roles, quantizes_its_input, role_of, weight_is_float
+from qtoolkit.graph.scores import MASKED, are_masked_scores
 
 NOT_NEGATIVE = ("relu", "relu6", "sigmoid", "hardsigmoid", "softmax", "softplus")
 STAY_SO = ("avg_pool", "mean", "upsample_linear", "add", "mul", "div", "cat", "stack")
@@ -110,8 +111,9 @@ class _Collector:
         if qconfig is None or qconfig.activation is None:
             return
         if self.roles[node] != "concat":
-            if self._needs_output(node):
-                self.left[node.name] = NEEDS_OUTPUT.format(self.backend.name)
+            reason = self._reason_left(node)
+            if reason is not None:
+                self.left[node.name] = reason
                 return
             if not quantizes_its_input(node):
                 self._take_inputs(node, qconfig)
@@ -178,15 +180,19 @@ class _Collector:
         # A function whose weight stays float computes in float, as a layer does.
         return None if qconfig is None or (self.roles.weights_of(node) and qconfig.weight is None) else qconfig
 
+    def _reason_left(self, node: fx.Node) -> str | None:
+        """Return why an op stays in float by a rule of the target; a rule of the user's own holds against all of them."""
+        if self.roles.rule(node) is not None:
+            return None
+        if are_masked_scores(node, self.roles):
+            return MASKED
+        return NEEDS_OUTPUT.format(self.backend.name) if self._needs_output(node) else None
+
     def _needs_output(self, node: fx.Node) -> bool:
         exempt = (*MULTIPLYING_KINDS, "attention", *(("add",) if self.backend.residual_add == "both" else ()))
-        if not self.backend.integers_in_and_out or kind_of(node) in exempt or self._is_asked_for(node):
+        if not self.backend.integers_in_and_out or kind_of(node) in exempt:
             return False
         return self.roles.end_of(node) not in self.on_grid and not fuses(node, self.roles)
-
-    def _is_asked_for(self, node: fx.Node) -> bool:
-        rule = self.roles.rule(node)
-        return rule is not None and rule.qconfig is not None
 
     def _take_inputs(self, node: fx.Node, qconfig: QConfig) -> None:
         free, weights = free_branch(node, self.roles), self.roles.weights_of(node)
