@@ -109,18 +109,24 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # TensorRT 10, explicit quantization. Source: NVIDIA's documentation, "Working with Quantized Types": symmetric int8 in
 # [-128, 127] and no unsigned codes, activations per tensor, weights per output channel, Q/DQ on the inputs of weighted ops,
 # both of a matmul; of a residual add only the identity branch, so that convolution and add fuse; max pooling commutes with
-# quantization, average pooling does not, and like every op without weights it is quantized only with its output too; all
+# quantization, average pooling does not, and like every op without weights (linear resizes too) it is quantized only with
+# its output; all
 # inputs of a concat on one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay float: a gate times a
 # convolution fuses without Q/DQ. Weights stay float with both nodes, the form that all its parsers read. Transposed
 # convolutions: axis 1 from version 10 on.
 TENSORRT = Backend(
     name="tensorrt",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
-    roles=_roles(compute=(*_PRODUCTS, "avg_pool"), merge=("add",)),
+    roles=_roles(compute=(*_PRODUCTS, "avg_pool", "upsample_linear"), merge=("add",)),
     residual_add="identity",
     integer_weights=False,
     weight_bits=(8,),
     integers_in_and_out=True,
+)
+
+# TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, no adds with a mask.
+TENSORRT_NLP = replace(
+    TENSORRT, name="tensorrt-nlp", roles=_roles(compute=("linear", "matmul", "attention"), merge=("add",), concat=())
 )
 
 # TensorRT 8: its kernels take the scales of a transposed convolution along axis 0 (NVIDIA/TensorRT #1694, #1699, #2380), and
@@ -203,6 +209,12 @@ VITIS = Backend(
 # PPL (OpenPPL on CUDA). Source: MQBench's PPLCUDA scheme and TotalINT placement: uint8 with a zero point, weights per channel.
 PPL = replace(SNPE, name="ppl", qconfig=QConfig(activation=_AFFINE, weight=replace(_AFFINE, axis=0)))
 
+# PPL with activations of 16 bits. Source: MQBench's PPLW8A16: uint8 weights and uint16 activations with zero points.
+PPL_W8A16 = replace(PPL, name="ppl-w8a16", qconfig=QConfig(activation=replace(_AFFINE, bits=16), weight=_AFFINE))
+
+# STPU (SenseTime). Source: MQBench's STPU scheme and TotalINT placement: int8 in [-127, 127] per tensor for weights too.
+STPU = replace(SNPE, name="stpu", qconfig=QConfig(activation=_NARROW, weight=_NARROW))
+
 # Tengine, uint8. Source: MQBench's Tengine_u8: as SNPE, with concat, hardswish and sigmoid quantized as ops of their own.
 TENGINE = replace(
     SNPE,
@@ -257,6 +269,24 @@ ACADEMIC_NLP = replace(
     ACADEMIC, name="academic-nlp", roles=_roles(compute=("linear", "matmul", "attention"), concat=()), end_bits=None
 )
 
-_ALL = (TENSORRT, TENSORRT8, ONNXRUNTIME, OPENVINO, SNPE, QNN, VITIS, PPL, TENGINE, NNIE, TVM, ACADEMIC, ACADEMIC_NLP)
+_ALL = (
+    *(
+        TENSORRT,
+        TENSORRT8,
+        TENSORRT_NLP,
+        ONNXRUNTIME,
+        OPENVINO,
+        SNPE,
+        QNN,
+        VITIS,
+        PPL,
+        PPL_W8A16,
+        STPU,
+        TENGINE,
+        NNIE,
+        TVM,
+    ),
+    *(ACADEMIC, ACADEMIC_NLP),
+)
 
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}

@@ -61,6 +61,9 @@ class Grid(KeepsFloat32):
         spec: Range of codes and channel axis.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
 
+    Attributes:
+        quantizing: Whether tensors are put on the grid; else they pass through (see `qtoolkit.disable_quantization`).
+
     Raises:
         ValueError: A scale is zero, negative, NaN or infinite.
 
@@ -72,6 +75,7 @@ class Grid(KeepsFloat32):
 
     scale: Tensor
     zero_point: Tensor | None
+    quantizing = True
 
     def __init__(self, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, group: int = 1) -> None:
         super().__init__()
@@ -82,6 +86,8 @@ class Grid(KeepsFloat32):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the values on the grid nearest to x."""
+        if not self.quantizing:
+            return x
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
 
     def codes(self, x: Tensor) -> Tensor:

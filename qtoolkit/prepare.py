@@ -1,6 +1,7 @@
 """prepare() and convert(): the passes in order, nothing else."""
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from torch import nn
 from qtoolkit.backends import Backend, backends
 from qtoolkit.config import QConfigMapping
 from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
+from qtoolkit.graph.kinds import object_type_of
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
@@ -85,6 +87,7 @@ def prepare(
         gm = patterns.run(gm, fuse_patterns or {})
         if qconfig_mapping is not None:
             qconfig_mapping.check_names(_names_in(gm))
+        _warn_of_types(own, gm, qconfig_mapping, leaf_modules, qat_modules or {})
         gm = replace.run(gm, target, qconfig_mapping, qat_modules)
         gm = swap.run(gm, target, qconfig_mapping, qat_modules)
         gm = fuse.run(gm, target, qconfig_mapping)
@@ -127,6 +130,25 @@ def convert(prepared: QuantizedGraphModule, arithmetic: Literal["float"] = "floa
     if not isinstance(prepared, QuantizedGraphModule):
         raise TypeError(f"convert: prepared must be what qtoolkit.prepare returned, got {type(prepared).__name__}.")
     return fold.run(copy.deepcopy(prepared))
+
+
+def _warn_of_types(
+    model: nn.Module,
+    gm: QuantizedGraphModule,
+    mapping: QConfigMapping | None,
+    leaf_modules: Sequence[type[nn.Module]],
+    qat_modules: QatModules,
+) -> None:
+    """Warn of types that the model does not have: one option may serve many models, or be a slip."""
+    types = {type(module) for module in model.modules()}
+    ops = types | {object_type_of(node) for node in gm.graph.nodes if node.op.startswith("call")}
+    ruled = {} if mapping is None else mapping.rules["object_type"]
+    unused = [("qconfig_mapping has a rule for", kind) for kind in ruled if kind not in ops]
+    unused += [("leaf_modules names", kind) for kind in leaf_modules if not any(issubclass(t, kind) for t in types)]
+    unused += [("qat_modules names", kind) for kind in qat_modules if kind not in types]
+    for what, kind in unused:
+        name = getattr(kind, "__name__", kind)
+        warnings.warn(f"prepare: {what} {name}, which the model has not: nothing follows from it.", stacklevel=3)
 
 
 def _names_in(gm: QuantizedGraphModule) -> list[str]:

@@ -10,6 +10,9 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.frozen import Grid, check_scale, fake_quant
 from qtoolkit.observers import KeepsFloat32, LoadsFloatCheckpoints, RangeObserver, grid_of_range, make_observer
 
+# The submodules of a prepared model for the quantizers of its graph's tensors, and of the weights that functions are given.
+HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
+
 
 class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
     """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.

@@ -11,7 +11,7 @@ from qtoolkit.frozen import Grid
 from qtoolkit.graph.grids import quantizer_behind
 from qtoolkit.graph.kind_rules import is_number
 from qtoolkit.graph.kinds import OTHER, kind_of, tensor_inputs
-from qtoolkit.graph.layer_quantizers import INPUT, LayerQuantizer, layer_quantizers
+from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.mode import is_mode
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
@@ -172,8 +172,9 @@ def _line_inside(model: QuantizedGraphModule, name: str, held: Sequence[LayerQua
 def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:
     """Return the lines of the tensors that a layer quantizes itself, by a quantizer of these and maybe more."""
     how = _spec_of(held.quantizer)
+    consumers = held.consumers if held.attribute == ITSELF else (held.layer,)
     return [
-        TensorLine(held.name, source, (held.layer,), how, tuple(name for name in sources if name != source))
+        TensorLine(held.name, source, consumers, how, tuple(name for name in sources if name != source))
         for source in held.sources
     ]
 

@@ -118,3 +118,52 @@ def test_an_embedding_stays_float_where_the_backend_has_none() -> None:
     rule = qt.QConfigMapping().set_object_type(nn.Embedding, qt.backends["tensorrt"].qconfig)
     prepared = qt.prepare(model, backend="tensorrt", qconfig_mapping=rule)
     assert type(prepared.get_submodule("0")) is qt.nn.QuantEmbedding
+
+
+# ---- bags
+
+
+def bag_pair(**options: object) -> tuple[nn.EmbeddingBag, qt.nn.QuantEmbeddingBag]:
+    layer = nn.EmbeddingBag(10, 4, **options)
+    return layer, qt.nn.QuantEmbeddingBag.from_float(copy.deepcopy(layer), SPEC)
+
+
+INDICES, OFFSETS = torch.tensor([1, 2, 4, 9, 1, 3]), torch.tensor([0, 2, 5])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"padding_idx": 1}, {"include_last_offset": True},
+     {"mode": "sum", "sparse": True}, {"max_norm": 1.0}],
+    ids=str,
+)  # fmt: skip
+def test_a_bag_is_torchs_own_on_quantized_rows(options: dict[str, object]) -> None:
+    layer, ours = bag_pair(**options)
+    with qt.disable_quantization(ours):
+        assert torch.equal(ours(INDICES, OFFSETS), layer(INDICES, OFFSETS))  # max_norm: both renormalize their rows
+    rows = reference.fake_quant(layer.weight, ours.weight_quantizer.scale, None, SPEC.qmin, SPEC.qmax, 0)
+    layer.weight.data = torch.as_tensor(rows)
+    layer.max_norm = None  # the rows are within it, but for rounding up
+    assert torch.equal(ours(INDICES, OFFSETS), layer(INDICES, OFFSETS))
+    assert torch.equal(
+        ours(INDICES.reshape(2, 3)) if not options.get("include_last_offset") else ours(INDICES, OFFSETS),
+        layer(INDICES.reshape(2, 3)) if not options.get("include_last_offset") else layer(INDICES, OFFSETS),
+    )
+    ours(INDICES, OFFSETS).sum().backward()
+    assert ours.weight.grad.layout == torch.strided
+
+
+def test_a_bag_with_weights_of_samples_and_its_float_form() -> None:
+    layer, ours = bag_pair(mode="sum")
+    shares = torch.rand(6)
+    rows = reference.fake_quant(layer.weight, ours.weight_quantizer.scale, None, SPEC.qmin, SPEC.qmax, 0)
+    wanted = nn.functional.embedding_bag(INDICES, torch.as_tensor(rows), OFFSETS, mode="sum", per_sample_weights=shares)
+    assert torch.equal(ours(INDICES, OFFSETS, shares), wanted)
+    assert torch.equal(ours.forward_fp32(INDICES, OFFSETS, shares), layer(INDICES, OFFSETS, shares))
+    assert torch.equal(ours.to_float()(INDICES, OFFSETS), layer(INDICES, OFFSETS))
+
+
+def test_a_bag_in_a_model_is_quantized_where_the_target_has_it() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 2))
+    status = {name: qt.prepare(model, backend=name).plan.status["_0"][0] for name in ("onnxruntime", "tensorrt")}
+    assert status == {"onnxruntime": "quantized", "tensorrt": "float"}

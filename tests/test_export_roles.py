@@ -14,7 +14,8 @@ from tests.test_insert import Dense
 from tests.test_lint import Block, Inception, UNet
 
 IMAGE = (2, 4, 4, 4)
-CONVOLUTIONS_ALONE = [(UNet, "academic-nlp"), (Inception, "academic-nlp")]  # nothing to quantize
+NLP = ("academic-nlp", "tensorrt-nlp")
+CONVOLUTIONS_ALONE = [(net, name) for net in (UNet, Inception) for name in NLP]  # nothing to quantize
 
 
 class Op(nn.Module):

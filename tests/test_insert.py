@@ -258,7 +258,7 @@ def test_the_first_and_last_layers_keep_their_bits(bits: int) -> None:
 def test_an_op_by_a_constant(backend: str, op: Any) -> None:
     plan = qt.prepare(Probe(op), backend=backend).plan
     (name,) = (name for name, (_, why) in plan.status.items() if name in ("truediv", "mul"))
-    if backend in ("openvino", "snpe", "qnn", "vitis", "ppl", "tengine", "tvm"):
+    if backend in ("openvino", "snpe", "qnn", "vitis", "ppl", "ppl-w8a16", "stpu", "tengine", "tvm"):
         assert plan.status[name] == ("quantized", "")
         assert {(e.source, e.consumer) for e in plan.edges} >= {("x", name), (name, "probe")}
         assert all(e.source != "row" for e in plan.edges)  # the constant stays as it is
@@ -450,8 +450,8 @@ def test_a_backend_with_unknown_values_says_so(change: dict[str, Any], words: st
 
 def test_the_targets() -> None:
     assert list(qt.backends) == [
-        "tensorrt", "tensorrt8", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl", "tengine", "nnie", "tvm",
-        "academic", "academic-nlp",
+        "tensorrt", "tensorrt8", "tensorrt-nlp", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl", "ppl-w8a16",
+        "stpu", "tengine", "nnie", "tvm", "academic", "academic-nlp",
     ]  # fmt: skip
     up = qt.prepare(nets.ConvNet(), backend="tensorrt8").get_submodule("up").weight_quantizer
     assert up.spec.axis == 0
@@ -461,14 +461,18 @@ def test_the_targets() -> None:
     assert weights["openvino"] == "int7 per-channel(0)"
     assert weights["snpe"] == weights["qnn"] == weights["tengine"] == "uint8 affine"
     assert weights["ppl"] == "uint8 affine per-channel(0)"
+    assert weights["ppl-w8a16"] == "uint8 affine"
+    assert weights["stpu"] == "int8 narrow"
+    assert qt.backends["ppl-w8a16"].qconfig.activation.describe() == "uint16 affine"
 
 
-def test_academic_nlp_quantizes_linear_layers_and_matmuls_alone() -> None:
-    prepared = qt.prepare(nets.ConvNet(), backend="academic-nlp")
+@pytest.mark.parametrize("backend", ["academic-nlp", "tensorrt-nlp"])
+def test_nlp_targets_quantize_linear_layers_and_matmuls_alone(backend: str) -> None:
+    prepared = qt.prepare(nets.ConvNet(), backend=backend)
     assert [line.name for line in qt.quantization_report(prepared).quantized] == ["head"]
     assert type(prepared.get_submodule("conv1")) is nn.Conv2d
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
-    assert reasons["conv1"] == "float: a conv, which academic-nlp computes in float"
+    assert reasons["conv1"] == f"float: a conv, which {backend} computes in float"
 
 
 @pytest.mark.parametrize("make", [lambda m: m.set_object_type(dict, None), lambda m: m.set_object_type(Tensor, None)])
@@ -507,3 +511,39 @@ def test_an_identity_before_an_activation_does_not_part_it_from_its_layer(backen
     assert prepared.plan.status["_4"] == ("fused", "one op with _0")
     assert "activation_quantizers._4" in qt.quantizers_of(prepared)
     assert "activation_quantizers._1" not in qt.quantizers_of(prepared)
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_a_linear_resize_is_quantized_on_tensorrt_only_between_quantized_tensors(backend: str) -> None:
+    resize = lambda m, x, y: F.interpolate(x, scale_factor=2, mode="bilinear")  # noqa: E731
+    status = qt.prepare(Probe(resize), backend=backend).plan.status["interpolate"][0]
+    assert status == "quantized"  # the probe's layer takes its output
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.interpolate(self.conv(x), scale_factor=2, mode="bilinear")
+
+    status = qt.prepare(Last(), backend=backend).plan.status["interpolate"][0]
+    assert status == ("float" if backend == "tensorrt" else "quantized")
+
+
+def test_a_quantizer_of_the_models_own_is_in_the_plan_and_the_report() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.own = nn.Linear(4, 4), qt.TensorQuantizer(qt.QuantSpec(bits=4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.own(self.fc(x)))
+
+    prepared = qt.prepare(Own(), backend="onnxruntime")
+    (edge,) = (edge for edge in prepared.plan.edges if edge.quantizer == "own")
+    assert (edge.source, edge.consumer, edge.spec.bits) == ("fc", "tanh", 4)
+    assert edge.why == "a quantizer of the model's own"
+    assert prepared.plan.status["own"] == ("quantized", "a quantizer of the model's own")
+    (line,) = (line for line in qt.quantization_report(prepared).tensors if line.quantizer == "own")
+    assert (line.source, line.consumers) == ("fc", ("tanh",))

@@ -116,3 +116,21 @@ def test_a_model_that_cannot_be_copied_says_so() -> None:
     with pytest.raises(TypeError, match="the model cannot be copied .*pass inplace=True and no example_inputs"):
         qt.prepare(model)
     assert isinstance(qt.prepare(model, inplace=True), fx.GraphModule)
+
+
+def test_types_that_the_model_has_not_are_warned_of() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    mapping = qt.QConfigMapping().set_object_type(nn.Conv2d, None).set_object_type(torch.add, None)
+    mapping.set_object_type(nn.Linear, None)
+    with pytest.warns(UserWarning, match="nothing follows from it") as caught:
+        qt.prepare(model, qconfig_mapping=mapping, leaf_modules=[nn.LSTM], qat_modules={nn.GRU: qt.nn.QuantLinear})
+    assert [str(warning.message) for warning in caught] == [
+        f"prepare: {what}, which the model has not: nothing follows from it."
+        for what in (
+            "qconfig_mapping has a rule for Conv2d",
+            "qconfig_mapping has a rule for add",
+            "leaf_modules names LSTM",
+            "qat_modules names GRU",
+        )
+    ]
+    assert {warning.filename for warning in caught} == {__file__}

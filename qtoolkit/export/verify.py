@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.kind_table import MOVES
 from qtoolkit.graph.kinds import kind_of, parameters_in
-from qtoolkit.graph.roles import WEIGHT_HOLDER
 from qtoolkit.graph.sizes import with_own_lists
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizer import WEIGHT_HOLDER
 from qtoolkit.values import tensors_of
 
 # A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.

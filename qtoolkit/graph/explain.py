@@ -23,6 +23,7 @@ from qtoolkit.graph.run_time import BOOKKEEPING
 from qtoolkit.graph.swap import reason_float
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm
+from qtoolkit.quantizer import TensorQuantizer
 from qtoolkit.switches import disable_quantization
 
 BY_RULE = "float: the qconfig_mapping says so"
@@ -70,6 +71,8 @@ def _status_of_head(node: fx.Node, roles: Roles) -> tuple[Status, str]:
 def _status_of_float(node: fx.Node, roles: Roles) -> tuple[Status, str]:
     if node.op in ("placeholder", "output", "get_attr"):
         return "float", ""
+    if node.op == "call_module" and isinstance(module_of(node), TensorQuantizer):
+        return "quantized", "a quantizer of the model's own"
     rule = roles.rule(node)
     if rule is not None and (rule.qconfig is None or rule.qconfig.activation is None):
         return "float", BY_RULE

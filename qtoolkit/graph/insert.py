@@ -12,8 +12,8 @@ from qtoolkit.graph.decide import Decisions, Group, Want
 from qtoolkit.graph.layer_quantizers import layer_edges
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.plan import Edge, Plan, Status
-from qtoolkit.graph.roles import HOLDER, WEIGHT_HOLDER, Roles, is_quantizer
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.graph.roles import Roles, is_quantizer
+from qtoolkit.quantizer import HOLDER, WEIGHT_HOLDER, TensorQuantizer
 
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:

@@ -13,6 +13,7 @@ from qtoolkit.nn.module import Quantizer
 from qtoolkit.quantizer import TensorQuantizer
 
 INPUT = "input_quantizer"
+ITSELF = ""  # a quantizer that the model's own forward calls
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class LayerQuantizer:
         node: The node that calls the layer, or the submodule around it that is kept whole.
         layer: The layer's dotted name, as the node has it.
         module: The layer.
-        attribute: The quantizer's name in the layer.
+        attribute: The quantizer's name in the layer; "" where the layer is itself a quantizer, of the model's own.
         quantizer: The quantizer.
         name: Its dotted name in the model; the first where a layer has several.
     """
@@ -48,15 +49,24 @@ class LayerQuantizer:
     @property
     def sources(self) -> list[str]:
         """The tensors that it quantizes: the nodes that make them, or names of its own where no node does."""
-        if self.attribute == INPUT and not self.is_inside:
+        if self.attribute in (INPUT, ITSELF) and not self.is_inside:
             return [source.name for source in tensor_inputs(self.node)]
         return [f"{self.layer}.{self.attribute.removesuffix('_quantizer')}"]
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """What takes its values, by dotted names of layers inside a submodule, else by nodes."""
+        if self.attribute == ITSELF:
+            return tuple(user.name for user in self.node.users)
+        return (self.layer if self.is_inside else self.node.name,)
 
     @property
     def why(self) -> str:
         """The reason in words."""
         if self.is_weights and isinstance(self.module, QuantModule):
             return f"weight of a {self.module.KIND}"
+        if self.attribute == ITSELF:
+            return "a quantizer of the model's own"
         if self.attribute != INPUT:
             return f"{type(self.module).__name__} quantizes it between its ops"
         where = "inside a submodule that is kept whole"
@@ -64,8 +74,8 @@ class LayerQuantizer:
 
     def edges(self) -> list[Edge]:
         """Return the edges of the plan that it quantizes."""
-        consumer = self.layer if self.is_inside else self.node.name
-        return [Edge(source, consumer, self.name, self.quantizer.spec, self.why) for source in self.sources]
+        ends = [(source, consumer) for source in self.sources for consumer in self.consumers]
+        return [Edge(source, consumer, self.name, self.quantizer.spec, self.why) for source, consumer in ends]
 
 
 def layer_quantizers(gm: fx.GraphModule) -> list[LayerQuantizer]:
@@ -83,10 +93,12 @@ def layer_edges(gm: fx.GraphModule) -> list[Edge]:
 
 def _quantizers_in(node: fx.Node) -> list[tuple[str, Quantizer]]:
     parts = module_of(node).named_modules()
-    return [(path, part) for path, part in parts if path and isinstance(part, TensorQuantizer | Grid)]
+    return [(path, part) for path, part in parts if isinstance(part, TensorQuantizer | Grid)]
 
 
 def _held(node: fx.Node, path: str, quantizer: Quantizer, name: str) -> LayerQuantizer:
+    if not path:
+        return LayerQuantizer(node, str(node.target), quantizer, ITSELF, quantizer, name)
     inner, _, attribute = path.rpartition(".")
     layer = f"{node.target}.{inner}" if inner else str(node.target)
     return LayerQuantizer(node, layer, module_of(node).get_submodule(inner), attribute, quantizer, name)

@@ -18,8 +18,8 @@ from qtoolkit.graph.kinds import (
 )
 from qtoolkit.graph.swap import config_of, name_of
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizer import HOLDER, WEIGHT_HOLDER
 
-HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
 HEADS = ("compute", "merge", "concat")
 
 

@@ -4,7 +4,7 @@ from qtoolkit.nn.attention import QuantMultiheadAttention
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from qtoolkit.nn.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
-from qtoolkit.nn.embedding import QuantEmbedding
+from qtoolkit.nn.embedding import QuantEmbedding, QuantEmbeddingBag
 from qtoolkit.nn.linear import QuantLinear
 from qtoolkit.nn.module import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
@@ -19,6 +19,7 @@ QAT_MODULES: dict[type, type[QuantModule]] = {
     QuantConvTranspose3d.FLOAT: QuantConvTranspose3d,
     QuantLinear.FLOAT: QuantLinear,
     QuantEmbedding.FLOAT: QuantEmbedding,
+    QuantEmbeddingBag.FLOAT: QuantEmbeddingBag,
     QuantMultiheadAttention.FLOAT: QuantMultiheadAttention,
 }
 # Float type -> QAT type: what replacement without a graph puts in. It sees no edges, so layers bring their input quantizers.
@@ -35,6 +36,7 @@ __all__ = [
     "QuantConvTranspose2d",
     "QuantConvTranspose3d",
     "QuantEmbedding",
+    "QuantEmbeddingBag",
     "QuantLinear",
     "QuantModule",
     "QuantMultiheadAttention",

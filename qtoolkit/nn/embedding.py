@@ -1,4 +1,4 @@
-"""Embeddings: a table whose rows are quantized, each with a scale of its own (axis 0) or all with one."""
+"""Embeddings and bags of them: a table whose rows are quantized, each with a scale of its own (axis 0) or all with one."""
 
 from typing import Any
 
@@ -10,7 +10,32 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizer import TensorQuantizer
 
 
-class QuantEmbedding(QuantWeighted, nn.Embedding):
+class _QuantTable(QuantWeighted):
+    """What embeddings and bags of them share: rows that are looked up, and before that renormalized in place."""
+
+    weight: Tensor
+    max_norm: float | None
+    norm_type: float
+
+    bias = None
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Look up quantized rows; further arguments as torch's layer takes them."""
+        self._renormalize(input)
+        return super().forward(input, *args, **kwargs)
+
+    def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Look up float rows."""
+        self._renormalize(input)
+        return super().forward_fp32(input, *args, **kwargs)
+
+    def _renormalize(self, input: Tensor) -> None:
+        if self.max_norm is not None:
+            with torch.no_grad():  # F.embedding documents that it changes the rows in place
+                F.embedding(input, self.weight, None, self.max_norm, self.norm_type)
+
+
+class QuantEmbedding(_QuantTable, nn.Embedding):
     """torch.nn.Embedding with a quantized table; `weight_spec`'s axis 0 is the row.
 
     With `sparse=True` the gradient of the table is sparse as in torch's layer: only the rows that are looked up are
@@ -25,27 +50,54 @@ class QuantEmbedding(QuantWeighted, nn.Embedding):
     FLOAT = nn.Embedding
     KIND = "embedding"
 
-    bias = None
-
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Look up the rows x."""
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Look up quantized rows."""
-        self._renormalize(input)
         quantizer = self.weight_quantizer
         if self.sparse and self.training and isinstance(quantizer, TensorQuantizer):
+            self._renormalize(input)
             rows = quantizer.rows(self.compute(input.flatten(), self.weight, None), input.flatten(), self.weight)
             return rows.reshape(*input.shape, self.embedding_dim)
         return super().forward(input)
 
-    def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up float rows."""
-        self._renormalize(input)
-        return super().forward_fp32(input)
 
-    def _renormalize(self, input: Tensor) -> None:
-        if self.max_norm is not None:
-            with torch.no_grad():  # F.embedding documents that it changes the rows in place
-                F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
+    """torch.nn.EmbeddingBag with a quantized table; `weight_spec`'s axis 0 is the row. Sums and means are float.
+
+    With `sparse=True` and a quantized table the gradient is dense: each step quantizes the whole table. `per_sample_weights`
+    stay float. With `max_norm` the rows that are looked up are renormalized in place first, as in torch's layer.
+
+    Example:
+        >>> layer = QuantEmbeddingBag(10, 4, mode="mean", weight_spec=qt.QuantSpec(axis=0))
+        >>> layer(torch.tensor([1, 2, 9]), torch.tensor([0, 2])).shape
+        torch.Size([2, 4])
+    """
+
+    FLOAT = nn.EmbeddingBag
+    KIND = "embedding"
+
+    def compute(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Sum, average or take the largest of the rows of each bag."""
+        return F.embedding_bag(
+            x,
+            weight,
+            offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            sparse=self.sparse and weight is self.weight,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+        )
