@@ -39,6 +39,7 @@ class Backend:
             layer, so that the target can fuse the add into it.
         shared_concat: Whether the inputs of a concat share one scale; else each has its own, and so has the output.
         integer_weights: Export weights as integers (DequantizeLinear alone), not as floats with both nodes.
+        advice: Names of `qtoolkit.graph.advice.ADVICE` that hold for the target: where integers bring no speed.
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint names others.
         unsigned_after_relu: Quantize a tensor that is never negative without a sign, where its spec is symmetric.
         integers_in_and_out: Ops that are no layers are quantized only where their output is quantized too.
@@ -61,6 +62,7 @@ class Backend:
     residual_add: Literal["both", "identity"] = "both"
     shared_concat: bool = True
     integer_weights: bool = True
+    advice: tuple[str, ...] = ()
     weight_bits: tuple[int, ...] | None = None
     unsigned_after_relu: bool = False
     integers_in_and_out: bool = False
@@ -122,6 +124,7 @@ TENSORRT = Backend(
     integer_weights=False,
     weight_bits=(8,),
     integers_in_and_out=True,
+    advice=("few channels", "deconvolution"),
 )
 
 # TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, no adds with a mask.

@@ -197,3 +197,46 @@ def test_widths_that_the_target_does_not_compute() -> None:
 def test_a_float_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"lint: model must be what qtoolkit\.prepare or .* returned, got UNet"):
         lint(UNet())
+
+
+# ---- advice
+
+
+class Small(nn.Module):
+    """Layers that TensorRT's integer kernels are too wide for, beside some that they are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.eights = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.narrow, self.wide = nn.Conv2d(8, 12, 1), nn.Conv2d(12, 16, 1)
+        self.depthwise, self.pointwise = nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 32, 1)
+        self.fc, self.gemv = nn.Linear(32, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(self.narrow(self.eights(self.first(x).relu()).relu()).relu()).relu()
+        return self.gemv(self.fc(self.pointwise(self.depthwise(x)).mean((2, 3))))
+
+
+def advice(net: nn.Module, **options: object) -> dict[str, str]:
+    prepared = qt.prepare(net, backend="tensorrt", **options)
+    assert lint(prepared) == ()
+    return {finding.where: finding.rule for finding in lint(prepared, advice=True)}
+
+
+def test_advice_on_layers_with_few_channels() -> None:
+    found = advice(Small())
+    assert set(found) == {"narrow", "wide", "gemv"}
+    assert found["gemv"] == "tensorrt gains nothing from integers in a linear of 16 to 1 channels: it needs 16 of both."
+    assert "gemv" not in advice(Small(), qconfig_mapping=qt.QConfigMapping().set_module_name("gemv", None))
+    assert lint(qt.prepare(Small(), backend="onnxruntime"), advice=True) == ()
+
+
+def test_advice_on_transposed_convolutions() -> None:
+    net = nn.Sequential(nn.ConvTranspose3d(16, 16, 2), nn.BatchNorm3d(16), nn.ReLU(), nn.Conv3d(16, 16, 1)).eval()
+    assert advice(net) == {
+        "_0": "tensorrt computes a transposed convolution in 3d in float16.",
+        "activation_quantizers__2": "tensorrt quantizes the output of the transposed convolution '_0' in a step of its own.",
+    }
+    grouped = nn.Sequential(nn.ConvTranspose2d(16, 16, 2, groups=8))
+    assert "groups of fewer than 4 channels, here 16 to 16 in 8" in advice(grouped)["_0"]
+    assert advice(nn.Sequential(nn.ConvTranspose2d(16, 16, 2, groups=4))) == {}

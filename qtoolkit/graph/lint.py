@@ -1,13 +1,14 @@
 """lint(): which quantized edges of a prepared or converted model would break a fusion on its target."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QuantSpec
 from qtoolkit.frozen import Grid
+from qtoolkit.graph.advice import ADVICE
+from qtoolkit.graph.finding import Finding
 from qtoolkit.graph.grids import quantizer_behind
 from qtoolkit.graph.kind_rules import argument
 from qtoolkit.graph.kind_table import ACTIVATIONS
@@ -19,25 +20,7 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer
 
 
-@dataclass(frozen=True)
-class Finding:
-    """An edge or op that the target would not compute as planned.
-
-    Attributes:
-        where: The graph node.
-        rule: What the target asks for, and what is found instead.
-        remedy: What to change.
-    """
-
-    where: str
-    rule: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.rule} {self.remedy}"
-
-
-def lint(model: QuantizedGraphModule) -> tuple[Finding, ...]:
+def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ...]:
     """Check the quantizers of a model against the rules of its backend.
 
     The rules are those of TensorRT's documentation on the placement of Q/DQ ("Working with Quantized Types"), of its ONNX
@@ -45,10 +28,12 @@ def lint(model: QuantizedGraphModule) -> tuple[Finding, ...]:
 
     Args:
         model: What `qtoolkit.prepare` or `qtoolkit.convert` returned; also one whose graph was changed since.
+        advice: Say, too, which ops the target's own quantizer leaves in float as integers bring them no speed
+            (`qtoolkit.graph.advice`): `prepare` quantizes them all the same.
 
     Returns:
-        One finding for each edge or op that breaks a rule, in the order of the graph; none for what `prepare` decides by
-        itself.
+        One finding for each edge or op that breaks a rule, in the order of the graph; without advice, none for what
+        `prepare` decides by itself.
 
     Raises:
         TypeError: The model was not prepared.
@@ -63,7 +48,8 @@ def lint(model: QuantizedGraphModule) -> tuple[Finding, ...]:
             f"lint: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."
         )
     backend = model.plan.backend
-    return tuple(finding for node in model.graph.nodes for rule in RULES for finding in rule(node, backend))
+    rules = (*RULES, *(ADVICE[name] for name in backend.advice)) if advice else RULES
+    return tuple(finding for node in model.graph.nodes for rule in rules for finding in rule(node, backend))
 
 
 def _residual_add(node: fx.Node, backend: Backend) -> Iterator[Finding]:
