@@ -101,6 +101,26 @@ def test_numbers_are_not_changed_in_place() -> None:
         assert torch.equal(prepared(x), model(x))
 
 
+@pytest.mark.parametrize("change", ["+=", "-=", "*="])
+def test_a_part_may_be_changed_by_an_operator_that_writes_it_back(change: str) -> None:
+    def between(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+        if change == "+=":
+            y[:, 1:, ::2] += x[:, 1:, ::2]
+        elif change == "-=":
+            y[:, 1:, ::2] -= x[:, 1:, ::2]
+        else:
+            y[:, 1:, ::2] *= x[:, 1:, ::2]
+        return F.relu(y)
+
+    x = torch.randn(SHAPE)
+    model = Net(between).eval()
+    prepared = qt.prepare(model)
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(x), model(x))
+    qt.calibrate(prepared, [x], progress=False)
+    assert torch.equal(qt.convert(prepared)(x), prepared(x))
+
+
 def test_a_view_that_is_read_after_the_change_is_an_error_that_names_the_node() -> None:
     def through_a_view(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
         y.transpose(2, 3).add_(x)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from qtoolkit.graph.kinds import parameters_in
+from qtoolkit.graph.run_time import set_item
 
 # Functions and methods whose result shares the memory of their first argument.
 VIEWS = (
@@ -91,13 +92,19 @@ def _is_number(node: fx.Node) -> bool:
 def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]) -> None:
     for view, base in (*((v, changed) for v in changed.users), *((changed, b) for b in _bases(changed))):
         read = view if base is changed else base
-        later = [reader for reader in read.users if order[reader] > order[node]]
+        readers = [reader for reader in read.users if order[reader] > order[node]]
+        later = [reader for reader in readers if not _writes_back(reader, view, base, node)]
         if _is_view(view) and view is not node and order[view] < order[node] and later:
             raise ValueError(
                 f"prepare: {node.name!r} changes {changed.name!r} in place, and {later[0].name!r} reads it afterwards as "
                 f"{read.name!r}, which shares its memory; a quantizer between them would lose the change. Use the op that is "
                 f"not in place there."
             )
+
+
+def _writes_back(reader: fx.Node, view: fx.Node, base: fx.Node, result: fx.Node) -> bool:
+    """Return whether a reader puts an op's result where the view was taken: `x[1:] += y` reads, adds and writes."""
+    return reader.target is set_item and reader.args == (base, view.args[-1], result)
 
 
 def _bases(node: fx.Node) -> Iterator[fx.Node]:
