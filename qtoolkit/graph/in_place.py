@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
+from qtoolkit.graph.kind_rules import is_number
 from qtoolkit.graph.kinds import parameters_in
 from qtoolkit.graph.run_time import set_item
 
@@ -21,7 +22,6 @@ ASSIGNS = "assigns"  # what the tracer notes of += and its like
 OPERATORS = tuple(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
 )
-NUMBERS = ("size", "dim", "numel", "item", "stride", "nelement")  # methods whose results += does not change in place
 
 
 def run(graph: fx.Graph, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     first = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(first, fx.Node) or not _works_in_place(node, model):
         return None
-    return None if _is_number(first) else first
+    return None if is_number(first) else first  # += makes a new number
 
 
 def _works_in_place(node: fx.Node, model: nn.Module) -> bool:
@@ -76,17 +76,6 @@ def _inplace_argument(node: fx.Node) -> bool:
         return False
     place = names.index("inplace") if "inplace" in names else len(node.args)
     return place < len(node.args) and node.args[place] is True
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Return whether a node is a size, or computed from sizes alone: += makes a new number."""
-    if node.op == "call_method":
-        return node.target in NUMBERS
-    if node.op != "call_function":
-        return False
-    if node.target is getattr:
-        return node.args[1] in ("shape", "ndim")
-    return bool(node.all_input_nodes) and all(_is_number(source) for source in node.all_input_nodes)
 
 
 def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]) -> None:

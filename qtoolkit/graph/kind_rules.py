@@ -37,27 +37,27 @@ def is_constant(value: Any) -> bool:
 
 
 NUMBER = "number"  # in the meta of a node that gave no tensor at tracing
-READ_SIZES = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride")
+READ_NUMBERS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "item")
 SIZES = ("shape", "ndim")
 ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
 
 
 def is_number(node: fx.Node) -> bool:
-    """Return whether a node gives a number, a size or several: by the example at tracing, or as computed from sizes alone."""
+    """Return whether a node gives a number, a size or several: by the example at tracing, or as computed from numbers alone."""
     return _is_number(node, {})
 
 
 def _is_number(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     if node not in known:
         known[node] = (
-            NUMBER in node.meta or _reads_sizes(node) or (_computes_plainly(node) and _all_numbers(node, known))
+            NUMBER in node.meta or _reads_numbers(node) or (_computes_plainly(node) and _all_numbers(node, known))
         )
     return known[node]
 
 
-def _reads_sizes(node: fx.Node) -> bool:
+def _reads_numbers(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return node.target in READ_SIZES
+        return node.target in READ_NUMBERS
     return node.op == "call_function" and (
         node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
     )
