@@ -5,7 +5,34 @@ from qtoolkit.nn.batch_norm import LinkedBatchNorm, freeze_batch_norm, unfreeze_
 from qtoolkit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from qtoolkit.nn.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from qtoolkit.nn.embedding import QuantEmbedding, QuantEmbeddingBag
+from qtoolkit.nn.inputs import (
+    QuantAdaptiveAvgPool1d,
+    QuantAdaptiveAvgPool2d,
+    QuantAdaptiveAvgPool3d,
+    QuantAvgPool1d,
+    QuantAvgPool2d,
+    QuantAvgPool3d,
+    QuantInput,
+    QuantInstanceNorm1d,
+    QuantInstanceNorm2d,
+    QuantInstanceNorm3d,
+    QuantMaxPool1d,
+    QuantMaxPool2d,
+    QuantMaxPool3d,
+)
 from qtoolkit.nn.linear import QuantLinear
+from qtoolkit.nn.merge import (
+    Add,
+    Cat,
+    MatMul,
+    Mul,
+    QuantAdd,
+    QuantCat,
+    QuantMatMul,
+    QuantMul,
+    QuantScaledDotProductAttention,
+    ScaledDotProductAttention,
+)
 from qtoolkit.nn.module import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
 
@@ -23,12 +50,43 @@ QAT_MODULES: dict[type, type[QuantModule]] = {
     QuantMultiheadAttention.FLOAT: QuantMultiheadAttention,
 }
 # Float type -> QAT type: what replacement without a graph puts in. It sees no edges, so layers bring their input quantizers.
-REPLACED_MODULES: dict[type, type[QuantModule]] = dict(QAT_MODULES)
+REPLACED_MODULES: dict[type, type[QuantModule]] = {
+    **QAT_MODULES,
+    QuantMaxPool1d.FLOAT: QuantMaxPool1d,
+    QuantMaxPool2d.FLOAT: QuantMaxPool2d,
+    QuantMaxPool3d.FLOAT: QuantMaxPool3d,
+    QuantAvgPool1d.FLOAT: QuantAvgPool1d,
+    QuantAvgPool2d.FLOAT: QuantAvgPool2d,
+    QuantAvgPool3d.FLOAT: QuantAvgPool3d,
+    QuantAdaptiveAvgPool1d.FLOAT: QuantAdaptiveAvgPool1d,
+    QuantAdaptiveAvgPool2d.FLOAT: QuantAdaptiveAvgPool2d,
+    QuantAdaptiveAvgPool3d.FLOAT: QuantAdaptiveAvgPool3d,
+    QuantInstanceNorm1d.FLOAT: QuantInstanceNorm1d,
+    QuantInstanceNorm2d.FLOAT: QuantInstanceNorm2d,
+    QuantInstanceNorm3d.FLOAT: QuantInstanceNorm3d,
+    QuantAdd.FLOAT: QuantAdd,
+    QuantMul.FLOAT: QuantMul,
+    QuantMatMul.FLOAT: QuantMatMul,
+    QuantCat.FLOAT: QuantCat,
+    QuantScaledDotProductAttention.FLOAT: QuantScaledDotProductAttention,
+}
 
 __all__ = [
     "QAT_MODULES",
     "REPLACED_MODULES",
+    "Add",
+    "Cat",
     "LinkedBatchNorm",
+    "MatMul",
+    "Mul",
+    "QuantAdaptiveAvgPool1d",
+    "QuantAdaptiveAvgPool2d",
+    "QuantAdaptiveAvgPool3d",
+    "QuantAdd",
+    "QuantAvgPool1d",
+    "QuantAvgPool2d",
+    "QuantAvgPool3d",
+    "QuantCat",
     "QuantConv1d",
     "QuantConv2d",
     "QuantConv3d",
@@ -37,10 +95,21 @@ __all__ = [
     "QuantConvTranspose3d",
     "QuantEmbedding",
     "QuantEmbeddingBag",
+    "QuantInput",
+    "QuantInstanceNorm1d",
+    "QuantInstanceNorm2d",
+    "QuantInstanceNorm3d",
     "QuantLinear",
+    "QuantMatMul",
+    "QuantMaxPool1d",
+    "QuantMaxPool2d",
+    "QuantMaxPool3d",
     "QuantModule",
+    "QuantMul",
     "QuantMultiheadAttention",
+    "QuantScaledDotProductAttention",
     "QuantWeighted",
+    "ScaledDotProductAttention",
     "freeze_batch_norm",
     "unfreeze_batch_norm",
 ]
