@@ -244,7 +244,7 @@ def test_what_the_table_does_not_know_is_left_alone(op: Op) -> None:
 
 def test_every_kind_has_a_case() -> None:
     tested = {*ONE, *TWO, *CAT, *MOVED, *JOINED}
-    of_modules = {"embedding", "instance_norm", "rms_norm", "einsum", "split"}
+    of_modules = {"embedding", "instance_norm", "rms_norm", "einsum", "split", "recurrent"}
     assert set(KINDS) - tested == of_modules
 
 
@@ -267,7 +267,7 @@ ARGUMENTS: dict[type[nn.Module], tuple[Any, ...]] = {
 }
 SMALL = {"conv": (4, 4, 1), "conv_transpose": (4, 4, 1), "batch_norm": (4,), "max_pool": (2,), "avg_pool": (2,),
          "layer_norm": (4,), "rms_norm": (4,), "instance_norm": (4,), "zero_pad": (1,), "edge_pad": (1,),
-         "pixel_shuffle": (2,)}  # fmt: skip
+         "pixel_shuffle": (2,), "recurrent": (4, 4)}  # fmt: skip
 
 
 def build(kind: str, module: type[nn.Module]) -> nn.Module:

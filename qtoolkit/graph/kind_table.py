@@ -80,6 +80,7 @@ COMPUTE_ROWS = (
         (F.scaled_dot_product_attention,),
         operands=(("query",), ("key",), ("value",)),
     ),
+    Row("recurrent", (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)),
     Row("embedding", (nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),
 )
 

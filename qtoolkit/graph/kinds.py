@@ -27,7 +27,7 @@ WEIGHTED_KINDS = ("conv", "conv_transpose", "linear")
 # Ops that multiply by what can be a weight, when they are called as functions.
 MULTIPLYING_KINDS = (*WEIGHTED_KINDS, "matmul")
 # The kinds of all ops that return one tensor; of ops that can return several, `gives_tuple` tells.
-GIVE_ONE_TENSOR = {kind for kind in KINDS if kind not in ("attention", "split")}
+GIVE_ONE_TENSOR = {kind for kind in KINDS if kind not in ("attention", "recurrent", "split")}
 
 __all__ = [
     "KINDS",

@@ -2,6 +2,7 @@
 
 from qtoolkit.nn.attention import QuantMultiheadAttention
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, freeze_batch_norm, unfreeze_batch_norm
+from qtoolkit.nn.cells import QuantGRUCell, QuantLSTMCell, QuantRecurrent
 from qtoolkit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from qtoolkit.nn.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from qtoolkit.nn.embedding import QuantEmbedding, QuantEmbeddingBag
@@ -34,6 +35,7 @@ from qtoolkit.nn.merge import (
     ScaledDotProductAttention,
 )
 from qtoolkit.nn.module import QuantModule
+from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.weighted import QuantWeighted
 
 # Float type -> QAT type: what the swap pass replaces.
@@ -52,6 +54,10 @@ QAT_MODULES: dict[type, type[QuantModule]] = {
 # Float type -> QAT type: what replacement without a graph puts in. It sees no edges, so layers bring their input quantizers.
 REPLACED_MODULES: dict[type, type[QuantModule]] = {
     **QAT_MODULES,
+    QuantLSTM.FLOAT: QuantLSTM,
+    QuantGRU.FLOAT: QuantGRU,
+    QuantLSTMCell.FLOAT: QuantLSTMCell,
+    QuantGRUCell.FLOAT: QuantGRUCell,
     QuantMaxPool1d.FLOAT: QuantMaxPool1d,
     QuantMaxPool2d.FLOAT: QuantMaxPool2d,
     QuantMaxPool3d.FLOAT: QuantMaxPool3d,
@@ -95,10 +101,14 @@ __all__ = [
     "QuantConvTranspose3d",
     "QuantEmbedding",
     "QuantEmbeddingBag",
+    "QuantGRU",
+    "QuantGRUCell",
     "QuantInput",
     "QuantInstanceNorm1d",
     "QuantInstanceNorm2d",
     "QuantInstanceNorm3d",
+    "QuantLSTM",
+    "QuantLSTMCell",
     "QuantLinear",
     "QuantMatMul",
     "QuantMaxPool1d",
@@ -107,6 +117,7 @@ __all__ = [
     "QuantModule",
     "QuantMul",
     "QuantMultiheadAttention",
+    "QuantRecurrent",
     "QuantScaledDotProductAttention",
     "QuantWeighted",
     "ScaledDotProductAttention",

@@ -246,7 +246,7 @@ class QuantCat(QuantInput, Cat):
     FLOAT = Cat
     KIND = "cat"
 
-    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:  # type: ignore[override]  # several inputs, as Cat takes them
         """Join the quantized tensors."""
         return self.forward_fp32([quantized(self.input_quantizer, x) for x in tensors])  # type: ignore[no-any-return]
 
