@@ -163,7 +163,7 @@ class RangeObserver(Observer):
 
 
 class HistogramObserver(Observer):
-    """A running histogram of a whole tensor, and the range that a method chooses from it.
+    """A running histogram of a tensor, or one for each channel, and the range that a method chooses from it.
 
     What it counts does not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
 
@@ -174,12 +174,19 @@ class HistogramObserver(Observer):
         bins: Number of bins, even.
         method: "percentile", "mse", "l2" or "entropy" (see `qtoolkit.ops.search_range`).
         percentile: Of method "percentile".
+        shape: Shape of the ranges: () per tensor, else (channels,).
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
 
     Example:
         >>> observer = HistogramObserver(method="percentile", percentile=50)
         >>> observer(torch.arange(1000) / 1000)
         >>> observer.range()
         (tensor(-0.4990), tensor(0.4990))
+        >>> observer = HistogramObserver(method="percentile", percentile=100, shape=(2,), axis=0)
+        >>> observer(torch.tensor([[0.0, 1.0], [0.0, -4.0]]))
+        >>> observer.range()[1]
+        tensor([1.0010, 4.0078])
     """
 
     kept_dtypes = (torch.float32, torch.int64)
@@ -196,17 +203,30 @@ class HistogramObserver(Observer):
         bins: int = 2048,
         method: str = "mse",
         percentile: float = 99.99,
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
     ) -> None:
         super().__init__()
         self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
         self.method, self.percentile = method, percentile
-        self.register_buffer("counts", torch.zeros(bins, dtype=torch.int64))
-        self.register_buffer("lo", torch.tensor(0.0))
-        self.register_buffer("hi", torch.tensor(0.0))
+        self.axis, self.group = axis, group
+        self.register_buffer("counts", torch.zeros(*shape, bins, dtype=torch.int64))
+        self.register_buffer("lo", torch.zeros(shape))
+        self.register_buffer("hi", torch.zeros(shape))
 
     def forward(self, x: Tensor) -> None:
         """Count the values of x."""
-        ops.observe_histogram_(x.detach(), self.counts, self.lo, self.hi)
+        for part, histogram in zip(self._channels_of(x.detach()), _histograms(dict(self.named_buffers())), strict=True):
+            ops.observe_histogram_(part, *histogram)
+
+    def _channels_of(self, x: Tensor) -> list[Tensor]:
+        """Return the values of each channel, in the order of the ranges."""
+        if self.axis is None:
+            return [x]
+        axis = self.axis % x.dim()
+        groups = [x] if self.group == 1 else x.chunk(self.group)
+        return [values for part in groups for values in part.unbind(axis)]
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range that the method chooses. Waits for the device."""
@@ -215,12 +235,12 @@ class HistogramObserver(Observer):
         )
 
     def seen(self) -> bool:
-        """Return whether anything was counted, or met that cannot be."""
-        return not bool(self.hi <= self.lo)
+        """Return whether in every channel something was counted, or met that cannot be."""
+        return not bool((self.hi <= self.lo).any())
 
     def finite(self) -> bool:
         """Return whether all that was seen could be counted."""
-        return bool(torch.isfinite(self.hi))
+        return bool(torch.isfinite(self.hi).all())
 
     def reset(self) -> None:
         """Forget what was seen."""
@@ -228,32 +248,50 @@ class HistogramObserver(Observer):
             buffer.zero_()
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Refuse: there is one range for a whole tensor."""
-        raise ValueError(f"HistogramObserver: it has one range for a tensor, got the shape {shape}.")
+        """Keep ranges of this shape; nothing must have been seen yet."""
+        self.counts.data = self.counts.data.new_zeros(*shape, self.counts.size(-1))
+        for bound in (self.lo, self.hi):
+            bound.data = bound.data.new_zeros(shape)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Add up the histograms, on the bins that one of all their data has."""
-        seen = [state for state in states if not bool(state["hi"] <= state["lo"])]
-        if not seen:
-            return
-        broken = [state for state in seen if not bool(torch.isfinite(state["hi"]))]
-        hi = max(float(state["hi"]) for state in seen)
-        lo = -hi if any(float(state["lo"]) < 0 for state in seen) else 0.0
-        counts = sum(_on_bins(state, lo, hi) for state in seen) if not broken else broken[0]["counts"]
-        for name, value in {"counts": counts, "lo": lo, "hi": hi, **(broken[0] if broken else {})}.items():
-            buffer = self.get_buffer(name)
-            buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype))
+        for mine, *theirs in zip(*map(_histograms, (dict(self.named_buffers()), *states)), strict=True):
+            for buffer, value in zip(mine, _sum_of(theirs) or mine, strict=True):
+                buffer.copy_(value)
 
     def extra_repr(self) -> str:
         """Return the method and the number of bins."""
-        return f"method={self.method!r}, bins={self.counts.numel()}"
+        return f"method={self.method!r}, bins={self.counts.size(-1)}"
 
 
-def _on_bins(state: Mapping[str, Tensor], lo: float, hi: float) -> Tensor:
+Histogram = tuple[Tensor, Tensor, Tensor]  # counts, lo, hi
+
+
+def _histograms(state: Mapping[str, Tensor]) -> list[Histogram]:
+    """Return the histogram of each channel, as views of an observer's buffers."""
+    counts, lo, hi = state["counts"], state["lo"], state["hi"]
+    if counts.dim() == 1:
+        return [(counts, lo, hi)]
+    return [(counts[i], lo[i], hi[i]) for i in range(counts.size(0))]
+
+
+def _sum_of(histograms: Sequence[Histogram]) -> Histogram | None:
+    """Return the histogram of the data of several; a broken one where one is, None where none has seen anything."""
+    seen = [histogram for histogram in histograms if not bool(histogram[2] <= histogram[1])]
+    broken = [histogram for histogram in seen if not bool(torch.isfinite(histogram[2]))]
+    if broken or not seen:
+        return broken[0] if broken else None
+    hi = max(float(hi) for _, _, hi in seen)
+    lo = -hi if any(float(lo) < 0 for _, lo, _ in seen) else 0.0
+    counts = torch.stack([_on_bins(histogram, lo, hi) for histogram in seen]).sum(0)
+    return counts, torch.tensor(lo), torch.tensor(hi)
+
+
+def _on_bins(histogram: Histogram, lo: float, hi: float) -> Tensor:
     """Return a histogram's counts on wider bins: whole numbers of its own make one of these (csrc/histogram.h)."""
-    counts = state["counts"]
+    counts = histogram[0]
     n = counts.numel()
-    own_lo, own_hi = float(state["lo"]), float(state["hi"])
+    own_lo, own_hi = float(histogram[1]), float(histogram[2])
     ratio = round((hi - lo) / (own_hi - own_lo))
     numbers = torch.arange(n) - (n // 2 if own_lo < 0 else 0)
     places = torch.div(numbers, ratio, rounding_mode="floor") + (n // 2 if lo < 0 else 0)
@@ -263,7 +301,8 @@ def _on_bins(state: Mapping[str, Tensor], lo: float, hi: float) -> Tensor:
 def make_observer(spec: QuantSpec, shape: tuple[int, ...], group: int) -> Observer:
     """Build the observer that a spec names, with ranges of this shape."""
     if spec.observer == "histogram":
-        return HistogramObserver(spec.qmin, spec.qmax, spec.symmetric, **spec.observer_args)
+        codes = (spec.qmin, spec.qmax, spec.symmetric)
+        return HistogramObserver(*codes, shape=shape, axis=spec.axis, group=group, **spec.observer_args)
     momentum = spec.observer_args.get("momentum", DEFAULT_MOMENTUM) if spec.observer == "moving_average" else None
     return RangeObserver(shape, spec.axis, group, spec.block_size, momentum)
 

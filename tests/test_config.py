@@ -110,7 +110,7 @@ def test_a_regex_must_match_the_whole_name() -> None:
         (lambda: qt.QuantSpec(group_size=32), "group_size=32 needs the axis that groups run along, got axis=None"),
         (lambda: qt.QuantSpec(axis=1, group_size=0), "group_size must be a whole number above 0 or None, got 0"),
         (lambda: qt.QuantSpec(axis=1, group_size=4.0), "group_size must be a whole number above 0 or None, got 4.0"),
-        (lambda: qt.QuantSpec(axis=1, group_size=4, observer="histogram"), "needs axis=None"),
+        (lambda: qt.QuantSpec(axis=1, group_size=4, observer="histogram"), "needs group_size=None"),
         (
             lambda: qt.QuantSpec(axis=1, group_size=4).scale_shape((8, 6)),
             "must divide dimension 1 of a tensor of shape",

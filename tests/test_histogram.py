@@ -536,7 +536,7 @@ def test_casts_and_copies_keep_the_histogram(cast: str) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"axis": 0}, "observer='histogram' needs axis=None, got axis=0"),
+        ({"axis": 0, "group_size": 4}, "observer='histogram' needs group_size=None, got 4; take 'minmax'"),
         ({"observer_args": {"bins": 7}}, "bins must be an even number from 2 to 1048576, got 7"),
         ({"observer_args": {"bins": 8.0}}, "bins must be an even number"),
         ({"observer_args": {"method": "msee"}}, "did you mean 'mse'"),

@@ -32,7 +32,7 @@ class QuantSpec:
         format: "int", or "nnie", the logarithmic grid of `qtoolkit.ops.fake_quant_float`: with 8 bits, signed, symmetric, and a
             fixed scale, which is the largest magnitude. There are no integer codes, so nothing to export.
         observer: "minmax" (the range of all that was seen), "moving_average" or "histogram" (the range that a method chooses
-            from a histogram of all that was seen; per tensor only).
+            from a histogram of all that was seen, per tensor or per channel).
         observer_args: Options of the observer: `momentum` of "moving_average", 0.1 unless given; of "histogram" `bins`
             (2048), `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99).
         quantizer: "fixed" (the scale follows from the range) or "lsq" (the scale is trained, arXiv 1902.08153).
@@ -115,10 +115,10 @@ class QuantSpec:
             )
 
     def _check_histogram(self, bins: object = 2048, method: str = "mse", percentile: float = 99.99) -> None:
-        if self.axis is not None:
+        if self.group_size is not None:
             raise ValueError(
-                f"QuantSpec: observer='histogram' needs axis=None, got axis={self.axis}; take 'minmax' for a scale per "
-                f"channel."
+                f"QuantSpec: observer='histogram' needs group_size=None, got {self.group_size}; take 'minmax' for a scale "
+                f"per group."
             )
         if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
             raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
