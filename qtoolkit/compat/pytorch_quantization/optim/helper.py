@@ -1,0 +1,81 @@
+"""Choose parameters by patterns of their names: to group them for an optimizer, or to freeze them."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def match_parameters(model: nn.Module, patterns: Iterable[str]) -> Iterator[nn.Parameter]:
+    """Return the parameters with a name that a pattern (a regular expression) is found in, each once.
+
+    Example:
+        >>> len(list(match_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0", "bias"])))
+        3
+    """
+    patterns = list(patterns)
+    return (p for name, p in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns))
+
+
+def group_parameters(
+    model: nn.Module,
+    patterns_list: Sequence[Sequence[str]],
+    lrs: Sequence[float] | None = None,
+    momentums: Sequence[float] | None = None,
+    weight_decays: Sequence[float] | None = None,
+) -> list[dict[str, Any]]:
+    """Return parameter groups, as optimizers take them.
+
+    Args:
+        model: Any model.
+        patterns_list: For each group the patterns of its parameters' names.
+        lrs: Learning rate of each group.
+        momentums: Momentum of each group.
+        weight_decays: Weight decay of each group.
+
+    Raises:
+        TypeError: patterns_list is no list of lists, or an option is no list.
+        ValueError: An option has another length than patterns_list.
+    """
+    if not _is_list(patterns_list) or not all(_is_list(patterns) for patterns in patterns_list):
+        raise TypeError(f"patterns_list must be a list of lists of patterns, got {patterns_list!r}.")
+    groups: list[dict[str, Any]] = [{"params": list(match_parameters(model, patterns))} for patterns in patterns_list]
+    options = {
+        "lr": ("lrs", lrs),
+        "momentum": ("momentums", momentums),
+        "weight_decay": ("weight_decays", weight_decays),
+    }
+    for key, (name, values) in options.items():
+        if values is not None:
+            _check_option(name, values, len(groups))
+            for group, value in zip(groups, values, strict=True):
+                group[key] = value
+    return groups
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _check_option(name: str, values: Sequence[float], count: int) -> None:
+    if not _is_list(values):
+        raise TypeError(f"{name} must be a list or None, got {values!r}.")
+    if len(values) != count:
+        raise ValueError(f"{name} must have one value for each of the {count} lists of patterns, got {len(values)}.")
+
+
+def freeze_parameters(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Let the parameters with a name that a pattern is found in require no gradient."""
+    for parameter in match_parameters(model, patterns):
+        parameter.requires_grad = False
+
+
+@torch.no_grad()
+def quant_weight_inplace(model: nn.Module) -> None:
+    """Put each weight that has a quantizer (`_weight_quantizer`) on its grid."""
+    for module in model.modules():
+        quantizer = getattr(module, "_weight_quantizer", None)
+        if isinstance(quantizer, nn.Module) and isinstance(module.weight, torch.Tensor):
+            module.weight.copy_(quantizer(module.weight))

@@ -1,0 +1,36 @@
+"""reduce_amax, which scripts know from pytorch_quantization.utils."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
+    """Return the largest magnitude along some axes.
+
+    Args:
+        input: Any tensor with elements.
+        axis: Axes that are reduced; None for all of them.
+        keepdims: Keep the reduced axes, with size 1.
+
+    Returns:
+        The magnitudes; 0-d where that is one element.
+
+    Raises:
+        ValueError: There are more axes than the tensor has.
+
+    Example:
+        >>> reduce_amax(torch.tensor([[1.0, -5.0], [2.0, 3.0]]), axis=1)
+        tensor([[5.],
+                [3.]])
+    """
+    axes = tuple(range(input.dim())) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    if len(axes) > input.dim():
+        raise ValueError(
+            f"Cannot reduce more axes than tensor's dim. Got the axes {list(axes)} for {input.dim()} dimensions."
+        )
+    magnitudes = input.abs()
+    reduced = magnitudes.amax(axes, keepdim=keepdims) if axes else magnitudes  # amax takes no axes for all axes
+    return reduced.reshape(()) if reduced.numel() == 1 else reduced
