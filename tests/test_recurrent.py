@@ -339,6 +339,22 @@ def test_copies_compute_the_same(kind: str, activation: qt.QuantSpec | None, cop
     torch.testing.assert_close(half.float(), y, rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("activation", [ACTIVATION, None], ids=["stepwise", "fused"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_with_fixed_grids_it_computes_the_same(kind: str, activation: qt.QuantSpec | None) -> None:
+    """And with these off, too, it is the float layer."""
+    layer = LAYERS[kind](F, H, num_layers=2)
+    ours = quantized(layer, activation=activation)
+    x = input_of(layer, "batch")
+    wanted = calibrated(ours, x)(x)
+    for name, quantizer in qt.quantizers_of(ours).items():
+        setattr(ours, name, quantizer.to_grid())
+    assert not qt.quantizers_of(ours)
+    assert_same(ours(x), wanted)
+    with qt.disable_quantization(ours):
+        assert_same(ours(x), layer(x))
+
+
 @pytest.mark.parametrize(
     ("x", "hx", "error", "words"),
     [

@@ -20,9 +20,8 @@ def inner_quantizer(spec: QuantSpec | None, name: str, module: nn.Module) -> Ten
 
 def is_active(quantizer: Quantizer | None) -> bool:
     """Return whether a quantizer does anything with a tensor: observes it or quantizes it."""
-    if isinstance(quantizer, TensorQuantizer):
-        return quantizer.observing or quantizer.quantizing
-    return quantizer is not None
+    observing = isinstance(quantizer, TensorQuantizer) and quantizer.observing
+    return quantizer is not None and (observing or quantizer.quantizing)
 
 
 class QuantInput(QuantModule):

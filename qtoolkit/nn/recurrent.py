@@ -41,17 +41,26 @@ class QuantRNNBase(QuantRecurrent):
     def inner(self) -> tuple[str, ...]:
         """Return the names of the quantizers besides those of weights and input."""
         kinds = ("hidden", "projection") if self.proj_size else ("hidden",)
-        directions = [key for layer in range(self.num_layers) for key in self._directions(layer)]
         between = [f"input_quantizer_l{layer}" for layer in range(1, self.num_layers)]
-        return (*between, *(f"{kind}_quantizer_{key}" for key in directions for kind in kinds))
+        return (*between, *(f"{kind}_quantizer_{key}" for key in self.keys() for kind in kinds))
+
+    def keys(self) -> list[str]:
+        """Return the ends of the parameters' names, one for each layer and direction, in the order of the states."""
+        return [key for layer in range(self.num_layers) for key in self._directions(layer)]
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Compute all layers and steps; arguments and results as of torch's class."""
         x = self._quantize_input(input)
-        if not any(is_active(getattr(self, name)) for name in self.inner()) or _is_refused(x, self.batch_first):
-            float_forward: Any = self.FLOAT.forward
-            return float_forward(self.with_quantized_weights(), x, hx)
-        return self._packed(x, hx) if isinstance(x, PackedSequence) else self._padded(x, hx)
+        if any(is_active(getattr(self, name)) for name in self.inner()):
+            return self.by_steps(x, hx)
+        float_forward: Any = self.FLOAT.forward
+        return float_forward(self.with_quantized_weights(), x, hx)
+
+    def by_steps(self, x: Any, hx: Any) -> Any:
+        """Compute all layers step by step; x is quantized already."""
+        if isinstance(x, PackedSequence):
+            return self._packed(x, hx)
+        return self.forward_fp32(x, hx) if _is_refused(x, self.batch_first) else self._padded(x, hx)
 
     def _quantize_input(self, input: Any) -> Any:
         if self.input_quantizer is None or not isinstance(input, PackedSequence):
@@ -124,15 +133,14 @@ class QuantRNNBase(QuantRecurrent):
         """Return the ends of the parameters' names in a layer, one for each direction."""
         return (f"l{layer}", f"l{layer}_reverse") if self.bidirectional else (f"l{layer}",)
 
+    def biases(self, key: str) -> tuple[Tensor | None, Tensor | None]:
+        """Return the biases of one direction of a layer."""
+        return (getattr(self, f"bias_ih_{key}"), getattr(self, f"bias_hh_{key}")) if self.bias else (None, None)
+
     def _products(self, key: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return the quantized weights and the biases of one direction of a layer."""
-        biases = [getattr(self, f"bias_{of}_{key}") if self.bias else None for of in ("ih", "hh")]
-        return (
-            self.quantized_weight(f"weight_ih_{key}"),
-            self.quantized_weight(f"weight_hh_{key}"),
-            biases[0],
-            biases[1],
-        )
+        weights = self.quantized_weight(f"weight_ih_{key}"), self.quantized_weight(f"weight_hh_{key}")
+        return *weights, *self.biases(key)
 
     # ---- what a kind of network has to say
 
@@ -219,10 +227,8 @@ class QuantGRU(QuantRNNBase, nn.GRU):
         return state[0]
 
 
-def _is_refused(x: Any, batch_first: bool) -> bool:
+def _is_refused(x: Tensor, batch_first: bool) -> bool:
     """Return whether torch's class refuses an input for its dimensions, or for having no steps; it then says why."""
-    if isinstance(x, PackedSequence):
-        return False
     return x.dim() not in (2, 3) or x.size(1 if batch_first and x.dim() == 3 else 0) == 0
 
 
