@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -461,3 +463,48 @@ def test_a_graph_leaves_it_in_float_by_kind() -> None:
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "rnn")
     assert (line.kind, line.status) == ("recurrent", "float")
     assert type(prepared.rnn) is nn.LSTM
+
+
+class Kept(nn.Module):
+    """A submodule that tracing keeps whole, with a recurrent layer in it."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.stem, self.tagger = nn.Linear(F, F), Tagger()
+        self.tagger.rnn = kind(F, H, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tagger(self.stem(x))
+
+
+class FusedGRU(qt.nn.QuantGRU):
+    QUANTIZE_HIDDEN = False
+
+
+@pytest.mark.parametrize(
+    ("qat_type", "exporter", "op"),
+    [
+        (qt.nn.QuantLSTM, "dynamo", None),
+        (qt.nn.QuantGRU, "torchscript", None),
+        (FusedLSTM, "torchscript", "LSTM"),
+        (FusedGRU, "dynamo", "GRU"),
+    ],
+)
+def test_codes_in_onnxruntime(tmp_path: Path, qat_type: type, exporter: str, op: str | None) -> None:
+    """A float state leaves ONNX's own op; a quantized one has a pair in each step."""
+    x = torch.randn(B, T, F)
+    mapping = qt.QConfigMapping().set_object_type(qat_type.FLOAT, qt.QConfig(ACTIVATION, WEIGHT))
+    how = {"skip": ["tagger"], "qat_modules": {qat_type.FLOAT: qat_type}, "qconfig_mapping": mapping}
+    prepared = qt.prepare(Kept(qat_type.FLOAT).eval(), x, backend="onnxruntime", **how)
+    assert type(prepared.tagger.rnn) is qat_type
+    qt.calibrate(prepared, [x], progress=False)
+    result = qt.export_onnx(prepared, x, tmp_path / "m.onnx", exporter=exporter)
+    codes = result.verification
+    assert codes.missing == ()
+    assert codes.weight_codes.compared == sum(p.numel() for n, p in prepared.named_parameters() if "weight" in n)
+    assert codes.weight_codes.differing == codes.quantizer_codes.differing == 0
+    states = B * (T - 1) * H if op is None else 0  # the first one is a constant: zeros
+    assert codes.quantizer_codes.compared == B * T * (F + F + H) + states
+    ops = [node.op_type for node in onnx.load(str(result.path)).graph.node]
+    assert ops.count("LSTM") + ops.count("GRU") == (0 if op is None else 1)
+    assert op is None or op in ops
