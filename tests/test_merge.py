@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,45 @@ def test_a_graph_sees_the_ops_themselves() -> None:
     assert {kinds[kind] for kind in ("add", "mul", "matmul")} == {"quantized"}
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared(x), model(x))
+
+
+class Block(nn.Module):
+    """The modules, and a pool, on different tensors each, in a submodule that tracing keeps whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add, self.mul, self.matmul, self.cat = qt.nn.Add("second"), qt.nn.Mul(), qt.nn.MatMul(), qt.nn.Cat(-1)
+        self.attend, self.pool = qt.nn.ScaledDotProductAttention(), nn.MaxPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mul(self.add(x, x.tanh()), x.sigmoid())
+        y = self.matmul(y, y.abs().transpose(-2, -1)) @ x
+        return self.pool(self.cat([self.attend(y, x.relu(), x - 1), x.exp()]))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.linear = Block(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.linear(x))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_codes_in_onnxruntime(tmp_path: Path, exporter: str) -> None:
+    x, mapping = torch.randn(2, 3, 6, 8), qt.QConfigMapping()
+    table = {kind: quant for kind, quant in qt.nn.REPLACED_MODULES.items() if kind not in qt.nn.QAT_MODULES}
+    used = {kind: table[kind] for kind in map(type, Block().children())}
+    for kind in used:
+        mapping.set_object_type(kind, qt.QConfig(qt.QuantSpec(), qt.QuantSpec()))
+    prepared = qt.prepare(Outer().eval(), x, skip=["block"], qat_modules=used, qconfig_mapping=mapping)
+    qt.calibrate(prepared, [x], progress=False)
+    assert len(qt.quantizers_of(prepared)) == 2 + (1 + 2 + 2 + 1 + 4 + 1)
+    codes = qt.export_onnx(prepared, x, tmp_path / "m.onnx", exporter=exporter).verification
+    assert codes.missing == ()
+    assert codes.weight_codes.differing == codes.quantizer_codes.differing == 0
+    assert len(codes.by_quantizer) == 12
 
 
 # ---- attention
