@@ -5,6 +5,7 @@ from qtoolkit.nn.batch_norm import LinkedBatchNorm, freeze_batch_norm, unfreeze_
 from qtoolkit.nn.cells import QuantGRUCell, QuantLSTMCell, QuantRecurrent
 from qtoolkit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from qtoolkit.nn.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
+from qtoolkit.nn.dot_product_attention import QuantScaledDotProductAttention, ScaledDotProductAttention
 from qtoolkit.nn.embedding import QuantEmbedding, QuantEmbeddingBag
 from qtoolkit.nn.inputs import (
     QuantAdaptiveAvgPool1d,
@@ -31,8 +32,6 @@ from qtoolkit.nn.merge import (
     QuantCat,
     QuantMatMul,
     QuantMul,
-    QuantScaledDotProductAttention,
-    ScaledDotProductAttention,
 )
 from qtoolkit.nn.module import QuantModule
 from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM

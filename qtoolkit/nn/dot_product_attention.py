@@ -1,0 +1,152 @@
+"""Attention as a module, float and quantized: for models whose attention no graph pass sees."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtoolkit.config import QuantSpec
+from qtoolkit.nn.inputs import inner_quantizer, is_active
+from qtoolkit.nn.module import Quantizer, QuantModule, quantized
+
+INNER = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
+
+
+class ScaledDotProductAttention(nn.Module):
+    """torch.nn.functional.scaled_dot_product_attention as a module.
+
+    Args:
+        dropout_p: Share of the attention weights that are dropped, in training mode alone. With any, `qtoolkit.prepare` keeps
+            the module whole, in float; module replacement quantizes it.
+        is_causal: Mask out what comes later, by the lower triangle of (target, source) from the top left.
+        scale: Factor of the scores; None is 1 / sqrt(features of the query).
+        enable_gqa: Let several query heads share a head of key and value.
+
+    Example:
+        >>> ScaledDotProductAttention(is_causal=True)(*[torch.zeros(1, 2, 5, 8)] * 3).shape
+        torch.Size([1, 2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dropout_p, self.is_causal, self.scale, self.enable_gqa = dropout_p, is_causal, scale, enable_gqa
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            query: (..., heads, target, features).
+            key: (..., heads, source, features).
+            value: (..., heads, source, features of the value).
+            attn_mask: To broadcast over (..., heads, target, source): booleans, True where it may look, or floats to add.
+
+        Returns:
+            (..., heads, target, features of the value).
+        """
+        # Without dropout nothing is decided on the mode, so that the op is traced into.
+        dropout = self.dropout_p if self.dropout_p and self.training else 0.0
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+    def extra_repr(self) -> str:
+        """Return the options."""
+        names = ("dropout_p", "is_causal", "scale", "enable_gqa")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
+    """Attention with quantized inputs of both matrix products: the scaled query, key, attention weights and value.
+
+    Masks and the softmax stay float. Where no quantizer is on, it is torch's own function.
+
+    Args:
+        *args: As `ScaledDotProductAttention` takes them.
+        activation_spec: Spec of what is quantized, or None.
+        **kwargs: As `ScaledDotProductAttention` takes them.
+
+    Attributes:
+        query_quantizer: Quantizer of the query times the scale, or None.
+        key_quantizer: Quantizer of the key, or None.
+        value_quantizer: Quantizer of the value, or None.
+        softmax_quantizer: Quantizer of the attention weights, or None.
+
+    Example:
+        >>> layer = QuantScaledDotProductAttention(activation_spec=qt.QuantSpec())
+        >>> with qt.calibrating(layer):
+        ...     layer(*[torch.ones(1, 2, 5, 8)] * 3).shape
+        torch.Size([1, 2, 5, 8])
+        >>> layer.softmax_quantizer.observer.hi
+        tensor(0.2000)
+    """
+
+    FLOAT = ScaledDotProductAttention
+    KIND = "attention"
+
+    query_quantizer: Quantizer | None
+    key_quantizer: Quantizer | None
+    value_quantizer: Quantizer | None
+    softmax_quantizer: Quantizer | None
+
+    def __init__(self, *args: Any, activation_spec: QuantSpec | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_quantizers(None, type(self).__name__, activation_spec)
+
+    def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
+        """Put the quantizers in."""
+        for inner in INNER:
+            setattr(self, inner, inner_quantizer(activation, f"{name}.{inner}", self))
+
+    def own_attributes(self) -> tuple[str, ...]:
+        """Return the names of what it holds beyond the float module."""
+        return INNER
+
+    def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
+        """Return nothing: there is no weight."""
+        return {}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Attend; arguments and result as of `ScaledDotProductAttention`.
+
+        Raises:
+            ValueError: There is a mask besides is_causal.
+        """
+        if self.is_causal and attn_mask is not None:
+            raise ValueError(
+                "QuantScaledDotProductAttention: attn_mask must be None with is_causal=True, which is a mask itself; put "
+                "both into one attn_mask."
+            )
+        if not any(is_active(getattr(self, inner)) for inner in INNER):
+            return self.forward_fp32(query, key, value, attn_mask)
+        scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
+        q = quantized(self.query_quantizer, query * scale)
+        k = self._for_heads_of(query, quantized(self.key_quantizer, key))
+        v = self._for_heads_of(query, quantized(self.value_quantizer, value))
+        weights = self._weights(torch.matmul(q, k.transpose(-2, -1)), attn_mask)
+        dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
+        return torch.matmul(dropped, v)
+
+    def forward_fp32(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the module in float, by torch's own function."""
+        return super().forward(*args, **kwargs)
+
+    def _for_heads_of(self, query: Tensor, x: Tensor) -> Tensor:
+        return x.repeat_interleave(query.size(-3) // x.size(-3), -3) if self.enable_gqa else x
+
+    def _weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the softmax of masked scores; zeros where a row has nothing to look at, as torch's function gives."""
+        if self.is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is None:
+            return scores.softmax(-1)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        blind = (scores == -torch.inf).all(-1, keepdim=True)
+        return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
