@@ -256,3 +256,15 @@ def test_attention_goes_back_and_is_copied() -> None:
     back = ours.to_float()
     assert vars(back).keys() == vars(qt.nn.ScaledDotProductAttention()).keys()
     assert (back.dropout_p, back.scale) == (0.1, 0.5)
+
+
+@pytest.mark.parametrize("name", ["add", "cat", "attention"])
+def test_they_compile_whole(name: str) -> None:
+    ours, args = {
+        "add": (replaced(qt.nn.Add()), (torch.randn(2, 3), torch.randn(2, 3))),
+        "cat": (replaced(qt.nn.Cat()), ([torch.randn(2, 3), torch.randn(1, 3)],)),
+        "attention": (replaced(qt.nn.ScaledDotProductAttention(is_causal=True)), attention_inputs({})),
+    }[name]
+    qt.calibrate(ours, [args], progress=False)
+    compiled = torch.compile(copy.deepcopy(ours), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*args), ours(*args))

@@ -446,6 +446,15 @@ def test_cells_go_back_and_are_copied(kind: str, copy_of) -> None:
     assert all(parameter.grad is not None for parameter in ours.parameters())
 
 
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells_compile_whole(kind: str) -> None:
+    """Layers do not: torch's compiler takes no RNN, LSTM or GRU."""
+    ours, args = quantized(CELLS[kind](F, H)), cell_inputs(kind, (B,))
+    calibrated(ours, *args)
+    compiled = torch.compile(copy.deepcopy(ours), fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*args), ours(*args))
+
+
 # ---- in a graph
 
 
