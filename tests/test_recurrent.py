@@ -377,6 +377,22 @@ def test_shapes_that_torch_refuses(kind: str, x: Tensor, hx: Tensor | None, erro
     assert wanted in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "LSTMCell", "GRUCell"])
+def test_built_with_specs_device_and_dtype(name: str) -> None:
+    kind, specs = getattr(qt.nn, f"Quant{name}"), {"weight_spec": WEIGHT, "input_spec": ACTIVATION}
+    ours = kind(F, H, **specs, activation_spec=ACTIVATION, device="meta")
+    assert {tensor.device.type for tensor in ours.state_dict().values()} == {"meta"}
+    ours = kind(F, H, **specs, activation_spec=ACTIVATION, dtype=torch.float64)
+    x = torch.randn(*((B,) if name.endswith("Cell") else (T, B)), F, dtype=torch.float64)
+    h = torch.randn(*(() if name.endswith("Cell") else (1,)), B, H, dtype=torch.float64)
+    args = x, (h, h) if name.startswith("LSTM") else h
+    calibrated(ours, *args)
+    assert {tensor.dtype for tensor in tensors_of(ours(*args))} == {torch.float64}
+    assert len(qt.quantizers_of(ours)) == 4
+    assert not qt.quantizers_of(kind(F, H))
+    assert_same(kind.from_float(ours.to_float(), None)(*args), ours.to_float()(*args))
+
+
 def test_without_a_range_it_says_so() -> None:
     ours = quantized(nn.LSTM(F, H))
     with pytest.raises(RuntimeError, match="'0.input_quantizer' has no range yet"):
