@@ -293,3 +293,15 @@ _ALL = (
 )
 
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
+
+
+def backend_of(backend: str | Backend) -> Backend:
+    """Return a backend, or the one of a name.
+
+    Raises:
+        ValueError: The name is not known; says which is nearest.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    check_known("backend", backend, backends)
+    return backends[backend]

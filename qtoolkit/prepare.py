@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qtoolkit.backends import Backend, backends
+from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
 from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
 from qtoolkit.graph.kinds import object_type_of
@@ -74,7 +74,7 @@ def prepare(
         >>> [name for name, _ in prepared.named_modules() if "quantizers." in name and "observer" not in name]
         ['activation_quantizers.input_1']
     """
-    target = _backend(backend)
+    target = backend_of(backend)
     _check_model(model, qconfig_mapping)
     swap.check_table(qat_modules or {})
     patterns.check(fuse_patterns or {})
@@ -154,13 +154,6 @@ def _warn_of_types(
 def _names_in(gm: QuantizedGraphModule) -> list[str]:
     ops = [name_of(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     return ops + replace.names_inside(gm)
-
-
-def _backend(backend: str | Backend) -> Backend:
-    if isinstance(backend, Backend):
-        return backend
-    check_known("backend", backend, backends)
-    return backends[backend]
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:

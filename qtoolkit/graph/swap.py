@@ -58,23 +58,28 @@ def _for_conv_transpose(spec: QuantSpec, backend: Backend) -> QuantSpec:
     return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
 
 
-def check_table(qat_modules: object) -> None:
+def check_table(qat_modules: object, what: str = "prepare", argument: str = "qat_modules") -> None:
     """Check the user's mapping of float types to QAT types.
+
+    Args:
+        qat_modules: The mapping.
+        what: Who was called with it, for errors.
+        argument: By which argument.
 
     Raises:
         TypeError: It is no mapping, or names something that is no module type, or one without `from_float`.
     """
     if not isinstance(qat_modules, Mapping):
         raise TypeError(
-            f"prepare: qat_modules must map float module types to QAT types, got a {type(qat_modules).__name__}."
+            f"{what}: {argument} must map float module types to QAT types, got a {type(qat_modules).__name__}."
         )
     for float_type, qat_type in qat_modules.items():
         for role, value in (("key", float_type), ("value", qat_type)):
             if not isinstance(value, type) or not issubclass(value, nn.Module):
-                raise TypeError(f"prepare: each {role} of qat_modules must be a torch.nn.Module type, got {value!r}.")
+                raise TypeError(f"{what}: each {role} of {argument} must be a torch.nn.Module type, got {value!r}.")
         if not callable(getattr(qat_type, "from_float", None)):
             raise TypeError(
-                f"prepare: qat_modules maps {float_type.__name__} to {qat_type.__name__}, which has no class method "
+                f"{what}: {argument} maps {float_type.__name__} to {qat_type.__name__}, which has no class method "
                 f"from_float(module, weight, name, activation); derive it from qtoolkit.nn.QuantWeighted or QuantModule."
             )
 
@@ -106,9 +111,14 @@ def run(
 
 
 def from_float(
-    module: nn.Module, qat_type: type[Any], weight: QuantSpec | None, activation: QuantSpec | None, name: str
+    module: nn.Module,
+    qat_type: type[Any],
+    weight: QuantSpec | None,
+    activation: QuantSpec | None,
+    name: str,
+    what: str = "prepare",
 ) -> nn.Module:
-    """Return the QAT module of a float one.
+    """Return the QAT module of a float one; `what` is who needs it, for the error.
 
     Raises:
         TypeError: The type's `from_float` returns no module.
@@ -116,7 +126,7 @@ def from_float(
     new = qat_type.from_float(module, weight, name, activation)
     if not isinstance(new, nn.Module):
         raise TypeError(
-            f"prepare: {qat_type.__name__}.from_float must return a torch.nn.Module for {name!r}, got {type(new).__name__}."
+            f"{what}: {qat_type.__name__}.from_float must return a torch.nn.Module for {name!r}, got {type(new).__name__}."
         )
     return new
 

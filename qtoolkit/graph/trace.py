@@ -115,18 +115,25 @@ def _warn_of_modes(model: nn.Module, decisive: Collection[nn.Module]) -> None:
 # ---- what is refused
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise UntraceableError for a model that is wrapped, compiled or not initialized."""
+def check_model(model: nn.Module, what: str = "prepare") -> None:
+    """Raise UntraceableError for a model that is wrapped, compiled or not initialized, or, to trace it, patched.
+
+    Args:
+        model: The model.
+        what: Who takes the model, for errors. All but "prepare" leave its forward alone.
+    """
+    verb = what if what == "prepare" else f"call {what} on"
     for name, module in model.named_modules():
         bases = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")]
         found = next((base for base in bases if base in WRAPPERS), None)
         if found is not None and not (name and found == "ScriptModule"):  # a scripted submodule is kept whole
-            what = f"submodule {name!r}" if name else "the model"
-            raise UntraceableError(f"prepare: {what} is wrapped in {found}; {WRAPPERS[found]}.")
+            which = f"submodule {name!r}" if name else "the model"
+            remedy = WRAPPERS[found].replace("prepare", verb)
+            raise UntraceableError(f"{what}: {which} is wrapped in {found}; {remedy}.")
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
-        raise UntraceableError(f"prepare: parameter {lazy[0]!r} has no shape yet; run the model once on a batch first.")
-    if "forward" in vars(model):
+        raise UntraceableError(f"{what}: parameter {lazy[0]!r} has no shape yet; run the model once on a batch first.")
+    if what == "prepare" and "forward" in vars(model):
         raise UntraceableError(
             f"prepare: {type(model).__name__}.forward was replaced on this one model; make it a method of the class."
         )

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 
-def copy_of(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copy_of(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
     """Return a deep copy of a model.
+
+    Args:
+        model: The model.
+        memo: As copy.deepcopy takes it.
+        what: Who copies, for the error.
 
     Raises:
         TypeError: It cannot be copied; says why.
@@ -18,32 +23,40 @@ def copy_of(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
+        remedy = "inplace=True and no example_inputs" if what == "prepare" else "inplace=True"
         raise TypeError(
-            f"prepare: the model cannot be copied ({type(error).__name__}: {error}); make copy.deepcopy(model) work, or pass "
-            f"inplace=True and no example_inputs."
+            f"{what}: the model cannot be copied ({type(error).__name__}: {error}); make copy.deepcopy(model) work, or pass "
+            f"{remedy}."
         ) from error
 
 
 @contextmanager
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """Put a model back as it was if the block fails: its submodules, parameters, attributes, modes, and buffers' values."""
-    states = [(module, _shallow(vars(module))) for module in model.modules()]
+    """Put a model back as it was if the block fails: its submodules, their types and modes, attributes, and buffers' values.
+
+    Dicts of its modules stay the same objects, so that handles of hooks go on working.
+    """
+    states = [(module, type(module), dict(vars(module)), _contents(vars(module))) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     except BaseException:
-        for module, state in states:
+        for module, kind, state, contents in states:
+            object.__setattr__(module, "__class__", kind)
             vars(module).clear()
             vars(module).update(state)
+            for name, content in contents.items():
+                state[name].clear()
+                state[name].update(content)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         raise
 
 
-def _shallow(state: dict[str, Any]) -> dict[str, Any]:
+def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:
     # Hooks, submodules and parameters are held in dicts of the module's own.
-    return {name: value.copy() if isinstance(value, dict) else value for name, value in state.items()}
+    return {name: dict(value) for name, value in state.items() if isinstance(value, dict)}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.frozen import Grid
@@ -31,6 +32,8 @@ class QuantModule(nn.Module):
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]
 
+    _loaded_float = False  # whether the state dict that was loaded last had the weight and nothing of its quantizers
+
     @classmethod
     def from_float(
         cls, module: nn.Module, weight: QuantSpec | None, name: str = "", activation: QuantSpec | None = None
@@ -56,9 +59,12 @@ class QuantModule(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = adopt(self.FLOAT, self)
-        for name in self.own_attributes():
+        for name in (*self.own_attributes(), "output_quantizer", "_loaded_float"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
+        for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (quantize_output, reset_after_loading)]:
+                del hooks[key]
         return layer
 
     # ---- what a kind of module has to say
@@ -86,6 +92,30 @@ class QuantModule(nn.Module):
                 quantizer.observer.reset()
                 quantizer.observer(weight)
                 quantizer.load_observed()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        own = tuple(f"{prefix}{name}." for name in self.weight_quantizers())
+        self._loaded_float = bool(own) and bool(state_dict) and not any(key.startswith(own) for key in state_dict)
+        if reset_after_loading not in self._load_state_dict_post_hooks.values():
+            self.register_load_state_dict_post_hook(reset_after_loading)  # type: ignore[no-untyped-call]
+
+
+def reset_after_loading(module: nn.Module, keys: Any) -> None:
+    """Set the ranges of the weights' quantizers anew in a module, once weights without such ranges were loaded: a hook."""
+    for layer in module.modules():
+        if isinstance(layer, QuantModule) and layer._loaded_float:
+            layer.reset_weight_range()
+
+
+def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a module's output through its `output_quantizer`, of several tensors the first one: a forward hook."""
+    quantizer: Any = module.output_quantizer
+    if isinstance(output, PackedSequence):
+        return output._replace(data=quantizer(output.data))
+    if isinstance(output, tuple):
+        return (quantize_output(module, args, output[0]), *output[1:])
+    return quantizer(output)
 
 
 def weight_quantizer_of(

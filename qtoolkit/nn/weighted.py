@@ -10,6 +10,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.module import Quantizer, QuantModule, quantized, weight_quantizer_of
+from qtoolkit.quantizer import TensorQuantizer
 
 
 class QuantWeighted(QuantModule):
@@ -21,7 +22,11 @@ class QuantWeighted(QuantModule):
     Args:
         *args: As torch's own class takes them.
         weight_spec: Spec of the weight, or None for a float weight.
+        input_spec: Spec of the input, or None for an input that stays as it is.
         **kwargs: As torch's own class takes them.
+
+    Raises:
+        ValueError: A spec does not fit, or `input_spec` is one for the indices that an embedding takes.
 
     Attributes:
         weight_quantizer: Quantizer of the weight (a Grid once converted), or None.
@@ -35,9 +40,18 @@ class QuantWeighted(QuantModule):
     _batch_norm: tuple[LinkedBatchNorm, ...]
     _holds_batch_norm: bool  # linked or folded
 
-    def __init__(self, *args: Any, weight_spec: QuantSpec | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, weight_spec: QuantSpec | None = None, input_spec: QuantSpec | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.add_quantizers(weight_spec, type(self).__name__)
+        name = type(self).__name__
+        self.add_quantizers(weight_spec, name)
+        if input_spec is not None and self.KIND == "embedding":
+            raise ValueError(
+                f"{name}: input_spec must be None: its inputs are indices, which have no range to quantize."
+            )
+        if input_spec is not None:
+            self.input_quantizer = TensorQuantizer(input_spec, name=f"{name}.input_quantizer").to(self.weight.device)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
         """Put the weight's quantizer in, with the range of the weight."""
