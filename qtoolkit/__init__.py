@@ -1,6 +1,6 @@
 """qtoolkit: quantization-aware training for PyTorch, and ONNX models that compute the codes seen in training."""
 
-from qtoolkit import debug, export, graph, nn, ops
+from qtoolkit import debug, export, graph, nn, ops, quant_modules
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
@@ -40,6 +40,7 @@ __all__ = [
     "nn",
     "ops",
     "prepare",
+    "quant_modules",
     "quantization_report",
     "quantizers_of",
     "unfreeze_batch_norm",

@@ -1,0 +1,618 @@
+"""replace(): quantized layers in place of float ones, against plain torch on the operands that the oracle gives."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.graph.module_rules import PLAN
+from qtoolkit.quant_modules import replace
+from tests import nets, reference
+
+W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
+
+
+class Branches(nn.Module):
+    """Control flow on values, a shared layer under two names, tied weights, and a list of layers that is no ModuleList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2)
+        self.pool, self.act = nn.MaxPool2d(2), nn.ReLU()
+        self.fc, self.decoder = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.decoder.weight = self.fc.weight
+        self.again = self.fc
+        self.in_order = (self.fc, self.decoder)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.up(self.pool(self.conv(x)))).mean((2, 3))
+        if y.sum() > 0:
+            y = self.again(y)
+        for layer in self.in_order:
+            y = layer(y)
+        return y
+
+
+SHAPE = (2, 3, 6, 6)
+
+
+def calibrated(model: nn.Module, *args: Tensor) -> nn.Module:
+    qt.calibrate(model, [args], progress=False)
+    return model
+
+
+def statuses(model: nn.Module) -> dict[str, tuple[str, str]]:
+    return dict(getattr(model, PLAN).inside)
+
+
+def reasons(model: nn.Module) -> dict[str, str]:
+    return {name: reason for name, (_, reason) in statuses(model).items()}
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    return {name for name, (status, _) in statuses(model).items() if status == "quantized"}
+
+
+# ---- what it computes
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("model", [Branches, nets.ConvNet, nets.LinearNet, nets.ControlFlow])
+def test_with_quantizers_off_it_is_the_float_model(model: type[nn.Module], training: bool) -> None:
+    shape = {nets.LinearNet: (5, 6), nets.ControlFlow: (2, 4)}.get(model, (2, 3, 8, 8))
+    net, x = nets.trained(model(), *shape).train(training), torch.randn(shape)
+    replaced = replace(net)
+    assert quantized_names(replaced)
+    with qt.disable_quantization(replaced):
+        assert torch.equal(replaced(x), net(x))
+    assert not qt.quantizers_of(net)
+
+
+LAYERS = {
+    "conv": (lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), (2, 4, 5, 5), F.conv2d, {"padding": 1, "groups": 2}),
+    "conv_transpose": (
+        lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2),
+        (2, 4, 3, 3),
+        F.conv_transpose2d,
+        {"stride": 2, "groups": 2},
+    ),
+    "linear": (lambda: nn.Linear(5, 3), (4, 5), F.linear, {}),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_computes_with_the_operands_of_the_formula(kind: str) -> None:
+    make, shape, function, options = LAYERS[kind]
+    layer, x = make(), torch.randn(shape)
+    replaced = calibrated(replace(layer), x)
+    group, axis = (2, 1) if kind == "conv_transpose" else (1, 0)
+    lo, hi = reference.minmax(layer.weight, axis, group)
+    w_scale = torch.maximum(-lo, hi) / 127
+    x_scale = x.abs().max() / 127
+    assert torch.equal(replaced.weight_quantizer.scale, w_scale)
+    assert torch.equal(replaced.input_quantizer.scale, x_scale)
+    w = reference.fake_quant(layer.weight.detach(), w_scale, None, -128, 127, axis, group)
+    expected = function(reference.fake_quant(x, x_scale, None, -128, 127), w, layer.bias, **options)
+    assert torch.equal(replaced(x), expected)
+
+
+# ---- identity
+
+
+def test_parameters_buffers_and_layers_stay_the_same_objects() -> None:
+    model = Branches()
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    assert replace(model, inplace=True) is model
+    assert {name: model.get_submodule(name) for name in modules} == modules
+    assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
+    assert model.fc is model.again is model.in_order[0]
+    assert model.decoder.weight is model.fc.weight
+    assert [type(layer) for layer in model.in_order] == [qt.nn.QuantLinear] * 2
+    assert sum(name.endswith("fc.input_quantizer") for name in qt.quantizers_of(model)) == 1
+
+
+def test_a_copy_shares_nothing_and_stays_tied() -> None:
+    model = Branches()
+    replaced = replace(model)
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in replaced.parameters()}
+    assert replaced.fc is replaced.again is replaced.in_order[0]
+    assert replaced.decoder.weight is replaced.fc.weight
+    assert type(model.fc) is nn.Linear
+
+
+def test_an_optimizer_built_before_trains_on_bit_by_bit() -> None:
+    model = Branches()
+    twin, x = copy.deepcopy(model), torch.rand(SHAPE)
+    mine, theirs = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin))
+    replace(model, inplace=True)
+    with qt.disable_quantization(model):
+        for _ in range(2):
+            for net, optimizer in ((model, mine), (twin, theirs)):
+                optimizer.zero_grad()
+                net(x).square().sum().backward()
+                optimizer.step()
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def test_learned_scales_are_for_an_optimizer_built_afterwards() -> None:
+    lsq = qt.QuantSpec(quantizer="lsq")
+    mapping, model, x = qt.QConfigMapping().set_global(qt.QConfig(lsq, lsq)), nn.Linear(4, 4), torch.randn(3, 4)
+    before = torch.optim.SGD(model.parameters(), 0.1)
+    replace(model, mapping, inplace=True)
+    calibrated(model, x)
+    scale = model.input_quantizer.scale.clone()
+    model(x).square().sum().backward()
+    before.step()
+    assert torch.equal(model.input_quantizer.scale, scale)
+    before.add_param_group({"params": [p for q in qt.quantizers_of(model).values() for p in q.parameters()]})
+    before.step()
+    assert not torch.equal(model.input_quantizer.scale, scale)
+
+
+def test_handles_of_hooks_go_on_working() -> None:
+    model, calls = Branches(), []
+    handle = model.conv.register_forward_hook(lambda *_: calls.append(1))
+    replace(model, inplace=True)
+    with qt.disable_quantization(model):
+        model(torch.rand(SHAPE))
+        handle.remove()
+        model(torch.rand(SHAPE))
+    assert calls == [1]
+
+
+def test_names_in_the_state_dict_and_float_checkpoints() -> None:
+    model = Branches()
+    floats = copy.deepcopy(model.state_dict())
+    replaced = replace(model)
+    extra = set(replaced.state_dict()) - set(floats)
+    assert set(floats) <= set(replaced.state_dict())
+    assert {key.rpartition("_quantizer.")[0].rpartition(".")[2] for key in extra} == {"weight", "input"}
+    assert replaced.load_state_dict(floats).missing_keys == []
+    for name, value in floats.items():
+        assert torch.equal(replaced.state_dict()[name], value)
+    twin = replace(Branches())
+    twin.load_state_dict(calibrated(replaced, torch.rand(SHAPE)).state_dict())
+    x = torch.rand(SHAPE)
+    assert torch.equal(twin(x), replaced(x))
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_weights_loaded_after_replacement_get_ranges_of_their_own(assign: bool) -> None:
+    weights_only = qt.QConfig(None, qt.QuantSpec(axis=0))
+    model = nn.ModuleDict({"fc": nn.Linear(4, 2), "attention": nn.MultiheadAttention(4, 2)})
+    replaced = replace(model, qt.QConfigMapping().set_global(weights_only))
+    larger = {name: 10 * value for name, value in model.state_dict().items()}
+    replaced.load_state_dict(larger, assign=assign)
+    for name, layer in (("fc.weight", "fc.weight"), ("attention.out_proj.weight", "attention.out_proj_weight")):
+        expected = larger[name].abs().amax(1) / 127
+        assert torch.equal(replaced.get_submodule(f"{layer}_quantizer").scale, expected)
+    own = replaced.state_dict()
+    own["fc.weight_quantizer._scale"] = torch.ones(2)
+    replaced.load_state_dict(own)
+    assert torch.equal(replaced.fc.weight_quantizer.scale, torch.ones(2))  # ranges that are in the checkpoint hold
+    back = replaced.fc.to_float()
+    assert back.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)}).missing_keys == []
+
+
+def test_replacing_twice_changes_nothing() -> None:
+    model = replace(Branches())
+    calibrated(model, torch.rand(SHAPE))
+    before, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    plan, modules = getattr(model, PLAN), list(model.modules())
+    replace(model, inplace=True)
+    assert [type(m) for m in model.modules()] == types
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert getattr(model, PLAN) == plan
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_built_in_later_is_found_by_the_second_call() -> None:
+    model = replace(nn.Sequential(nn.Linear(4, 4)), backend="onnxruntime")
+    first = model[0]
+    model.append(nn.Linear(4, 2))
+    replace(model, inplace=True, backend="onnxruntime")
+    assert model[0] is first
+    assert quantized_names(model) == {"0", "1"}
+
+
+def test_a_part_that_was_replaced_is_known_to_the_whole() -> None:
+    model = Branches()
+    replace(model.up, inplace=True)
+    replace(model, ignore="*", inplace=True)
+    assert quantized_names(model) == {"up"}
+
+
+# ---- rules
+
+
+def bits(model: nn.Module) -> dict[str, int | None]:
+    layers = ((n, model.get_submodule(n)) for n in ("conv", "up", "fc", "pool"))
+    specs = {n: getattr(m, "weight_quantizer", None) or getattr(m, "input_quantizer", None) for n, m in layers}
+    return {name: None if quantizer is None else quantizer.spec.bits for name, quantizer in specs.items()}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        (qt.QConfigMapping(), (8, 8, 8, None)),
+        (qt.QConfigMapping().set_global(W4), (4, 4, 4, None)),
+        (qt.QConfigMapping().set_global(None), (None, None, None, None)),
+        (qt.QConfigMapping().set_module_name("a.conv", W4), (4, 8, 8, None)),
+        (qt.QConfigMapping().set_module_name("a.conv", W4).set_object_type(nn.Conv2d, None), (4, 8, 8, None)),
+        (qt.QConfigMapping().set_module_name_regex(r"a\..*", W4), (4, 4, 4, 4)),
+        (qt.QConfigMapping().set_object_type(nn.Linear, None), (8, 8, None, None)),
+        (qt.QConfigMapping().set_object_type(nn.MaxPool2d, W4), (8, 8, 8, 4)),
+        (qt.QConfigMapping().set_module_name("a", W4).set_global(None), (4, 4, 4, None)),
+        (qt.QConfigMapping().set_module_name_regex("[ab]", None), (None, None, None, None)),
+        (qt.QConfigMapping().set_object_type(Branches, None), (None, None, None, None)),
+        (qt.QConfigMapping().set_module_name("a", None).set_object_type(nn.Conv2d, W4), (4, None, None, None)),
+    ],
+)
+def test_the_most_exact_rule_holds(mapping: qt.QConfigMapping, expected: tuple[int | None, ...]) -> None:
+    model = replace(nn.ModuleDict({"a": Branches()}), mapping)
+    assert bits(model.get_submodule("a")) == dict(zip(("conv", "up", "fc", "pool"), expected, strict=True))
+
+
+def test_the_nearest_container_comes_first() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4))))
+    mapping = qt.QConfigMapping().set_module_name("0", None).set_module_name("0.0", W4)
+    assert replace(model, mapping).get_submodule("0.0.0").weight_quantizer.spec.bits == 4
+
+
+@pytest.mark.parametrize(("backend", "axis"), [("tensorrt", 1), ("tensorrt8", 0)])
+def test_the_axis_of_transposed_convolutions(backend: str, axis: int) -> None:
+    assert replace(Branches(), backend=backend).up.weight_quantizer.spec.axis == axis
+    own = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, W4)
+    assert replace(Branches(), own, backend=backend).up.weight_quantizer.spec.axis == 0  # as the rule says
+    assert (
+        replace(Branches(), qt.QConfigMapping().set_global(W4), backend=backend).up.weight_quantizer.spec.axis == axis
+    )
+
+
+def test_two_configs_for_one_module_are_refused() -> None:
+    mapping = qt.QConfigMapping().set_module_name("fc", W4).set_module_name("again", None)
+    with pytest.raises(
+        ValueError, match="the names 'fc', 'again' is one, and the qconfig_mapping has different configs"
+    ):
+        replace(Branches(), mapping)
+    replaced = replace(Branches(), qt.QConfigMapping().set_module_name("again", None))
+    assert type(replaced.fc) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("qconfig", "conv", "average", "table"),
+    [
+        (qt.QConfig(qt.QuantSpec(), None), {"input"}, {"input"}, set()),
+        (qt.QConfig(None, qt.QuantSpec()), {"weight"}, set(), {"weight"}),
+        (qt.QConfig(None, None), set(), set(), set()),
+    ],
+)
+def test_half_a_config_quantizes_that_half(qconfig: qt.QConfig, conv: set, average: set, table: set) -> None:
+    model = nn.ModuleDict({"conv": nn.Conv2d(3, 4, 1), "average": nn.AvgPool2d(2), "table": nn.Embedding(5, 4)})
+    replaced = replace(model, qt.QConfigMapping().set_global(qconfig), backend="onnxruntime")
+    expected = {
+        f"{layer}.{of}_quantizer" for layer, those in zip(model, (conv, average, table), strict=True) for of in those
+    }
+    assert set(qt.quantizers_of(replaced)) == expected
+
+
+def test_every_type_of_the_table_by_default_and_by_rule() -> None:
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "LSTM": lambda: nn.LSTM(3, 4),
+        "GRUCell": lambda: nn.GRUCell(3, 4),
+        "AvgPool1d": lambda: nn.AvgPool1d(2),
+        "AdaptiveAvgPool3d": lambda: nn.AdaptiveAvgPool3d(2),
+        "Add": qt.nn.Add,
+        "Cat": qt.nn.Cat,
+        "MatMul": qt.nn.MatMul,
+        "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
+        "ScaledDotProductAttention": qt.nn.ScaledDotProductAttention,
+        "MaxPool2d": lambda: nn.MaxPool2d(2),
+        "InstanceNorm2d": lambda: nn.InstanceNorm2d(3),
+        "Embedding": lambda: nn.Embedding(5, 4),
+        "Mul": qt.nn.Mul,
+    }
+    model = nn.ModuleDict({name: make() for name, make in makers.items()})
+    left = {"MaxPool2d", "InstanceNorm2d", "Embedding", "Mul"}
+    replaced = replace(model)
+    assert quantized_names(replaced) == set(makers) - left
+    why = reasons(replaced)
+    assert why["MaxPool2d"] == "float: a max_pool, which only moves values"
+    assert why["Embedding"] == "float: a embedding, which tensorrt computes in float"
+    mapping = qt.QConfigMapping()
+    for name in left:
+        mapping.set_module_name(name, qt.backends["tensorrt"].qconfig)
+    assert quantized_names(replace(model, mapping)) == set(makers)
+    assert not hasattr(replace(model, mapping)["Embedding"].input_quantizer, "spec")
+
+
+# ---- ignore
+
+
+@pytest.mark.parametrize(
+    ("ignore", "left"),
+    [
+        ("a.conv", {"a.conv"}),
+        ("a", {"a.conv", "a.up", "a.fc", "a.again", "a.decoder"}),
+        ("*.conv", {"a.conv", "b.conv"}),
+        (["a.conv", "b.f*"], {"a.conv", "b.fc", "b.again"}),
+        (lambda name, module: isinstance(module, nn.ConvTranspose2d), {"a.up", "b.up"}),
+        (lambda name, module: name == "b.again", {"b.fc", "b.again"}),
+        ([], set()),
+    ],
+)
+def test_ignored_modules_and_what_is_in_them_stay_float(ignore: object, left: set[str]) -> None:
+    replaced = replace(nn.ModuleDict({"a": Branches(), "b": Branches()}), ignore=ignore)
+    layers = {f"{net}.{name}" for net in "ab" for name in ("conv", "up", "fc", "again", "decoder")}
+    assert {name for name in layers if not isinstance(replaced.get_submodule(name), qt.nn.QuantModule)} == left
+    why = reasons(replaced)  # of a layer with several names by the first one
+    assert all("ignored by" in why[name.replace("again", "fc")] for name in left)
+
+
+def test_a_callable_sees_the_users_own_modules() -> None:
+    model = Branches()
+    assert type(replace(model, ignore=lambda name, module: module is model.conv).conv) is nn.Conv2d
+
+
+def test_the_entry_that_ignores_is_in_the_reason() -> None:
+    assert reasons(replace(Branches(), ignore=["up", "c*"]))["conv"] == "float: ignored by 'c*'"
+
+
+# ---- why a layer stays float
+
+
+class Odd(nn.Conv2d):
+    pass
+
+
+def test_reasons_of_float_layers() -> None:
+    model = nn.ModuleDict(
+        {
+            "odd": Odd(3, 3, 1),
+            "weight_norm": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "bn": nn.BatchNorm2d(4),
+            "act": nn.ReLU(),
+            "patched": nn.Linear(4, 4),
+            "fc": nn.Linear(4, 4),
+        }
+    )
+    model["patched"].forward = lambda x: x
+    mapping = qt.QConfigMapping().set_module_name("fc", None)
+    why = reasons(replace(model, mapping, inplace=True))
+    assert "Odd is a subclass of Conv2d" in why["odd"]
+    assert "a subclass (parametrized) of Linear; call torch.nn.utils.parametrize.remove" in why["weight_norm"]
+    assert "no chain of qtoolkit.fuse_modules" in why["bn"]
+    assert why["act"] == "float: no QAT type for ReLU"
+    assert "its forward was replaced on this one module" in why["patched"]
+    assert why["fc"] == "float: the qconfig_mapping says so"
+    assert quantized_names(model) == set()
+
+
+# ---- custom layers
+
+
+class Mine(nn.Module):
+    """A linear layer of the user's own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(count, count)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) @ self.weight.t()
+
+
+class QuantMine(qt.nn.QuantWeighted, Mine):
+    FLOAT, KIND = Mine, "linear"
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **kwargs: object) -> Tensor:
+        return torch.tanh(x) @ weight.t()
+
+
+class QuantGLU(qt.nn.QuantInput, nn.GLU):
+    FLOAT, KIND = nn.GLU, "glu"
+
+
+class Wrapper(nn.Module):
+    """Any class that has from_float; this one keeps the float layer inside."""
+
+    def __init__(self, layer: nn.Module, spec: qt.QuantSpec) -> None:
+        super().__init__()
+        self.layer, self.quantizer = layer, qt.TensorQuantizer(spec)
+
+    @classmethod
+    def from_float(cls, module: nn.Module, weight: object, name: str, activation: qt.QuantSpec) -> "Wrapper":
+        return cls(module, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.quantizer(x))
+
+
+def test_a_layer_of_ones_own_takes_two_lines() -> None:
+    model, x = nn.Sequential(Mine(4), nn.GLU()), torch.randn(3, 4)
+    replaced = calibrated(replace(model, custom={Mine: QuantMine, nn.GLU: QuantGLU}), x)
+    assert [type(m) for m in replaced] == [QuantMine, QuantGLU]
+    w = reference.fake_quant(model[0].weight.detach(), model[0].weight.detach().abs().amax(1) / 127, None, -128, 127, 0)
+    y = torch.tanh(reference.fake_quant(x, x.abs().max() / 127, None, -128, 127)) @ w.t()
+    scale = replaced[1].input_quantizer.scale
+    assert torch.equal(replaced(x), F.glu(reference.fake_quant(y.detach(), scale, None, -128, 127)))
+
+
+def test_a_class_of_any_kind_is_put_in_and_passed_over_the_second_time() -> None:
+    model = nn.Sequential(Mine(4), nn.Linear(4, 4))
+    mine = model[0]
+    replace(model, custom={Mine: Wrapper}, inplace=True)
+    assert model[0] is mine
+    assert (type(mine), type(mine.layer)) == (Wrapper, Mine)
+    plan = getattr(model, PLAN)
+    replace(model, custom={Mine: Wrapper}, inplace=True)
+    assert type(mine.layer) is Mine
+    assert getattr(model, PLAN) == plan
+
+
+class Loses(Wrapper):
+    @classmethod
+    def from_float(cls, *args: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("custom", "words"),
+    [
+        ([nn.Linear], "replace: custom must map float module types to QAT types, got a list"),
+        ({"conv": QuantMine}, "replace: each key of custom must be a torch.nn.Module type, got 'conv'"),
+        ({nn.Conv2d: "QuantConv2d"}, "replace: each value of custom must be a torch.nn.Module type, got 'QuantConv2d'"),
+        ({nn.Linear: nn.Conv2d}, "replace: custom maps Linear to Conv2d, which has no class method from_float"),
+        ({nn.Linear: Loses}, "replace: Loses.from_float must return a torch.nn.Module for 'fc', got NoneType"),
+    ],
+)
+def test_bad_tables_leave_the_model_untouched(custom: object, words: str) -> None:
+    model = Branches()
+    types, state = [type(m) for m in model.modules()], copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError) as caught:
+        replace(model, custom=custom, inplace=True)
+    assert words in str(caught.value)
+    assert [type(m) for m in model.modules()] == types
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        n: v.tolist() for n, v in state.items()
+    }
+
+
+class QuantMultiAdd(nn.Module):
+    """The sum of three inputs through one quantizer: no table needs to know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizer = qt.TensorQuantizer(qt.QuantSpec())
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return self.quantizer(a) + self.quantizer(b) + self.quantizer(c)
+
+
+def test_one_quantizer_for_three_inputs_in_a_users_forward() -> None:
+    module, inputs = QuantMultiAdd(), [torch.full((2,), 1.0), torch.full((2,), -3.0), torch.full((2,), 2.0)]
+    with pytest.raises(RuntimeError, match="quantizer 'quantizer' has no range yet: call qtoolkit.calibrate"):
+        module(*inputs)
+    replaced = calibrated(replace(module), *inputs)
+    assert torch.equal(replaced.quantizer.scale, torch.tensor(3.0) / 127)
+    a, b, c = (reference.fake_quant(x, torch.tensor(3.0) / 127, None, -128, 127) for x in inputs)
+    assert torch.equal(replaced(*inputs), a + b + c)
+    assert statuses(replaced) == {}
+
+
+# ---- models in all states
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_compute_the_same(copied: Callable[[nn.Module], nn.Module]) -> None:
+    x = torch.rand(SHAPE)
+    model = calibrated(replace(Branches()), x)
+    twin = copied(model)
+    assert torch.equal(twin(x), model(x))
+    assert getattr(twin, PLAN) == getattr(model, PLAN)
+
+
+def test_averaged_weights_are_those_of_the_formula() -> None:
+    x = torch.randn(3, 6)
+    model = calibrated(replace(nets.LinearNet().eval()), x)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    before = model.fc1.weight.detach().clone()
+    with torch.no_grad():
+        model.fc1.weight.mul_(3)
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module.fc1.weight, 2 * before, rtol=1e-6, atol=1e-7)
+    assert average(x).shape == (3, 3)
+
+
+def test_half_precision_keeps_float_scales() -> None:
+    x = torch.randn(3, 6)
+    model = calibrated(replace(nets.LinearNet().eval()), x).half()
+    assert model.fc1.weight_quantizer.scale.dtype == torch.float32
+    assert model(x.half()).dtype == torch.float16
+
+
+def test_a_replaced_model_is_compiled_whole() -> None:
+    model, x = calibrated(replace(nets.ConvNet().eval()), torch.randn(2, 3, 8, 8)), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_compiled_before_computes_quantized() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    layer.compile(backend="eager")
+    layer(x)
+    calibrated(replace(layer, inplace=True), x)
+    assert torch.equal(layer(x), calibrated(replace(layer), x)(x))
+    assert not torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+# ---- errors
+
+
+def test_bad_arguments_say_what_to_write() -> None:
+    for ignore, words in (
+        ("convv", "replace: ignore: unknown module 'convv'; did you mean 'conv'"),
+        (["conv", "x*"], r"replace: ignore: unknown module 'x\*'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replace(Branches(), ignore=ignore)
+    for ignore in (3, ["conv", nn.Linear]):
+        with pytest.raises(TypeError, match=r"replace: ignore must be a name, a list of names, or a callable"):
+            replace(Branches(), ignore=ignore)
+    with pytest.raises(ValueError, match="unknown layer 'convv'; did you mean 'conv'"):
+        replace(Branches(), qt.QConfigMapping().set_module_name("convv", None))
+    with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
+        replace(Branches(), backend="tensort")
+    with pytest.raises(ValueError, match="unknown quantize 'input'; did you mean 'inputs'"):
+        replace(Branches(), quantize="input")
+    with pytest.raises(TypeError, match="replace: qconfig_mapping must be a QConfigMapping, got dict"):
+        replace(Branches(), {"conv": None})
+    with pytest.raises(TypeError, match="replace: model must be a torch.nn.Module, got function"):
+        replace(lambda x: x)
+    with pytest.raises(ValueError, match="replace: this model is prepared already"):
+        replace(qt.prepare(nets.LinearNet()))
+    with pytest.raises(
+        ValueError, match=r"layer 'fc': the axis of a weight of 2 dimensions must lie in \[-2, 1\], got 3"
+    ):
+        replace(Branches(), qt.QConfigMapping().set_module_name("fc", qt.QConfig(None, qt.QuantSpec(axis=3))))
+
+
+def test_wrapped_and_unfinished_models_are_refused() -> None:
+    with pytest.raises(
+        qt.UntraceableError, match=r"replace: .* wrapped in DataParallel; call replace on model\.module"
+    ):
+        replace(nn.DataParallel(nn.Linear(4, 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(
+            qt.UntraceableError, match="replace: parameter '0.weight' has no shape yet; run the model once"
+        ):
+            replace(nn.Sequential(nn.LazyLinear(4)))
+    uncopied = nn.Sequential(nn.Linear(4, 4))
+    uncopied.generator = (i for i in range(3))
+    with pytest.raises(TypeError, match=r"replace: the model cannot be copied .*, or pass inplace=True\."):
+        replace(uncopied)
+    assert type(replace(uncopied, inplace=True)[0]) is qt.nn.QuantLinear
+
+
+def test_what_is_prepared_inside_a_model_is_left_as_it_is() -> None:
+    model = nn.Sequential(qt.prepare(nets.LinearNet()), nn.Linear(3, 3))
+    before = list(qt.quantizers_of(model))
+    replace(model, inplace=True)
+    assert quantized_names(model) == {"1"}
+    assert set(qt.quantizers_of(model)) - set(before) == {"1.input_quantizer", "1.weight_quantizer"}
+
+
+def test_inputs_of_layers_built_quantized() -> None:
+    layer = qt.nn.QuantLinear(4, 2, input_spec=qt.QuantSpec(bits=4))
+    assert (layer.weight_quantizer, layer.input_quantizer.spec.bits) == (None, 4)
+    with pytest.raises(ValueError, match="QuantEmbedding: input_spec must be None: its inputs are indices"):
+        qt.nn.QuantEmbedding(4, 2, input_spec=qt.QuantSpec())
