@@ -1,13 +1,17 @@
 """Module replacement: the road for models that no tracer takes. Layers quantize their own inputs and weights."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import Any, Literal
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.construction import CONSTRUCTION, Settings
 from qtoolkit.graph import swap, trace
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.module_rules import (
@@ -16,6 +20,7 @@ from qtoolkit.graph.module_rules import (
     Ignore,
     ModuleRules,
     decide_all,
+    entries_of,
     ignored_in,
     names_of,
     statuses_in,
@@ -24,7 +29,7 @@ from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.replace import Chooser, replace_layers
 from qtoolkit.graph.swap import QatModules
 from qtoolkit.graph.transaction import copy_of, unchanged_on_error
-from qtoolkit.names import check_known
+from qtoolkit.names import check_known, unknown
 from qtoolkit.nn import REPLACED_MODULES
 
 QUANTIZE = ("inputs", "outputs")
@@ -106,6 +111,91 @@ def replace(
     return own
 
 
+def initialize(
+    qconfig_mapping: QConfigMapping | None = None,
+    ignore: Ignore | None = None,
+    custom: QatModules | None = None,
+    *,
+    backend: str | Backend = "tensorrt",
+) -> "Active":
+    """Let torch's layers quantize their inputs and weights when they are built, from now on.
+
+    `torch.nn.Linear(...)` then builds a `qtoolkit.nn.QuantLinear`, under whatever name the class was imported, and so on for
+    all types that `replace` knows; models that were built before are for `replace`. Only constructors change: float layers
+    are still instances of torch's classes, and copies and unpickled layers are what they were. Layers of subclasses stay
+    float, and so do lazy ones.
+
+    It acts at once, for all threads, until `deactivate()`; as a context manager, until the block ends, also by an error:
+    then what was before it holds again, quantized or not. Called again with equal arguments it changes nothing, with others
+    those hold from then on.
+
+    Args:
+        qconfig_mapping: What to quantize how: by rules for types, and a global one. As `replace` takes it otherwise.
+        ignore: Types that stay float, by their class names or patterns of `fnmatch` ("Conv*"), or a callable that is asked
+            with "" and each layer.
+        custom: Float type -> QAT type, as `replace` takes it.
+        backend: As `replace` takes it.
+
+    Returns:
+        The context manager.
+
+    Raises:
+        ValueError: A name is not known, or a rule is for a layer's name, which it does not have yet.
+        TypeError: An argument is of a wrong type.
+
+    Example:
+        >>> with initialize(ignore="Conv2d"):
+        ...     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+        >>> [type(layer).__name__ for layer in model]
+        ['Conv2d', 'Flatten', 'QuantLinear']
+        >>> type(torch.nn.Linear(4, 2)).__name__
+        'Linear'
+    """
+    target = backend_of(backend)
+    _check_rules("initialize", qconfig_mapping, custom)
+    table = {**REPLACED_MODULES, **(custom or {})}
+    _check_has_no_names(qconfig_mapping)
+    rules = ModuleRules(target, table, copy.deepcopy(qconfig_mapping), frozenset(custom or ()))
+    return Active(Settings(rules, _ignored_types(ignore, table)))
+
+
+def deactivate() -> None:
+    """Let torch's layers be torch's own when they are built, from now on. Where they are, this changes nothing.
+
+    Example:
+        >>> _ = initialize()
+        >>> type(torch.nn.Linear(4, 2)).__name__
+        'QuantLinear'
+        >>> deactivate()
+        >>> type(torch.nn.Linear(4, 2)).__name__
+        'Linear'
+    """
+    CONSTRUCTION.switch(None)
+
+
+class Active(AbstractContextManager["Active"]):
+    """What `initialize` returns: layers are built quantized, in a `with` block until it ends. It can be entered again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._replaced = [CONSTRUCTION.settings]  # what the first block goes back to
+        self._before: list[Settings | None] = []
+        CONSTRUCTION.switch(settings)
+
+    def __enter__(self) -> Self:
+        now = CONSTRUCTION.settings
+        replaced = self._replaced if now == self._settings else []
+        self._before.append(replaced.pop() if replaced else now)
+        self._replaced = []
+        CONSTRUCTION.switch(self._settings)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        CONSTRUCTION.switch(self._before.pop())
+
+
 def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -132,3 +222,25 @@ def _chooser(decisions: Mapping[str, Decision]) -> Chooser:
         return decisions[name].qconfig if name in decisions else None
 
     return choose
+
+
+def _check_has_no_names(mapping: QConfigMapping | None) -> None:
+    rules = {} if mapping is None else mapping.rules
+    for name in (*rules.get("module_name", ()), *rules.get("module_name_regex", ())):
+        raise ValueError(
+            f"initialize: the qconfig_mapping has a rule for the name {name!r}, but layers have no names yet when they are "
+            f"built; give rules for types, or build the model and use qtoolkit.quant_modules.replace."
+        )
+
+
+def _ignored_types(ignore: Ignore | None, table: QatModules) -> tuple[str, ...] | Callable[[str, nn.Module], bool]:
+    if ignore is None:
+        return ()
+    if callable(ignore) and not isinstance(ignore, type):
+        return ignore
+    names = [float_type.__name__ for float_type in table]
+    entries = entries_of(ignore, "initialize")
+    for entry in entries:
+        if not any(fnmatchcase(name, entry) for name in names):
+            raise ValueError("initialize: ignore: " + unknown("layer type", entry, names))
+    return tuple(entries)

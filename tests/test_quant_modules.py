@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.graph.module_rules import PLAN
 from qtoolkit.quant_modules import replace
+from qtoolkit.values import tensors_of
 from tests import nets, reference
 
 W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
@@ -511,11 +512,23 @@ def test_one_quantizer_for_three_inputs_in_a_users_forward() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_compute_the_same(copied: Callable[[nn.Module], nn.Module]) -> None:
-    x = torch.rand(SHAPE)
-    model = calibrated(replace(Branches()), x)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (Branches, SHAPE),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8)),
+        (lambda: nn.LSTM(4, 4, 2, bidirectional=True), (3, 2, 4)),
+    ],
+    ids=["branches", "transformer", "lstm"],
+)
+def test_copies_compute_the_same(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    x = torch.rand(shape)
+    model = calibrated(replace(make().eval()), x)
     twin = copied(model)
-    assert torch.equal(twin(x), model(x))
+    for ours, theirs in zip(tensors_of(twin(x)), tensors_of(model(x)), strict=True):
+        assert torch.equal(ours, theirs)
     assert getattr(twin, PLAN) == getattr(model, PLAN)
 
 

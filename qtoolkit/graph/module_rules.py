@@ -186,7 +186,7 @@ def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
     """
     if ignore is None:
         return {}
-    if callable(ignore):
+    if callable(ignore) and not isinstance(ignore, type):
         pairs = list(model.named_modules(remove_duplicate=False))
         return _with_parts([module for name, module in pairs if ignore(name, module)], "ignored by the callable")
     reasons: dict[nn.Module, str] = {}
@@ -196,13 +196,14 @@ def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
     return reasons
 
 
-def entries_of(ignore: str | Iterable[str], what: str) -> list[str]:
+def entries_of(ignore: object, what: str) -> list[str]:
     """Return the strings of an `ignore` argument.
 
     Raises:
         TypeError: It is something else.
     """
-    entries = [ignore] if isinstance(ignore, str) else list(ignore) if isinstance(ignore, Iterable) else [ignore]
+    several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
+    entries: list[Any] = list(ignore) if several else [ignore]  # type: ignore[call-overload]  # an Iterable
     for entry in entries:
         if not isinstance(entry, str):
             raise TypeError(

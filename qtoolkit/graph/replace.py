@@ -205,7 +205,7 @@ def quantized_layer(
     if not quantize_inputs and hasattr(layer, "other_quantizer"):
         layer.other_quantizer = None  # of an op of two tensors, which makes this one itself
     own = next((p.device for p in module.parameters()), device)
-    for quantizer in quantizers_of(layer).values():
+    for quantizer in quantizers_of(layer).values() if own is not None else ():
         quantizer.to(own)
     layer.train(module.training)  # its quantizers too
     return layer  # type: ignore[no-any-return]  # from_float has checked it

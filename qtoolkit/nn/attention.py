@@ -72,13 +72,13 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         for quantizer, tensor in self._weights().items():
             wanted = None if weight is None else weight_quantizer_of(tensor, weight, name, name=quantizer)
             setattr(self, quantizer, wanted)
-        self._hook = self.register_forward_pre_hook(stop_fast_path)
+        self._hook = self.register_forward_pre_hook(stop_fast_path).id
         self.reset_weight_range()
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = super().to_float()
-        layer._forward_pre_hooks.pop(self._hook.id)
+        layer._forward_pre_hooks.pop(self._hook)
         return layer
 
     def own_attributes(self) -> tuple[str, ...]:
