@@ -4,6 +4,7 @@ from qtoolkit import debug, export, graph, nn, ops, quant_modules
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.eager import fuse_modules
 from qtoolkit.export import ExportResult, export_onnx
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.trace import UntraceableError
@@ -36,6 +37,7 @@ __all__ = [
     "export",
     "export_onnx",
     "freeze_batch_norm",
+    "fuse_modules",
     "graph",
     "nn",
     "ops",

@@ -10,11 +10,13 @@ from typing import Any, Literal, Self
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.construction import CONSTRUCTION, Settings
+from qtoolkit.eager import chains_of, link_chains, quantize_outputs
 from qtoolkit.graph import swap, trace
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.module_rules import (
+    FLOAT_FUNCTIONAL,
     PLAN,
     Decision,
     Ignore,
@@ -31,8 +33,10 @@ from qtoolkit.graph.swap import QatModules
 from qtoolkit.graph.transaction import copy_of, unchanged_on_error
 from qtoolkit.names import check_known, unknown
 from qtoolkit.nn import REPLACED_MODULES
+from qtoolkit.nn.batch_norm import is_batch_norm
 
 QUANTIZE = ("inputs", "outputs")
+OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # torch.ao's, by name
 
 
 def replace(
@@ -103,10 +107,15 @@ def replace(
         target, table, qconfig_mapping, frozenset(custom or ()), ignored_in(model, ignore), names_of(model)
     )
     decisions = decide_all(model, rules, statuses_in(model))
+    outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
+    norms = [chain[1] for chain in chains_of(model)]
+    apart = {name: reason for name in norms if (reason := rules.reason_apart(model.get_submodule(name))) is not None}
     with unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else copy_of(model, what="replace")
         replace_layers(own, [""], _chooser(decisions), table, quantize == "inputs", "replace")
         statuses = {name: (decision.status, decision.reason) for name, decision in decisions.items()}
+        statuses |= link_chains(own, target.batch_norm, apart)
+        statuses |= quantize_outputs(own, outputs)
         setattr(own, PLAN, Plan(target, inside=statuses))
     return own
 
@@ -215,6 +224,17 @@ def _names(model: nn.Module, table: QatModules) -> list[str]:
     """Return the names that rules can name: of all modules, of the model itself where it is a layer."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     return names if type(model) in table else names[1:]
+
+
+def _output_specs(model: nn.Module, rules: ModuleRules, decisions: Mapping[str, Decision]) -> dict[str, QuantSpec]:
+    """Return how each unit's output is quantized, by the name of its (first) module."""
+    specs = {name: decision.qconfig.activation for name, decision in decisions.items() if decision.qconfig is not None}
+    heads = {chain[0] for chain in chains_of(model)}
+    for name, module in model.named_modules():
+        is_unit = type(module).__name__ in OUTPUT_ALONE or (name in heads and is_batch_norm(module))
+        if is_unit and name in decisions and decisions[name].status == "float":
+            specs[name] = rules.output_spec(module)
+    return {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def _chooser(decisions: Mapping[str, Decision]) -> Chooser:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from qtoolkit.backends import Backend
-from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.graph.kind_table import MOVES
 from qtoolkit.graph.kinds import OTHER, WEIGHTED_KINDS
 from qtoolkit.graph.module import QuantizedGraphModule
@@ -85,14 +85,16 @@ class ModuleRules:
         qconfig, own = self._rule(module)
         return self._decide(qconfig, own, type(module), getattr(qat_type, "KIND", OTHER))
 
-    def activation(self, module: nn.Module) -> Any:
+    def output_spec(self, module: nn.Module) -> QuantSpec | None:
         """Return the spec of the output of a module that is no layer of the table; None leaves it in float."""
         qconfig = None if module in self.ignored else self._rule(module)[0]
         return None if qconfig is None else qconfig.activation
 
-    def names_it(self, module: nn.Module) -> bool:
-        """Return whether a rule by its name or type holds for a module."""
-        return self._rule(module)[1]
+    def reason_apart(self, batch_norm: nn.Module) -> str | None:
+        """Return why a batch norm is not for the layer before it, or None where it is."""
+        if batch_norm in self.ignored:
+            return f"float: {self.ignored[batch_norm]}"
+        return "float: the qconfig_mapping says so" if self._rule(batch_norm)[0] is None else None
 
     def _decide(self, qconfig: QConfig | None, own: bool, kind_of_type: type[nn.Module], kind: str) -> Decision:
         if qconfig is None:
