@@ -1,6 +1,7 @@
 """Module replacement: the road for models that no tracer takes. Layers quantize their own inputs and weights."""
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.construction import CONSTRUCTION, Settings
 from qtoolkit.eager import chains_of, link_chains, quantize_outputs
 from qtoolkit.graph import swap, trace
+from qtoolkit.graph.kinds import float_type
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.module_rules import (
     FLOAT_FUNCTIONAL,
@@ -69,7 +71,7 @@ def replace(
         model: The float model. It is copied, unless `inplace`.
         qconfig_mapping: What to quantize how. The first of these that there is holds for a layer: the rule of its own name,
             of a regular expression, of its type; that of the nearest module around it, by name, regular expression or
-            type; the global one; the backend's default. Rules for functions have no effect here.
+            type; the global one; the backend's default. Rules for functions have no effect here, and are warned of.
         ignore: What to leave in float, with all that is in it: a module's dotted name or a pattern of `fnmatch`
             ("decoder.*"), a list of these, or a callable that is asked with each name and module.
         inplace: Change the model itself; if that fails, it is as it was.
@@ -106,6 +108,7 @@ def replace(
     rules = ModuleRules(
         target, table, qconfig_mapping, frozenset(custom or ()), ignored_in(model, ignore), names_of(model)
     )
+    _warn_of_types(model, qconfig_mapping, custom or {})
     decisions = decide_all(model, rules, statuses_in(model))
     outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
     norms = [chain[1] for chain in chains_of(model)]
@@ -220,6 +223,22 @@ def _check_rules(what: str, mapping: QConfigMapping | None, custom: QatModules |
     swap.check_table({} if custom is None else custom, what, "custom")
 
 
+def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules) -> None:
+    """Warn of types that the model does not have, and of functions, which nobody sees here."""
+    types = {float_type(module) for module in model.modules()}
+    unused = [
+        ("qconfig_mapping has a rule for", kind) for kind in ([] if mapping is None else mapping.rules["object_type"])
+    ]
+    unused += [("custom names", kind) for kind in custom]
+    for what, kind in unused:
+        if kind not in types:
+            lacks = (
+                "which no module of the model is" if isinstance(kind, type) else "a function: only modules are replaced"
+            )
+            name = getattr(kind, "__name__", kind)
+            warnings.warn(f"replace: {what} {name}, {lacks}: nothing follows from it.", stacklevel=3)
+
+
 def _names(model: nn.Module, table: QatModules) -> list[str]:
     """Return the names that rules can name: of all modules, of the model itself where it is a layer."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -258,7 +277,7 @@ def _ignored_types(ignore: Ignore | None, table: QatModules) -> tuple[str, ...] 
         return ()
     if callable(ignore) and not isinstance(ignore, type):
         return ignore
-    names = [float_type.__name__ for float_type in table]
+    names = [kind.__name__ for kind in table]
     entries = entries_of(ignore, "initialize")
     for entry in entries:
         if not any(fnmatchcase(name, entry) for name in names):

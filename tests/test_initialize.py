@@ -23,7 +23,7 @@ W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
 ARGUMENTS: dict[str, tuple[object, ...]] = {
     **{f"{kind}{d}d": (4, 6, 3) for kind in ("Conv", "ConvTranspose") for d in (1, 2, 3)},
     **{f"{kind}{d}d": (2,) for kind in ("MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm") for d in (1, 2, 3)},
-    **dict.fromkeys(("Linear", "Embedding", "LSTM", "GRU", "LSTMCell", "GRUCell"), (4, 6)),
+    **dict.fromkeys(("Linear", "Embedding", "EmbeddingBag", "LSTM", "GRU", "LSTMCell", "GRUCell"), (4, 6)),
     "MultiheadAttention": (4, 2),
     **dict.fromkeys(("Add", "Mul", "MatMul", "Cat", "ScaledDotProductAttention"), ()),
 }

@@ -277,6 +277,41 @@ def test_the_axis_of_transposed_convolutions(backend: str, axis: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"custom": {nn.GLU: nn.GLU}}, "replace: custom names GLU, which no module of the model is"),
+        ({"qconfig_mapping": qt.QConfigMapping().set_object_type(nn.GRU, None)}, "has a rule for GRU, which no module"),
+        (
+            {"qconfig_mapping": qt.QConfigMapping().set_object_type(torch.add, None)},
+            "add, a function: only modules are",
+        ),
+    ],
+)
+def test_types_without_a_module_are_warned_of(options: dict[str, object], words: str, monkeypatch) -> None:
+    monkeypatch.setattr(nn.GLU, "from_float", print, raising=False)
+    with pytest.warns(UserWarning, match=words) as caught:
+        replace(Branches(), **options)
+    assert caught[0].filename == __file__
+
+
+def test_types_of_layers_that_are_replaced_already_are_known() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replace(replace(nn.Sequential(nn.Linear(2, 2))), qt.QConfigMapping().set_object_type(nn.Linear, None))
+
+
+def test_switches_reach_a_submodule_and_come_back_after_errors() -> None:
+    model, x = calibrated(replace(Branches()), torch.rand(SHAPE)), torch.rand(SHAPE)
+    y = model(x)
+    with qt.disable_quantization(model.conv):
+        assert torch.equal(model.conv(x), F.conv2d(x, model.conv.weight, model.conv.bias, padding=1))
+        assert model.up.weight_quantizer.quantizing
+    with pytest.raises(RuntimeError, match="shape"), qt.disable_quantization(model.conv):
+        model(torch.rand(2, 6))
+    assert torch.equal(model(x), y)
+
+
 def test_two_configs_for_one_module_are_refused() -> None:
     mapping = qt.QConfigMapping().set_module_name("fc", W4).set_module_name("again", None)
     with pytest.raises(
