@@ -61,7 +61,8 @@ def replace(
     holds a handle of one of its hooks, goes on working. (A bound method that was taken from a layer before, `f =
     layer.forward`, is torch's own and goes on computing in float.) So in place, an optimizer that was built before trains
     on; the scales of quantizer "lsq" are parameters that it does not know: build it afterwards, or call
-    `optimizer.add_param_group`. On several GPUs, replace first and wrap then.
+    `optimizer.add_param_group`. On several GPUs, replace first and wrap then; DistributedDataParallel needs
+    find_unused_parameters=True while learned scales are switched off.
 
     What is quantized, without a mapping, is what the backend computes in integers: with "tensorrt" the convolutions, linear
     layers, average pools, attention and recurrent layers, and `qtoolkit.nn`'s Add, MatMul and Cat. What follows from a graph

@@ -77,6 +77,27 @@ def sync_batch_norm(rank: int) -> dict[str, Any]:
     return {"equal in eval": torch.equal(sync.eval()(data()), plain.eval()(data())), "error": error}
 
 
+def replaced(quantizer: str = "fixed") -> nn.Module:
+    """A calibrated model whose layers quantize their own inputs."""
+    torch.manual_seed(0)
+    spec = qt.QuantSpec(quantizer=quantizer)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
+    return qt.quant_modules.replace(Plain().train(), mapping)
+
+
+def work_replaced(rank: int, folder: str) -> None:
+    """Calibrate a replaced model on each rank's share of the data, and train it for one step."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)
+    images, model, trained = data()[rank::SIZE], replaced(), replaced("lsq")
+    qt.calibrate(model, images.split(1), progress=False)
+    qt.calibrate(trained, data().split(1), progress=False, synchronize=False)
+    step(DistributedDataParallel(trained), images)
+    scales = {name: quantizer.scale for name, quantizer in qt.quantizers_of(model).items()}
+    torch.save({"scales": scales, "trained": trained.state_dict()}, Path(folder) / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)

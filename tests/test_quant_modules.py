@@ -14,7 +14,7 @@ import qtoolkit as qt
 from qtoolkit.graph.module_rules import PLAN
 from qtoolkit.quant_modules import replace
 from qtoolkit.values import tensors_of
-from tests import nets, reference
+from tests import nets, ranks, reference
 
 W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
 
@@ -307,7 +307,7 @@ def test_switches_reach_a_submodule_and_come_back_after_errors() -> None:
     with qt.disable_quantization(model.conv):
         assert torch.equal(model.conv(x), F.conv2d(x, model.conv.weight, model.conv.bias, padding=1))
         assert model.up.weight_quantizer.quantizing
-    with pytest.raises(RuntimeError, match="shape"), qt.disable_quantization(model.conv):
+    with pytest.raises(RuntimeError, match="Expected 3D"), qt.disable_quantization(model.conv):
         model(torch.rand(2, 6))
     assert torch.equal(model(x), y)
 
@@ -600,6 +600,20 @@ def test_a_layer_compiled_before_computes_quantized() -> None:
     calibrated(replace(layer, inplace=True), x)
     assert torch.equal(layer(x), calibrated(replace(layer), x)(x))
     assert not torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_two_processes_calibrate_and_train_as_one(tmp_path) -> None:
+    torch.multiprocessing.spawn(ranks.work_replaced, (str(tmp_path),), nprocs=ranks.SIZE)
+    model, trained = ranks.replaced(), ranks.replaced("lsq")
+    for net in (model, trained):
+        qt.calibrate(net, ranks.data().split(1), progress=False)
+    ranks.step(trained, ranks.data())
+    for rank in range(ranks.SIZE):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for name, quantizer in qt.quantizers_of(model).items():
+            assert torch.equal(found["scales"][name], quantizer.scale), name
+        for name, value in trained.state_dict().items():
+            torch.testing.assert_close(found["trained"][name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 # ---- errors
