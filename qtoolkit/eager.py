@@ -33,9 +33,9 @@ def fuse_modules(
     Modules keep their names. In eval mode a batch norm is folded into the layer before it at once, and stands there as
     torch.nn.Identity; the layer has a new weight and bias then, so build optimizers afterwards. In training mode nothing
     changes yet: `qtoolkit.quant_modules.replace` lets the layer take over its batch norm, which trains on, and
-    `qtoolkit.convert` folds it. Where outputs are quantized (`replace(..., quantize="outputs")`), a chain has one quantizer,
-    behind its last module. Only forward knows whether the modules really follow each other, and nothing else takes what is
-    between them.
+    `qtoolkit.convert` folds it. Convert to SyncBatchNorm before the replacement. Where outputs are quantized
+    (`replace(..., quantize="outputs")`), a chain has one quantizer, behind its last module. Only forward knows whether the
+    modules really follow each other, and nothing else takes what is between them.
 
     Args:
         model: The float model, or a part of it. It is copied, unless `inplace`.
