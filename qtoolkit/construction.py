@@ -56,6 +56,7 @@ class Construction:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self._lock = threading.RLock()
+        self._thread = threading.local()
         self._patches: dict[type[nn.Module], tuple[Init, Init | None]] = {}  # the patch, and the class's own __init__
 
     def switch(self, settings: Settings | None) -> None:
@@ -75,11 +76,18 @@ class Construction:
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             inherited(module, *args, **kwargs)
             settings = self.settings  # None once it is off, should others have kept this function
-            if settings is not None:
-                settings.finish(module, cls)
+            if settings is not None and not getattr(self._thread, "finishes", False):
+                self._finish(settings, module, cls)
 
         self._patches[cls] = init, vars(cls).get("__init__")
         cls.__init__ = init  # type: ignore[assignment, method-assign]
+
+    def _finish(self, settings: Settings, module: nn.Module, cls: type[nn.Module]) -> None:
+        self._thread.finishes = True  # what a `from_float` builds is its own affair
+        try:
+            settings.finish(module, cls)
+        finally:
+            self._thread.finishes = False
 
     def _restore(self, cls: type[nn.Module]) -> None:
         patch, own = self._patches.pop(cls)

@@ -134,6 +134,23 @@ def test_a_type_of_ones_own() -> None:
     assert type(Mine()) is Mine
 
 
+class Rebuilt(nn.Module):
+    """Holds a layer that its from_float builds anew."""
+
+    @classmethod
+    def from_float(cls, module: nn.Module, *args: object) -> "Rebuilt":
+        new = cls()
+        new.layer = nn.Linear(module.in_features, module.out_features)
+        return new
+
+
+def test_what_from_float_builds_is_left_to_it() -> None:
+    with initialize(custom={nn.Linear: Rebuilt}):
+        for _ in range(2):
+            layer = nn.Linear(4, 2)
+            assert (type(layer), type(layer.layer)) == (Rebuilt, nn.Linear)
+
+
 def test_quantized_layers_are_built_as_ever() -> None:
     with initialize():
         layer = qt.nn.QuantLinear(4, 2)
