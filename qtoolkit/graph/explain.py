@@ -22,7 +22,7 @@ from qtoolkit.graph.roles import HEADS, Roles, is_quantizer, is_weight_quantizer
 from qtoolkit.graph.run_time import BOOKKEEPING
 from qtoolkit.graph.swap import reason_float
 from qtoolkit.modes import evaluating
-from qtoolkit.nn import LinkedBatchNorm
+from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm
 from qtoolkit.quantizer import TensorQuantizer
 from qtoolkit.switches import disable_quantization
 
@@ -83,8 +83,10 @@ def _status_of_float(node: fx.Node, roles: Roles) -> tuple[Status, str]:
         return "float", "float: computed from parameters alone"
     if kind == OTHER and _hides_layers(node):
         return "float", HIDES_LAYERS
-    if kind == OTHER and node.op == "call_module" and _has_weights(module_of(node)):
-        return "float", f"float: no QAT module for {type(module_of(node)).__name__}"
+    if kind in (OTHER, "recurrent") and node.op == "call_module" and _has_weights(module_of(node)):
+        module = type(module_of(node))
+        by_replacement = " in a graph: qtoolkit.quant_modules.replace has one" if module in REPLACED_MODULES else ""
+        return "float", f"float: no QAT module for {module.__name__}{by_replacement}"
     what = "unknown to qtoolkit" if kind == OTHER else f"a {kind}"
     return "float", f"float: {what}, which {roles.backend.name} computes in float"
 

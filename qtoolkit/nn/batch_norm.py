@@ -148,7 +148,7 @@ def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
         return bn
     if isinstance(bn, nn.SyncBatchNorm) and strategy in NEEDS_BATCH_STATISTICS:
         raise ValueError(
-            f"prepare: batch norm {name!r}: strategy {strategy!r} needs the statistics of the whole batch, which a "
+            f"batch norm {name!r}: strategy {strategy!r} needs the statistics of the whole batch, which a "
             f'SyncBatchNorm shares with no one; take Backend.batch_norm="unscale" or "frozen".'
         )
     new = adopt(BATCH_NORMS.get(type(bn), QuantFrozenBatchNorm), bn)
@@ -157,13 +157,13 @@ def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Use the running statistics of the batch norms in a prepared model from now on, and update them no more.
+    """Use the running statistics of the batch norms in a prepared or replaced model from now on, and update them no more.
 
     They stay in eval mode when `model.train()` is called, and are folded at each step; gamma and beta still train. It is
     the second phase of strategy "std_correction", and ends the first one of any other.
 
     Args:
-        model: What `qtoolkit.prepare` returned, or a part of it. Batch norms that follow no QAT layer are not touched.
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that follow no QAT layer are not touched.
 
     Raises:
         ValueError: No batch norm in it belongs to a QAT layer.
@@ -192,7 +192,7 @@ def _set_frozen(model: nn.Module, frozen: bool) -> None:
     if not found:
         raise ValueError(
             f"freeze_batch_norm: no batch norm in this {type(model).__name__} belongs to a QAT layer; pass what "
-            f"qtoolkit.prepare returned for a model in training mode."
+            f"qtoolkit.prepare or quant_modules.replace returned for a model in training mode."
         )
     for bn in found:
         bn.freeze(frozen)
