@@ -1,0 +1,139 @@
+"""pytorch_quantization's QuantDescriptor: how a TensorQuantizer quantizes, and the predefined ones."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.names import check_known
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledQuantDescriptor:
+    """How to quantize a tensor by its largest magnitude.
+
+    Args:
+        num_bits: Bits of a code, or (4, 3) for the float format E4M3.
+        name: A name for people.
+        fake_quant: Quantize and dequantize; False leaves codes.
+        axis: The axes that keep a range of their own, or None for one range. Negative ones count from the end.
+        amax: The range, or None to calibrate it or take it from each input. It is kept as a float32 array.
+        learn_amax: Train the ends of one range, as of PACT.
+        scale_amax: A factor on the range, or None.
+        calib_method: How to calibrate: "max" or "histogram".
+        unsigned: Codes from 0 on.
+        narrow_range: Of signed codes, leave out the lowest.
+
+    Raises:
+        ValueError: num_bits is an int below 1, or calib_method is unknown.
+        TypeError: num_bits, name, axis or amax has another type, learn_amax goes with an axis, or an argument is unknown.
+
+    Example:
+        >>> QuantDescriptor(num_bits=4, axis=(0,), narrow_range=True).dict()
+        {'num_bits': 4, 'axis': (0,), 'narrow_range': True}
+    """
+
+    num_bits: int | tuple[int, int] = 8
+    name: str | None = None
+    _: KW_ONLY
+    fake_quant: bool = True
+    axis: int | tuple[int, ...] | None = None
+    amax: Any = None  # an array once made
+    learn_amax: bool = False
+    scale_amax: float | None = None
+    calib_method: str = "max"
+    unsigned: bool = False
+    narrow_range: bool = False
+
+    def __post_init__(self) -> None:
+        _check_num_bits(self.num_bits)
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"QuantDescriptor: name must be a string or None, got a {type(self.name).__name__}.")
+        object.__setattr__(self, "axis", _axes(self.axis))
+        if self.learn_amax and self.axis is not None:
+            raise TypeError(f"QuantDescriptor: learn_amax trains one range, so axis must be None, got {self.axis}.")
+        check_known("calib_method", self.calib_method, ("histogram", "max"))
+        object.__setattr__(self, "amax", _array(self.amax))
+
+    def __eq__(self, other: object) -> bool:
+        return self.dict() == other.dict() if isinstance(other, ScaledQuantDescriptor) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(str(self.dict()))
+
+    def dict(self) -> dict[str, Any]:
+        """Return the arguments that make it, without those that have their default; an amax as (nested lists of) floats."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["amax"] = None if self.amax is None else self.amax.tolist()
+        return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
+
+    def to_yaml(self) -> str:
+        """Return `dict()` as YAML, with lists for tuples; needs PyYAML."""
+        listed = {name: list(value) if isinstance(value, tuple) else value for name, value in self.dict().items()}
+        return str(_yaml().safe_dump(listed))
+
+    @classmethod
+    def from_yaml(cls, yaml_str: str) -> "ScaledQuantDescriptor":
+        """Return the descriptor that `to_yaml` wrote; needs PyYAML.
+
+        Raises:
+            TypeError: The text is no mapping, or an argument is unknown or has a wrong type.
+            ValueError: A value does not fit.
+        """
+        values = _yaml().safe_load(yaml_str)
+        if not isinstance(values, dict):
+            raise TypeError(f"QuantDescriptor.from_yaml: the text must hold a mapping, got a {type(values).__name__}.")
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) and k != "amax" else v for k, v in values.items()}
+        return cls(**given)
+
+
+QuantDescriptor = ScaledQuantDescriptor
+
+
+def _check_num_bits(num_bits: object) -> None:
+    if isinstance(num_bits, int):
+        if num_bits < 1:
+            raise ValueError(f"QuantDescriptor: num_bits must be 1 or more, got {num_bits}.")
+    elif num_bits != (4, 3):
+        raise TypeError(f"QuantDescriptor: num_bits must be an int or (4, 3), got {num_bits!r}.")
+
+
+def _axes(axis: object) -> int | tuple[int, ...] | None:
+    if axis is None or isinstance(axis, int):
+        return axis
+    if isinstance(axis, Sequence) and all(isinstance(a, int) for a in axis):
+        return tuple(axis)
+    raise TypeError(f"QuantDescriptor: axis must be an int, a tuple of ints or None, got {axis!r}.")
+
+
+def _array(amax: object) -> np.ndarray[Any, Any] | None:
+    if amax is None:
+        return None
+    if not isinstance(amax, float | list | np.ndarray):
+        raise TypeError(f"amax must be float, list or ndarray, got a {type(amax).__name__}.")
+    return np.array(amax, dtype=np.float32)
+
+
+def _yaml() -> ModuleType:
+    try:
+        return import_module("yaml")
+    except ImportError as error:
+        raise ImportError(
+            "QuantDescriptor: to_yaml and from_yaml need PyYAML; install it: pip install pyyaml."
+        ) from error
+
+
+_ROWS, _TRANSPOSED = QuantDescriptor(axis=0), QuantDescriptor(axis=1)
+
+QUANT_DESC_8BIT_PER_TENSOR = QuantDescriptor()
+QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR = QuantDescriptor(unsigned=True)
+QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL = _ROWS
+QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL = _ROWS
+QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL = _ROWS
+QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW = _ROWS
+QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL = _TRANSPOSED  # (in, out / groups, k...): outputs are axis 1
+QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL = _TRANSPOSED
+QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL = _TRANSPOSED

@@ -1,0 +1,263 @@
+"""pytorch_quantization.tensor_quant: quantization by the largest magnitude, and its descriptors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.compat.pytorch_quantization.descriptor import (
+    QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL,
+    QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL,
+    QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL,
+    QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL,
+    QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL,
+    QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL,
+    QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW,
+    QUANT_DESC_8BIT_PER_TENSOR,
+    QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR,
+    QuantDescriptor,
+    ScaledQuantDescriptor,
+)
+
+TINY = 2.0**-24  # ranges up to here count as zero
+E4M3_MAX = 448.0
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Give values for x, whose gradient is that of x where a mask says so, and zero elsewhere."""
+
+    @staticmethod
+    def forward(x: Tensor, values: Tensor, passed: Tensor) -> Tensor:
+        return values.view_as(values)  # autograd's outputs must not be its inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (passed,) = ctx.saved_tensors
+        return grad * passed, None, None
+
+
+def tensor_quant(
+    x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return codes, stored as floats, and their multiplier.
+
+    `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax` and `maxb = 2^(num_bits - 1 + unsigned) - 1`.
+    Half types are computed in float32. The gradient in x passes where |x| <= amax; amax has none.
+
+    Args:
+        x: Input of any shape, of a floating dtype.
+        amax: Largest magnitude, broadcast to x's shape. 2^-24 or less gives zeros, and the multiplier 1.
+        num_bits: Bits of a code.
+        unsigned: Codes from 0 on.
+        narrow_range: Of signed codes, leave out the lowest.
+
+    Returns:
+        Codes with x's shape and dtype, and the multiplier with amax's shape and x's dtype.
+
+    Raises:
+        TypeError: unsigned and x has negative values (checked on CPU tensors).
+        ValueError: amax has negative values (checked on CPU tensors), a shape does not fit, num_bits is below 1, or the
+            multiplier is too large for float16.
+
+    Example:
+        >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), torch.tensor(1.0), 4)
+        (tensor([-7.,  2.,  7.]), tensor(7.))
+    """
+    amax = _as_tensor(amax, x)
+    if _has_kernel(amax, num_bits):
+        return ops.tensor_quant(x, amax, num_bits, unsigned, narrow_range)
+    codes, scale = _codes(x, amax, num_bits, unsigned, narrow_range)
+    scale = scale.to(x.dtype)
+    if x.dtype == torch.float16 and _has_values(x, amax) and bool(scale.isinf().any()):
+        raise ValueError(f"scale is too large for FP16 with amax={amax}")
+    return _straight_through(x, codes, amax), scale
+
+
+def fake_tensor_quant(
+    x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> Tensor:
+    """Round x to the grid of `tensor_quant` and back: codes divided by their multiplier.
+
+    Arguments, gradient and errors as of `tensor_quant`.
+
+    Returns:
+        A tensor with x's shape and dtype.
+
+    Example:
+        >>> x = torch.tensor([0.5043, 0.8178, 0.4798, 0.9201])
+        >>> fake_tensor_quant(x, x.abs().max())
+        tensor([0.5071, 0.8187, 0.4782, 0.9201])
+    """
+    amax = _as_tensor(amax, x)
+    if _has_kernel(amax, num_bits):
+        return ops.fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)
+    return legacy_fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)
+
+
+def legacy_fake_tensor_quant(
+    x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> Tensor:
+    """Compute `fake_tensor_quant` by torch's own ops: amax may have several dimensions other than 1.
+
+    Example:
+        >>> legacy_fake_tensor_quant(torch.tensor([[0.3, 2.0]]), torch.tensor([[1.0, 4.0]]), 3)
+        tensor([[0.3333, 2.6667]])
+    """
+    amax = _as_tensor(amax, x)
+    codes, scale = _codes(x, amax, num_bits, unsigned, narrow_range)
+    return _straight_through(x, codes / scale, amax)
+
+
+def fake_affine_tensor_quant(
+    x: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
+) -> Tensor:
+    """Round x to an affine grid of signed codes over [min_range, max_range], and back.
+
+    `step = (max - min) / (2^num_bits - 1)`, `zero = round(min / step) - minb`, `q = clamp(round(x / step) - zero, minb, maxb)`
+    and `y = (q + zero) * step` with `minb = -2^(num_bits - 1)`, `maxb = -minb - 1`. The gradient in x passes where
+    min_range <= x <= max_range.
+
+    Args:
+        x: Input of any shape, of a floating dtype.
+        min_range: Lower end, one element.
+        max_range: Upper end, one element, above the lower one.
+        num_bits: Bits of a code, 1 or more.
+
+    Returns:
+        A tensor with x's shape and dtype.
+
+    Raises:
+        ValueError: The upper end is not above the lower one (checked on CPU tensors), or num_bits is below 1.
+
+    Example:
+        >>> fake_affine_tensor_quant(torch.tensor([-2.0, 0.1, 0.9]), torch.tensor(-1.0), torch.tensor(2.0), 2)
+        tensor([-1.,  0.,  1.])
+    """
+    _check_bits("fake_affine_tensor_quant", num_bits)
+    wide = _wide(x)
+    low, high = _as_tensor(min_range, wide).to(wide.dtype), _as_tensor(max_range, wide).to(wide.dtype)
+    if _has_values(low, high) and not bool((low < high).all()):
+        raise ValueError(
+            f"fake_affine_tensor_quant: max_range must be above min_range, got min_range={low} and max_range={high}."
+        )
+    step = (high - low) / (2.0**num_bits - 1)
+    lowest = -(2.0 ** (num_bits - 1))
+    zero = torch.round(low / step) - lowest
+    codes = (torch.round(wide / step) - zero).clamp(lowest, -lowest - 1)
+    return _StraightThrough.apply(x, ((codes + zero) * step).to(x.dtype), (low <= wide) & (wide <= high))  # type: ignore[no-any-return]
+
+
+def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3) -> Tensor:  # noqa: N803
+    """Round x to the float format E4M3 and back, with amax as its largest number, 448.
+
+    `y = e4m3(x * scale) / scale` with `scale = 448 / amax`, saturating; |x| < 2^-24 gives 0. The gradient in x passes where
+    |x| <= amax.
+
+    Args:
+        x: Input of any shape, of a floating dtype.
+        amax: Largest magnitude, broadcast to x's shape; None for 448, the format itself. 2^-24 or less gives zeros.
+        E: Bits of the exponent: 4.
+        M: Bits of the mantissa: 3.
+
+    Returns:
+        A tensor with x's shape and dtype.
+
+    Raises:
+        NotImplementedError: E, M are not 4, 3.
+        ValueError: amax has negative values (checked on CPU tensors).
+
+    Example:
+        >>> scaled_e4m3(torch.tensor([0.3, 1.3, 5.0]), 2.0)
+        tensor([0.2857, 1.2857, 2.0000])
+    """
+    if (E, M) != (4, 3):
+        raise NotImplementedError(
+            f"scaled_e4m3: E, M must be 4, 3, got {E}, {M}; other float formats are not supported."
+        )
+    wide = _wide(x).detach()
+    amax = _as_tensor(E4M3_MAX if amax is None else amax, x)
+    _check_signs(x, amax, unsigned=False)
+    largest = amax.detach().to(wide.dtype)
+    scale = torch.where(largest <= TINY, torch.ones_like(largest), E4M3_MAX / largest)
+    values = ops.fake_quant_float(wide * scale, wide.new_ones(()), "e4m3") / scale
+    zeros = (wide.abs() < TINY) | (largest <= TINY)
+    return _straight_through(x, torch.where(zeros, torch.zeros_like(values), values), amax)
+
+
+# ---- what they share
+
+
+def _as_tensor(amax: Tensor | float, x: Tensor) -> Tensor:
+    return amax if isinstance(amax, Tensor) else torch.tensor(amax, dtype=torch.float32, device=x.device)
+
+
+def _has_kernel(amax: Tensor, num_bits: int) -> bool:
+    return 2 <= num_bits <= 16 and sum(size != 1 for size in amax.shape) <= 1
+
+
+def _has_values(*tensors: Tensor) -> bool:
+    """Return whether values can be checked: a GPU would have to be waited for, and compilers have none."""
+    return not torch.compiler.is_compiling() and all(t.device.type == "cpu" for t in tensors)
+
+
+def _check_signs(x: Tensor, amax: Tensor, unsigned: bool) -> None:
+    if not _has_values(x, amax):
+        return
+    if unsigned and bool((x < 0).any()):
+        raise TypeError("Negative values encountered in unsigned quantization.")
+    if bool((amax < 0).any()):
+        raise ValueError("Negative values in amax")
+
+
+def _check_bits(op: str, num_bits: int) -> None:
+    if num_bits < 1:
+        raise ValueError(f"{op}: num_bits must be 1 or more, got {num_bits}.")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _codes(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[Tensor, Tensor]:
+    _check_bits("tensor_quant", num_bits)
+    _check_signs(x, amax, unsigned)
+    wide = _wide(x).detach()
+    largest = amax.detach().to(wide.dtype)
+    high = 2.0 ** (num_bits - 1 + unsigned) - 1
+    low = 0.0 if unsigned else -high if narrow_range else -high - 1
+    none = largest <= TINY
+    bound = torch.full_like(largest, high)  # a number divided by a tensor would be multiplied by its reciprocal
+    scale = torch.where(none, torch.ones_like(largest), bound / largest)
+    codes = torch.round(wide * scale).clamp(low, high) + 0.0  # and no negative zero
+    return torch.where(none, torch.zeros_like(codes), codes), scale
+
+
+def _straight_through(x: Tensor, values: Tensor, amax: Tensor) -> Tensor:
+    wide = _wide(x).detach()
+    passed = wide.abs() <= amax.detach().to(wide.dtype)
+    return _StraightThrough.apply(x, values.to(x.dtype), passed)  # type: ignore[no-any-return]
+
+
+__all__ = [
+    "QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL",
+    "QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL",
+    "QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL",
+    "QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL",
+    "QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL",
+    "QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL",
+    "QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW",
+    "QUANT_DESC_8BIT_PER_TENSOR",
+    "QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR",
+    "QuantDescriptor",
+    "ScaledQuantDescriptor",
+    "fake_affine_tensor_quant",
+    "fake_tensor_quant",
+    "legacy_fake_tensor_quant",
+    "scaled_e4m3",
+    "tensor_quant",
+]
