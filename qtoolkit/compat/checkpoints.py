@@ -1,0 +1,153 @@
+"""Ranges from checkpoints of pytorch-quantization and Model Optimizer, for models of qtoolkit's own."""
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import divisor_of
+from qtoolkit.quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.report import quantization_report
+
+_AMAX = "._amax"
+_OF_A_QUANTIZER = re.compile(r"(^|\.)[^.]*_quantizers?\.")  # what belongs to a quantizer, by either tool's names
+
+
+def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> tuple[str, ...]:
+    """Set the ranges of a model's quantizers to those that a checkpoint of another tool holds.
+
+    Keys are `LAYER._input_quantizer._amax` and `LAYER._weight_quantizer._amax` (pytorch-quantization), the same without the
+    underscore before the quantizer's name (Model Optimizer), and `NAME._amax` of a quantizer that the model has by that name.
+    `module.` before all of them (of DataParallel) is passed over. The checkpoint's other keys are an ordinary state dict of
+    the float model: load those first, into the float model.
+
+    An input's range goes to the quantizer that the layer takes its input from. Where that one serves several layers whose
+    ranges differ, it takes the largest, with a warning. Of a layer whose batch norm will be folded, the weight's range is
+    multiplied by the norm's factors, which leaves its codes as they were; prepare such a model in training mode. The
+    ranges of a grouped transposed convolution, shared by its groups there, are repeated for each group.
+
+    A model of `qtoolkit.compat.pytorch_quantization` needs none of this: its `load_state_dict` takes the whole checkpoint.
+
+    Args:
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned. It is changed.
+        state_dict: The checkpoint.
+        strict: Raise where the checkpoint has entries of quantizers without a place in the model. False leaves them out.
+
+    Returns:
+        The names of the quantizers that have their range from the checkpoint, in the model's order.
+
+    Raises:
+        ValueError: The model has no quantizers, or a range does not fit its quantizer.
+        KeyError: strict, and the checkpoint has no ranges, or has entries without a place.
+
+    Example:
+        >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        >>> amax = {"0._input_quantizer._amax": torch.tensor(1.27), "0._weight_quantizer._amax": torch.ones(2, 1)}
+        >>> load_amax(model, amax)
+        ('0.weight_quantizer', 'activation_quantizers.input_1')
+    """
+    quantizers = quantizers_of(model)
+    if not quantizers:
+        raise ValueError(
+            f"load_amax: {type(model).__name__} has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace "
+            f"first. Models of qtoolkit.compat.pytorch_quantization load the checkpoint by load_state_dict."
+        )
+    entries = {key: value for key, value in _without_prefix(state_dict).items() if _OF_A_QUANTIZER.search(key)}
+    inputs = _inputs_of(model)
+    places = {key: _place(key.removesuffix(_AMAX), quantizers, inputs) for key in entries if key.endswith(_AMAX)}
+    if strict:
+        _check_all_placed(entries, places)
+    ranges: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, place in places.items():
+        if place is not None:
+            ranges[place][key] = _fitted(model, place, quantizers[place], entries[key], key)
+    for name, amaxes in ranges.items():
+        quantizers[name].amax = _largest(name, amaxes)
+    return tuple(name for name in quantizers if name in ranges)
+
+
+def _without_prefix(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    wrapped = all(key.startswith("module.") for key in state_dict)
+    return {key.removeprefix("module."): value for key, value in state_dict.items()} if wrapped else state_dict
+
+
+def _inputs_of(model: nn.Module) -> dict[str, str]:
+    """Return, for each layer that takes one quantized tensor in a graph, the quantizer that makes it."""
+    if not isinstance(model, QuantizedGraphModule):
+        return {}
+    return {line.name: line.inputs[0] for line in quantization_report(model).layers if len(line.inputs) == 1}
+
+
+def _place(name: str, quantizers: Iterable[str], inputs: Mapping[str, str]) -> str | None:
+    """Return which of the model's quantizers a quantizer of the checkpoint stands for."""
+    layer, _, attribute = name.rpartition(".")
+    own = f"{layer}.{attribute.removeprefix('_')}" if layer else attribute.removeprefix("_")
+    found = next((candidate for candidate in (name, own) if candidate in quantizers), None)
+    return inputs.get(layer) if found is None and own.endswith("input_quantizer") else found
+
+
+def _check_all_placed(entries: Mapping[str, Any], places: Mapping[str, str | None]) -> None:
+    if not places:
+        raise KeyError("load_amax: the checkpoint holds no '..._quantizer._amax'; strict=False lets that pass.")
+    lost = [key for key in entries if places.get(key) is None]
+    if lost:
+        raise KeyError(
+            f"load_amax: the checkpoint has entries of quantizers without a place in the model: {', '.join(lost)}; "
+            f"strict=False leaves them out."
+        )
+
+
+def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tensor, key: str) -> Tensor:
+    """Return a range in the shape of a quantizer: one element, or one for each of its channels."""
+    spec, count = quantizer.spec, quantizer.scale.numel()
+    kept = [d for d, size in enumerate(amax.shape) if size != 1]
+    along = spec.axis is not None and amax.dim() > 0 and spec.axis % amax.dim() in kept
+    values = amax.detach().float().flatten()
+    if values.numel() != 1 and along and len(kept) == 1:
+        values = values.repeat(quantizer.group)
+    if values.numel() not in (1, count) or (values.numel() != 1 and not along):
+        raise ValueError(
+            f"load_amax: {key!r} has the shape {list(amax.shape)}, but quantizer {place!r} takes one element"
+            + (f", or {count} along axis {spec.axis}." if count > 1 else ".")
+        )
+    layer = model.get_submodule(place.rpartition(".")[0])
+    if place.endswith("weight_quantizer") and isinstance(layer, QuantWeighted):
+        values = values * _batch_norm_factor(layer, count, place).to(values.device)
+    return values.reshape(()) if values.numel() == 1 else values
+
+
+def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
+    """Return what a weight is multiplied by before it is quantized here, where the checkpoint's layer is without its norm."""
+    if layer.batch_norm is None and layer._holds_batch_norm:
+        raise ValueError(
+            f"load_amax: the weight of {place!r} has its batch norm folded in, which its range in the checkpoint does not "
+            f"know; call load_amax on the model as prepared in training mode, which keeps the batch norm, and eval() then."
+        )
+    if layer.batch_norm is None:
+        return torch.ones(())
+    factor = divisor_of(layer.batch_norm).detach().abs()
+    if factor.numel() != count:
+        raise ValueError(
+            f"load_amax: the weight of {place!r} is quantized with its batch norm folded, so it needs a range for each of "
+            f"{factor.numel()} output channels, got {count}; take a weight spec with the output channel's axis."
+        )
+    return factor
+
+
+def _largest(name: str, amaxes: Mapping[str, Tensor]) -> Tensor:
+    first, *others = amaxes.values()
+    largest = first
+    for other in others:
+        largest = largest.maximum(other)
+    if any(not bool((other == largest).all()) for other in amaxes.values()):
+        warnings.warn(
+            f"load_amax: quantizer {name!r} is shared by {', '.join(amaxes)}, whose ranges differ; it takes the largest.",
+            stacklevel=3,
+        )
+    return largest
