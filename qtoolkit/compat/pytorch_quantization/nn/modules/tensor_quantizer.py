@@ -126,8 +126,7 @@ class TensorQuantizer(QuantizerSettings):
     def _own_range(self, inputs: Tensor) -> Tensor:
         axes = (self._axis,) if isinstance(self._axis, int) else self._axis or ()
         kept = {axis % inputs.dim() for axis in axes}
-        reduced = tuple(d for d in range(inputs.dim()) if d not in kept)
-        return reduce_amax(inputs.detach(), axis=reduced if kept else None) if reduced else inputs.detach().abs()
+        return reduce_amax(inputs.detach(), axis=tuple(d for d in range(inputs.dim()) if d not in kept))
 
     # ---- forward
 
