@@ -236,7 +236,7 @@ def test_trained_bounds_start_at_the_range():
     assert [bound.tolist() for bound in quantizer.clip.parameters()] == [-2.5, 2.5]
     loaded = TensorQuantizer(QuantDescriptor(learn_amax=True))
     loaded.load_state_dict(quantizer.state_dict())
-    assert float(loaded.clip.clip_value_max) == 2.5
+    assert loaded.clip.clip_value_max.tolist() == 2.5
     with pytest.raises(RuntimeError, match="init_learn_amax needs"):
         TensorQuantizer(QuantDescriptor(amax=1.0)).init_learn_amax()
 
@@ -246,7 +246,7 @@ def test_one_trained_range_starts_at_the_largest():
     quantizer.amax = [1.0, 4.0]
     with pytest.warns(UserWarning, match="starts at the largest amax"):
         quantizer.init_learn_amax()
-    assert float(quantizer.clip.clip_value_max) == 4
+    assert quantizer.clip.clip_value_max.tolist() == 4
 
 
 def test_clipping_can_be_switched():
@@ -382,6 +382,16 @@ def test_export_is_checked(fields, words, error):
         TensorQuantizer(QuantDescriptor(**fields))(values())
 
 
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_exporters_find_the_form_without_a_switch(dynamo, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    quantizer = TensorQuantizer(QuantDescriptor(axis=1, amax=[[[0.5], [1.0], [2.0]]])).eval()
+    torch.onnx.export(quantizer, (values(),), tmp_path / "q.onnx", dynamo=dynamo)
+    nodes = [node.op_type for node in onnx.load(tmp_path / "q.onnx").graph.node]
+    assert nodes.count("QuantizeLinear") == nodes.count("DequantizeLinear") == 1
+    assert_same(quantizer(values()), wanted(values(), quantizer.amax))
+
+
 def test_export_mode_ends_however_the_block_does():
     with pytest.raises(KeyError), enable_onnx_export(), enable_onnx_export():
         raise KeyError
@@ -390,3 +400,22 @@ def test_export_mode_ends_however_the_block_does():
         with enable_onnx_export():
             pass
         assert TensorQuantizer._enable_onnx_export
+
+
+# ---- devices
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("axis", [None, 1, (0, 1)])
+def test_a_gpu_computes_the_same(axis, narrow):
+    quantizer = TensorQuantizer(QuantDescriptor(axis=axis, narrow_range=narrow), if_calib=True, if_quant=False)
+    quantizer(values() / 2)
+    quantizer.load_calib_amax()
+    quantizer.disable_calib()
+    quantizer.enable_quant()
+    on_cpu = quantizer(values())
+    on_gpu = quantizer(values().cuda())
+    assert quantizer.amax.is_cuda
+    assert torch.equal(on_gpu.cpu(), on_cpu)

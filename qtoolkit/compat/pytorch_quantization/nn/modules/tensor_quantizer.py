@@ -154,7 +154,7 @@ class TensorQuantizer(QuantizerSettings):
         if not self._fake_quant:
             codes, self._scale = tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
             return codes
-        if self._enable_onnx_export or self.use_fb_fake_quant:
+        if self._enable_onnx_export or self.use_fb_fake_quant or torch.onnx.is_in_onnx_export():
             return affine_form(inputs, amax, self._num_bits, self._unsigned)
         return fake_tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
 
