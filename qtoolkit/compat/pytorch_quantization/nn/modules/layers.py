@@ -9,7 +9,7 @@ from qtoolkit import nn as qnn
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import (
     QuantInputMixin,
     QuantMixin,
-    pop_quant_desc_in_kwargs,
+    take_quant_desc,
 )
 from qtoolkit.compat.pytorch_quantization.tensor_quant import (
     QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL,
@@ -34,10 +34,9 @@ class _QuantLayer(QuantMixin):
     compute: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        descs = {name: kwargs.pop(name) for name in tuple(kwargs) if name.startswith("quant_desc_")}
-        quant_desc_input, quant_desc_weight = pop_quant_desc_in_kwargs(type(self), **descs)
+        descs = take_quant_desc(type(self), kwargs)
         super().__init__(*args, **kwargs)
-        self.init_quantizer(quant_desc_input, quant_desc_weight)
+        self.init_quantizer(*descs)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
         """Add none: they follow from descriptors."""
@@ -60,10 +59,9 @@ class _QuantInputLayer(QuantInputMixin):
     """The same for a layer without a weight, on torch's own class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        descs = {name: kwargs.pop(name) for name in tuple(kwargs) if name.startswith("quant_desc_")}
-        quant_desc_input = pop_quant_desc_in_kwargs(type(self), input_only=True, **descs)
+        desc = take_quant_desc(type(self), kwargs, input_only=True)
         super().__init__(*args, **kwargs)
-        self.init_quantizer(quant_desc_input)
+        self.init_quantizer(desc)
 
     def forward(self, input: Tensor) -> Any:
         """Compute the layer with its quantized input."""

@@ -113,6 +113,12 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
     return found[0] if input_only else tuple(found)
 
 
+def take_quant_desc(quant_cls: Any, kwargs: dict[str, Any], input_only: bool = False) -> Any:
+    """Take the descriptors out of a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does."""
+    given = {name: kwargs.pop(name) for name in tuple(kwargs) if name.startswith("quant_desc_")}
+    return pop_quant_desc_in_kwargs(quant_cls, input_only, **given)
+
+
 def _checked(value: object) -> QuantDescriptor:
     if not isinstance(value, QuantDescriptor):
         raise ValueError(f"A default must be a QuantDescriptor, got a {type(value).__name__}.")
