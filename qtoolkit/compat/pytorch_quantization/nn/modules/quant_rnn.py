@@ -1,0 +1,117 @@
+"""LSTM and its cell with quantized operands, by pytorch-quantization's names, numerics and defaults."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtoolkit import nn as qnn
+from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantMixin, take_quant_desc
+from qtoolkit.compat.pytorch_quantization.tensor_quant import QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+from qtoolkit.config import QuantSpec
+from qtoolkit.nn.recurrent import State, Step
+
+
+def _split(both: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return the first columns and the others."""
+    return both[:, :first], both[:, first:]
+
+
+class QuantLSTM(QuantMixin, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers by descriptors, not by specs
+    """torch.nn.LSTM with a quantizer of cat([x, h], 1) and one of cat([w_ih, w_hh], 1) for each layer and direction.
+
+    They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed on its own;
+    `qtoolkit.nn.QuantLSTM` also computes with the fused kernel.
+
+    Args:
+        *args: As torch.nn.LSTM takes them.
+        quant_desc_input: How to quantize inputs and hidden states.
+        quant_desc_weight: How to quantize weights; by default each row has a range.
+        **kwargs: As torch.nn.LSTM takes them.
+
+    Raises:
+        ValueError: proj_size is given.
+
+    Example:
+        >>> y, (h, c) = QuantLSTM(4, 3, bidirectional=True)(torch.zeros(7, 2, 4))
+        >>> y.shape, h.shape
+        (torch.Size([7, 2, 6]), torch.Size([2, 2, 3]))
+    """
+
+    default_quant_desc_weight = QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        of_input, of_weight = take_quant_desc(type(self), kwargs)
+        nn.LSTM.__init__(self, *args, **kwargs)
+        if self.proj_size:
+            raise ValueError(
+                f"QuantLSTM: proj_size must be 0, got {self.proj_size}; qtoolkit.nn.QuantLSTM quantizes projections."
+            )
+        self.init_quantizer(of_input, of_weight, len(self.keys()))
+
+    def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
+        """Add none: they follow from descriptors."""
+
+    def own_attributes(self) -> tuple[str, ...]:
+        """Return the names of what it holds beyond the float layer."""
+        return ("_input_quantizers", "_weight_quantizers")
+
+    def quantized_weights(self) -> Mapping[str, Any]:
+        """Return none: qtoolkit's own passes leave these quantizers alone."""
+        return {}
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Compute all layers and steps; arguments and results as of torch.nn.LSTM."""
+        return self.by_steps(input, hx)
+
+    def _between(self, x: Tensor, layer: int) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if layer else x
+
+    def _step(self, key: str) -> Step:
+        number = self.keys().index(key)
+        quantizer = self._input_quantizers[number]
+        w_ih, w_hh = getattr(self, f"weight_ih_{key}"), getattr(self, f"weight_hh_{key}")
+        weights = _split(self._weight_quantizers[number](torch.cat([w_ih, w_hh], 1)), w_ih.size(1))
+        biases = self.biases(key)
+
+        def step(x: Tensor, state: State) -> State:
+            quantized_x, h = _split(quantizer(torch.cat([x, state[0]], 1)), x.size(1))
+            return torch.lstm_cell(quantized_x, (h, state[1]), *weights, *biases)
+
+        return step
+
+
+class QuantLSTMCell(QuantMixin, nn.LSTMCell):
+    """torch.nn.LSTMCell with a quantizer of cat([x, h], 1), `_input_quantizer`, and one of cat([w_ih, w_hh], 1).
+
+    Args:
+        *args: As torch.nn.LSTMCell takes them.
+        quant_desc_input: How to quantize inputs and hidden states.
+        quant_desc_weight: How to quantize weights; by default each row has a range.
+        **kwargs: As torch.nn.LSTMCell takes them.
+
+    Example:
+        >>> h, c = QuantLSTMCell(4, 3)(torch.zeros(2, 4))
+        >>> h.shape
+        torch.Size([2, 3])
+    """
+
+    default_quant_desc_weight = QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        descs = take_quant_desc(type(self), kwargs)
+        super().__init__(*args, **kwargs)
+        self.init_quantizer(*descs)
+
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Take one step; arguments and results as of torch.nn.LSTMCell."""
+        batched = input.dim() == 2
+        x = input if batched else input.unsqueeze(0)
+        zeros = x.new_zeros(x.size(0), self.hidden_size)
+        h, c = (zeros, zeros) if hx is None else hx if batched else (hx[0].unsqueeze(0), hx[1].unsqueeze(0))
+        x, h = _split(self._input_quantizer(torch.cat([x, h], 1)), self.input_size)
+        weights = _split(self._weight_quantizer(torch.cat([self.weight_ih, self.weight_hh], 1)), self.input_size)
+        h, c = torch.lstm_cell(x, (h, c), *weights, self.bias_ih, self.bias_hh)
+        return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
