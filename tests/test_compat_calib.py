@@ -233,6 +233,20 @@ def test_mse(name: str, bits: int, unsigned: bool, stride: int, start: int) -> N
     assert float(amax) == mse_amax(calibrator, bits, unsigned, start, stride)
 
 
+def test_mse_of_the_float_format() -> None:
+    calibrator = HistogramCalibrator((4, 3), None, False, num_bins=60)
+    calibrator.collect(torch.randn(5000))
+    edges, best, amax = calibrator._calib_bin_edges, np.inf, None
+    centers = (edges[1:] + edges[:-1]) / 2
+    for i in range(10, 60, 7):
+        scale = 448 / centers[i]
+        values = (centers * scale).clamp(max=448).to(torch.float8_e4m3fn).float() / scale
+        score = float(((values - centers).double() ** 2 * calibrator._calib_hist).mean())
+        if score < best:
+            best, amax = score, float(centers[i])
+    assert float(calibrator.compute_amax("mse", start_bin=10, stride=7)) == amax
+
+
 def test_percentile_by_hand() -> None:
     """Ten values in bins of width 1: 4, 3, 2, 0, 1. The range is the left edge of the bin that reaches the share."""
     x = torch.tensor([0.1, 0.2, 0.3, 0.4, 1.1, 1.2, 1.3, 2.1, 2.2, 5.0])
@@ -266,8 +280,8 @@ def test_what_is_wrong_with_arguments() -> None:
             ValueError, match=rf"start_bin must lie in \[1, {last}\] for a histogram of 100 bins, got 128"
         ):
             calibrator.compute_amax(method)
-        with pytest.raises(TypeError, match="needs codes of whole bits, got num_bits="):
-            of_floats.compute_amax(method)
+    with pytest.raises(TypeError, match=r"entropy needs codes of whole bits, got num_bits=\(4, 3\)"):
+        of_floats.compute_amax("entropy")
     assert HistogramCalibrator(8, None, False).compute_amax("mse") is None
 
 

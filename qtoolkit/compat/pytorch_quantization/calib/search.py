@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qtoolkit import ops
+from qtoolkit.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
 
 NumBits = int | tuple[int, int]
 Array = np.ndarray[Any, Any]
@@ -56,17 +56,21 @@ def _divergence(bins: Array, i: int, levels: int) -> float:
 
 def by_mse(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int, start_bin: int) -> float:
     """Return the first of the bins' centers with the least squared error of all centers, by their counts."""
-    if not isinstance(num_bits, int):
-        raise TypeError(f"mse needs codes of whole bits, got num_bits={num_bits}; take percentile or max.")
     edges = edges.to(torch.float32)
     centers = (edges[1:] + edges[:-1]) / 2
     _check_start_bin(len(centers), len(centers) - 1, start_bin)
     candidates = range(start_bin, len(centers), stride)
-    scores = [
-        (counts * (ops.fake_tensor_quant(centers, centers[i], num_bits, unsigned) - centers).double().square()).mean()
-        for i in candidates
-    ]
+    rounded = (_rounded(centers, centers[i], num_bits, unsigned) for i in candidates)
+    scores = [(counts * (values - centers).double().square()).mean() for values in rounded]
     return float(centers[candidates[int(torch.stack(scores).cpu().numpy().argmin())]])
+
+
+def _rounded(x: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool) -> Tensor:
+    return (
+        scaled_e4m3(x, amax, *num_bits)
+        if isinstance(num_bits, tuple)
+        else fake_tensor_quant(x, amax, num_bits, unsigned)
+    )
 
 
 def by_percentile(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, percentile: float) -> float:
