@@ -143,6 +143,28 @@ def test_copies_and_pickles_compute_the_same(make):
     assert torch.equal(make(layer)(data((1, 3, 5, 5))), layer(data((1, 3, 5, 5))))
 
 
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_models_compile_whole_and_export(calibrated):
+    model = torch.nn.Sequential(
+        quant_nn.Conv2d(3, 4, 3), quant_nn.AvgPool2d(2), quant_nn.ConvTranspose2d(4, 4, 2)
+    ).eval()
+    x = data((2, 3, 6, 6))
+    if calibrated:
+        for module in model:
+            module.input_quantizer.amax = 1.5
+    wanted = model(x)
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), wanted)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), wanted)
+
+
+def test_autocast_runs_layers_in_its_dtype():
+    layer = quant_nn.Conv2d(3, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(data((1, 3, 5, 5)))
+    x, weight = by_own_range(data((1, 3, 5, 5))), by_own_range(layer.weight, 0)
+    assert torch.equal(y, F.conv2d(x.bfloat16(), weight.bfloat16(), layer.bias.bfloat16()))
+
+
 def test_scripts_make_layers_without_init():
     plain = torch.nn.Conv2d(3, 4, 3, padding_mode="reflect", padding=1)
     layer = quant_nn.QuantConv2d.__new__(quant_nn.QuantConv2d)
