@@ -1,7 +1,5 @@
 """Checkpoints of pytorch-quantization and Model Optimizer in models of qtoolkit's own, and in those of compat."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,6 @@ import qtoolkit as qt
 from qtoolkit.compat.checkpoints import load_amax
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.compat.pytorch_quantization import quant_modules
-from qtoolkit.graph.replace import replace_layers
-from qtoolkit.nn import QAT_MODULES
 from tests import reference
 
 
@@ -51,11 +47,7 @@ def checkpoint(model: Net) -> dict:
 
 
 def replaced(model: nn.Module) -> nn.Module:
-    model = copy.deepcopy(model)
-    qconfig = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
-    turned = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))
-    replace_layers(model, [""], lambda name, *_: turned if name == "up" else qconfig, QAT_MODULES)
-    return model
+    return qt.quant_modules.replace(model)
 
 
 def amax_of(model: nn.Module, name: str) -> torch.Tensor:
