@@ -87,7 +87,8 @@ def main() -> None:
     args = parser.parse_args()
     batches = activations(args.quantizers)
     rows = [
-        Row(m, ours(m, None, batches), ours(m, 1, batches), legacy(m, batches) if m in LEGACY else None) for m in METHODS
+        Row(m, ours(m, None, batches), ours(m, 1, batches), legacy(m, batches) if m in LEGACY else None)
+        for m in METHODS
     ]
     table = Table(title=f"seconds for the ranges of {args.quantizers} quantizers; goal, per tensor: {GOAL:g} s")
     for column in ("method", "per tensor", f"{CHANNELS} channels", "pytorch-quantization's search", "ratio"):
@@ -97,7 +98,9 @@ def main() -> None:
         table.add_row(row.method, f"{row.per_tensor:.3f}", f"{row.per_channel:.2f}", *old)
     Console().print(table)
     if args.json is not None:
-        args.json.write_text(json.dumps({"quantizers": args.quantizers, "rows": [asdict(row) for row in rows]}, indent=1))
+        args.json.write_text(
+            json.dumps({"quantizers": args.quantizers, "rows": [asdict(row) for row in rows]}, indent=1)
+        )
 
 
 if __name__ == "__main__":

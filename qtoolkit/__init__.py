@@ -1,5 +1,8 @@
 """qtoolkit: quantization-aware training for PyTorch, and ONNX models that compute the codes seen in training."""
 
+from importlib import import_module
+from types import ModuleType
+
 from qtoolkit import debug, export, graph, nn, ops, quant_modules
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
@@ -30,6 +33,7 @@ __all__ = [
     "backends",
     "calibrate",
     "calibrating",
+    "compat",
     "convert",
     "debug",
     "disable_quantization",
@@ -47,3 +51,10 @@ __all__ = [
     "quantizers_of",
     "unfreeze_batch_norm",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Only scripts that come from other tools need it.
+    if name == "compat":
+        return import_module("qtoolkit.compat")
+    raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}")

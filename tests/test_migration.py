@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,14 @@ def test_each_old_name_has_a_new_one_or_none():
         assert len(rows) > 15
         for old, new, _ in rows[1:]:
             assert "`qtoolkit." in new or new.strip() == "none", old
+
+
+def test_the_adapters_are_imported_when_they_are_asked_for() -> None:
+    program = (
+        "import sys, qtoolkit as qt; assert 'qtoolkit.compat' not in sys.modules; "
+        "print(qt.compat.pytorch_quantization.__version__, callable(qt.compat.load_amax))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert found.split() == ["2.2.1", "True"]
+    with pytest.raises(AttributeError, match="module 'qtoolkit' has no attribute 'compt'"):
+        importlib.import_module("qtoolkit").compt  # noqa: B018

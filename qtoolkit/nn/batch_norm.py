@@ -163,7 +163,8 @@ def freeze_batch_norm(model: nn.Module) -> None:
     the second phase of strategy "std_correction", and ends the first one of any other.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that follow no QAT layer are not touched.
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that follow
+            no QAT layer are not touched.
 
     Raises:
         ValueError: No batch norm in it belongs to a QAT layer.
