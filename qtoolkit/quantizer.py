@@ -158,7 +158,7 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
             self.observer(x)
         if not self.quantizing:
             return x
-        self._check_ready()
+        self.check_ready()
         return self._quantize(x, 1.0 if self.spec.quantizer == "fixed" else self._lsq_factor(x))
 
     def rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
                 self.forward(table)
         if not self.quantizing:
             return x
-        self._check_ready()
+        self.check_ready()
         spec = self.spec
         factor = 1.0 if spec.quantizer == "fixed" else self._lsq_factor(table)
         grid = self._of_rows(self._scale, index), self._of_rows(self._zero_point, index)
@@ -190,7 +190,8 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         along_rows = self.spec.axis is not None and self.spec.axis % 2 == 0
         return 1 if self.spec.group_size and along_rows else self.spec.block_size
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raise RuntimeError if there is no range to quantize with."""
         if not self.ready:
             raise RuntimeError(
                 f"quantizer {self.name!r} has no range yet: call qtoolkit.calibrate(model, batches) first, or switch it "
@@ -279,3 +280,11 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
 def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return a model's quantizers by their dotted names."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TensorQuantizer)}
+
+
+def is_legacy_quantizer(module: nn.Module) -> bool:
+    """Return whether a module is a quantizer of `qtoolkit.compat.pytorch_quantization`, which need not be imported."""
+    return any(
+        cls.__name__ == "TensorQuantizer" and cls.__module__.startswith("qtoolkit.compat.")
+        for cls in type(module).__mro__
+    )

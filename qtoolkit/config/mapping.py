@@ -122,6 +122,12 @@ class QConfigMapping:
         self.rules[source][key] = qconfig
         return self
 
+    def copy(self) -> "QConfigMapping":
+        """Return a mapping with the same rules, to which others can be added."""
+        new = QConfigMapping()
+        new.rules = {source: dict(rules) for source, rules in self.rules.items()}
+        return new
+
     def match(self, name: str, object_type: Kind | None) -> Match | None:
         """Return the config that holds for a layer, by precedence; None where no rule does."""
         if name in self.rules["module_name"]:
@@ -152,7 +158,7 @@ class QConfigMapping:
         return json.dumps(
             {
                 source: [
-                    [_path_of(key) if source == "object_type" else key, q and q.to_dict()] for key, q in rules.items()
+                    [path_of(key) if source == "object_type" else key, q and q.to_dict()] for key, q in rules.items()
                 ]
                 for source, rules in self.rules.items()
             },
@@ -196,7 +202,8 @@ class QConfigMapping:
         return f"QConfigMapping({'; '.join(rules)})"
 
 
-def _path_of(kind: Kind) -> str:
+def path_of(kind: Kind) -> str:
+    """Return the import path of a type, function or tensor method, as a mapping's JSON has it: module:name."""
     # A tensor method has no module of its own, only the class that it was made in.
     owner = getattr(kind, "__objclass__", kind) if getattr(kind, "__module__", None) is None else kind
     if owner is not kind:

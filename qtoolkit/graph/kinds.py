@@ -35,6 +35,7 @@ __all__ = [
     "OTHER",
     "WEIGHTED_KINDS",
     "kind_of",
+    "kind_of_module",
     "module_of",
     "object_type_of",
     "parameters_in",
@@ -71,6 +72,12 @@ def row_of(node: fx.Node) -> Row | None:
         return None
     name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
     return ROW_OF_FUNCTION.get(node.target) or FOREIGN.get(name)
+
+
+def kind_of_module(module: nn.Module) -> str:
+    """Return the kind of a module that no graph calls."""
+    row = _row_of_module(module)
+    return OTHER if row is None else row.kind
 
 
 def _row_of_module(module: nn.Module) -> Row | None:

@@ -1,0 +1,104 @@
+"""The report of a model with a graph."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import fx, nn
+
+from qtoolkit.graph.grids import quantizer_behind
+from qtoolkit.graph.kind_rules import is_number
+from qtoolkit.graph.kinds import OTHER, kind_of, kind_of_module, module_of, tensor_inputs
+from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
+from qtoolkit.graph.mode import is_mode
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.plan import Status
+from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer, quantizes_its_input
+from qtoolkit.graph.run_time import BOOKKEEPING
+from qtoolkit.graph.swap import name_of
+from qtoolkit.nn import QuantModule
+from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, quantizers_in, spec_of, weight_of
+
+
+def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
+    """Return the report of a prepared or converted model."""
+    nodes = list(model.graph.nodes)
+    quantizers = [node for node in nodes if is_quantizer(node) and not is_weight_quantizer(node)]
+    sources: dict[str, list[str]] = defaultdict(list)
+    for node in quantizers:
+        sources[str(node.target)].append(node.all_input_nodes[0].name)
+    every = layer_quantizers(model)
+    held = [quantizer for quantizer in every if not quantizer.is_weights]
+    layers = [_layer_line(model, node, every) for node in nodes if _has_line(node)]
+    tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
+    layers += _lines_inside(model)
+    for quantizer in held:
+        sources[quantizer.name] += [source for source in quantizer.sources if source not in sources[quantizer.name]]
+    tensors += dict.fromkeys(
+        line for quantizer in held for line in _tensor_lines_of(quantizer, sources[quantizer.name])
+    )
+    return QuantizationReport(tuple(layers), tuple(tensors))
+
+
+def _has_line(node: fx.Node) -> bool:
+    is_op = node.op in ("call_module", "call_function", "call_method")
+    bookkeeping = (kind_of(node) == OTHER and _only_arranges(node)) or is_number(node) or is_mode(node)
+    return is_op and not is_quantizer(node) and not bookkeeping
+
+
+def _only_arranges(node: fx.Node) -> bool:
+    """Return whether an op that the table does not know takes an item out of others, or puts values together."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], int | str)
+    makes_tuple = isinstance(node.target, type) and issubclass(node.target, tuple)
+    return node.target in BOOKKEEPING or makes_tuple
+
+
+def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer]) -> LayerLine:
+    plan = model.plan
+    recorded: tuple[Status, str] = ("float", "not planned yet") if plan is None else plan.status[node.name]
+    behind = [] if plan is None else [quantizer_behind(n, plan.backend) for n in tensor_inputs(node)]
+    weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
+    inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))
+    inputs += (f"{node.target}.input_quantizer",) if quantizes_its_input(node) else ()
+    is_layer = node.op == "call_module" and isinstance(module_of(node), QuantModule)
+    own = [quantizer.name for quantizer in held if is_layer and quantizer.layer == node.target]
+    weight = ", ".join(spec_of(model.get_submodule(name)) for name in weights)
+    return LayerLine(
+        name_of(node),
+        kind_of(node),
+        weight_of(module_of(node)) if is_layer else weight,
+        inputs,
+        *recorded,
+        tuple(dict.fromkeys((*weights, *own, *inputs))),
+    )
+
+
+def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str]) -> TensorLine:
+    source = node.all_input_nodes[0].name
+    consumers = tuple(name_of(user) for user in node.users)
+    others = tuple(name for name in sources if name != source)
+    return TensorLine(str(node.target), source, consumers, spec_of(model.get_submodule(str(node.target))), others)
+
+
+def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
+    """Return the lines of the layers inside submodules that are kept whole."""
+    names = {module: name for name, module in model.named_modules()}
+    inside = {} if model.plan is None else model.plan.inside
+    return [_line_inside(name, model.get_submodule(name), *inside[name], names) for name in inside]
+
+
+def _line_inside(name: str, layer: nn.Module, status: Status, reason: str, names: Mapping[nn.Module, str]) -> LayerLine:
+    quantizers = {path: names[quantizer] for path, quantizer in quantizers_in(layer).items()}
+    inputs = (quantizers[INPUT],) if INPUT in quantizers else ()
+    return LayerLine(name, kind_of_module(layer), weight_of(layer), inputs, status, reason, tuple(quantizers.values()))
+
+
+def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:
+    """Return the lines of the tensors that a layer quantizes itself, by a quantizer of these and maybe more."""
+    how = spec_of(held.quantizer)
+    consumers = held.consumers if held.attribute == ITSELF else (held.layer,)
+    return [
+        TensorLine(held.name, source, consumers, how, tuple(name for name in sources if name != source))
+        for source in held.sources
+    ]
