@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.quantizer import TensorQuantizer, quantizers_of, refuse_legacy_quantizers
 from qtoolkit.switches import calibrating
 
 
@@ -75,7 +75,10 @@ def calibrate(
     """
     quantizers = quantizers_of(prepared)
     if not quantizers:
-        raise ValueError("calibrate: the model has no quantizers; call qtoolkit.prepare first.")
+        refuse_legacy_quantizers(prepared, "calibrate")
+        raise ValueError(
+            "calibrate: the model has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace first."
+        )
     if isinstance(batches, torch.Tensor) or not isinstance(batches, Iterable):
         raise TypeError(
             f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}."
@@ -116,9 +119,10 @@ def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
 
 
 def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int) -> CalibrationReport:
-    reached = {n: q for n, q in quantizers.items() if q.observer.seen()}
-    for name, quantizer in reached.items():
+    for name, quantizer in quantizers.items():
         quantizer.name = name
+    reached = {n: q for n, q in quantizers.items() if q.observer.seen()}
+    for quantizer in reached.values():
         quantizer.check_observed()
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     observed = set(reached.values())

@@ -4,20 +4,27 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
+from qtoolkit.frozen import Grid
 from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
 from qtoolkit.graph.kinds import object_type_of
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.patterns import FusePatterns
-from qtoolkit.graph.plan import Plan, Tracing
+from qtoolkit.graph.plan import Plan, Tracing, plan_of
 from qtoolkit.graph.swap import QatModules, name_of
 from qtoolkit.graph.transaction import copy_of, random_state_kept, unchanged_on_error
 from qtoolkit.names import check_known
+from qtoolkit.nn import QuantModule
+from qtoolkit.quantizer import TensorQuantizer, refuse_legacy_quantizers
+
+M = TypeVar("M", bound=nn.Module)
+
+QUANTIZED = (TensorQuantizer, Grid, QuantizedGraphModule)  # what a model with quantizers holds
 
 
 def prepare(
@@ -99,23 +106,26 @@ def prepare(
     return gm
 
 
-def convert(prepared: QuantizedGraphModule, arithmetic: Literal["float"] = "float") -> QuantizedGraphModule:
+def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
     The result computes, in float, what the deployed model computes: every quantizer is a `Grid`. Each quantized layer has
     `forward_fp32` beside its forward. The prepared model is not changed.
 
     Args:
-        prepared: What `qtoolkit.prepare` returned, calibrated.
+        prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
+            calibrated.
         arithmetic: "float": layers compute in float on values from the grid.
 
     Returns:
-        A GraphModule in eval mode, without observers.
+        A model of the same type, in eval mode, without observers. Of a model without a graph, a batch norm that was folded
+        is an Identity.
 
     Raises:
         RuntimeError: A quantizer saw no data; names it.
-        ValueError: A scale is not positive and finite, or `arithmetic` is not known.
-        TypeError: The model was not prepared.
+        ValueError: A scale is not positive and finite, or `arithmetic` is not known; or a batch norm that a layer was fused
+            with is no longer in the model.
+        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`.
 
     Example:
         >>> import qtoolkit as qt
@@ -127,8 +137,7 @@ def convert(prepared: QuantizedGraphModule, arithmetic: Literal["float"] = "floa
         True
     """
     check_known("arithmetic", arithmetic, ("float",))
-    if not isinstance(prepared, QuantizedGraphModule):
-        raise TypeError(f"convert: prepared must be what qtoolkit.prepare returned, got {type(prepared).__name__}.")
+    check_quantized(prepared, "convert")
     return fold.run(copy.deepcopy(prepared))
 
 
@@ -151,6 +160,22 @@ def _warn_of_types(
         warnings.warn(f"prepare: {what} {name}, which the model has not: nothing follows from it.", stacklevel=3)
 
 
+def check_quantized(model: object, what: str) -> None:
+    """Check that a model was prepared or replaced, or has quantizers, before `what` is done with it.
+
+    Raises:
+        TypeError: It was not, or its quantizers are those of `qtoolkit.compat.pytorch_quantization`.
+    """
+    if isinstance(model, nn.Module):
+        refuse_legacy_quantizers(model, what)
+        if plan_of(model) is not None or any(isinstance(part, QUANTIZED) for part in model.modules()):
+            return
+    raise TypeError(
+        f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "
+        f"another module with quantizers, got {type(model).__name__}."
+    )
+
+
 def _names_in(gm: QuantizedGraphModule) -> list[str]:
     ops = [name_of(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     return ops + replace.names_inside(gm)
@@ -162,5 +187,16 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
     trace.check_model(model)
+    _check_not_replaced(model)
     if mapping is not None and not isinstance(mapping, QConfigMapping):
         raise TypeError(f"prepare: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")
+
+
+def _check_not_replaced(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        quantizers = (getattr(module, attribute, None) for attribute in ("input_quantizer", "output_quantizer"))
+        if plan_of(module) is not None or (isinstance(module, QuantModule) and any(q is not None for q in quantizers)):
+            raise ValueError(
+                f"prepare: {f'submodule {name!r}' if name else 'the model'} was quantized by module replacement already "
+                f"(qtoolkit.quant_modules), so that tensors would be quantized twice; prepare the float model."
+            )

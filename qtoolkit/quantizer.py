@@ -288,3 +288,14 @@ def is_legacy_quantizer(module: nn.Module) -> bool:
         cls.__name__ == "TensorQuantizer" and cls.__module__.startswith("qtoolkit.compat.")
         for cls in type(module).__mro__
     )
+
+
+def refuse_legacy_quantizers(model: nn.Module, what: str) -> None:
+    """Raise TypeError if a model holds quantizers of `qtoolkit.compat.pytorch_quantization`; `what` is who cannot take them."""
+    found = [name for name, module in model.named_modules() if is_legacy_quantizer(module)]
+    if found:
+        raise TypeError(
+            f"{what}: {found[0]!r} is a quantizer of qtoolkit.compat.pytorch_quantization, which keeps the ways of that "
+            f"package: calibrate and export it as there, or replace the float model by qtoolkit.quant_modules "
+            f"(docs/migration.md)."
+        )
