@@ -1,6 +1,7 @@
 """export_onnx(): a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, verified before it is left there."""
 
 import contextlib
+import inspect
 import os
 import tempfile
 import warnings
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from qtoolkit.backends import backends
 from qtoolkit.files import write_whole
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.plan import Plan, plan_of
 from qtoolkit.modes import evaluating
 from qtoolkit.names import check_known
-from qtoolkit.prepare import convert
+from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizer import quantizers_of
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ class ExportResult:
 
 
 def export_onnx(
-    model: QuantizedGraphModule,
+    model: nn.Module,
     example_inputs: Any,
     path: str | os.PathLike[str],
     opset: int | None = None,
@@ -72,13 +75,18 @@ def export_onnx(
     exporter: Exporter = "dynamo",
     integer_weights: bool | None = None,
 ) -> ExportResult:
-    """Write a prepared (and calibrated) or converted model as an ONNX file with QDQ pairs.
+    """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
     Codes narrower than 8 bits are stored in 8, and clipped to their true bounds in the file. Nothing is left at `path` if
     any step fails.
 
+    A file has one way through the model. Of a model without a graph, whose forward may branch on values, "dynamo" takes none
+    such; "torchscript" keeps the way that the example inputs take, and the verification names the quantizers that are not on
+    it: write a file for each way.
+
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.convert` returned; it is not changed.
+        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned, or any other module
+            with quantizers; it is not changed.
         example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor: for shapes and to verify.
         path: The file to write.
         opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20); None takes 18, or 21 where codes of more than 8 bits or a
@@ -89,15 +97,16 @@ def export_onnx(
         verify: Run the file in onnxruntime and compare all codes with the model's (see `verify_onnx`).
         exporter: "dynamo" (torch.export-based) or "torchscript" (the older one, while torch has it).
         integer_weights: Store weights as integers with DequantizeLinear alone; False keeps them as floats with both nodes;
-            None takes what the backend's table says.
+            None takes what the backend's table says (that of "tensorrt" where the model has no record of a backend).
 
     Returns:
         The path, counts of nodes, the size, and the verification.
 
     Raises:
-        RuntimeError: A quantizer saw no data (calibrate first), or onnxruntime's codes differ.
+        RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot take the model, or onnxruntime's codes
+            differ.
         ValueError: An option is not known or out of range, or a format is one that ONNX does not have.
-        TypeError: The model was not prepared.
+        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -109,7 +118,8 @@ def export_onnx(
         >>> result.verification.weight_codes.differing
         0
     """
-    _check_arguments(model, exporter)
+    check_known("exporter", exporter, OPSETS)
+    check_quantized(model, "export_onnx")
     _require_extra()
     from qtoolkit.export.verify import verify_onnx
 
@@ -121,7 +131,7 @@ def export_onnx(
     with evaluating(converted):
         proto = trace(_Request(converted, inputs, chosen, input_names, output_names, dynamic_shapes))
     if integer_weights is None:
-        integer_weights = converted.plan is None or converted.plan.backend.integer_weights
+        integer_weights = _plan_of(converted).backend.integer_weights
     proto = _finish(proto, integer_weights)
     verification = verify_onnx(converted, proto, inputs) if verify else None
     if verification is not None:
@@ -132,12 +142,10 @@ def export_onnx(
     return ExportResult(Path(path), chosen, *counts, Path(path).stat().st_size, verification)
 
 
-def _check_arguments(model: QuantizedGraphModule, exporter: Exporter) -> None:
-    check_known("exporter", exporter, OPSETS)
-    if not isinstance(model, QuantizedGraphModule):
-        raise TypeError(
-            f"export_onnx: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."
-        )
+def _plan_of(model: nn.Module) -> Plan:
+    """Return what was decided on a model; without a record, nothing for the default target."""
+    plan = model.plan if isinstance(model, QuantizedGraphModule) else plan_of(model)
+    return Plan(backends["tensorrt"]) if plan is None else plan
 
 
 def _require_extra() -> None:
@@ -199,27 +207,40 @@ class _Request:
 def _export_dynamo(request: _Request) -> Any:
     from qtoolkit.export.translation import translation_table
 
-    program = torch.onnx.export(
-        request.model,
-        request.inputs,
-        dynamo=True,
-        opset_version=request.opset,
-        custom_translation_table=dict(translation_table(request.opset)),
-        input_names=request.input_names,
-        output_names=request.output_names,
-        dynamic_shapes=request.dynamic_shapes,
-        verbose=False,
-        optimize=False,
-    )
+    try:
+        program = torch.onnx.export(
+            request.model,
+            request.inputs,
+            dynamo=True,
+            opset_version=request.opset,
+            custom_translation_table=dict(translation_table(request.opset)),
+            input_names=request.input_names,
+            output_names=request.output_names,
+            dynamic_shapes=request.dynamic_shapes,
+            verbose=False,
+            optimize=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        if isinstance(request.model, QuantizedGraphModule):
+            raise
+        raise RuntimeError(_why_not(request.model, error)) from error
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
-    _name_by_quantizers(program.model)  # before the optimizer, which joins scales of equal value
+    _name_by_quantizers(program.model, "")  # before the optimizer, which joins scales of equal value
     program.optimize()
     return program.model_proto
 
 
+def _why_not(model: nn.Module, error: Exception) -> str:
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    return (
+        f"export_onnx: torch.export cannot take {type(model).__name__} ({reason}). If its forward branches on values, "
+        f"exporter='torchscript' keeps the way that the example inputs take: write a file for each way."
+    )
+
+
 class _Plain(nn.Module):
-    """A GraphModule behind a plain module: the TorchScript exporter takes any `graph` attribute for its own."""
+    """A model behind a plain module: the TorchScript exporter takes any `graph` attribute for its own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -236,7 +257,7 @@ def _export_torchscript(request: _Request) -> Any:
     from qtoolkit.export.translation import register_symbolic
 
     register_symbolic(request.opset)
-    names = list(request.input_names) if request.input_names else _argument_names(request.model)
+    names = list(request.input_names) if request.input_names else _argument_names(request.model, len(request.inputs))
     with _temporary_file() as path, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that the exporter is the older one is the caller's choice
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
@@ -251,13 +272,18 @@ def _export_torchscript(request: _Request) -> Any:
             dynamic_axes=_dynamic_axes(names, request.dynamic_shapes),
         )
         model = onnx_ir.from_proto(onnx.load(str(path)))
-        _name_by_quantizers(model)
+        _name_by_quantizers(model, LEGACY_ROOT + ".")
         return onnx_ir.to_proto(model)
 
 
-def _argument_names(model: nn.Module) -> list[str]:
-    graph: Any = model.graph
-    return [node.name for node in graph.nodes if node.op == "placeholder"]
+def _argument_names(model: nn.Module, count: int) -> list[str]:
+    if isinstance(model, QuantizedGraphModule):
+        return [node.name for node in model.graph.nodes if node.op == "placeholder"]
+    names: list[str] = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        several = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}_{i}" for i in range(count - len(names))] if several else [name]
+    return names[:count]
 
 
 def _dynamic_axes(names: Sequence[str], dynamic_shapes: Any) -> dict[str, dict[int, str]] | None:
@@ -289,12 +315,12 @@ def _finish(proto: Any, integer_weights: bool) -> Any:
     return finished
 
 
-def _name_by_quantizers(model: "onnx_ir.Model") -> None:
-    """Name the QuantizeLinear and DequantizeLinear nodes by the module that owns their scale."""
+def _name_by_quantizers(model: "onnx_ir.Model", prefix: str) -> None:
+    """Name the QuantizeLinear and DequantizeLinear nodes by the module that owns their scale, without a prefix."""
     for node in model.graph:
         scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
         if scale is not None and scale.name is not None and scale.name.endswith(".scale"):
-            name = scale.name.removeprefix(LEGACY_ROOT + ".").removesuffix(".scale")
+            name = scale.name.removeprefix(prefix).removesuffix(".scale")
             node.name = f"{name}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
 
 

@@ -1,10 +1,10 @@
 """Compare an exported file's integer codes, as onnxruntime computes them, with the model's own."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from qtoolkit.graph.sizes import with_own_lists
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import WEIGHT_HOLDER
 from qtoolkit.values import tensors_of
+
+if TYPE_CHECKING:
+    from qtoolkit.export.hooked import Hooked
 
 # A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.
 TIE_SHARE = 1e-4
@@ -65,6 +68,8 @@ class Verification:
         by_quantizer: `layer_codes` of each quantizer.
         output_difference: Largest absolute difference of the outputs end to end, where ties have spread.
         missing: Quantizers that the file has no node for.
+        unreached: Quantizers of a model without a graph that the inputs do not come to, as they take another way: the file
+            computes the way of its example inputs alone.
     """
 
     weight_codes: CodeCount
@@ -73,6 +78,7 @@ class Verification:
     by_quantizer: dict[str, CodeCount]
     output_difference: float
     missing: tuple[str, ...] = field(default=())
+    unreached: tuple[str, ...] = field(default=())
 
     def check(self) -> None:
         """Raise RuntimeError if codes differ where they must not, naming where."""
@@ -91,18 +97,20 @@ class Verification:
             )
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"weight codes:     {self.weight_codes}",
-                f"quantizer codes:  {self.quantizer_codes}",
-                f"layer by layer:   {self.layer_codes}",
-                f"outputs, end to end: largest difference {self.output_difference:.3g}",
-            ]
-        )
+        lines = [
+            f"weight codes:     {self.weight_codes}",
+            f"quantizer codes:  {self.quantizer_codes}",
+            f"layer by layer:   {self.layer_codes}",
+            f"outputs, end to end: largest difference {self.output_difference:.3g}",
+        ]
+        lines += [f"not on the way that these inputs take: {', '.join(self.unreached)}"] if self.unreached else []
+        return "\n".join(lines)
 
 
-def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verification:
+def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
     """Run a file in onnxruntime (graph optimizations off), and compare all its integer codes with the model's.
+
+    Of a model without a graph, only the way that these inputs take is compared; the rest is `unreached`.
 
     Args:
         converted: What `qtoolkit.convert` returned.
@@ -121,14 +129,14 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
     codes: dict[str, list[Any]] = defaultdict(list)
     for pair in pairs:
         codes[pair.quantizer].append(found[pair.codes])
-    step = _Stepwise(converted, codes)
+    step = _stepwise(converted, codes, {pair.quantizer for pair in pairs if pair.is_constant})
     with torch.no_grad():
         step.run(*inputs)
         outputs = converted(*inputs)
-        in_layers = _weights(converted)
+        in_layers = {name: weight for name, weight in _weights(converted).items() if name not in step.unreached}
         weights = {name: _compare_weight(converted, name, weight, codes) for name, weight in in_layers.items()}
         quantizer_codes = _sum(
-            CodeCount.of(_grid(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
+            CodeCount.of(grid_of(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
             for p in pairs
             if not p.is_constant and p.quantizer not in in_layers and not p.quantizer.startswith(WEIGHT_HOLDER)
         )
@@ -139,7 +147,18 @@ def verify_onnx(converted: fx.GraphModule, model: Any, inputs: Any) -> Verificat
         step.counts,
         _largest_difference(outputs, [found[o.name] for o in proto.graph.output]),
         (*step.missing, *(name for name, count in weights.items() if count is None)),
+        step.unreached,
     )
+
+
+def _stepwise(
+    converted: nn.Module, codes: Mapping[str, Sequence[Any]], stored: Collection[str]
+) -> "_Stepwise | Hooked":
+    if isinstance(converted, fx.GraphModule):
+        return _Stepwise(converted, codes)
+    from qtoolkit.export.hooked import Hooked
+
+    return Hooked(converted, codes, stored)
 
 
 def _sum(counts: Iterable[CodeCount]) -> CodeCount:
@@ -206,6 +225,7 @@ class _Stepwise(fx.Interpreter):
         targets = Counter(str(node.target) for node in converted.graph.nodes if node.op == "call_module")
         self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
         self.missing: dict[str, None] = {}
+        self.unreached: tuple[str, ...] = ()
         self.counts: dict[str, CodeCount] = {}
         self.apart = {*targets, *_weights(converted)}
         self.inside = {name: iter(of) for name, of in codes.items() if name not in self.apart}
@@ -219,7 +239,7 @@ class _Stepwise(fx.Interpreter):
             return super().run_node(n)
         (x,), _ = self.fetch_args_kwargs_from_env(n)
         constant, name = n.all_input_nodes[0] in self.parameters, str(n.target)
-        ours = _as_stored(grid, x) if constant else grid.codes(x).cpu()
+        ours = as_stored(grid, x) if constant else grid.codes(x).cpu()
         theirs = next(self.paired[name]) if name in self.paired else self._twin(grid, ours)
         if theirs is None:
             self.missing[name] = None
@@ -231,17 +251,10 @@ class _Stepwise(fx.Interpreter):
         self.counts[name] = self.counts.get(name, CodeCount()) + count
         if constant:  # the file may have its codes in another shape
             return grid(x)
-        return _values(grid, theirs, x)
+        return values_of(grid, theirs, x)
 
     def _twin(self, grid: Grid, ours: Tensor) -> Any:
-        # The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls: then some node of an
-        # equal grid has the very same codes, but for rounding ties of what was computed before it.
-        equal = (
-            codes for name, of in self.codes.items() if _same_grid(_grid(self.converted, name), grid) for codes in of
-        )
-        counts = [(CodeCount.of(ours, codes), codes) for codes in equal if codes.shape == tuple(ours.shape)]
-        count, codes = min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
-        return codes if count.are_ties() else None
+        return twin_of(self.converted, self.codes, grid, ours)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a node's arguments as the model's own code has them: a function may write into its lists."""
@@ -267,10 +280,22 @@ class _Stepwise(fx.Interpreter):
             self.missing[name] = None
             return output
         self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(ours, theirs)
-        return _values(grid, theirs, args[0])
+        return values_of(grid, theirs, args[0])
 
 
-def _values(grid: Grid, codes: Any, like: Tensor) -> Tensor:
+def twin_of(model: nn.Module, codes: Mapping[str, Sequence[Any]], grid: Grid, ours: Tensor) -> Any:
+    """Return the codes of a node that stands for a call of a quantizer without one of its own, or None.
+
+    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls: then some node of an equal
+    grid has the very same codes, but for rounding ties of what was computed before it.
+    """
+    equal = (found for name, of in codes.items() if _same_grid(grid_of(model, name), grid) for found in of)
+    counts = [(CodeCount.of(ours, found), found) for found in equal if found.shape == tuple(ours.shape)]
+    count, nearest = min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
+    return nearest if count.are_ties() else None
+
+
+def values_of(grid: Grid, codes: Any, like: Tensor) -> Tensor:
     """Return the values of onnxruntime's codes, in the dtype of a tensor."""
     return grid.values(torch.tensor(codes)).to(like.dtype)
 
@@ -294,7 +319,12 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {f"{n}.{q}": weight for n, layer in layers for q, (_, weight) in layer.quantized_weights().items()}
 
 
-def _grid(model: nn.Module, name: str) -> Grid:
+def grid_of(model: nn.Module, name: str) -> Grid:
+    """Return a converted model's quantizer.
+
+    Raises:
+        TypeError: The model was not converted.
+    """
     grid = model.get_submodule(name)
     if not isinstance(grid, Grid):
         raise TypeError(f"verify_onnx: {name!r} is a {type(grid).__name__}; pass what qtoolkit.convert returned.")
@@ -305,15 +335,15 @@ def _compare_weight(
     model: nn.Module, name: str, weight: Tensor, codes: Mapping[str, Sequence[Any]]
 ) -> CodeCount | None:
     """Compare a weight's codes with those of its nodes, or, as the exporter stores equal weights once, of an equal one's."""
-    grid = _grid(model, name)
-    ours = _as_stored(grid, weight)
+    grid = grid_of(model, name)
+    ours = as_stored(grid, weight)
     if name in codes:
         return _sum(CodeCount.of(ours, theirs) for theirs in codes[name])
-    equal = (theirs for other, of in codes.items() if _same_grid(_grid(model, other), grid) for theirs in of)
+    equal = (theirs for other, of in codes.items() if _same_grid(grid_of(model, other), grid) for theirs in of)
     return next((CodeCount.of(ours, theirs) for theirs in equal if np.array_equal(ours, theirs)), None)
 
 
-def _as_stored(grid: Grid, weight: Tensor) -> Tensor:
+def as_stored(grid: Grid, weight: Tensor) -> Tensor:
     """Return a constant's codes in the shape in which the file has them."""
     codes = grid.codes(weight).cpu()
     if grid.group == 1:
