@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.quant_modules import replace
 
 
 class Branches(nn.Module):
-    """Two ways by the values, loops, a shared layer, an attribute named as the exporter's wrapper."""
+    """Two ways by the values, a loop, and a layer with the name of the exporter's wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Branches(nn.Module):
 
 
 class Loops(nn.Module):
-    """Batches cut in parts, a layer under two names, and a quantizer that its user calls in forward."""
+    """A batch in parts, a layer under two names, and a quantizer called in forward, on a tensor and on a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,13 @@ def ways(count: int = 4) -> tuple[Tensor, Tensor]:
     return x, -x
 
 
+def of_loops() -> tuple[Tensor, Tensor]:
+    """Return inputs of `Loops`."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.linspace(-1, 1, 6)
+
+
 def calibrated(model: nn.Module, batches: list[Any], **options: Any) -> nn.Module:
-    replaced = qt.quant_modules.replace(model, **options)
+    """Return a model replaced and calibrated."""
+    replaced = replace(model, **options)
     qt.calibrate(replaced, batches, progress=False)
     return replaced

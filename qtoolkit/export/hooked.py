@@ -1,13 +1,13 @@
 """Run a converted model without a graph, with onnxruntime's codes put in place of its own: by hooks."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from qtoolkit.export.verify import CodeCount, as_stored, grid_of, twin_of, values_of
+from qtoolkit.export.verify import CodeCount, as_stored, twin_of, values_of
 from qtoolkit.frozen import Grid
 from qtoolkit.nn import QuantModule
 
@@ -18,7 +18,7 @@ class Hooked:
     Args:
         converted: The model.
         codes: Of each quantizer, onnxruntime's codes at its nodes, in the order of the file.
-        stored: The quantizers of what the file stores as codes.
+        stored: Of each quantizer, whether the file stores these codes: they are a constant's.
 
     Attributes:
         counts: How the codes of each quantizer compare.
@@ -27,16 +27,13 @@ class Hooked:
         unreached: Quantizers that were not called: the inputs took another way through the model.
     """
 
-    def __init__(self, converted: nn.Module, codes: Mapping[str, Sequence[Any]], stored: Collection[str]) -> None:
+    def __init__(
+        self, converted: nn.Module, codes: Mapping[str, Sequence[Any]], stored: Mapping[str, Sequence[bool]]
+    ) -> None:
         self.converted = converted
         self.names: dict[nn.Module, str] = {module: name for name, module in converted.named_modules()}
-        self.codes: dict[str, list[Any]] = defaultdict(
-            list
-        )  # by first names; the file may have another of a shared one
-        for name, of in codes.items():
-            self.codes[self._first_name(name)] += of
-        self.stored = {self._first_name(name) for name in stored}
-        self.paired: dict[str, Iterator[Any]] = {}
+        self.codes, self.stored = codes, stored
+        self.paired: dict[str, Iterator[tuple[Any, bool]]] = {}
         self.calls: Counter[nn.Module] = Counter()
         self.counts: dict[str, CodeCount] = {}
         self.constants = CodeCount()
@@ -51,13 +48,11 @@ class Hooked:
         with _hooked([*grids, *layers], self._count):
             self.converted(*inputs)
         self.unreached = tuple(name for m, name in self.names.items() if isinstance(m, Grid) and not self.calls[m])
-        calls = {self.names[grid]: self.calls[grid] for grid in grids}
-        self.paired = {name: iter(of) for name, of in self.codes.items() if len(of) == calls.get(name)}
+        for name, calls in ((self.names[grid], self.calls[grid]) for grid in grids):
+            if name in self.codes and len(self.codes[name]) == calls:
+                self.paired[name] = zip(self.codes[name], self.stored[name], strict=True)
         with _hooked(grids, self._put_theirs):
             self.converted(*inputs)
-
-    def _first_name(self, name: str) -> str:
-        return self.names[grid_of(self.converted, name)]
 
     def _count(self, module: nn.Module, args: Any, output: Any) -> None:
         self.calls.update([module])
@@ -65,18 +60,19 @@ class Hooked:
             self.calls.update(module.weight_quantizers().values())
 
     def _put_theirs(self, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
-        x = args[0]
-        name = self.names[grid]
-        ours = as_stored(grid, x) if name in self.stored else grid.codes(x).cpu()
-        theirs = next(self.paired[name]) if name in self.paired else twin_of(self.converted, self.codes, grid, ours)
+        x, name = args[0], self.names[grid]
+        ours = grid.codes(x).cpu()
+        if name in self.paired:
+            theirs, stored = next(self.paired[name])
+        else:
+            theirs, stored = twin_of(self.converted, self.codes, grid, ours), False
         if theirs is None:
             self.missing[name] = None
             return output
-        count = CodeCount.of(ours, theirs)
-        if name in self.stored:  # maybe in another shape
-            self.constants += count
+        if stored:  # maybe in another shape
+            self.constants += CodeCount.of(as_stored(grid, x), theirs)
             return output
-        self.counts[name] = self.counts.get(name, CodeCount()) + count
+        self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(ours, theirs)
         return values_of(grid, theirs, x)
 
 

@@ -226,7 +226,9 @@ def _export_dynamo(request: _Request) -> Any:
         raise RuntimeError(_why_not(request.model, error)) from error
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
-    _name_by_quantizers(program.model, "")  # before the optimizer, which joins scales of equal value
+    _name_by_quantizers(
+        program.model, _first_names(request.model)
+    )  # before the optimizer, which joins scales of equal value
     program.optimize()
     return program.model_proto
 
@@ -272,7 +274,8 @@ def _export_torchscript(request: _Request) -> Any:
             dynamic_axes=_dynamic_axes(names, request.dynamic_shapes),
         )
         model = onnx_ir.from_proto(onnx.load(str(path)))
-        _name_by_quantizers(model, LEGACY_ROOT + ".")
+        first = _first_names(request.model)
+        _name_by_quantizers(model, {f"{LEGACY_ROOT}.{name}": first[name] for name in first})
         return onnx_ir.to_proto(model)
 
 
@@ -315,13 +318,20 @@ def _finish(proto: Any, integer_weights: bool) -> Any:
     return finished
 
 
-def _name_by_quantizers(model: "onnx_ir.Model", prefix: str) -> None:
-    """Name the QuantizeLinear and DequantizeLinear nodes by the module that owns their scale, without a prefix."""
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return of each name of a quantizer its first one: exporters may take another where it has several."""
+    first = {module: name for name, module in model.named_modules()}
+    pairs = model.named_modules(remove_duplicate=False)
+    return {name: first[module] for name, module in pairs if isinstance(module, Grid)}
+
+
+def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> None:
+    """Name the QuantizeLinear and DequantizeLinear nodes by the module that owns their scale."""
     for node in model.graph:
         scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
-        if scale is not None and scale.name is not None and scale.name.endswith(".scale"):
-            name = scale.name.removeprefix(prefix).removesuffix(".scale")
-            node.name = f"{name}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
+        owner = scale.name.removesuffix(".scale") if scale is not None and scale.name is not None else ""
+        if owner in names:
+            node.name = f"{names[owner]}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
 
 
 def _is_weight_quantization(node: "onnx_ir.Node") -> bool:

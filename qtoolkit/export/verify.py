@@ -1,7 +1,7 @@
 """Compare an exported file's integer codes, as onnxruntime computes them, with the model's own."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -129,12 +129,16 @@ def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
     codes: dict[str, list[Any]] = defaultdict(list)
     for pair in pairs:
         codes[pair.quantizer].append(found[pair.codes])
-    step = _stepwise(converted, codes, {pair.quantizer for pair in pairs if pair.is_constant})
+    step = _stepwise(converted, codes, pairs)
     with torch.no_grad():
         step.run(*inputs)
         outputs = converted(*inputs)
-        in_layers = {name: weight for name, weight in _weights(converted).items() if name not in step.unreached}
-        weights = {name: _compare_weight(converted, name, weight, codes) for name, weight in in_layers.items()}
+        in_layers = _weights(converted)
+        weights = {
+            name: _compare_weight(converted, name, weight, codes)
+            for name, weight in in_layers.items()
+            if name in codes or name not in step.unreached
+        }
         quantizer_codes = _sum(
             CodeCount.of(grid_of(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
             for p in pairs
@@ -149,16 +153,6 @@ def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
         (*step.missing, *(name for name, count in weights.items() if count is None)),
         step.unreached,
     )
-
-
-def _stepwise(
-    converted: nn.Module, codes: Mapping[str, Sequence[Any]], stored: Collection[str]
-) -> "_Stepwise | Hooked":
-    if isinstance(converted, fx.GraphModule):
-        return _Stepwise(converted, codes)
-    from qtoolkit.export.hooked import Hooked
-
-    return Hooked(converted, codes, stored)
 
 
 def _sum(counts: Iterable[CodeCount]) -> CodeCount:
@@ -304,6 +298,14 @@ def _same_grid(one: Grid, other: Grid) -> bool:
     ours, theirs = one.state_dict(), other.state_dict()
     same = (one.spec, one.group) == (other.spec, other.group) and ours.keys() == theirs.keys()
     return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def _stepwise(converted: nn.Module, codes: Mapping[str, Sequence[Any]], pairs: Sequence[_Pair]) -> "_Stepwise | Hooked":
+    if isinstance(converted, fx.GraphModule):
+        return _Stepwise(converted, codes)
+    from qtoolkit.export.hooked import Hooked
+
+    return Hooked(converted, codes, {name: [p.is_constant for p in pairs if p.quantizer == name] for name in codes})
 
 
 def _is_stored(constant: fx.Node) -> bool:

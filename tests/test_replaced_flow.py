@@ -1,0 +1,362 @@
+"""Models without a graph, replaced layer by layer: calibrate, convert, export, verify."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.export import verify_onnx
+from qtoolkit.quant_modules import replace
+from tests import nets, reference
+from tests.replaced import Branches, Loops, calibrated, of_loops, ways
+
+EXPORTERS = ["dynamo", "torchscript"]
+
+
+def codes_of(path: Any, quantizer: str, *inputs: Tensor) -> np.ndarray:
+    """Return what the QuantizeLinear node of a quantizer gives in onnxruntime."""
+    proto = onnx.load(str(path))
+    (node,) = (node for node in proto.graph.node if node.name == f"{quantizer}.quantize")
+    proto.graph.output.append(onnx.ValueInfoProto(name=node.output[0]))
+    return run(proto, *inputs)[-1]
+
+
+def run(proto: Any, *inputs: Tensor) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)})
+
+
+# ---- convert
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_converted_equals_the_replaced_model_on_every_way(backend: str) -> None:
+    model = nets.trained(Branches(), 4, 3, 6, 6).eval()
+    replaced = calibrated(model, list(ways()), backend=backend)
+    state = copy.deepcopy(replaced.state_dict())
+    converted = qt.convert(replaced)
+    assert type(converted) is Branches
+    assert not converted.training
+    assert not qt.quantizers_of(converted)
+    assert not any("observer" in key for key in converted.state_dict())
+    for x in ways(8):
+        assert torch.equal(converted(x), replaced(x))
+        assert not torch.equal(converted(x), model(x))
+    assert qt.quantizers_of(replaced)
+    assert all(torch.equal(value, state[key]) for key, value in replaced.state_dict().items())
+
+
+def test_the_values_are_those_of_the_formula() -> None:
+    """A linear layer in a loop over parts: int8 by the largest magnitude, weights for each output."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.fc(part) for part in x.split(2)])
+
+    model, x = Parts(), torch.randn(8, 5)
+    converted = qt.convert(calibrated(model, [x]))
+    weight = model.fc.weight.detach()
+    w = reference.fake_quant(weight, weight.abs().amax(1) / 127, None, -128, 127, 0)
+    y = 2 * torch.randn(6, 5)  # beyond the range
+    expected = F.linear(reference.fake_quant(y, x.abs().amax() / 127), w, model.fc.bias)
+    torch.testing.assert_close(converted(y), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(converted.fc.weight_quantizer(weight), w)
+    torch.testing.assert_close(converted.fc.forward_fp32(y), model.fc(y))
+
+
+def test_what_is_shared_stays_shared() -> None:
+    converted = qt.convert(calibrated(Loops(), [of_loops()]))
+    assert converted.first is converted.again
+    assert isinstance(converted.ours, qt.Grid)
+    assert qt.convert(converted) is not converted  # nothing is left to do
+    assert torch.equal(qt.convert(converted)(*of_loops())["logits"], converted(*of_loops())["logits"])
+
+
+def test_copies_and_pickles_of_converted_models_compute_the_same(tmp_path) -> None:
+    converted = qt.convert(calibrated(Branches().eval(), list(ways())))
+    torch.save(converted, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for x in ways():
+        assert torch.equal(copy.deepcopy(converted)(x), converted(x))
+        assert torch.equal(loaded(x), converted(x))
+    assert str(qt.quantization_report(loaded)) == str(qt.quantization_report(converted))
+
+
+def test_a_part_that_no_data_reached_is_named() -> None:
+    far, _ = ways()
+    replaced = replace(Branches().eval())
+    report = qt.calibrate(replaced, [far], progress=False)
+    assert set(report.unreached) == {"near.input_quantizer", "near.weight_quantizer"}
+    with pytest.raises(RuntimeError, match="quantizer 'near.input_quantizer' saw no data"):
+        qt.convert(replaced)
+
+
+def test_quantizers_without_a_name_are_named_by_their_place() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(qt.TensorQuantizer(qt.QuantSpec()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x)
+
+    model = Own()
+    with pytest.raises(RuntimeError, match="quantizer 'block.0' saw no data"):
+        qt.convert(model)
+    qt.calibrate(model, [torch.ones(2)], progress=False)
+    assert isinstance(qt.convert(model).block[0], qt.Grid)
+
+
+def test_a_prepared_part_of_a_model_is_converted_by_its_graph(tmp_path) -> None:
+    class Detector(nn.Module):
+        def __init__(self, backbone: nn.Module) -> None:
+            super().__init__()
+            self.backbone, self.head = backbone, nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.backbone(x)
+            return self.head(y) if y.sum() > -1e9 else y
+
+    x = torch.randn(4, 3, 8, 8)
+    model = Detector(qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x))  # in training mode: batch norms are linked
+    replaced = replace(model.train(), inplace=True)
+    qt.calibrate(replaced, [x], progress=False)
+    converted = qt.convert(replaced)
+    torch.testing.assert_close(converted(x), replaced.eval()(x), rtol=1e-5, atol=1e-5)
+    assert not any(isinstance(m, nn.BatchNorm2d | qt.TensorQuantizer) for m in converted.modules())
+    codes = qt.export_onnx(converted, x, tmp_path / "m.onnx", exporter="torchscript").verification
+    assert (codes.weight_codes.differing, codes.quantizer_codes.differing, codes.missing) == (0, 0, ())
+    assert codes.quantizer_codes.compared > 4000
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def legacy() -> nn.Module:
+    """A layer with a quantizer as pytorch-quantization's is told: by the name of its class and package."""
+    kind = type("TensorQuantizer", (nn.Identity,), {"__module__": "qtoolkit.compat.pytorch_quantization.nn.modules"})
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0]._input_quantizer = kind()
+    return model
+
+
+def test_quantizers_of_pytorch_quantization_keep_their_own_ways(legacy, tmp_path) -> None:
+    words = r"'0._input_quantizer' is a quantizer of qtoolkit.compat.pytorch_quantization.*docs/migration.md"
+    for call in (qt.convert, lambda m: qt.export_onnx(m, torch.ones(1, 2), tmp_path / "m.onnx")):
+        with pytest.raises(TypeError, match=words):
+            call(legacy)
+    with pytest.raises(TypeError, match=words):
+        qt.calibrate(legacy, [torch.ones(1, 2)], progress=False)
+
+
+def test_models_without_quantizers_are_refused(tmp_path) -> None:
+    words = "the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned"
+    for call in (qt.convert, lambda m: qt.export_onnx(m, torch.ones(1, 2), tmp_path / "m.onnx")):
+        for model in (nn.Linear(2, 2), "model"):
+            with pytest.raises(TypeError, match=words):
+                call(model)
+    with pytest.raises(ValueError, match="call qtoolkit.prepare or qtoolkit.quant_modules.replace first"):
+        qt.calibrate(nn.Linear(2, 2), [torch.ones(1, 2)], progress=False)
+
+
+def test_prepare_does_not_quantize_a_replaced_model_again() -> None:
+    with pytest.raises(ValueError, match="prepare: the model was quantized by module replacement already"):
+        qt.prepare(replace(nn.Sequential(nn.Linear(2, 2))))
+    with pytest.raises(ValueError, match="prepare: submodule '1' was quantized by module replacement already"):
+        qt.prepare(nn.Sequential(nn.ReLU(), replace(nn.Sequential(nn.Linear(2, 2)))))
+    layer = qt.nn.QuantLinear(2, 2, weight_spec=qt.QuantSpec(axis=0))
+    assert isinstance(qt.prepare(nn.Sequential(layer)), nn.Module)  # without a quantizer of its input
+    layer.input_quantizer = qt.TensorQuantizer(qt.QuantSpec())
+    with pytest.raises(ValueError, match="submodule '0' was quantized by module replacement already"):
+        qt.prepare(nn.Sequential(layer))
+
+
+# ---- export
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_codes_are_those_of_onnxruntime(tmp_path, exporter: str, backend: str) -> None:
+    inputs = of_loops()
+    replaced = calibrated(Loops(), [inputs], backend=backend)
+    result = qt.export_onnx(replaced, (3 * inputs[0], inputs[1]), tmp_path / "m.onnx", exporter=exporter)
+    codes = result.verification
+    # 36 + 18 weights; where they are stored as integers, so is the parameter that forward quantizes.
+    assert codes.weight_codes.compared == 54 + (6 if backend == "onnxruntime" else 0)
+    assert codes.quantizer_codes.compared >= 24 + 24 + 24 + 24
+    for count in (codes.weight_codes, codes.quantizer_codes, codes.layer_codes):
+        assert count.differing == 0
+    assert (codes.missing, codes.unreached) == ((), ())
+    assert codes.output_difference < 1e-5
+    proto = onnx.load(str(result.path))
+    expected = qt.convert(replaced)(*inputs)
+    for found, wanted in zip(run(proto, *inputs), (expected["logits"], expected["features"]), strict=True):
+        np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-6)
+    names = {node.name for node in proto.graph.node}
+    assert {"first.weight_quantizer.dequantize", "head.input_quantizer.quantize", "ours.quantize"} <= names
+    stored = sum(node.op_type == "QuantizeLinear" and "weight" in node.name for node in proto.graph.node)
+    assert (stored == 0) == (backend == "onnxruntime")
+    assert [i.name for i in proto.graph.input] == ["x", "bias"]
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_the_files_codes_are_those_of_the_formula(tmp_path, backend: str) -> None:
+    far, near = ways()
+    replaced = calibrated(Branches().eval(), [far, near], backend=backend)
+    path = qt.export_onnx(replaced, far, tmp_path / "m.onnx", exporter="torchscript").path
+    both = torch.cat([far, near])
+    if backend == "tensorrt":
+        expected = reference.quantize(far, both.abs().amax() / 127)
+    else:
+        scale = (both.amax() - both.amin()) / 255
+        zero_point = torch.round(-both.amin() / scale)
+        expected = reference.quantize(far, scale, zero_point, 0, 255, torch.uint8)
+    assert np.array_equal(codes_of(path, "model.input_quantizer", far), expected.numpy())
+
+
+def test_a_file_for_each_way(tmp_path) -> None:
+    far, near = ways()
+    replaced = calibrated(nets.trained(Branches(), 4, 3, 6, 6).eval(), [far, near])
+    converted = qt.convert(replaced)
+    for way, other, x in (("far", "near", far), ("near", "far", near)):
+        result = qt.export_onnx(converted, x, tmp_path / f"{way}.onnx", exporter="torchscript")
+        codes = result.verification
+        assert (codes.weight_codes.differing, codes.quantizer_codes.differing, codes.missing) == (0, 0, ())
+        assert set(codes.unreached) == {f"{other}.weight_quantizer", f"{other}.input_quantizer"}
+        assert f"not on the way that these inputs take: {other}.weight_quantizer" in str(codes)
+        proto = onnx.load(str(result.path))
+        assert not any(node.name.startswith(f"{other}.") for node in proto.graph.node)
+        np.testing.assert_allclose(run(proto, x)[0], converted(x).detach().numpy(), rtol=1e-5, atol=1e-6)
+    found = verify_onnx(converted, tmp_path / "far.onnx", near)  # inputs that take the other way
+    with pytest.raises(RuntimeError, match=r"no QuantizeLinear for: near.input_quantizer, near.weight_quantizer"):
+        found.check()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dynamo_says_what_to_do_about_a_branch_and_leaves_no_file(tmp_path) -> None:
+    far, near = ways()
+    replaced = calibrated(Branches().eval(), [far, near])
+    words = r"torch.export cannot take Branches \(.+\)\. If its forward branches on values, exporter='torchscript'"
+    with pytest.raises(RuntimeError, match=words):
+        qt.export_onnx(replaced, far, tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_names_of_inputs(tmp_path, exporter: str) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, first: Tensor, *rest: Tensor, flag: bool = False) -> Tensor:
+            return self.fc(first) + sum(rest)
+
+    x = torch.rand(3, 2, 3)
+    replaced = calibrated(Takes(), [tuple(x)])
+    for names in (None, ["a", "b", "c"]):
+        result = qt.export_onnx(
+            replaced, tuple(x), tmp_path / "m.onnx", exporter=exporter, input_names=names, output_names=["y"]
+        )
+        graph = onnx.load(str(result.path)).graph
+        assert [i.name for i in graph.input] == (names or ["first", "rest_0", "rest_1"])
+        assert [o.name for o in graph.output] == ["y"]
+        assert result.verification.quantizer_codes.differing == 0
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_dynamic_batch(tmp_path, exporter: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    x = torch.rand(4, 3, 8, 8)
+    replaced = calibrated(model, [x])
+    result = qt.export_onnx(
+        replaced, x, tmp_path / "m.onnx", exporter=exporter, input_names=["x"], dynamic_shapes=({0: "batch"},)
+    )
+    assert verify_onnx(qt.convert(replaced), result.path, torch.rand(7, 3, 8, 8)).quantizer_codes.differing == 0
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_submodule_called_model_keeps_its_name(tmp_path, exporter: str) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    x = torch.rand(8, 4)
+    prepared = qt.prepare(Wrapped().eval())
+    qt.calibrate(prepared, [x], progress=False)
+    for model in (prepared, calibrated(Wrapped(), [x])):
+        path = qt.export_onnx(model, x, tmp_path / "m.onnx", exporter=exporter).path
+        assert "model.0.weight_quantizer.dequantize" in {node.name for node in onnx.load(str(path)).graph.node}
+
+
+# ---- what verification notices
+
+
+def exported(path: Any, **options: Any) -> tuple[nn.Module, Any, tuple[Tensor, Tensor]]:
+    inputs = of_loops()
+    converted = qt.convert(calibrated(Loops(), [inputs], **options))
+    return converted, onnx.load(str(qt.export_onnx(converted, inputs, path / "m.onnx").path)), inputs
+
+
+@pytest.mark.parametrize("name", ["first.input_quantizer", "ours", "head.input_quantizer"])
+def test_a_changed_scale_is_noticed(tmp_path, name: str) -> None:
+    converted, proto, inputs = exported(tmp_path)
+    converted.get_submodule(name).scale.mul_(1.5)
+    found = verify_onnx(converted, proto, inputs)
+    assert found.quantizer_codes.differing > 0
+    with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
+        found.check()
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("name", ["first.weight", "scale"])
+def test_a_changed_weight_is_noticed(tmp_path, backend: str, name: str) -> None:
+    converted, proto, inputs = exported(tmp_path, backend=backend)
+    with torch.no_grad():
+        converted.get_parameter(name).add_(0.3)
+    with pytest.raises(RuntimeError, match="codes"):
+        verify_onnx(converted, proto, inputs).check()
+
+
+def test_a_changed_layer_is_noticed(tmp_path) -> None:
+    converted, proto, inputs = exported(tmp_path)
+    with torch.no_grad():
+        converted.first.bias.add_(0.5)
+    found = verify_onnx(converted, proto, inputs)
+    assert found.weight_codes.differing == found.quantizer_codes.differing == 0
+    assert found.by_quantizer["ours"].differing > 0
+    with pytest.raises(RuntimeError, match="layers compute other codes in onnxruntime .*; worst at 'ours'"):
+        found.check()
+
+
+@pytest.mark.parametrize("name", ["first.weight_quantizer", "head.input_quantizer"])
+def test_a_quantizer_without_a_node_is_missing(tmp_path, name: str) -> None:
+    converted, proto, inputs = exported(tmp_path)
+    for node in proto.graph.node:
+        node.name = node.name.replace(name, "")
+    with pytest.raises(RuntimeError, match=f"no QuantizeLinear for: {name}"):
+        verify_onnx(converted, proto, inputs).check()
+
+
+def test_hooks_are_gone_afterwards(tmp_path) -> None:
+    converted, proto, inputs = exported(tmp_path)
+    verify_onnx(converted, proto, inputs)
+    assert not any(module._forward_hooks for module in converted.modules())
