@@ -14,8 +14,10 @@ from qtoolkit.frozen import Grid
 from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
 from qtoolkit.graph.kinds import object_type_of
 from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.module_rules import PLAN
 from qtoolkit.graph.patterns import FusePatterns
-from qtoolkit.graph.plan import Plan, Tracing, plan_of
+from qtoolkit.graph.plan import Plan, Tracing
+from qtoolkit.graph.records import plan_of
 from qtoolkit.graph.swap import QatModules, name_of
 from qtoolkit.graph.transaction import copy_of, random_state_kept, unchanged_on_error
 from qtoolkit.names import check_known
@@ -195,7 +197,8 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
 def _check_not_replaced(model: nn.Module) -> None:
     for name, module in model.named_modules():
         quantizers = (getattr(module, attribute, None) for attribute in ("input_quantizer", "output_quantizer"))
-        if plan_of(module) is not None or (isinstance(module, QuantModule) and any(q is not None for q in quantizers)):
+        replaced = PLAN in vars(module) or (isinstance(module, QuantModule) and any(q is not None for q in quantizers))
+        if replaced:
             raise ValueError(
                 f"prepare: {f'submodule {name!r}' if name else 'the model'} was quantized by module replacement already "
                 f"(qtoolkit.quant_modules), so that tensors would be quantized twice; prepare the float model."

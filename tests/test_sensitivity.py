@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.graph.lint import lint
+from qtoolkit.quant_modules import replace
 from tests import reference
 from tests.nets import ConvNet, Residual, Shared, trained
+from tests.replaced import Branches, Loops, calibrated, of_loops, ways
 
 W2 = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=2, axis=0))
 
@@ -227,6 +229,51 @@ def test_the_mapping_leaves_exactly_the_worst_in_float(three, train: bool) -> No
     assert not [finding for finding in lint(again) if finding.where in worst]
     assert base == qt.QConfigMapping().set_global(W2)
     assert result.to_qconfig_mapping(keep_float=0) == qt.QConfigMapping()
+
+
+@pytest.mark.parametrize("mode", ["one", "all_but_one"])
+def test_a_replaced_models_scores_are_those_computed_by_hand(mode: str) -> None:
+    model, x = Three().eval(), torch.randn(32, 8)
+    replaced = calibrated(model, [x], qconfig_mapping=qt.QConfigMapping().set_module_name("b", W2))
+    result = qt.debug.sensitivity(replaced, error_of(model, x), mode=mode, higher_is_better=False, progress=False)
+    on = {name: name if mode == "one" else "abc".replace(name, "") for name in "abc"}
+    expected = {name: by_hand(model, x, on[name]) for name in "abc"}
+    assert {row.name: row.score for row in result.rows} == pytest.approx(expected, rel=1e-5)
+    again = replace(model, result.to_qconfig_mapping(keep_float=1))
+    lines = {line.name: (line.status, line.reason) for line in qt.quantization_report(again).layers}
+    assert lines.pop(result.rows[0].name) == ("float", "float: the qconfig_mapping says so")
+    assert {status for status, _ in lines.values()} == {"quantized"}
+    assert qt.prepare(model, x[:1], qconfig_mapping=result.to_qconfig_mapping(keep_float=1)).plan is not None
+
+
+def test_by_type_of_a_replaced_model() -> None:
+    far, near = ways()
+    replaced = calibrated(Branches().eval(), [far, near])
+    by_type = states_of(replaced, "one", by="type")
+    conv = "torch.nn.modules.conv:Conv2d"
+    parts = ("weight_quantizer", "input_quantizer")
+    assert by_type[conv] == {f"{name}.{part}" for name in ("model", "near") for part in parts}
+    result = qt.debug.sensitivity(replaced, lambda m: 1.0, by="type", progress=False)
+    kinds = {row.name: row.kind for row in result.rows}
+    assert kinds == {
+        conv: "conv",
+        "torch.nn.modules.conv:ConvTranspose2d": "conv_transpose",
+        "torch.nn.modules.linear:Linear": "linear",
+    }
+    mapping = result.to_qconfig_mapping(keep_float=1)  # Conv2d, by its name
+    left = {line.name for line in qt.quantization_report(replace(Branches(), mapping)).left_float}
+    assert left == {"model", "near", "bn"}
+
+
+def test_quantizers_that_a_module_calls_itself_have_no_row() -> None:
+    """No config reaches them; they are on with all, and off with each alone."""
+    replaced = calibrated(Loops(), [of_loops()])
+    assert set(states_of(replaced, "one")) == {"first", "head"}
+    assert all("ours" in on for on in states_of(replaced, "all_but_one").values())
+    own = nn.Sequential(qt.TensorQuantizer(qt.QuantSpec()))
+    qt.calibrate(own, [torch.ones(2)], progress=False)
+    with pytest.raises(ValueError, match="no layer in it is quantized by a config"):
+        qt.debug.sensitivity(own, lambda m: 1.0, progress=False)
 
 
 def of_drops(*drops: float) -> qt.debug.Sensitivity:

@@ -131,7 +131,7 @@ def sensitivity(
 
     The model is in eval mode when `evaluate` gets it, and its ranges stay as they are; afterwards it is as it was. A layer's
     quantizers are those of its weights, of its inputs, and between its own ops. Quantizers that a module of yours calls in
-    its own forward are no layer's: no config reaches them, so they have no row.
+    its own forward, and those of a part that was prepared by itself, have no row: no config for this model reaches them.
 
     Args:
         model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, calibrated.
@@ -170,6 +170,11 @@ def sensitivity(
     check_known("mode", mode, ("one", "all_but_one"))
     _check(model)
     every = _units(model, by)
+    if not every:
+        raise ValueError(
+            "sensitivity: no layer in it is quantized by a config, only by quantizers that modules call themselves: compare "
+            "scores with and without qtoolkit.disable_quantization."
+        )
     for name in names or ():
         check_known(by, name, [unit.name for unit in every])
     units = [unit for unit in every if names is None or unit.name in names]

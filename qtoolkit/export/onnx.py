@@ -17,7 +17,8 @@ from qtoolkit.backends import backends
 from qtoolkit.files import write_whole
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.plan import Plan, plan_of
+from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.records import plan_of
 from qtoolkit.modes import evaluating
 from qtoolkit.names import check_known
 from qtoolkit.prepare import check_quantized, convert

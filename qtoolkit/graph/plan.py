@@ -11,8 +11,6 @@ from qtoolkit.config import QuantSpec
 
 Status = Literal["quantized", "fused", "transparent", "float"]
 
-RECORD = "_qtoolkit_plan"  # the attribute of a replaced model that holds its plan
-
 
 @dataclass(frozen=True)
 class Edge:
@@ -72,9 +70,3 @@ class Plan:
     edges: tuple[Edge, ...] = ()
     inside: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
     tracing: Tracing = Tracing()
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """Return what module replacement decided on a model; None where it was not asked to."""
-    plan = getattr(model, RECORD, None)
-    return plan if isinstance(plan, Plan) else None

@@ -1,6 +1,6 @@
 """What a report consists of: a line for each layer or op, and one for each quantized tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -36,6 +36,11 @@ class LayerLine:
     reason: str
     quantizers: tuple[str, ...] = ()
 
+    def within(self, name: str) -> "LayerLine":
+        """Return the line as a model has it that holds this one under a name, and whose config decides on none of it."""
+        inputs = tuple(f"{name}.{quantizer}" for quantizer in self.inputs)
+        return replace(self, name=f"{name}.{self.name}", inputs=inputs, quantizers=())
+
 
 @dataclass(frozen=True)
 class TensorLine:
@@ -50,6 +55,11 @@ class TensorLine:
     consumers: tuple[str, ...]
     spec: str
     shares_scale_with: tuple[str, ...] = ()
+
+    def within(self, name: str) -> "TensorLine":
+        """Return the line as a model has it that holds this one under a name."""
+        consumers, others = (tuple(f"{name}.{op}" for op in ops) for ops in (self.consumers, self.shares_scale_with))
+        return TensorLine(f"{name}.{self.quantizer}", f"{name}.{self.source}", consumers, self.spec, others)
 
 
 @dataclass(frozen=True)

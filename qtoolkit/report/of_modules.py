@@ -1,11 +1,14 @@
 """The report of a model without a graph: replaced by `qtoolkit.quant_modules`, or with quantizers of its user's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
 from qtoolkit.graph.kinds import kind_of_module
-from qtoolkit.graph.plan import Plan, Status, plan_of
+from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.module_rules import statuses_in
+from qtoolkit.graph.plan import Status
+from qtoolkit.graph.records import plan_of
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.module import Quantizer
 from qtoolkit.quantizer import is_legacy_quantizer
@@ -18,38 +21,55 @@ from qtoolkit.report.lines import (
     spec_of,
     weight_of,
 )
+from qtoolkit.report.of_graph import report_of_graph
 
 # Quantizers of what a module gives: `quant_modules.replace(quantize="outputs")` puts them there.
 OUTPUTS = ("output_quantizer", "activation_post_process")
 
 
 def report_of_modules(model: nn.Module) -> QuantizationReport:
-    """Return the report of a model without a graph.
+    """Return the report of a model without a graph; of a part that was prepared by itself, what its graph tells.
 
     Raises:
         TypeError: It was not replaced, and has no quantizer.
     """
-    plan = plan_of(model)
-    if plan is None and not any(isinstance(module, QuantModule) or _owns(module) for module in model.modules()):
+    if plan_of(model) is None and not any(
+        isinstance(module, QuantModule) or _owns(module) for module in model.modules()
+    ):
         raise TypeError(
             f"quantization_report: model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert "
             f"returned, got a {type(model).__name__} without quantizers."
         )
+    recorded = statuses_in(model)
     names = {module: name for name, module in model.named_modules()}
-    found = dict(_layers_in(model))
-    layers = [_line(name, module, plan, names) for name, module in found.items()]
-    return QuantizationReport(tuple(layers), tuple(_tensor_lines(found, names)))
+    found = dict(_layers_in(model, recorded))
+    layers = []
+    for name, module in found.items():
+        status = recorded.get(name) or _status(module)
+        layers.append(_line(name, module, status, name in recorded, names))
+    tensors = list(_tensor_lines(found, names))
+    for part, name in names.items():
+        if isinstance(part, QuantizedGraphModule):
+            inside = report_of_graph(part)
+            layers += [line.within(name) for line in inside.layers]
+            tensors += [line.within(name) for line in inside.tensors]
+    return QuantizationReport(tuple(layers), tuple(tensors))
 
 
-def _layers_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _layers_in(model: nn.Module, recorded: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     """Return what has a line, each by its first name: layers, and modules that call quantizers of their own."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, (QuantModule, *QUANTIZERS)):
+        if isinstance(module, (QuantModule, QuantizedGraphModule, *QUANTIZERS)):
             inside.update(part for part in module.modules() if part is not module)
-        is_layer = isinstance(module, QuantModule) or not any(True for _ in module.children()) or _owns(module)
-        if is_layer and module not in inside and not isinstance(module, QUANTIZERS):
+        apart = module in inside or isinstance(module, (QuantizedGraphModule, *QUANTIZERS))
+        if not apart and (name in recorded or _is_layer(module)):
             yield name, module
+
+
+def _is_layer(module: nn.Module) -> bool:
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf or isinstance(module, QuantModule) or type(module) in REPLACED_MODULES or _owns(module)
 
 
 def _owns(module: nn.Module) -> bool:
@@ -80,16 +100,16 @@ def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:
     return module.weight_quantizers() if isinstance(module, QuantModule) else {}
 
 
-def _line(name: str, module: nn.Module, plan: Plan | None, names: Mapping[nn.Module, str]) -> LayerLine:
-    recorded = None if plan is None else plan.inside.get(name)
-    status, reason = recorded or _status(module, plan is not None)
+def _line(
+    name: str, module: nn.Module, status: tuple[Status, str], recorded: bool, names: Mapping[nn.Module, str]
+) -> LayerLine:
     quantizers = {path: names[quantizer] for path, quantizer in _quantizers_of(module).items()}
     inputs = tuple(dict.fromkeys(full for path, full in quantizers.items() if path not in _weights_in(module)))
     decided = quantizers.values() if recorded or isinstance(module, QuantModule) else ()
-    return LayerLine(name, kind_of_module(module), weight_of(module), inputs, status, reason, tuple(decided))
+    return LayerLine(name, kind_of_module(module), weight_of(module), inputs, *status, tuple(decided))
 
 
-def _status(module: nn.Module, replaced: bool) -> tuple[Status, str]:
+def _status(module: nn.Module) -> tuple[Status, str]:
     """Return the status of a module of which there is no record."""
     kind = type(module).__name__
     if _is_legacy(module):
@@ -100,8 +120,7 @@ def _status(module: nn.Module, replaced: bool) -> tuple[Status, str]:
         by = "module replacement" if isinstance(module, QuantModule) else f"quantizers that {kind} calls itself"
         return "quantized", f"by {by}"
     if type(module) in REPLACED_MODULES or isinstance(module, QuantModule):
-        when = "added after the model was replaced" if replaced else "built while replacement was off, or ignored"
-        return "float", f"float: {when}"
+        return "float", "float: built while replacement was off, or ignored, or put in since"
     bases = [base.__name__ for base in REPLACED_MODULES if isinstance(module, base)]
     if bases:
         return "float", f"float: {kind} is a subclass of {bases[0]}, whose forward may compute anything"

@@ -1,0 +1,182 @@
+"""quantization_report of models without a graph: every line, and why."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.quant_modules import replace
+from tests import nets
+from tests.replaced import Branches, Loops, calibrated, of_loops, ways
+
+INT8, PER_CHANNEL = "int8", "int8 per-channel(0)"
+
+
+def lines_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return of each layer its kind, weight, inputs, status and reason."""
+    report = qt.quantization_report(model)
+    names = [line.name for line in report.layers]
+    assert len(set(names)) == len(names)
+    return {x.name: (x.kind, x.weight, *x.inputs, x.status, x.reason) for x in report.layers}
+
+
+class Odd(nn.Linear):
+    """A subclass."""
+
+
+class Zoo(nn.Module):
+    """A layer for each reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 4, 2)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.odd, self.pool, self.bn = Odd(4, 4), nn.MaxPool2d(2), nn.BatchNorm2d(4)
+        self.attn, self.named = nn.MultiheadAttention(4, 2), nn.Linear(4, 4)
+        self.ours = nn.ModuleList([qt.TensorQuantizer(qt.QuantSpec(bits=4))])
+
+
+def test_a_line_for_each_layer_with_the_reason() -> None:
+    mapping = qt.QConfigMapping().set_module_name("named", None)
+    replaced = replace(Zoo(), mapping, ignore=["body.*", "up"])
+    lines = lines_of(replaced)
+    assert lines["conv"] == ("conv", PER_CHANNEL, "conv.input_quantizer", "quantized", "by module replacement")
+    inner = [f"attn.{name}" for name in ("query", "key", "value", "softmax", "out_proj_input", "input")]
+    kind, weight, *rest = lines["attn"]
+    assert (kind, weight, rest[-2:]) == ("attention", PER_CHANNEL, ["quantized", "by module replacement"])
+    assert sorted(rest[:-2]) == sorted(f"{name}_quantizer" for name in inner)
+    reasons = {name: line[-1] for name, line in lines.items() if line[-2] == "float"}
+    assert reasons == {
+        "up": "float: ignored by 'up'",
+        "body.0": "float: ignored by 'body.*'",
+        "body.1": "float: ignored by 'body.*'",
+        "body.2": "float: ignored by 'body.*'",
+        "odd": "float: Odd is a subclass of Linear, which may compute anything; name its QAT type in custom",
+        "pool": "float: a max_pool, which only moves values",
+        "bn": "float: no chain of qtoolkit.fuse_modules says which layer it follows",
+        "named": "float: the qconfig_mapping says so",
+    }
+    assert lines["body.0"][0] == "linear"
+    assert lines[""] == ("other", "", "ours.0", "quantized", "by quantizers that Zoo calls itself")
+    report = qt.quantization_report(replaced)
+    assert {line.name for line in report.quantized} == {"", "conv", "attn"}
+    assert len(report.left_float) == len(reasons)
+
+
+def test_quantizers_are_those_that_a_config_decides_on() -> None:
+    lines = {line.name: line.quantizers for line in qt.quantization_report(replace(Zoo())).layers}
+    assert lines["conv"] == ("conv.weight_quantizer", "conv.input_quantizer")
+    assert len(lines["attn"]) == 8
+    assert lines[""] == lines["odd"] == ()
+
+
+def test_tensors_have_names_of_their_own_and_those_that_take_them() -> None:
+    replaced = replace(Loops())
+    tensors = {line.quantizer: line for line in qt.quantization_report(replaced).tensors}
+    assert set(tensors) == {"ours", "first.input_quantizer", "head.input_quantizer"}
+    line = tensors["first.input_quantizer"]
+    assert (line.source, line.consumers, line.spec, line.shares_scale_with) == ("first.input", ("first",), INT8, ())
+    assert (tensors["ours"].source, tensors["ours"].spec) == ("ours", "int4")
+
+
+def test_a_quantizer_of_several_layers_has_a_line_for_each() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    replaced = replace(model)
+    replaced[2].input_quantizer = replaced[0].input_quantizer
+    report = qt.quantization_report(replaced)
+    shared = [line for line in report.tensors if line.quantizer == "0.input_quantizer"]
+    assert [(x.source, x.consumers, x.shares_scale_with) for x in shared] == [
+        ("0.input", ("0",), ("2.input",)),
+        ("2.input", ("2",), ("0.input",)),
+    ]
+    assert report.layers[2].inputs == ("0.input_quantizer",)
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_converted_models_have_the_same_report(backend: str) -> None:
+    replaced = calibrated(Branches().eval(), list(ways()), backend=backend)
+    assert str(qt.quantization_report(qt.convert(replaced))) == str(qt.quantization_report(replaced))
+    head = str(qt.quantization_report(replaced)).splitlines()[0]
+    assert head == "5 ops quantized, 1 left in float, 5 tensors"
+
+
+def test_without_a_record_layers_say_what_can_be_seen() -> None:
+    layer = qt.nn.QuantLinear(4, 4, weight_spec=qt.QuantSpec(axis=0))
+    layer.input_quantizer = qt.TensorQuantizer(qt.QuantSpec(signed=False))
+    model = nn.Sequential(layer, nn.Linear(4, 4), Odd(4, 4), nn.Tanh(), qt.nn.QuantLinear(4, 4))
+    off = "float: built while replacement was off, or ignored, or put in since"
+    assert lines_of(model) == {
+        "0": ("linear", PER_CHANNEL, "0.input_quantizer", "quantized", "by module replacement"),
+        "1": ("linear", "", "float", off),
+        "2": ("other", "", "float", "float: Odd is a subclass of Linear, whose forward may compute anything"),
+        "3": ("tanh", "", "float", "float: no QAT module for Tanh"),
+        "4": ("linear", "", "float", off),
+    }
+
+
+def test_layers_put_in_since_have_lines() -> None:
+    replaced = replace(nn.Sequential(nn.Linear(2, 2)))
+    replaced.append(nn.Linear(2, 2))
+    assert lines_of(replaced)["1"][-1] == "float: built while replacement was off, or ignored, or put in since"
+    del replaced[0]
+    assert set(lines_of(replaced)) == {"0"}
+
+
+def test_a_replaced_part_of_a_model_keeps_its_record() -> None:
+    model = nn.Sequential(replace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ignore="1"), nn.Linear(2, 2))
+    reasons = {name: line[-1] for name, line in lines_of(model).items()}
+    assert reasons == {
+        "0.0": "by module replacement",
+        "0.1": "float: ignored by '1'",
+        "1": "float: built while replacement was off, or ignored, or put in since",
+    }
+
+
+def test_a_prepared_part_of_a_model_is_reported_by_its_graph() -> None:
+    x = torch.rand(2, 3, 8, 8)
+    model = nn.Sequential(qt.prepare(nets.ConvNet().eval(), x), nn.Linear(5, 2))
+    replaced = replace(model)
+    own = qt.quantization_report(model[0])
+    report = qt.quantization_report(replaced)
+    assert [line.name for line in report.layers] == ["1", *(f"0.{line.name}" for line in own.layers)]
+    quantizers = {line.quantizer for line in report.tensors}
+    assert quantizers == {"1.input_quantizer", *(f"0.{line.quantizer}" for line in own.tensors)}
+    assert quantizers <= set(qt.quantizers_of(replaced))
+
+
+def test_quantizers_of_pytorch_quantization_are_no_silent_float() -> None:
+    kind = type("TensorQuantizer", (nn.Identity,), {"__module__": "qtoolkit.compat.pytorch_quantization.nn.modules"})
+    model = nn.Sequential(qt.nn.QuantLinear(2, 2), nn.Linear(2, 2))
+    model[0]._input_quantizer = kind()
+    assert lines_of(model)["0"][-2:] == ("quantized", "by the quantizers of qtoolkit.compat.pytorch_quantization")
+
+
+def test_models_with_nothing_of_it_are_refused() -> None:
+    words = "quantization_report: model must be what .* returned, got a Linear without quantizers"
+    with pytest.raises(TypeError, match=words):
+        qt.quantization_report(nn.Linear(2, 2))
+    report = qt.quantization_report(replace(nn.Sequential(nn.Tanh())))  # asked for, and nothing was found
+    assert [(line.name, line.status) for line in report.layers] == [("0", "float")]
+
+
+def test_the_table_names_every_layer() -> None:
+    inputs = of_loops()
+    text = str(qt.quantization_report(calibrated(Loops(), [inputs])))
+    assert "3 ops quantized, 0 left in float, 3 tensors" in text
+    for word in ("first.input_quantizer", PER_CHANNEL, "by quantizers that Loops calls itself"):
+        assert word in text
+
+
+def test_prepared_models_name_the_quantizers_of_each_op() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.weight = nn.Conv2d(3, 4, 1), nn.Parameter(torch.rand(4, 4, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.conv2d(self.conv(x), self.weight)
+
+    report = qt.quantization_report(qt.prepare(Net().eval()))
+    found = {line.name: line.quantizers for line in report.layers}
+    assert found["conv"] == ("conv.weight_quantizer", "activation_quantizers.x")
+    assert found["conv2d"] == ("weight_quantizers.conv2d", "activation_quantizers.conv")
