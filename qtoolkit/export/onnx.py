@@ -264,6 +264,7 @@ def _export_torchscript(request: _Request) -> Any:
     with _temporary_file() as path, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that the exporter is the older one is the caller's choice
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+        warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that it does without
         torch.onnx.export(
             _Plain(request.model).eval(),
             request.inputs,
