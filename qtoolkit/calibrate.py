@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 from tqdm import tqdm
 
+from qtoolkit.eager import check_links
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizer import TensorQuantizer, quantizers_of, refuse_legacy_quantizers
@@ -51,7 +52,7 @@ def calibrate(
     torch.distributed is initialized, all ranks end with the ranges of all data (moving averages with their mean).
 
     Args:
-        prepared: A model with quantizers.
+        prepared: A model with quantizers, prepared, replaced or the user's own.
         batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
             mapping, else model(batch).
         max_batches: Stop after so many.
@@ -63,7 +64,8 @@ def calibrate(
         The ranges, and the quantizers that no data came to.
 
     Raises:
-        ValueError: There is no quantizer, no batch, or a quantizer met NaN or infinities. Ranges are then as before.
+        ValueError: There is no quantizer, no batch, or a quantizer met NaN or infinities; or a batch norm that a layer was
+            fused with is no longer in the model. Ranges are then as before.
         TypeError: `batches` is not iterable.
 
     Example:
@@ -85,6 +87,7 @@ def calibrate(
         )
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
+    check_links(prepared)
     for quantizer in quantizers.values():
         quantizer.observer.reset()
     run = forward or _forward

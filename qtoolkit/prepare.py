@@ -10,6 +10,7 @@ from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
+from qtoolkit.eager import check_links
 from qtoolkit.frozen import Grid
 from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
 from qtoolkit.graph.kinds import object_type_of
@@ -140,6 +141,7 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
     """
     check_known("arithmetic", arithmetic, ("float",))
     check_quantized(prepared, "convert")
+    check_links(prepared)
     return fold.run(copy.deepcopy(prepared))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.eager import fuse_modules
 from qtoolkit.export import verify_onnx
 from qtoolkit.quant_modules import replace
 from tests import nets, reference
@@ -360,3 +361,182 @@ def test_hooks_are_gone_afterwards(tmp_path) -> None:
     converted, proto, inputs = exported(tmp_path)
     verify_onnx(converted, proto, inputs)
     assert not any(module._forward_hooks for module in converted.modules())
+
+
+# ---- fused chains
+
+
+class Chain(nn.Module):
+    """Convolutions with batch norms, linear layers, and an activation as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU()
+        self.up, self.norm = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2), nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.up(self.relu(self.bn(self.conv(x)))))
+        return self.fc(y.mean((2, 3)))
+
+
+CHAINS = [["conv", "bn", "relu"], ["up", "norm"]]
+IMAGES = (8, 3, 6, 6)
+
+
+def trained_chain(**options: Any) -> tuple[nn.Module, Tensor]:
+    """Return a fused, replaced and calibrated model in training mode, after some steps of training."""
+    model = nets.trained(Chain(), *IMAGES)
+    replaced = replace(fuse_modules(model.train(), CHAINS), **options)
+    x = torch.randn(*IMAGES)
+    qt.calibrate(replaced, [x], progress=False)
+    optimizer = torch.optim.SGD(replaced.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        replaced(x).square().sum().backward()
+        optimizer.step()
+    qt.calibrate(replaced, [x], progress=False)
+    return replaced, x
+
+
+@pytest.mark.parametrize("quantize", ["inputs", "outputs"])
+def test_batch_norms_of_chains_are_folded(tmp_path, quantize: str) -> None:
+    replaced, x = trained_chain(quantize=quantize)
+    norms = [(replaced.get_submodule(conv), replaced.get_submodule(bn)) for conv, bn, *_ in CHAINS]
+    folded = []
+    for conv, bn in norms:  # by the formula
+        factor = (bn.weight / torch.sqrt(bn.running_var + bn.eps)).detach()
+        bias = 0 if conv.bias is None else conv.bias.detach()
+        folded.append((factor, (bias - bn.running_mean) * factor + bn.bias.detach()))
+    before = [conv.weight.detach().clone() for conv, _ in norms]
+    converted = qt.convert(replaced)
+    assert torch.equal(converted(x), replaced.eval()(x))
+    assert (type(converted.bn), type(converted.norm)) == (nn.Identity, nn.Identity)
+    assert not any(key.startswith(("bn.", "norm.")) for key in converted.state_dict() if "quantizer" not in key)
+    weight = before[0] * folded[0][0].reshape(-1, 1, 1, 1)
+    torch.testing.assert_close(converted.conv.weight, weight, rtol=1e-6, atol=1e-7)
+    up = before[1].reshape(2, 3, 2, 2, 2) * folded[1][0].reshape(2, 1, 2, 1, 1)
+    torch.testing.assert_close(converted.up.weight, up.reshape(6, 2, 2, 2), rtol=1e-6, atol=1e-7)
+    for layer, (_, bias) in zip((converted.conv, converted.up), folded, strict=True):
+        torch.testing.assert_close(layer.bias, bias, rtol=1e-5, atol=1e-6)
+    for exporter in EXPORTERS:
+        codes = qt.export_onnx(replaced, x, tmp_path / "m.onnx", exporter=exporter).verification
+        assert codes.weight_codes.compared == 6 * 27 + 6 * 2 * 4 + 12
+        assert (codes.weight_codes.differing, codes.quantizer_codes.differing) == (0, 0)
+        assert (codes.missing, codes.unreached) == ((), ())
+        assert "BatchNormalization" not in {node.op_type for node in onnx.load(str(tmp_path / "m.onnx")).graph.node}
+
+
+def test_outputs_stay_quantized_once_converted() -> None:
+    """The quantizer of a chain's output hangs on its last module, here a batch norm that is folded."""
+    replaced, x = trained_chain(quantize="outputs")
+    converted = qt.convert(replaced)
+    seen = []
+    converted.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    converted(x)
+    grid = converted.norm.output_quantizer
+    assert isinstance(grid, qt.Grid)
+    assert torch.equal(seen[0], grid(seen[0]))
+    assert len(seen[0].unique()) <= 256
+
+
+def test_a_batch_norm_that_was_put_in_since_is_noticed() -> None:
+    replaced, x = trained_chain()
+    replaced.bn = nn.BatchNorm2d(6)
+    for call in (qt.convert, lambda model: qt.calibrate(model, [x], progress=False)):
+        with pytest.raises(
+            ValueError, match="the batch norm 'bn' that layer 'conv' has taken over is not in the model"
+        ):
+            call(replaced)
+
+
+def test_sensitivity_takes_a_chain_as_one() -> None:
+    replaced, _ = trained_chain(quantize="outputs")
+    result = qt.debug.sensitivity(replaced, lambda m: 1.0, progress=False)
+    assert [row.name for row in result.rows] == ["conv", "fc", "up"]
+    lines = {line.name: line for line in qt.quantization_report(replaced).layers}
+    assert lines["conv"].quantizers == ("conv.weight_quantizer", "relu.output_quantizer")
+    assert lines["relu"].quantizers == lines["bn"].quantizers == ()
+    model = fuse_modules(Chain(), CHAINS)
+    again = replace(model, result.to_qconfig_mapping(keep_float=1), quantize="outputs")
+    assert not [name for name in qt.quantizers_of(again) if name.startswith(("conv", "bn", "relu"))]
+
+
+def test_a_chain_in_eval_mode_is_folded_before(tmp_path) -> None:
+    model = nets.trained(Chain(), *IMAGES).eval()
+    x = torch.randn(*IMAGES)
+    replaced = calibrated(fuse_modules(model, CHAINS), [x])
+    with qt.disable_quantization(replaced):
+        torch.testing.assert_close(replaced(x), model(x), rtol=1e-5, atol=1e-5)
+    codes = qt.export_onnx(replaced, x, tmp_path / "m.onnx").verification
+    assert (codes.weight_codes.differing, codes.quantizer_codes.differing, codes.missing) == (0, 0, ())
+
+
+# ---- every kind of layer
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and its cell in a loop, in both directions and two layers."""
+
+    def __init__(self, kind: type[nn.Module], cell: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.cell = kind(4, 5, 2, bidirectional=True, batch_first=True), cell(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in self.layer(x)[0].unbind(1):
+            state = self.cell(step, state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+class Encodes(nn.Module):
+    """An embedding and torch's own transformer layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.table, self.encoder = nn.Embedding(10, 8), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.table(x))
+
+
+class Merges(nn.Module):
+    """Pools, and ops as modules; a layer of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.average = nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2)
+        self.conv, self.token = nn.Conv2d(3, 4, 1), nn.Parameter(torch.randn(1, 4, 2, 2))
+        self.of_token = nn.Conv2d(4, 8, 1)
+        self.add, self.cat, self.matmul = qt.nn.Add(), qt.nn.Cat(1), qt.nn.MatMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(self.pool(x))
+        y = self.add(y, y.flip(0))
+        return self.matmul(self.average(self.cat([y, y * 2])), self.of_token(self.token))
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (lambda: Recurrent(nn.LSTM, nn.LSTMCell), torch.rand(2, 3, 4)),
+        (lambda: Recurrent(nn.GRU, nn.GRUCell), torch.rand(2, 3, 4)),
+        (Encodes, torch.arange(10).reshape(2, 5)),
+        (Merges, torch.rand(2, 3, 8, 8)),
+    ],
+    ids=["lstm", "gru", "transformer", "merges"],
+)
+def test_every_kind_of_layer_converts_and_exports(tmp_path, exporter: str, model: Any, x: Tensor) -> None:
+    replaced = calibrated(model().eval(), [x])
+    converted = qt.convert(replaced)
+    assert torch.equal(converted(x), replaced(x))
+    codes = qt.export_onnx(converted, x, tmp_path / "m.onnx", exporter=exporter).verification
+    assert codes.weight_codes.compared > 0
+    assert codes.quantizer_codes.compared > 0
+    assert (codes.weight_codes.differing, codes.quantizer_codes.differing) == (0, 0)
+    assert (codes.missing, codes.unreached) == ((), ())
+    grids = {name for name, module in converted.named_modules() if isinstance(module, qt.Grid)}
+    weights = {name for name in grids if "weight" in name}
+    assert set(codes.by_quantizer) == grids - weights

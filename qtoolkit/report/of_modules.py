@@ -1,9 +1,12 @@
 """The report of a model without a graph: replaced by `qtoolkit.quant_modules`, or with quantizers of its user's."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
+from qtoolkit.graph.chain_rules import chains_of
 from qtoolkit.graph.kinds import kind_of_module
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.module_rules import statuses_in
@@ -47,6 +50,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
     for name, module in found.items():
         status = recorded.get(name) or _status(module)
         layers.append(_line(name, module, status, name in recorded, names))
+    layers = _joined(layers, chains_of(model))
     tensors = list(_tensor_lines(found, names))
     for part, name in names.items():
         if isinstance(part, QuantizedGraphModule):
@@ -54,6 +58,15 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
             layers += [line.within(name) for line in inside.layers]
             tensors += [line.within(name) for line in inside.tensors]
     return QuantizationReport(tuple(layers), tuple(tensors))
+
+
+def _joined(layers: Sequence[LayerLine], chains: Sequence[tuple[str, ...]]) -> list[LayerLine]:
+    """Return the lines with a chain's quantizers at its first layer, whose config decides on the output of its last, too."""
+    heads = {name: chain[0] for chain in chains for name in chain[1:]}
+    given: dict[str, tuple[str, ...]] = defaultdict(tuple)
+    for line in layers:
+        given[heads.get(line.name, line.name)] += line.quantizers
+    return [replace(line, quantizers=() if line.name in heads else given[line.name]) for line in layers]
 
 
 def _layers_in(model: nn.Module, recorded: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
