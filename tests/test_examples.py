@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
@@ -122,3 +123,37 @@ def test_cifar10_resnet20_codes_and_accuracy(tmp_path, monkeypatch) -> None:
     assert codes.quantizer_codes.differing == 0
     assert codes.layer_codes.share < 1e-5
     assert codes.layer_codes.steps <= 1
+
+
+@needs_data
+@pytest.mark.data
+def test_auto_replace_on_a_model_with_and_one_without_a_graph(tmp_path, monkeypatch) -> None:
+    """Two ways of choosing ranges of the four, and fewer images than the example itself takes."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = import_module("auto_replace")
+    monkeypatch.setattr(example, "METHODS", ("max", "entropy"))
+    images = example.load(DATA, 200)
+    torch.manual_seed(0)
+    models = {"ResNet20": example.load_model(DATA), "EarlyExit": example.load_early_exit(DATA)}
+    with pytest.raises(qt.UntraceableError, match="sure.all"):
+        qt.prepare(models["EarlyExit"])
+    for name, model in models.items():
+        result = example.run(model, images, tmp_path, training=256, for_sensitivity=32)
+        assert set(result.methods) == {"max", "entropy"}
+        assert min(result.methods.values()) >= result.float_accuracy - 1.001
+        assert len(result.sensitivity.rows) == (20 if name == "ResNet20" else 21)
+        assert result.sensitivity.float_score < 1e-9  # batch norms are folded, which rounds
+        worst = result.sensitivity.rows[0].name
+        ways = [""] if name == "ResNet20" else ["_late", "_early"]
+        assert list(result.exports) == [f"{step}{way}" for step in ("ptq", "qat") for way in ways]
+        for step, export in result.exports.items():
+            codes = export.verification
+            assert (codes.weight_codes.differing, codes.quantizer_codes.differing, codes.missing) == (0, 0, ())
+            assert codes.quantizer_codes.compared > 1_000_000
+            assert not any(worst in name for name in codes.by_quantizer)
+            unreached = {name.partition(".")[0] for name in codes.unreached}
+            assert unreached == ({"layer3", "linear"} - {worst} if "early" in step else set())
+            assert abs(result.accuracies[step] - result.runtime[step]) <= 0.101
+            assert export.path == tmp_path / f"{name}_{step}.onnx"
+        for step in ("ptq", "qat"):
+            assert result.accuracies[f"{step}{ways[0]}"] >= result.float_accuracy - 1.001
