@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.quant_modules import replace
 
 
 class Branches(nn.Module):
@@ -57,6 +56,6 @@ def of_loops() -> tuple[Tensor, Tensor]:
 
 def calibrated(model: nn.Module, batches: list[Any], **options: Any) -> nn.Module:
     """Return a model replaced and calibrated."""
-    replaced = replace(model, **options)
+    replaced = qt.quant_modules.replace(model, **options)
     qt.calibrate(replaced, batches, progress=False)
     return replaced

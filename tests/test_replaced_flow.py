@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.eager import fuse_modules
 from qtoolkit.export import verify_onnx
-from qtoolkit.quant_modules import replace
 from tests import nets, reference
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
 
@@ -98,7 +96,7 @@ def test_copies_and_pickles_of_converted_models_compute_the_same(tmp_path) -> No
 
 def test_a_part_that_no_data_reached_is_named() -> None:
     far, _ = ways()
-    replaced = replace(Branches().eval())
+    replaced = qt.quant_modules.replace(Branches().eval())
     report = qt.calibrate(replaced, [far], progress=False)
     assert set(report.unreached) == {"near.input_quantizer", "near.weight_quantizer"}
     with pytest.raises(RuntimeError, match="quantizer 'near.input_quantizer' saw no data"):
@@ -133,7 +131,7 @@ def test_a_prepared_part_of_a_model_is_converted_by_its_graph(tmp_path) -> None:
 
     x = torch.randn(4, 3, 8, 8)
     model = Detector(qt.prepare(nets.trained(nets.ConvNet(), *x.shape), x))  # in training mode: batch norms are linked
-    replaced = replace(model.train(), inplace=True)
+    replaced = qt.quant_modules.replace(model.train(), inplace=True)
     qt.calibrate(replaced, [x], progress=False)
     converted = qt.convert(replaced)
     torch.testing.assert_close(converted(x), replaced.eval()(x), rtol=1e-5, atol=1e-5)
@@ -176,9 +174,9 @@ def test_models_without_quantizers_are_refused(tmp_path) -> None:
 
 def test_prepare_does_not_quantize_a_replaced_model_again() -> None:
     with pytest.raises(ValueError, match="prepare: the model was quantized by module replacement already"):
-        qt.prepare(replace(nn.Sequential(nn.Linear(2, 2))))
+        qt.prepare(qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2))))
     with pytest.raises(ValueError, match="prepare: submodule '1' was quantized by module replacement already"):
-        qt.prepare(nn.Sequential(nn.ReLU(), replace(nn.Sequential(nn.Linear(2, 2)))))
+        qt.prepare(nn.Sequential(nn.ReLU(), qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)))))
     layer = qt.nn.QuantLinear(2, 2, weight_spec=qt.QuantSpec(axis=0))
     assert isinstance(qt.prepare(nn.Sequential(layer)), nn.Module)  # without a quantizer of its input
     layer.input_quantizer = qt.TensorQuantizer(qt.QuantSpec())
@@ -387,7 +385,7 @@ IMAGES = (8, 3, 6, 6)
 def trained_chain(**options: Any) -> tuple[nn.Module, Tensor]:
     """Return a fused, replaced and calibrated model in training mode, after some steps of training."""
     model = nets.trained(Chain(), *IMAGES)
-    replaced = replace(fuse_modules(model.train(), CHAINS), **options)
+    replaced = qt.quant_modules.replace(qt.fuse_modules(model.train(), CHAINS), **options)
     x = torch.randn(*IMAGES)
     qt.calibrate(replaced, [x], progress=False)
     optimizer = torch.optim.SGD(replaced.parameters(), 0.01)
@@ -457,15 +455,15 @@ def test_sensitivity_takes_a_chain_as_one() -> None:
     lines = {line.name: line for line in qt.quantization_report(replaced).layers}
     assert lines["conv"].quantizers == ("conv.weight_quantizer", "relu.output_quantizer")
     assert lines["relu"].quantizers == lines["bn"].quantizers == ()
-    model = fuse_modules(Chain(), CHAINS)
-    again = replace(model, result.to_qconfig_mapping(keep_float=1), quantize="outputs")
+    model = qt.fuse_modules(Chain(), CHAINS)
+    again = qt.quant_modules.replace(model, result.to_qconfig_mapping(keep_float=1), quantize="outputs")
     assert not [name for name in qt.quantizers_of(again) if name.startswith(("conv", "bn", "relu"))]
 
 
 def test_a_chain_in_eval_mode_is_folded_before(tmp_path) -> None:
     model = nets.trained(Chain(), *IMAGES).eval()
     x = torch.randn(*IMAGES)
-    replaced = calibrated(fuse_modules(model, CHAINS), [x])
+    replaced = calibrated(qt.fuse_modules(model, CHAINS), [x])
     with qt.disable_quantization(replaced):
         torch.testing.assert_close(replaced(x), model(x), rtol=1e-5, atol=1e-5)
     codes = qt.export_onnx(replaced, x, tmp_path / "m.onnx").verification

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.quant_modules import replace
 from tests import nets
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
 
@@ -38,7 +37,7 @@ class Zoo(nn.Module):
 
 def test_a_line_for_each_layer_with_the_reason() -> None:
     mapping = qt.QConfigMapping().set_module_name("named", None)
-    replaced = replace(Zoo(), mapping, ignore=["body.*", "up"])
+    replaced = qt.quant_modules.replace(Zoo(), mapping, ignore=["body.*", "up"])
     lines = lines_of(replaced)
     assert lines["conv"] == ("conv", PER_CHANNEL, "conv.input_quantizer", "quantized", "by module replacement")
     inner = [f"attn.{name}" for name in ("query", "key", "value", "softmax", "out_proj_input", "input")]
@@ -64,14 +63,14 @@ def test_a_line_for_each_layer_with_the_reason() -> None:
 
 
 def test_quantizers_are_those_that_a_config_decides_on() -> None:
-    lines = {line.name: line.quantizers for line in qt.quantization_report(replace(Zoo())).layers}
+    lines = {line.name: line.quantizers for line in qt.quantization_report(qt.quant_modules.replace(Zoo())).layers}
     assert lines["conv"] == ("conv.weight_quantizer", "conv.input_quantizer")
     assert len(lines["attn"]) == 8
     assert lines[""] == lines["odd"] == ()
 
 
 def test_tensors_have_names_of_their_own_and_those_that_take_them() -> None:
-    replaced = replace(Loops())
+    replaced = qt.quant_modules.replace(Loops())
     tensors = {line.quantizer: line for line in qt.quantization_report(replaced).tensors}
     assert set(tensors) == {"ours", "first.input_quantizer", "head.input_quantizer"}
     line = tensors["first.input_quantizer"]
@@ -81,7 +80,7 @@ def test_tensors_have_names_of_their_own_and_those_that_take_them() -> None:
 
 def test_a_quantizer_of_several_layers_has_a_line_for_each() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    replaced = replace(model)
+    replaced = qt.quant_modules.replace(model)
     replaced[2].input_quantizer = replaced[0].input_quantizer
     report = qt.quantization_report(replaced)
     shared = [line for line in report.tensors if line.quantizer == "0.input_quantizer"]
@@ -115,7 +114,7 @@ def test_without_a_record_layers_say_what_can_be_seen() -> None:
 
 
 def test_layers_put_in_since_have_lines() -> None:
-    replaced = replace(nn.Sequential(nn.Linear(2, 2)))
+    replaced = qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2)))
     replaced.append(nn.Linear(2, 2))
     assert lines_of(replaced)["1"][-1] == "float: built while replacement was off, or ignored, or put in since"
     del replaced[0]
@@ -123,7 +122,9 @@ def test_layers_put_in_since_have_lines() -> None:
 
 
 def test_a_replaced_part_of_a_model_keeps_its_record() -> None:
-    model = nn.Sequential(replace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ignore="1"), nn.Linear(2, 2))
+    model = nn.Sequential(
+        qt.quant_modules.replace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ignore="1"), nn.Linear(2, 2)
+    )
     reasons = {name: line[-1] for name, line in lines_of(model).items()}
     assert reasons == {
         "0.0": "by module replacement",
@@ -135,7 +136,7 @@ def test_a_replaced_part_of_a_model_keeps_its_record() -> None:
 def test_a_prepared_part_of_a_model_is_reported_by_its_graph() -> None:
     x = torch.rand(2, 3, 8, 8)
     model = nn.Sequential(qt.prepare(nets.ConvNet().eval(), x), nn.Linear(5, 2))
-    replaced = replace(model)
+    replaced = qt.quant_modules.replace(model)
     own = qt.quantization_report(model[0])
     report = qt.quantization_report(replaced)
     assert [line.name for line in report.layers] == ["1", *(f"0.{line.name}" for line in own.layers)]
@@ -155,7 +156,9 @@ def test_models_with_nothing_of_it_are_refused() -> None:
     words = "quantization_report: model must be what .* returned, got a Linear without quantizers"
     with pytest.raises(TypeError, match=words):
         qt.quantization_report(nn.Linear(2, 2))
-    report = qt.quantization_report(replace(nn.Sequential(nn.Tanh())))  # asked for, and nothing was found
+    report = qt.quantization_report(
+        qt.quant_modules.replace(nn.Sequential(nn.Tanh()))
+    )  # asked for, and nothing was found
     assert [(line.name, line.status) for line in report.layers] == [("0", "float")]
 
 

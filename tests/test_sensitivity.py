@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.graph.lint import lint
-from qtoolkit.quant_modules import replace
 from tests import reference
 from tests.nets import ConvNet, Residual, Shared, trained
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
@@ -239,7 +238,7 @@ def test_a_replaced_models_scores_are_those_computed_by_hand(mode: str) -> None:
     on = {name: name if mode == "one" else "abc".replace(name, "") for name in "abc"}
     expected = {name: by_hand(model, x, on[name]) for name in "abc"}
     assert {row.name: row.score for row in result.rows} == pytest.approx(expected, rel=1e-5)
-    again = replace(model, result.to_qconfig_mapping(keep_float=1))
+    again = qt.quant_modules.replace(model, result.to_qconfig_mapping(keep_float=1))
     lines = {line.name: (line.status, line.reason) for line in qt.quantization_report(again).layers}
     assert lines.pop(result.rows[0].name) == ("float", "float: the qconfig_mapping says so")
     assert {status for status, _ in lines.values()} == {"quantized"}
@@ -261,7 +260,7 @@ def test_by_type_of_a_replaced_model() -> None:
         "torch.nn.modules.linear:Linear": "linear",
     }
     mapping = result.to_qconfig_mapping(keep_float=1)  # Conv2d, by its name
-    left = {line.name for line in qt.quantization_report(replace(Branches(), mapping)).left_float}
+    left = {line.name for line in qt.quantization_report(qt.quant_modules.replace(Branches(), mapping)).left_float}
     assert left == {"model", "near", "bn"}
 
 
