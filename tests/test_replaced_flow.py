@@ -306,6 +306,29 @@ def test_a_submodule_called_model_keeps_its_name(tmp_path, exporter: str) -> Non
         assert "model.0.weight_quantizer.dequantize" in {node.name for node in onnx.load(str(path)).graph.node}
 
 
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_layers_of_constants_are_compared(tmp_path, exporter: str, backend: str) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.of_position = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) + self.of_position(torch.arange(24.0).reshape(6, 4) / 10)
+
+    x = torch.rand(6, 4)
+    codes = qt.export_onnx(
+        calibrated(Positions(), [x], backend=backend), x, tmp_path / "m.onnx", exporter=exporter
+    ).verification
+    assert codes.weight_codes.compared == 32
+    assert {name: count.compared for name, count in codes.by_quantizer.items()} == {
+        "fc.input_quantizer": 24,
+        "of_position.input_quantizer": 24,
+    }
+    assert (codes.weight_codes.differing, codes.layer_codes.differing, codes.missing) == (0, 0, ())
+
+
 # ---- what verification notices
 
 
