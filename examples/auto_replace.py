@@ -233,7 +233,7 @@ def main() -> None:
         console.print(
             f"\n{result.name}: mean squared error of the logits with one layer alone quantized; the worst stays float"
         )
-        console.print(result.sensitivity, highlight=False)
+        console.print(str(result.sensitivity), highlight=False)
     console.print(table_of_files(results))
 
 
