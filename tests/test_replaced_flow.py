@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.export import verify_onnx
 from tests import nets, reference
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
@@ -144,16 +145,8 @@ def test_a_prepared_part_of_a_model_is_converted_by_its_graph(tmp_path) -> None:
 # ---- refusals
 
 
-@pytest.fixture
-def legacy() -> nn.Module:
-    """A layer with a quantizer as pytorch-quantization's is told: by the name of its class and package."""
-    kind = type("TensorQuantizer", (nn.Identity,), {"__module__": "qtoolkit.compat.pytorch_quantization.nn.modules"})
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0]._input_quantizer = kind()
-    return model
-
-
-def test_quantizers_of_pytorch_quantization_keep_their_own_ways(legacy, tmp_path) -> None:
+def test_quantizers_of_pytorch_quantization_keep_their_own_ways(tmp_path) -> None:
+    legacy = nn.Sequential(quant_nn.QuantLinear(2, 2))
     words = r"'0._input_quantizer' is a quantizer of qtoolkit.compat.pytorch_quantization.*docs/migration.md"
     for call in (qt.convert, lambda m: qt.export_onnx(m, torch.ones(1, 2), tmp_path / "m.onnx")):
         with pytest.raises(TypeError, match=words):

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from tests import nets
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
 
@@ -145,11 +146,14 @@ def test_a_prepared_part_of_a_model_is_reported_by_its_graph() -> None:
     assert quantizers <= set(qt.quantizers_of(replaced))
 
 
-def test_quantizers_of_pytorch_quantization_are_no_silent_float() -> None:
-    kind = type("TensorQuantizer", (nn.Identity,), {"__module__": "qtoolkit.compat.pytorch_quantization.nn.modules"})
-    model = nn.Sequential(qt.nn.QuantLinear(2, 2), nn.Linear(2, 2))
-    model[0]._input_quantizer = kind()
-    assert lines_of(model)["0"][-2:] == ("quantized", "by the quantizers of qtoolkit.compat.pytorch_quantization")
+@pytest.mark.parametrize("replaced", [False, True])
+def test_quantizers_of_pytorch_quantization_are_no_silent_float(replaced: bool) -> None:
+    model = nn.Sequential(quant_nn.QuantLinear(2, 2), nn.Linear(2, 2))
+    lines = lines_of(qt.quant_modules.replace(model) if replaced else model)
+    assert lines["0"][-2:] == ("quantized", "by the quantizers of qtoolkit.compat.pytorch_quantization")
+    assert lines["1"][-1] == (
+        "by module replacement" if replaced else "float: built while replacement was off, or ignored, or put in since"
+    )
 
 
 def test_models_with_nothing_of_it_are_refused() -> None:

@@ -48,7 +48,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():
-        status = recorded.get(name) or _status(module)
+        status = _status(module) if _is_legacy(module) else recorded.get(name) or _status(module)
         layers.append(_line(name, module, status, name in recorded, names))
     layers = _joined(layers, chains_of(model))
     tensors = list(_tensor_lines(found, names))
