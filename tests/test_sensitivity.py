@@ -275,6 +275,22 @@ def test_quantizers_that_a_module_calls_itself_have_no_row() -> None:
         qt.debug.sensitivity(own, lambda m: 1.0, progress=False)
 
 
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_a_converted_model_has_the_same_scores(three, road: str) -> None:
+    model, prepared, x = three
+    if road == "replace":
+        prepared = calibrated(model, [x])
+    error = error_of(model, x)
+    results = [
+        qt.debug.sensitivity(m, error, higher_is_better=False, progress=False) for m in (prepared, qt.convert(prepared))
+    ]
+    assert results[0] == results[1]
+    converted = qt.convert(prepared)
+    before = error(converted)
+    qt.debug.sensitivity(converted, error, progress=False)
+    assert error(converted) == before > 0
+
+
 def of_drops(*drops: float) -> qt.debug.Sensitivity:
     rows = tuple(qt.debug.Row(f"layer{i}", "linear", 90 - drop, drop) for i, drop in enumerate(drops))
     return qt.debug.Sensitivity(90.0, 80.0, rows, "layer", {})
@@ -358,12 +374,12 @@ def test_a_score_that_is_not_finite_is_named_with_its_layer(three) -> None:
 
 
 def test_models_without_ranges_or_switches(three) -> None:
-    model, prepared, _ = three
+    model, _, _ = three
     calls = []
     with pytest.raises(RuntimeError, match="has no range yet: call qtoolkit.calibrate"):
         qt.debug.sensitivity(qt.prepare(model), lambda m: calls.append(m) or 1.0, progress=False)
     assert not calls
-    with pytest.raises(ValueError, match=r"no quantizers to switch \(a converted model's are frozen\)"):
-        qt.debug.sensitivity(qt.convert(prepared), lambda m: 1.0, progress=False)
-    with pytest.raises(ValueError, match="no quantizers to switch"):
+    with pytest.raises(ValueError, match="the model has no quantizers to switch; pass what qtoolkit.prepare"):
         qt.debug.sensitivity(model, lambda m: 1.0, progress=False)
+    with pytest.raises(TypeError, match="sensitivity: model must be a torch.nn.Module, got str"):
+        qt.debug.sensitivity("model", lambda m: 1.0)

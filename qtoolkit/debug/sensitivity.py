@@ -16,8 +16,9 @@ from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.swap import name_of
 from qtoolkit.modes import evaluating
 from qtoolkit.names import check_known
-from qtoolkit.quantizer import quantizers_of
+from qtoolkit.quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
+from qtoolkit.report.lines import quantizers_in
 from qtoolkit.switches import disable_quantization
 from qtoolkit.tables import table
 
@@ -134,7 +135,7 @@ def sensitivity(
     its own forward, and those of a part that was prepared by itself, have no row: no config for this model reaches them.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, calibrated.
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, calibrated; or `qtoolkit.convert`.
         evaluate: Gives a model's score, such as its accuracy on some batches. It is called len(rows) + 2 times; wrap what it
             does in torch.no_grad().
         by: "layer", or "type": all layers of a type together.
@@ -180,7 +181,7 @@ def sensitivity(
     units = [unit for unit in every if names is None or unit.name in names]
     with tqdm(total=len(units) + 2, desc="sensitivity", disable=not progress, leave=False) as bar:
         score = _Score(model, evaluate, bar)
-        quantized = score(quantizers_of(model), "all layers quantized")
+        quantized = score(quantizers_in(model), "all layers quantized")
         in_float = score((), "no layer quantized")
         rows = []
         for unit in units:
@@ -206,8 +207,10 @@ class _Score:
 
     def __call__(self, on: Collection[str], what: str) -> float:
         with disable_quantization(self.model), evaluating(self.model):  # which put back all states, of observing too
-            for name, quantizer in quantizers_of(self.model).items():
-                quantizer.observing, quantizer.quantizing = False, name in on
+            for name, quantizer in quantizers_in(self.model).items():
+                quantizer.quantizing = name in on
+                if isinstance(quantizer, TensorQuantizer):
+                    quantizer.observing = False
             score = self.evaluate(self.model)
         self.bar.update()
         return _number(score, what)
@@ -237,19 +240,20 @@ def _types_of(model: nn.Module) -> dict[str, Kind]:
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"sensitivity: model must be a torch.nn.Module, got {type(model).__name__}.")
-    quantizers = quantizers_of(model)
+    quantizers = quantizers_in(model)
     if not quantizers:
         raise ValueError(
-            "sensitivity: the model has no quantizers to switch (a converted model's are frozen); pass what "
-            "qtoolkit.prepare or qtoolkit.quant_modules.replace returned."
+            "sensitivity: the model has no quantizers to switch; pass what qtoolkit.prepare, qtoolkit.quant_modules.replace or "
+            "qtoolkit.convert returned."
         )
     for quantizer in quantizers.values():
-        quantizer.check_ready()
+        if isinstance(quantizer, TensorQuantizer):
+            quantizer.check_ready()
 
 
 def _all_but(model: nn.Module, unit: _Unit, units: Sequence[_Unit]) -> set[str]:
     others = [other.quantizers for other in units if other is not unit]
-    return set(quantizers_of(model)) - unit.quantizers.difference(*others)
+    return set(quantizers_in(model)) - unit.quantizers.difference(*others)
 
 
 def _number(score: Any, what: str) -> float:
