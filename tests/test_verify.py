@@ -56,3 +56,25 @@ def test_a_shared_node_answers_for_both_within_rounding_ties() -> None:
     flipped[3] += 1
     assert np.array_equal(step._twin(same, flipped), codes)
     assert step._twin(same, codes + 1) is None  # the node of another grid is none of its own
+
+
+class Calls(nn.Module):
+    """A layer that is called three times, twice on the same tensor: the exporter writes two nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + self.fc(x) * self.fc(x + 1)
+
+
+def test_fewer_nodes_than_calls_in_a_submodule_that_is_kept_whole(tmp_path) -> None:
+    prepared = qt.prepare(nn.Sequential(Calls(), nn.ReLU(), nn.Linear(8, 2)).eval(), X, skip=["0"])
+    qt.calibrate(prepared, [X], progress=False)
+    result = qt.export_onnx(prepared, X, tmp_path / "model.onnx")
+    names = [node.name for node in onnx.load(str(result.path)).graph.node if node.op_type == "QuantizeLinear"]
+    assert names.count("0.fc.input_quantizer.quantize") < 3
+    found = result.verification
+    assert found.missing == ()
+    assert found.by_quantizer["0.fc.input_quantizer"] == CodeCount(3 * X.numel())

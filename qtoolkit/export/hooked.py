@@ -41,7 +41,7 @@ class Hooked:
         self.missing: dict[str, None] = {}
         self.unreached: tuple[str, ...] = ()
 
-    def run(self, *inputs: Any) -> None:
+    def follow(self, *inputs: Any) -> None:
         """Run the model on inputs: once to count calls, and once with onnxruntime's codes."""
         layers = [module for module in self.names if isinstance(module, QuantModule)]
         weights = {quantizer for layer in layers for quantizer in layer.weight_quantizers().values()}

@@ -131,7 +131,7 @@ def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
         codes[pair.quantizer].append(found[pair.codes])
     step = _stepwise(converted, codes, pairs)
     with torch.no_grad():
-        step.run(*inputs)
+        step.follow(*inputs)
         outputs = converted(*inputs)
         in_layers = _weights(converted)
         weights = {
@@ -222,9 +222,24 @@ class _Stepwise(fx.Interpreter):
         self.unreached: tuple[str, ...] = ()
         self.counts: dict[str, CodeCount] = {}
         self.apart = {*targets, *_weights(converted)}
-        self.inside = {name: iter(of) for name, of in codes.items() if name not in self.apart}
+        self.inside: dict[str, Any] = {}
         self.constants = CodeCount()
         self.parameters = parameters_in(converted.graph)
+
+    def follow(self, *inputs: Any) -> None:
+        """Run the model; before that, where submodules are kept whole, count the calls of the quantizers inside them."""
+        names = {module: name for name, module in self.converted.named_modules()}
+        grids = [module for module, name in names.items() if isinstance(module, Grid) and name not in self.apart]
+        calls: Counter[str] = Counter()
+        hooks = [grid.register_forward_hook(lambda grid, *_: calls.update([names[grid]])) for grid in grids]
+        try:
+            if grids:
+                self.converted(*inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.inside = {name: iter(of) for name, of in self.codes.items() if len(of) == calls[name]}
+        self.run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; of a quantizer, compare the codes and go on with onnxruntime's, or, of a constant, with its own."""
@@ -269,7 +284,7 @@ class _Stepwise(fx.Interpreter):
 
     def _put_theirs(self, name: str, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
         ours = grid.codes(args[0]).cpu()
-        theirs = next(self.inside[name], None) if name in self.inside else self._twin(grid, ours)
+        theirs = next(self.inside[name]) if name in self.inside else self._twin(grid, ours)
         if theirs is None:
             self.missing[name] = None
             return output
