@@ -94,7 +94,7 @@ def main() -> None:
     for column in ("method", "per tensor", f"{CHANNELS} channels", "pytorch-quantization's search", "ratio"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
-        old = ("", "") if row.legacy is None else (f"{row.legacy:.2f}", f"{row.legacy / row.per_tensor:.0f}")
+        old = ("", "") if row.legacy is None else (f"{row.legacy:.3f}", f"{row.legacy / row.per_tensor:.1f}")
         table.add_row(row.method, f"{row.per_tensor:.3f}", f"{row.per_channel:.2f}", *old)
     Console().print(table)
     if args.json is not None:

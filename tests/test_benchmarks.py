@@ -74,3 +74,15 @@ def test_the_weights_of_resnet_50_are_all_there() -> None:
     weights = list(resnet50_weights())
     assert len(weights) == 54
     assert sum(w.numel() for w in weights) == 25_502_912
+
+
+def test_range_search_beside_the_old_tool(tmp_path) -> None:
+    out = tmp_path / "ranges.json"
+    command = [sys.executable, str(FOLDER / "ranges.py"), "--quantizers", "2", "--json", str(out)]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
+    assert set(rows) == {"percentile", "mse", "l2", "entropy"}
+    assert all(row["per_tensor"] > 0 and row["per_channel"] > 0 for row in rows.values())
+    assert {name for name, row in rows.items() if row["legacy"] is None} == {"l2"}
+    assert "pytorch-quantization" in run.stdout
