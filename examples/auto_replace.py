@@ -53,11 +53,11 @@ class EarlyExit(ResNet20):
         return torch.where(sure, early, self.linear(self.layer3(y).mean((2, 3))))
 
 
-def load_early_exit(data: Path, share: float = 0.3) -> EarlyExit:
-    """Return the network with a second head that is fitted by least squares and sure of a share of the train images."""
+def load_early_exit(data: Path, share: float = 0.3, count: int | None = None) -> EarlyExit:
+    """Return the network with a second head, fitted by least squares on train images and sure of a share of them."""
     model = EarlyExit().eval()
     model.load_state_dict(load_model(data).state_dict(), strict=False)
-    x, y = load_images(data, "train")
+    x, y = load_images(data, "train", count)
     with torch.no_grad():
         batches = tqdm(x.split(100), desc="features", leave=False)
         means = torch.cat([model.features(batch).mean((2, 3)) for batch in batches])
@@ -97,9 +97,9 @@ class Result:
     exports: dict[str, qt.ExportResult] = field(default_factory=dict)
 
 
-def load(data: Path, count: int | None = None) -> Images:
-    """Return the images; of the test images so many."""
-    return Images(*load_images(data, "train"), *load_images(data, "test", count))
+def load(data: Path, train: int | None = None, test: int | None = None) -> Images:
+    """Return the images, or the first of each split."""
+    return Images(*load_images(data, "train", train), *load_images(data, "test", test))
 
 
 def mapping_of(method: str) -> qt.QConfigMapping:
@@ -166,8 +166,8 @@ def export(model: nn.Module, images: Images, out: Path, result: Result, step: st
         result.runtime[name] = accuracy(logits_of_file(result.exports[name].path, x), labels)
 
 
-def run(model: nn.Module, images: Images, out: Path, training: int | None = None, for_sensitivity: int = 256) -> Result:
-    """Take one model all the way; `training` images are finetuned on."""
+def run(model: nn.Module, images: Images, out: Path, for_sensitivity: int = 256) -> Result:
+    """Take one model all the way."""
     methods, replaced = {}, {}
     for method in METHODS:
         replaced[method] = quantized(model, mapping_of(method), images)
@@ -180,7 +180,7 @@ def run(model: nn.Module, images: Images, out: Path, training: int | None = None
     result = Result(type(model).__name__, in_float, methods, found)
     final = quantized(model, found.to_qconfig_mapping(keep_float=1, base=mapping_of(best)), images)
     export(final, images, out, result, "ptq")
-    finetune(final, images.train[:training], images.train_labels[:training])
+    finetune(final, images.train, images.train_labels)
     export(final, images, out, result, "qat")
     return result
 

@@ -132,13 +132,13 @@ def test_auto_replace_on_a_model_with_and_one_without_a_graph(tmp_path, monkeypa
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = import_module("auto_replace")
     monkeypatch.setattr(example, "METHODS", ("max", "entropy"))
-    images = example.load(DATA, 200)
+    images = example.load(DATA, 256, 200)
     torch.manual_seed(0)
-    models = {"ResNet20": example.load_model(DATA), "EarlyExit": example.load_early_exit(DATA)}
+    models = {"ResNet20": example.load_model(DATA), "EarlyExit": example.load_early_exit(DATA, count=1000)}
     with pytest.raises(qt.UntraceableError, match="sure.all"):
         qt.prepare(models["EarlyExit"])
     for name, model in models.items():
-        result = example.run(model, images, tmp_path, training=256, for_sensitivity=32)
+        result = example.run(model, images, tmp_path, for_sensitivity=32)
         assert set(result.methods) == {"max", "entropy"}
         assert min(result.methods.values()) >= result.float_accuracy - 1.001
         assert len(result.sensitivity.rows) == (20 if name == "ResNet20" else 21)
