@@ -16,13 +16,11 @@ from qtoolkit.graph.replace import become
 from qtoolkit.graph.transaction import copy_of, unchanged_on_error
 from qtoolkit.names import unknown
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
-from qtoolkit.nn.batch_norm import is_batch_norm, linked
+from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
 from qtoolkit.quantizer import TensorQuantizer
 
 __all__ = ["chains_of", "check_links", "fuse_modules", "link_chains", "quantize_output", "quantize_outputs"]
-
-OF_A_MODULE = vars(nn.Identity()).keys() - {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 
 
 def fuse_modules(
@@ -176,9 +174,7 @@ def _fold(layer: nn.Module, bn: nn.Module) -> None:
     become(layer, quantized.to_float())
     if isinstance(layer, nn.Linear):
         layer.register_forward_pre_hook(_check_rows)
-    identity = nn.Identity()
-    vars(identity).update({name: value for name, value in vars(bn).items() if name in OF_A_MODULE})
-    become(bn, identity)
+    become(bn, identity_of(bn))
 
 
 def _check_rows(module: nn.Module, args: Any) -> None:

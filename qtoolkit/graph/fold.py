@@ -7,8 +7,8 @@ from torch import nn
 from qtoolkit.graph import fuse
 from qtoolkit.graph.module import QuantizedGraphModule
 from qtoolkit.graph.replace import become
-from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
-from qtoolkit.nn.module import adopt
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.quantizer import quantizers_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,15 +47,7 @@ def _run_on_modules(model: nn.Module) -> None:
         if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
             bn = layer.batch_norm
             layer.fold_batch_norm(bn)
-            become(bn, _identity(bn))
+            become(bn, identity_of(bn))
     for name, quantizer in quantizers_of(model).items():
         quantizer.name = name  # what an error calls it
         become(quantizer, quantizer.to_grid())
-
-
-def _identity(bn: LinkedBatchNorm) -> nn.Module:
-    """Return what stands in the place of a batch norm that is folded, with its hooks and the quantizer of its output."""
-    identity = adopt(nn.Identity, bn.to_float())
-    identity._parameters.clear()
-    identity._buffers.clear()
-    return identity

@@ -156,6 +156,15 @@ def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
     return new
 
 
+def identity_of(bn: nn.Module) -> nn.Identity:
+    """Return what stands in the place of a batch norm that is folded, with its hooks and submodules, but no tensors."""
+    identity = nn.Identity()
+    tensors = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
+    kept = vars(identity).keys() - tensors
+    vars(identity).update({name: value for name, value in vars(bn).items() if name in kept})
+    return identity
+
+
 def freeze_batch_norm(model: nn.Module) -> None:
     """Use the running statistics of the batch norms in a prepared or replaced model from now on, and update them no more.
 
