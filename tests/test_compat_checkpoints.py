@@ -190,7 +190,11 @@ def test_a_checkpoint_without_ranges_is_named():
     ("key", "shape", "words"),
     [
         ("conv._weight_quantizer._amax", (3, 1, 1, 1), r"has the shape \[3, 1, 1, 1\].*one element, or 4 along axis 0"),
-        ("up._weight_quantizer._amax", (4, 1, 1, 1), r"has the shape \[4, 1, 1, 1\].*one element, or 6 along axis 1"),
+        (
+            "up._weight_quantizer._amax",
+            (4, 1, 1, 1),
+            r"has the shape \[4, 1, 1, 1\].*one element, or 6 along axis 1; a QConfig with QuantSpec\(axis=0\)",
+        ),
         ("head._weight_quantizer._amax", (2, 6), r"has the shape \[2, 6\].*one element, or 2 along axis 0"),
         ("head._weight_quantizer._amax", (1, 2), r"has the shape \[1, 2\].*one element, or 2 along axis 0"),
         ("head._input_quantizer._amax", (1, 2), r"'head.input_quantizer' takes one element\."),
@@ -234,3 +238,23 @@ def test_compat_models_take_the_whole_checkpoint_themselves():
     amax = saved["conv._weight_quantizer._amax"]
     weight = reference.tensor_quant(saved["conv.weight"], amax, 8, False, False)[2]
     assert torch.equal(model.conv(x), F.conv2d(first, weight, saved["conv.bias"]))
+
+
+@pytest.mark.parametrize("road", ["replace", "prepare"])
+def test_model_optimizers_axis_of_transposed_convolutions_by_the_config(road):
+    """Its INT8_DEFAULT_CFG has axis 0 for weights of all layers."""
+    model = nn.Sequential(nn.ConvTranspose2d(4, 6, 2), nn.Flatten(), nn.Linear(54, 2)).eval()
+    amaxs = {
+        "0.weight_quantizer._amax": torch.rand(4, 1, 1, 1) + 0.1,
+        "2.weight_quantizer._amax": torch.rand(2, 1) + 0.1,
+    }
+    mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0)))
+    quantized = (
+        qt.quant_modules.replace(model, mapping) if road == "replace" else qt.prepare(model, qconfig_mapping=mapping)
+    )
+    assert load_amax(quantized, amaxs) == ("0.weight_quantizer", "2.weight_quantizer")
+    quantizer = quantized.get_submodule("0.weight_quantizer")
+    wanted = reference.fake_quant(
+        model[0].weight, amaxs["0.weight_quantizer._amax"].flatten() / 127, None, -128, 127, 0
+    )
+    assert torch.equal(quantizer(model[0].weight), torch.as_tensor(wanted))

@@ -112,9 +112,14 @@ def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tens
     if values.numel() != 1 and along and len(kept) == 1:
         values = values.repeat(quantizer.group)
     if values.numel() not in (1, count) or (values.numel() != 1 and not along):
+        takes = f"one element, or {count} along axis {spec.axis}" if count > 1 else "one element"
+        remedy = (
+            f"; a QConfig with QuantSpec(axis={kept[0]}) for its layer takes it"
+            if len(kept) == 1 and place.endswith("weight_quantizer")
+            else ""
+        )
         raise ValueError(
-            f"load_amax: {key!r} has the shape {list(amax.shape)}, but quantizer {place!r} takes one element"
-            + (f", or {count} along axis {spec.axis}." if count > 1 else ".")
+            f"load_amax: {key!r} has the shape {list(amax.shape)}, but quantizer {place!r} takes {takes}{remedy}."
         )
     layer = model.get_submodule(place.rpartition(".")[0])
     if place.endswith("weight_quantizer") and isinstance(layer, QuantWeighted):
