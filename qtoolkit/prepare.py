@@ -113,7 +113,8 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
     The result computes, in float, what the deployed model computes: every quantizer is a `Grid`. Each quantized layer has
-    `forward_fp32` beside its forward. The prepared model is not changed.
+    `forward_fp32` beside its forward; with `qtoolkit.disable_quantization(converted)` every op, functions too, computes in
+    float. The prepared model is not changed.
 
     Args:
         prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
