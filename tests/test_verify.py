@@ -7,7 +7,8 @@ import torch
 from torch import fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.verify import CodeCount, _Stepwise, verify_onnx
+from qtoolkit.export.codes import CodeCount, twin_of
+from qtoolkit.export.verify import verify_onnx
 from qtoolkit.frozen import Grid
 
 X = torch.randn(4, 8)
@@ -50,12 +51,12 @@ def test_a_shared_node_answers_for_both_within_rounding_ties() -> None:
     graph.output([graph.call_module(name, (x,)) for name in "abc"])
     model = fx.GraphModule({"a": grid, "b": same, "c": other}, graph)
     codes = torch.arange(-50, 50, dtype=torch.int8)
-    step = _Stepwise(model, {"a": [codes.numpy()], "c": [codes.numpy() + 1]})
-    assert np.array_equal(step._twin(same, codes), codes)
+    nodes = {"a": [codes.numpy()], "c": [codes.numpy() + 1]}
+    assert np.array_equal(twin_of(model, nodes, same, codes), codes)
     flipped = codes.clone()
     flipped[3] += 1
-    assert np.array_equal(step._twin(same, flipped), codes)
-    assert step._twin(same, codes + 1) is None  # the node of another grid is none of its own
+    assert np.array_equal(twin_of(model, nodes, same, flipped), codes)
+    assert twin_of(model, nodes, same, codes + 1) is None  # the node of another grid is none of its own
 
 
 class Calls(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qtoolkit.export.verify import CodeCount, as_stored, twin_of, values_of
+from qtoolkit.export.codes import CodeCount, as_stored, twin_of, values_of
 from qtoolkit.frozen import Grid
 from qtoolkit.nn import QuantModule
 

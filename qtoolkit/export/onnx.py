@@ -1,19 +1,15 @@
 """export_onnx(): a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, verified before it is left there."""
 
-import contextlib
-import inspect
 import os
-import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 
 from qtoolkit.backends import backends
+from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.files import write_whole
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.module import QuantizedGraphModule
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_OPSET = 18
 OPSETS = {"dynamo": (18, 23), "torchscript": (13, 20)}  # what torch's exporters write without conversion
-LEGACY_ROOT = "model"
+
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -128,9 +124,8 @@ def export_onnx(
     _check_grids(converted)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     chosen = _choose_opset(opset, converted, exporter)
-    trace = _export_dynamo if exporter == "dynamo" else _export_torchscript
     with evaluating(converted):
-        proto = trace(_Request(converted, inputs, chosen, input_names, output_names, dynamic_shapes))
+        proto = EXPORTERS[exporter](Request(converted, inputs, chosen, input_names, output_names, dynamic_shapes))
     if integer_weights is None:
         integer_weights = _plan_of(converted).backend.integer_weights
     proto = _finish(proto, integer_weights)
@@ -193,115 +188,6 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
     return chosen
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What both exporters are asked for."""
-
-    model: nn.Module
-    inputs: tuple[Any, ...]
-    opset: int
-    input_names: Sequence[str] | None
-    output_names: Sequence[str] | None
-    dynamic_shapes: Any
-
-
-def _export_dynamo(request: _Request) -> Any:
-    from qtoolkit.export.translation import translation_table
-
-    try:
-        program = torch.onnx.export(
-            request.model,
-            request.inputs,
-            dynamo=True,
-            opset_version=request.opset,
-            custom_translation_table=dict(translation_table(request.opset)),
-            input_names=request.input_names,
-            output_names=request.output_names,
-            dynamic_shapes=request.dynamic_shapes,
-            verbose=False,
-            optimize=False,
-        )
-    except torch.onnx.OnnxExporterError as error:
-        if isinstance(request.model, QuantizedGraphModule):
-            raise
-        raise RuntimeError(_why_not(request.model, error)) from error
-    if program is None:
-        raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
-    _name_by_quantizers(
-        program.model, _first_names(request.model)
-    )  # before the optimizer, which joins scales of equal value
-    program.optimize()
-    return program.model_proto
-
-
-def _why_not(model: nn.Module, error: Exception) -> str:
-    reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    return (
-        f"export_onnx: torch.export cannot take {type(model).__name__} ({reason}). If its forward branches on values, "
-        f"exporter='torchscript' keeps the way that the example inputs take: write a file for each way."
-    )
-
-
-class _Plain(nn.Module):
-    """A model behind a plain module: the TorchScript exporter takes any `graph` attribute for its own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.add_module(LEGACY_ROOT, model)
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.get_submodule(LEGACY_ROOT)(*inputs)
-
-
-def _export_torchscript(request: _Request) -> Any:
-    import onnx
-    import onnx_ir
-
-    from qtoolkit.export.translation import register_symbolic
-
-    register_symbolic(request.opset)
-    names = list(request.input_names) if request.input_names else _argument_names(request.model, len(request.inputs))
-    with _temporary_file() as path, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that the exporter is the older one is the caller's choice
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
-        warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that it does without
-        torch.onnx.export(
-            _Plain(request.model).eval(),
-            request.inputs,
-            str(path),
-            dynamo=False,
-            opset_version=request.opset,
-            input_names=names,
-            output_names=list(request.output_names) if request.output_names else None,
-            dynamic_axes=_dynamic_axes(names, request.dynamic_shapes),
-        )
-        model = onnx_ir.from_proto(onnx.load(str(path)))
-        first = _first_names(request.model)
-        _name_by_quantizers(model, {f"{LEGACY_ROOT}.{name}": first[name] for name in first})
-        return onnx_ir.to_proto(model)
-
-
-def _argument_names(model: nn.Module, count: int) -> list[str]:
-    if isinstance(model, QuantizedGraphModule):
-        return [node.name for node in model.graph.nodes if node.op == "placeholder"]
-    names: list[str] = []
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        several = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        names += [f"{name}_{i}" for i in range(count - len(names))] if several else [name]
-    return names[:count]
-
-
-def _dynamic_axes(names: Sequence[str], dynamic_shapes: Any) -> dict[str, dict[int, str]] | None:
-    if dynamic_shapes is None:
-        return None
-    shapes = dynamic_shapes.values() if isinstance(dynamic_shapes, Mapping) else dynamic_shapes
-    return {
-        name: {axis: str(getattr(dim, "__name__", dim)) for axis, dim in shape.items()}
-        for name, shape in zip(names, shapes, strict=True)
-        if shape
-    }
-
-
 def _finish(proto: Any, integer_weights: bool) -> Any:
     """Turn constant weights to integers if asked for, give each node a name of its own, and check the model."""
     import onnx
@@ -320,22 +206,6 @@ def _finish(proto: Any, integer_weights: bool) -> Any:
     return finished
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return of each name of a quantizer its first one: exporters may take another where it has several."""
-    first = {module: name for name, module in model.named_modules()}
-    pairs = model.named_modules(remove_duplicate=False)
-    return {name: first[module] for name, module in pairs if isinstance(module, Grid)}
-
-
-def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> None:
-    """Name the QuantizeLinear and DequantizeLinear nodes by the module that owns their scale."""
-    for node in model.graph:
-        scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
-        owner = scale.name.removesuffix(".scale") if scale is not None and scale.name is not None else ""
-        if owner in names:
-            node.name = f"{names[owner]}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
-
-
 def _is_weight_quantization(node: "onnx_ir.Node") -> bool:
     # The data is constant, so it is a weight; dequantization is what the runtime has to see.
     return node.op_type != "DequantizeLinear"
@@ -347,9 +217,3 @@ def _make_names_unique(model: "onnx_ir.Model") -> None:
         name = node.name or node.op_type
         seen[name] = seen.get(name, 0) + 1
         node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
-
-
-@contextlib.contextmanager
-def _temporary_file() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "model.onnx"

@@ -1,0 +1,105 @@
+"""Run a converted model's graph with onnxruntime's codes put in place of its own, node by node."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from qtoolkit.export.codes import CodeCount, as_stored, twin_of, values_of, weights_of
+from qtoolkit.frozen import Grid
+from qtoolkit.graph.kind_table import MOVES
+from qtoolkit.graph.kinds import kind_of, parameters_in
+from qtoolkit.graph.sizes import with_own_lists
+
+
+class Stepwise(fx.Interpreter):
+    """Runs a converted model, and puts onnxruntime's codes in place of its own after every quantizer.
+
+    Args:
+        converted: The model.
+        codes: Of each quantizer, onnxruntime's codes at its nodes, in the order in which the graph comes to them.
+    """
+
+    def __init__(self, converted: fx.GraphModule, codes: Mapping[str, Sequence[Any]]) -> None:
+        super().__init__(converted)
+        self.converted, self.codes = converted, codes
+        targets = Counter(str(node.target) for node in converted.graph.nodes if node.op == "call_module")
+        self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
+        self.missing: dict[str, None] = {}
+        self.unreached: tuple[str, ...] = ()
+        self.counts: dict[str, CodeCount] = {}
+        self.apart = {*targets, *weights_of(converted)}
+        self.inside: dict[str, Any] = {}
+        self.constants = CodeCount()
+        self.parameters = parameters_in(converted.graph)
+
+    def follow(self, *inputs: Any) -> None:
+        """Run the model; before that, where submodules are kept whole, count the calls of the quantizers inside them."""
+        names = {module: name for name, module in self.converted.named_modules()}
+        grids = [module for module, name in names.items() if isinstance(module, Grid) and name not in self.apart]
+        calls: Counter[str] = Counter()
+        hooks = [grid.register_forward_hook(lambda grid, *_: calls.update([names[grid]])) for grid in grids]
+        try:
+            if grids:
+                self.converted(*inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.inside = {name: iter(of) for name, of in self.codes.items() if len(of) == calls[name]}
+        self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; of a quantizer, compare the codes and go on with onnxruntime's, or, of a constant, with its own."""
+        grid = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        if not isinstance(grid, Grid):
+            return super().run_node(n)
+        (x,), _ = self.fetch_args_kwargs_from_env(n)
+        constant, name = n.all_input_nodes[0] in self.parameters, str(n.target)
+        ours = as_stored(grid, x) if constant else grid.codes(x).cpu()
+        theirs = next(self.paired[name]) if name in self.paired else twin_of(self.converted, self.codes, grid, ours)
+        if theirs is None:
+            self.missing[name] = None
+            return grid(x)
+        count = CodeCount.of(ours, theirs)
+        if constant and _is_stored(n.all_input_nodes[0]):
+            self.constants += count
+            return grid(x)
+        self.counts[name] = self.counts.get(name, CodeCount()) + count
+        if constant:  # the file may have its codes in another shape
+            return grid(x)
+        return values_of(grid, theirs, x)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a node's arguments as the model's own code has them: a function may write into its lists."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return with_own_lists(args), with_own_lists(kwargs)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a submodule with onnxruntime's codes put after the quantizers inside it."""
+        module = self.fetch_attr(target)
+        inside = module.named_modules(prefix=target) if isinstance(module, nn.Module) else ()
+        grids = [(name, grid) for name, grid in inside if isinstance(grid, Grid) and name not in self.apart]
+        hooks = [grid.register_forward_hook(partial(self._put_theirs, name)) for name, grid in grids]
+        try:
+            return super().call_module(target, args, kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _put_theirs(self, name: str, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
+        ours = grid.codes(args[0]).cpu()
+        theirs = next(self.inside[name]) if name in self.inside else twin_of(self.converted, self.codes, grid, ours)
+        if theirs is None:
+            self.missing[name] = None
+            return output
+        self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(ours, theirs)
+        return values_of(grid, theirs, args[0])
+
+
+def _is_stored(constant: fx.Node) -> bool:
+    """Return whether a constant is a parameter, or values of one: in a computed one runtimes may differ by rounding ties."""
+    while constant.op != "get_attr" and kind_of(constant) in MOVES:
+        constant = constant.all_input_nodes[0]
+    return constant.op == "get_attr"
