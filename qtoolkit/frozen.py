@@ -5,7 +5,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.observers import KeepsFloat32
+from qtoolkit.state import KeepsFloat32
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),

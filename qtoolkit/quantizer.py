@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.frozen import Grid, check_scale, fake_quant
-from qtoolkit.observers import KeepsFloat32, LoadsFloatCheckpoints, RangeObserver, grid_of_range, make_observer
+from qtoolkit.observers import RangeObserver, grid_of_range, make_observer
+from qtoolkit.state import KeepsFloat32, LoadsFloatCheckpoints
 
 # The submodules of a prepared model for the quantizers of its graph's tensors, and of the weights that functions are given.
 HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
