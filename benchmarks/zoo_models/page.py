@@ -34,7 +34,7 @@ inputs, the {backend} backend, torch {torch}, one thread of {cores} shared cores
 - **trace**: the processor's seconds for the graph alone; **prepare beyond**: those of `prepare` besides it. Both after a
   first `prepare` in the same process.
 - **how**: parts that were prepared on their own, where the model's own forward cannot be traced; submodules kept whole
-  by `skip`; what was left out, and why. Where the last columns of numbers are empty, the export was not run for this table.
+  by `skip`; another exporter than torch.export's, or clipped gradients, and why.
 
 """
 

@@ -84,7 +84,7 @@ def run(recipe: Recipe, backend: str, export: bool = True) -> Outcome:
     """Take one model through all steps; a step that fails ends it, and is named in the outcome."""
     torch.manual_seed(SEED)
     outcome = Outcome(recipe.name, recipe.family, backend, parts=recipe.parts, skip=recipe.skip, note=recipe.note)
-    steps = _Steps(recipe, backend, outcome, export and recipe.export)
+    steps = _Steps(recipe, backend, outcome, export)
     try:
         steps.all()
     except Exception as error:  # whatever a model of another package meets
@@ -122,7 +122,7 @@ class _Steps:
             with self.step("calibrate"):
                 qt.calibrate(own, [part], forward=_call, progress=False)
             with self.step("train"):
-                _train(own.train(), part)
+                _train(own.train(), part, self.recipe.clip)
             with self.step("convert"):
                 converted = qt.convert(own)
                 del own
@@ -172,7 +172,7 @@ class _Steps:
 
     def export_part(self, converted: Any, part: Part) -> None:
         with self.step("export"), tempfile.TemporaryDirectory() as folder:
-            result = qt.export_onnx(converted, part.args, Path(folder) / "model.onnx")
+            result = qt.export_onnx(converted, part.args, Path(folder) / "model.onnx", exporter=self.recipe.exporter)
         found, outcome = result.verification, self.outcome
         with torch.no_grad():
             size = max((float(y.abs().max()) for y in _tensors(_call(converted, part)) if y.numel()), default=1.0)
@@ -253,7 +253,7 @@ def _difference_off(part: Part, prepared: Any) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs if a.numel())
 
 
-def _train(prepared: nn.Module, part: Part) -> None:
+def _train(prepared: nn.Module, part: Part, clip: float | None) -> None:
     """Take one step of SGD, and check that every parameter that has a gradient has a finite one."""
     optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=1e-4)
     loss = torch.stack([y.float().square().mean() for y in _tensors(_call(prepared, part)) if y.numel()]).sum()
@@ -262,5 +262,7 @@ def _train(prepared: nn.Module, part: Part) -> None:
     bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
     if bad or not grads:
         raise ValueError(f"gradients are missing or not finite: {bad[:3] or 'all'}.")
+    if clip is not None:
+        nn.utils.clip_grad_norm_(prepared.parameters(), clip)
     optimizer.step()
     optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -19,7 +19,8 @@ class Recipe:
         skip: Submodules that `prepare` keeps whole, as patterns of file names: "blocks.*.attn".
         parts: Submodules that are prepared each on its own, where the model's own forward cannot be traced; () is the model.
         note: What the table says besides.
-        export: Whether the ONNX file is made too; where not, `note` says why.
+        exporter: Which of torch's exporters makes the ONNX file.
+        clip: The largest norm of the gradients in the training step; None leaves them as they are.
     """
 
     name: str
@@ -29,4 +30,5 @@ class Recipe:
     skip: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     note: str = ""
-    export: bool = True
+    exporter: Literal["dynamo", "torchscript"] = "dynamo"
+    clip: float | None = None
