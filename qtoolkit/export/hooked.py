@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qtoolkit.export.codes import CodeCount, as_stored, twin_of, values_of
+from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of
 from qtoolkit.frozen import Grid
 from qtoolkit.nn import QuantModule
 
@@ -66,11 +66,11 @@ class Hooked:
         if name in self.paired:
             theirs, stored = next(self.paired[name])
         else:
-            theirs, stored = twin_of(self.converted, self.codes, grid, ours), False
+            theirs, stored = twin_of(self.converted, self.codes, grid, x, ours), False
         if theirs is None:
             self.missing[name] = None
             return output
-        count = CodeCount.of(as_stored(grid, x) if stored else ours, theirs)
+        count = CodeCount.of(as_stored(grid, x), theirs) if stored else compare_layer(grid, x, ours, theirs)
         if stored and x in self.held:
             self.constants += count
         else:  # in a computed constant runtimes may differ by rounding ties

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from qtoolkit.export.codes import CodeCount, as_stored, twin_of, values_of, weights_of
+from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of, weights_of
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.kind_table import MOVES
 from qtoolkit.graph.kinds import kind_of, parameters_in
@@ -58,11 +58,11 @@ class Stepwise(fx.Interpreter):
         (x,), _ = self.fetch_args_kwargs_from_env(n)
         constant, name = n.all_input_nodes[0] in self.parameters, str(n.target)
         ours = as_stored(grid, x) if constant else grid.codes(x).cpu()
-        theirs = next(self.paired[name]) if name in self.paired else twin_of(self.converted, self.codes, grid, ours)
+        theirs = next(self.paired[name]) if name in self.paired else twin_of(self.converted, self.codes, grid, x, ours)
         if theirs is None:
             self.missing[name] = None
             return grid(x)
-        count = CodeCount.of(ours, theirs)
+        count = CodeCount.of(ours, theirs) if constant else compare_layer(grid, x, ours, theirs)
         if constant and _is_stored(n.all_input_nodes[0]):
             self.constants += count
             return grid(x)
@@ -89,13 +89,14 @@ class Stepwise(fx.Interpreter):
                 hook.remove()
 
     def _put_theirs(self, name: str, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
-        ours = grid.codes(args[0]).cpu()
-        theirs = next(self.inside[name]) if name in self.inside else twin_of(self.converted, self.codes, grid, ours)
+        x = args[0]
+        ours = grid.codes(x).cpu()
+        theirs = next(self.inside[name]) if name in self.inside else twin_of(self.converted, self.codes, grid, x, ours)
         if theirs is None:
             self.missing[name] = None
             return output
-        self.counts[name] = self.counts.get(name, CodeCount()) + CodeCount.of(ours, theirs)
-        return values_of(grid, theirs, args[0])
+        self.counts[name] = self.counts.get(name, CodeCount()) + compare_layer(grid, x, ours, theirs)
+        return values_of(grid, theirs, x)
 
 
 def _is_stored(constant: fx.Node) -> bool:
