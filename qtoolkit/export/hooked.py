@@ -46,13 +46,13 @@ class Hooked:
         layers = [module for module in self.names if isinstance(module, QuantModule)]
         weights = {quantizer for layer in layers for quantizer in layer.weight_quantizers().values()}
         grids = [module for module in self.names if isinstance(module, Grid) and module not in weights]
-        with _hooked([*grids, *layers], self._count):
+        with hooked([*grids, *layers], self._count):
             self.converted(*inputs)
         self.unreached = tuple(name for m, name in self.names.items() if isinstance(m, Grid) and not self.calls[m])
         for name, calls in ((self.names[grid], self.calls[grid]) for grid in grids):
             if name in self.codes and len(self.codes[name]) == calls:
                 self.paired[name] = zip(self.codes[name], self.stored[name], strict=True)
-        with _hooked(grids, self._put_theirs):
+        with hooked(grids, self._put_theirs):
             self.converted(*inputs)
 
     def _count(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -79,7 +79,7 @@ class Hooked:
 
 
 @contextmanager
-def _hooked(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+def hooked(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Call a hook after each call of some modules, in a `with` block."""
     handles = [module.register_forward_hook(hook) for module in modules]
     try:

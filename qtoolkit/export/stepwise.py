@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of, weights_of
+from qtoolkit.export.hooked import hooked
 from qtoolkit.frozen import Grid
 from qtoolkit.graph.kind_table import MOVES
 from qtoolkit.graph.kinds import kind_of, parameters_in
@@ -25,6 +25,7 @@ class Stepwise(fx.Interpreter):
     def __init__(self, converted: fx.GraphModule, codes: Mapping[str, Sequence[Any]]) -> None:
         super().__init__(converted)
         self.converted, self.codes = converted, codes
+        self.names: dict[nn.Module, str] = {module: name for name, module in converted.named_modules()}
         targets = Counter(str(node.target) for node in converted.graph.nodes if node.op == "call_module")
         self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
         self.missing: dict[str, None] = {}
@@ -37,18 +38,14 @@ class Stepwise(fx.Interpreter):
 
     def follow(self, *inputs: Any) -> None:
         """Run the model; before that, where submodules are kept whole, count the calls of the quantizers inside them."""
-        names = {module: name for name, module in self.converted.named_modules()}
-        grids = [module for module, name in names.items() if isinstance(module, Grid) and name not in self.apart]
+        grids = [module for module, name in self.names.items() if isinstance(module, Grid) and name not in self.apart]
         calls: Counter[str] = Counter()
-        hooks = [grid.register_forward_hook(lambda grid, *_: calls.update([names[grid]])) for grid in grids]
-        try:
+        with hooked(grids, lambda grid, *_: calls.update([self.names[grid]])):
             if grids:
                 self.converted(*inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
         self.inside = {name: iter(of) for name, of in self.codes.items() if len(of) == calls[name]}
-        self.run(*inputs)
+        with hooked(grids, self._put_theirs):
+            self.run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; of a quantizer, compare the codes and go on with onnxruntime's, or, of a constant, with its own."""
@@ -76,20 +73,8 @@ class Stepwise(fx.Interpreter):
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return with_own_lists(args), with_own_lists(kwargs)
 
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a submodule with onnxruntime's codes put after the quantizers inside it."""
-        module = self.fetch_attr(target)
-        inside = module.named_modules(prefix=target) if isinstance(module, nn.Module) else ()
-        grids = [(name, grid) for name, grid in inside if isinstance(grid, Grid) and name not in self.apart]
-        hooks = [grid.register_forward_hook(partial(self._put_theirs, name)) for name, grid in grids]
-        try:
-            return super().call_module(target, args, kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _put_theirs(self, name: str, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
-        x = args[0]
+    def _put_theirs(self, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
+        x, name = args[0], self.names[grid]
         ours = grid.codes(x).cpu()
         theirs = next(self.inside[name]) if name in self.inside else twin_of(self.converted, self.codes, grid, x, ours)
         if theirs is None:
