@@ -100,6 +100,7 @@ def _roles(
 
 _LAYERS = ("conv", "conv_transpose", "linear")
 _PRODUCTS = (*_LAYERS, "matmul", "attention")
+_IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")  # of targets that compute so throughout
 
 _SIGNED = QuantSpec(bits=8)
 _NARROW = QuantSpec(bits=8, narrow=True)
@@ -167,7 +168,7 @@ SNPE = Backend(
     name="snpe",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
     roles=_roles(
-        compute=(*_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear", "batch_norm"),
+        compute=(*_PRODUCTS, *_IN_INTEGERS),
         merge=("add", "sub", "mul", "div"),
     ),
     shared_concat=False,
@@ -184,11 +185,7 @@ QNN = replace(
     roles=_roles(
         compute=(
             *_PRODUCTS,
-            "scale",
-            "avg_pool",
-            "mean",
-            "upsample_linear",
-            "batch_norm",
+            *_IN_INTEGERS,
             "layer_norm",
             "instance_norm",
             "softmax",
@@ -202,9 +199,7 @@ QNN = replace(
 VITIS = Backend(
     name="vitis",
     qconfig=QConfig(activation=_POW2, weight=_POW2),
-    roles=_roles(
-        compute=(*_LAYERS, "scale", "avg_pool", "mean", "upsample_linear", "batch_norm"), merge=("add", "mul")
-    ),
+    roles=_roles(compute=(*_LAYERS, *_IN_INTEGERS), merge=("add", "mul")),
     quantize_outputs=True,
     quantize_graph_outputs=True,
 )
@@ -223,16 +218,7 @@ TENGINE = replace(
     SNPE,
     name="tengine",
     roles=_roles(
-        compute=(
-            *_LAYERS,
-            "scale",
-            "avg_pool",
-            "mean",
-            "upsample_linear",
-            "batch_norm",
-            "hardswish",
-            "sigmoid",
-        ),
+        compute=(*_LAYERS, *_IN_INTEGERS, "hardswish", "sigmoid"),
         merge=("add", "mul"),
     ),
 )

@@ -6,7 +6,6 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.finding import Finding
-from qtoolkit.graph.kind_rules import argument
 from qtoolkit.graph.kinds import kind_of, module_of, tensor_inputs
 from qtoolkit.graph.roles import is_quantizer, weight_is_float
 
@@ -19,7 +18,7 @@ def _few_channels(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     layer = _quantized_layer(node)
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return
-    inputs, outputs = _channels(layer)
+    outputs, inputs = layer.weight.shape[:2]  # of a convolution, the inputs of a group
     if min(inputs, outputs) >= LEAST_CHANNELS or _is_worth_it(node, layer):
         return
     yield Finding(
@@ -28,14 +27,6 @@ def _few_channels(node: fx.Node, backend: Backend) -> Iterator[Finding]:
         f"{LEAST_CHANNELS} of both.",
         LEAVE_FLOAT,
     )
-
-
-def _channels(layer: nn.Module) -> tuple[int, int]:
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        raise TypeError(f"a {type(layer).__name__} has no channels.")
-    return layer.in_channels // layer.groups, layer.out_channels
 
 
 def _is_worth_it(node: fx.Node, layer: nn.Module) -> bool:
@@ -64,7 +55,7 @@ def _deconvolution(node: fx.Node, backend: Backend) -> Iterator[Finding]:
         return
     if isinstance(layer, nn.ConvTranspose3d):
         yield Finding(node.name, f"{backend.name} computes a transposed convolution in 3d in float16.", LEAVE_FLOAT)
-    groups = int(argument(node, 6, "groups", 1))
+    groups = layer.groups
     if groups > 1 and min(layer.in_channels, layer.out_channels) < 4 * groups:
         yield Finding(
             node.name,
