@@ -7,15 +7,15 @@ from qtoolkit import debug, export, graph, nn, ops, quant_modules
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
-from qtoolkit.eager import fuse_modules
+from qtoolkit.eager.fuse import fuse_modules
 from qtoolkit.export import ExportResult, export_onnx
-from qtoolkit.frozen import Grid
-from qtoolkit.graph.trace import UntraceableError
+from qtoolkit.graph.capture.trace import UntraceableError
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.prepare import convert, prepare
-from qtoolkit.quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.switches import calibrating, disable_quantization, enable_quantization
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
-from qtoolkit.switches import calibrating, disable_quantization, enable_quantization
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """Deployment targets, as data: what each quantizes, and where.
 
-Each kind of op (`qtoolkit.graph.kind_table`) has a role on a target:
+Each kind of op (`qtoolkit.op_kinds.table`) has a role on a target:
 
 - "compute": its inputs are quantized; its output is left free until a quantized op takes it.
 - "merge": its inputs are quantized too, by the target's rule for residual adds.
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.graph.kind_table import ACTIVATIONS, KINDS, MOVES
-from qtoolkit.names import check_known
+from qtoolkit.errors import check_known
+from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES
 
 Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import distributed, nn
 from tqdm import tqdm
 
-from qtoolkit.eager import check_links
+from qtoolkit.eager.fuse import check_links
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizer import TensorQuantizer, quantizers_of, refuse_legacy_quantizers
-from qtoolkit.switches import calibrating
+from qtoolkit.quantizers.switches import calibrating
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, refuse_legacy_quantizers
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,26 @@ from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
-from qtoolkit.eager import check_links
-from qtoolkit.frozen import Grid
-from qtoolkit.graph import explain, fold, fuse, insert, patterns, replace, swap, trace
-from qtoolkit.graph.kinds import object_type_of
-from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.module_rules import PLAN
-from qtoolkit.graph.patterns import FusePatterns
+from qtoolkit.eager.fuse import check_links
+from qtoolkit.eager.record import plan_of
+from qtoolkit.eager.rules import PLAN
+from qtoolkit.errors import check_known
+from qtoolkit.graph.capture import trace
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import freeze as fold
+from qtoolkit.graph.passes import fuse_patterns as patterns
+from qtoolkit.graph.passes import insert, swap
+from qtoolkit.graph.passes import leaf_modules as replace
+from qtoolkit.graph.passes import link_batch_norms as fuse
+from qtoolkit.graph.passes import record as explain
+from qtoolkit.graph.passes.fuse_patterns import FusePatterns
+from qtoolkit.graph.passes.swap import QatModules, name_of
 from qtoolkit.graph.plan import Plan, Tracing
-from qtoolkit.graph.records import plan_of
-from qtoolkit.graph.swap import QatModules, name_of
-from qtoolkit.graph.transaction import copy_of, random_state_kept, unchanged_on_error
-from qtoolkit.names import check_known
+from qtoolkit.model_state import copy_of, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizer import TensorQuantizer, refuse_legacy_quantizers
+from qtoolkit.op_kinds.nodes import object_type_of
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, refuse_legacy_quantizers
 
 M = TypeVar("M", bound=nn.Module)
 

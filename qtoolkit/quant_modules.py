@@ -12,12 +12,9 @@ from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
-from qtoolkit.construction import CONSTRUCTION, Settings
-from qtoolkit.eager import chains_of, link_chains, quantize_outputs
-from qtoolkit.graph import swap, trace
-from qtoolkit.graph.kinds import float_type
-from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.module_rules import (
+from qtoolkit.eager.constructors import CONSTRUCTION, Settings
+from qtoolkit.eager.fuse import chains_of, link_chains, quantize_outputs
+from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     PLAN,
     Decision,
@@ -29,13 +26,17 @@ from qtoolkit.graph.module_rules import (
     names_of,
     statuses_in,
 )
+from qtoolkit.errors import check_known, unknown
+from qtoolkit.graph.capture import trace
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import swap
+from qtoolkit.graph.passes.leaf_modules import Chooser, replace_layers
+from qtoolkit.graph.passes.swap import QatModules
 from qtoolkit.graph.plan import Plan
-from qtoolkit.graph.replace import Chooser, replace_layers
-from qtoolkit.graph.swap import QatModules
-from qtoolkit.graph.transaction import copy_of, unchanged_on_error
-from qtoolkit.names import check_known, unknown
+from qtoolkit.model_state import copy_of, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.op_kinds.nodes import float_type
 
 QUANTIZE = ("inputs", "outputs")
 OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # torch.ao's, by name

@@ -18,7 +18,7 @@ settings.register_profile(
 settings.load_profile("qtoolkit")
 
 # Scripts that tests run, and faults that a sanitized build must find, which make sanitize runs.
-collect_ignore = ["legacy_scripts", *([] if "QTOOLKIT_SANITIZE" in os.environ else ["sanitize"])]
+collect_ignore = ["compat/legacy_scripts", *([] if "QTOOLKIT_SANITIZE" in os.environ else ["sanitize"])]
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.graph.module_rules import PLAN
+from qtoolkit.eager.rules import PLAN
+from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quant_modules import replace
-from qtoolkit.values import tensors_of
 from tests import nets, ranks, reference
 
 W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))

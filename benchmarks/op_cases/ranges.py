@@ -10,7 +10,7 @@ from torch.ao.quantization import observer as torch_ao
 
 from op_cases.subjects import QMAX, QMIN, Subject, observed
 from qtoolkit import ops
-from qtoolkit.observers import HistogramObserver
+from qtoolkit.quantizers.observers import HistogramObserver
 
 BINS = 2048
 METHODS = ("percentile", "mse", "l2", "entropy")

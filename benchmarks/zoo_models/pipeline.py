@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchvision.ops import FrozenBatchNorm2d
 
 import qtoolkit as qt
-from qtoolkit.graph import trace
+from qtoolkit.graph.capture import trace
 from zoo_models.recipe import Recipe
 
 SEED = 0

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import divisor_of
-from qtoolkit.quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import quantization_report
 
 _AMAX = "._amax"

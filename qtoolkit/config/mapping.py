@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from torch import nn
 
 from qtoolkit.config.spec import QuantSpec
-from qtoolkit.names import check_known, unknown
+from qtoolkit.errors import check_known, unknown
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
-from qtoolkit.names import check_known, unknown
+from qtoolkit.errors import check_known, unknown
 
 FORMATS = ("int", "nnie")
 OBSERVERS = {"minmax": (), "moving_average": ("momentum",), "histogram": ("bins", "method", "percentile")}

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.debug.inside import Calls, quantized_inside, watching
-from qtoolkit.graph import trace
-from qtoolkit.graph.fuse import batch_norms
-from qtoolkit.graph.kinds import OTHER, kind_of
-from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.capture import trace
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.link_batch_norms import batch_norms
+from qtoolkit.graph.passes.swap import name_of
+from qtoolkit.graph.placement.roles import is_quantizer, role_of
 from qtoolkit.graph.plan import Tracing
-from qtoolkit.graph.roles import is_quantizer, role_of
-from qtoolkit.graph.swap import name_of
+from qtoolkit.model_inputs import copy_of, tensors_of
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
+from qtoolkit.op_kinds.nodes import OTHER, kind_of
 from qtoolkit.tables import table
-from qtoolkit.values import copy_of, tensors_of
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Any
 from torch import fx, nn
 
 from qtoolkit.files import write_whole
-from qtoolkit.frozen import Grid
-from qtoolkit.graph.kinds import kind_of
-from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.roles import is_quantizer
-from qtoolkit.graph.swap import name_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.swap import name_of
+from qtoolkit.graph.placement.roles import is_quantizer
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # Fill of a node by its status in the plan; ops of a graph without a plan have none.
 COLORS = {"quantized": "#cfe8cf", "fused": "#cfe8cf", "transparent": "#eeeeee", "float": "#f6d5c3", "": "#ffffff"}

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.values import copy_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_inputs import copy_of
 
 
 class Call(NamedTuple):

@@ -11,15 +11,15 @@ from tqdm import tqdm
 
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Kind, path_of
-from qtoolkit.graph.kinds import float_type, object_type_of
-from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.swap import name_of
+from qtoolkit.errors import check_known
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.swap import name_of
 from qtoolkit.modes import evaluating
-from qtoolkit.names import check_known
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.op_kinds.nodes import float_type, object_type_of
+from qtoolkit.quantizers.switches import disable_quantization
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
 from qtoolkit.report.lines import quantizers_in
-from qtoolkit.switches import disable_quantization
 from qtoolkit.tables import table
 
 By = Literal["layer", "type"]

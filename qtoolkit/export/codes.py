@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.frozen import Grid
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizers.frozen import Grid
 
 # A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.
 TIE_SHARE = 1e-4

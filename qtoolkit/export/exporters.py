@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qtoolkit.frozen import Grid
-from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
     import onnx_ir

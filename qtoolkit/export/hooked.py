@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of
-from qtoolkit.frozen import Grid
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizers.frozen import Grid
 
 
 class Hooked:

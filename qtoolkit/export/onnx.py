@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from qtoolkit.backends import backends
+from qtoolkit.eager.record import plan_of
+from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.files import write_whole
-from qtoolkit.frozen import Grid
-from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan
-from qtoolkit.graph.records import plan_of
 from qtoolkit.modes import evaluating
-from qtoolkit.names import check_known
 from qtoolkit.prepare import check_quantized, convert
-from qtoolkit.quantizer import quantizers_of
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 if TYPE_CHECKING:
     import onnx_ir

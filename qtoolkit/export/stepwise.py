@@ -8,10 +8,10 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of, weights_of
 from qtoolkit.export.hooked import hooked
-from qtoolkit.frozen import Grid
-from qtoolkit.graph.kind_table import MOVES
-from qtoolkit.graph.kinds import kind_of, parameters_in
-from qtoolkit.graph.sizes import with_own_lists
+from qtoolkit.graph.capture.sizes import with_own_lists
+from qtoolkit.op_kinds.nodes import kind_of, parameters_in
+from qtoolkit.op_kinds.table import MOVES
+from qtoolkit.quantizers.frozen import Grid
 
 
 class Stepwise(fx.Interpreter):

@@ -14,7 +14,7 @@ import onnx_ir
 import onnxscript
 import torch
 
-from qtoolkit.frozen import code_dtype
+from qtoolkit.quantizers.frozen import code_dtype
 
 OP = "qtoolkit::fake_quant"
 

@@ -12,8 +12,8 @@ from torch import fx, nn
 from qtoolkit.export.codes import CodeCount, compare_weight, grid_of, sum_of, weights_of
 from qtoolkit.export.hooked import Hooked
 from qtoolkit.export.stepwise import Stepwise
-from qtoolkit.quantizer import WEIGHT_HOLDER
-from qtoolkit.values import tensors_of
+from qtoolkit.model_inputs import tensors_of
+from qtoolkit.quantizers.tensor_quantizer import WEIGHT_HOLDER
 
 
 @dataclass(frozen=True)

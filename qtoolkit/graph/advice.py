@@ -6,8 +6,8 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.finding import Finding
-from qtoolkit.graph.kinds import kind_of, module_of, tensor_inputs
-from qtoolkit.graph.roles import is_quantizer, weight_is_float
+from qtoolkit.graph.placement.roles import is_quantizer, weight_is_float
+from qtoolkit.op_kinds.nodes import kind_of, module_of, tensor_inputs
 
 LEAST_CHANNELS = 16  # what one instruction of its integer kernels takes
 LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."

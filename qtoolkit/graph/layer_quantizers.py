@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from qtoolkit.frozen import Grid
-from qtoolkit.graph.kinds import module_of, tensor_inputs
+from qtoolkit.graph.placement.roles import is_quantizer
 from qtoolkit.graph.plan import Edge
-from qtoolkit.graph.roles import is_quantizer
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.module import Quantizer
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.op_kinds.nodes import module_of, tensor_inputs
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 INPUT = "input_quantizer"
 ITSELF = ""  # a quantizer that the model's own forward calls

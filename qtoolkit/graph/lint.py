@@ -6,18 +6,18 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QuantSpec
-from qtoolkit.frozen import Grid
 from qtoolkit.graph.advice import ADVICE
 from qtoolkit.graph.finding import Finding
-from qtoolkit.graph.grids import quantizer_behind
-from qtoolkit.graph.kind_rules import argument
-from qtoolkit.graph.kind_table import ACTIVATIONS
-from qtoolkit.graph.kinds import MULTIPLYING_KINDS, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
-from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.residual import FUSING_KINDS
-from qtoolkit.graph.roles import is_quantizer, is_weight_quantizer, role_of, source_of, weight_is_float
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.placement.residual import FUSING_KINDS
+from qtoolkit.graph.placement.roles import is_quantizer, is_weight_quantizer, role_of, source_of, weight_is_float
+from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.op_kinds.nodes import MULTIPLYING_KINDS, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.op_kinds.rules import argument
+from qtoolkit.op_kinds.table import ACTIVATIONS
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
 def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ...]:

@@ -38,7 +38,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Tracing:
-    """How the model was traced, so that its float form can be traced the same way: options of `qtoolkit.graph.trace.run`.
+    """The options of `qtoolkit.graph.capture.trace.run` that the model was traced with.
 
     Attributes:
         leaf_modules: Types of submodules that were kept whole.

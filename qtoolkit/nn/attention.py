@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import Quantizer, QuantModule, quantized, weight_quantizer_of
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 OUT_WEIGHT_QUANTIZER = "out_proj_weight_quantizer"

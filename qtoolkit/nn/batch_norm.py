@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.names import check_known
+from qtoolkit.errors import check_known
 from qtoolkit.nn.module import adopt
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
 class _QuantTable(QuantWeighted):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import Quantizer, QuantModule, quantized
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
 def inner_quantizer(spec: QuantSpec | None, name: str, module: nn.Module) -> TensorQuantizer | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.names import check_known
+from qtoolkit.errors import check_known
 from qtoolkit.nn.inputs import QuantInput, inner_quantizer
 from qtoolkit.nn.module import Quantizer, QuantModule, quantized
 

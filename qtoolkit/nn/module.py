@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.frozen import Grid
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 Quantizer = TensorQuantizer | Grid
 M = TypeVar("M", bound=nn.Module)
@@ -26,7 +26,7 @@ class QuantModule(nn.Module):
 
     Attributes:
         FLOAT: The type it is made from, and goes back to.
-        KIND: Its kind of op (`qtoolkit.graph.kinds`).
+        KIND: Its kind of op (`qtoolkit.op_kinds.nodes`).
     """
 
     FLOAT: ClassVar[type[nn.Module]]

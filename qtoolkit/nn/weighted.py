@@ -10,7 +10,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.module import Quantizer, QuantModule, quantized, weight_quantizer_of
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
 class QuantWeighted(QuantModule):

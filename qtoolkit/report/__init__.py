@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from qtoolkit.graph.module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine
 from qtoolkit.report.of_graph import report_of_graph
 from qtoolkit.report.of_modules import report_of_modules

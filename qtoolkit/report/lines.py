@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from qtoolkit.frozen import Grid
 from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.module import Quantizer
-from qtoolkit.quantizer import TensorQuantizer
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.tables import table
 
 QUANTIZERS = (TensorQuantizer, Grid)

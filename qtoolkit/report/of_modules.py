@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtoolkit.graph.chain_rules import chains_of
-from qtoolkit.graph.kinds import kind_of_module
-from qtoolkit.graph.module import QuantizedGraphModule
-from qtoolkit.graph.module_rules import statuses_in
+from qtoolkit.eager.chains import chains_of
+from qtoolkit.eager.record import plan_of
+from qtoolkit.eager.rules import statuses_in
+from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
-from qtoolkit.graph.records import plan_of
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.module import Quantizer
-from qtoolkit.quantizer import is_legacy_quantizer
+from qtoolkit.op_kinds.nodes import kind_of_module
+from qtoolkit.quantizers.tensor_quantizer import is_legacy_quantizer
 from qtoolkit.report.lines import (
     QUANTIZERS,
     LayerLine,

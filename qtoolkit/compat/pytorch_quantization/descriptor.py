@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.names import check_known
+from qtoolkit.errors import check_known
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
-from qtoolkit.names import unknown
+from qtoolkit.errors import unknown
 
 
 class QuantEntry(NamedTuple):

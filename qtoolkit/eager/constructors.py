@@ -1,0 +1,102 @@
+"""Constructors of float layers that build quantized ones: torch's own `__init__`, patched for a while and put back."""
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from qtoolkit.eager.rules import ModuleRules
+from qtoolkit.graph.passes.leaf_modules import become, keep_off_fast_paths, quantized_layer
+from qtoolkit.nn import QuantModule
+
+TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+Init = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What layers become when they are built.
+
+    Attributes:
+        rules: How each type is quantized.
+        ignore: Names of types that stay float, or what is asked with "" and each layer.
+    """
+
+    rules: ModuleRules
+    ignore: tuple[str, ...] | Callable[[str, nn.Module], bool] = ()
+
+    def finish(self, module: nn.Module, cls: type[nn.Module]) -> None:
+        """Quantize a module that the constructor of a class has just built, unless it is of a subclass."""
+        if type(module) is cls and cls in self.rules.table and not self._ignores(module):
+            qconfig = self.rules.decide(module).qconfig
+            if qconfig is not None:
+                qat_type = self.rules.table[cls]
+                become(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
+        if isinstance(module, TRANSFORMERS):
+            keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
+
+    def _ignores(self, module: nn.Module) -> bool:
+        if callable(self.ignore):
+            return bool(self.ignore("", module))
+        return any(fnmatchcase(type(module).__name__, name) for name in self.ignore)
+
+
+class Construction:
+    """The one switch over constructors, for all threads.
+
+    Attributes:
+        settings: What holds now; None where constructors are torch's own.
+    """
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+        self._patches: dict[type[nn.Module], tuple[Init, Init | None]] = {}  # the patch, and the class's own __init__
+
+    def switch(self, settings: Settings | None) -> None:
+        """Let these settings hold from now on."""
+        with self._lock:
+            self.settings = settings
+            for cls in list(self._patches):
+                self._restore(cls)
+            for cls in () if settings is None else (*settings.rules.table, *TRANSFORMERS):
+                if cls not in self._patches:
+                    self._patch(cls)
+
+    def _patch(self, cls: type[nn.Module]) -> None:
+        inherited: Init = cls.__init__
+
+        @functools.wraps(inherited)
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            inherited(module, *args, **kwargs)
+            settings = self.settings  # None once it is off, should others have kept this function
+            if settings is not None and not getattr(self._thread, "finishes", False):
+                self._finish(settings, module, cls)
+
+        self._patches[cls] = init, vars(cls).get("__init__")
+        cls.__init__ = init  # type: ignore[assignment, method-assign]
+
+    def _finish(self, settings: Settings, module: nn.Module, cls: type[nn.Module]) -> None:
+        self._thread.finishes = True  # what a `from_float` builds is its own affair
+        try:
+            settings.finish(module, cls)
+        finally:
+            self._thread.finishes = False
+
+    def _restore(self, cls: type[nn.Module]) -> None:
+        patch, own = self._patches.pop(cls)
+        if vars(cls).get("__init__") is not patch:
+            return  # patched by others since, who call this patch: it does nothing more
+        if own is None:
+            del cls.__init__
+        else:
+            cls.__init__ = own  # type: ignore[method-assign]
+
+
+CONSTRUCTION = Construction()

@@ -1,0 +1,1 @@
+"""Capture a model as a graph."""

@@ -1,0 +1,108 @@
+"""Ops that work in place: whatever reads the changed tensor later takes the op's result, so that edges say what happens.
+
+A quantizer on an edge makes a new tensor. Were `x.add_(y)` read later as x, the sum would be lost in the one before.
+"""
+
+import inspect
+import operator
+from collections.abc import Iterator
+
+from torch import fx, nn
+
+from qtoolkit.op_kinds.nodes import parameters_in
+from qtoolkit.op_kinds.recorded import set_item
+from qtoolkit.op_kinds.rules import is_number
+
+# Functions and methods whose result shares the memory of their first argument.
+VIEWS = (
+    "chunk", "detach", "expand", "getitem", "narrow", "permute", "select", "split", "squeeze", "t", "transpose", "unbind",
+    "unsqueeze", "view", "view_as",
+)  # fmt: skip
+ASSIGNS = "assigns"  # what the tracer notes of += and its like
+OPERATORS = tuple(
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
+)
+
+
+def run(graph: fx.Graph, model: nn.Module) -> None:
+    """Let later readers of what an op changes in place take its result. A second time this changes nothing.
+
+    Raises:
+        ValueError: A tensor is changed through a view of it, or a view of it is read after it was changed.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    constant = parameters_in(graph)  # a bias, say, that is written piece by piece: no activation to quantize
+    for node in list(graph.nodes):
+        changed = _changed_by(node, model)
+        if changed is None:
+            continue
+        if changed not in constant:
+            _check_views(node, changed, order)
+        for reader in list(changed.users):
+            if order[reader] > order[node]:
+                reader.replace_input_with(changed, node)
+
+
+def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
+    """Return the tensor that an op changes in place and returns, or None."""
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    if not isinstance(first, fx.Node) or not _works_in_place(node, model):
+        return None
+    return None if is_number(first) else first  # += makes a new number
+
+
+def _works_in_place(node: fx.Node, model: nn.Module) -> bool:
+    if node.op == "call_module":
+        return getattr(model.get_submodule(str(node.target)), "inplace", False) is True
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.op not in ("call_method", "call_function"):
+        return False
+    if name.endswith("_") and not name.startswith("_") and name != "requires_grad_":
+        return True
+    return (
+        ASSIGNS in node.meta
+        or node.target in OPERATORS
+        or (name.startswith("__i") and name.endswith("__"))
+        or _inplace_argument(node)
+    )
+
+
+def _inplace_argument(node: fx.Node) -> bool:
+    if node.op != "call_function" or "inplace" in node.kwargs:
+        return node.kwargs.get("inplace") is True
+    try:
+        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]  # a function
+    except (TypeError, ValueError):  # torch's built-in functions have none, and no such argument
+        return False
+    place = names.index("inplace") if "inplace" in names else len(node.args)
+    return place < len(node.args) and node.args[place] is True
+
+
+def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]) -> None:
+    for view, base in (*((v, changed) for v in changed.users), *((changed, b) for b in _bases(changed))):
+        read = view if base is changed else base
+        readers = [reader for reader in read.users if order[reader] > order[node]]
+        later = [reader for reader in readers if not _writes_back(reader, view, base, node)]
+        if _is_view(view) and view is not node and order[view] < order[node] and later:
+            raise ValueError(
+                f"prepare: {node.name!r} changes {changed.name!r} in place, and {later[0].name!r} reads it afterwards as "
+                f"{read.name!r}, which shares its memory; a quantizer between them would lose the change. Use the op that is "
+                f"not in place there."
+            )
+
+
+def _writes_back(reader: fx.Node, view: fx.Node, base: fx.Node, result: fx.Node) -> bool:
+    """Return whether a reader puts an op's result where the view was taken: `x[1:] += y` reads, adds and writes."""
+    return reader.target is set_item and reader.args == (base, view.args[-1], result)
+
+
+def _bases(node: fx.Node) -> Iterator[fx.Node]:
+    """Return the tensors that a view is a part of."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _is_view(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name in VIEWS and bool(node.all_input_nodes)

@@ -1,0 +1,53 @@
+"""The convert pass: fold the batch norms that training kept, and freeze every quantizer."""
+
+from typing import TypeVar
+
+from torch import nn
+
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import link_batch_norms as fuse
+from qtoolkit.graph.passes.leaf_modules import become
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import identity_of
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def run(model: M) -> M:
+    """Fold linked batch norms, replace quantizers by their frozen grids, and switch to eval mode.
+
+    In a model without a graph every module stays the object that it is, and a batch norm that is folded becomes an Identity.
+    What of it was prepared by itself is folded by its graph.
+
+    Raises:
+        RuntimeError: A quantizer saw no data.
+        ValueError: A scale is not positive and finite.
+    """
+    model.eval()
+    graphs = [part for part in model.modules() if isinstance(part, QuantizedGraphModule)]
+    for gm in graphs:
+        _run_on_graph(gm)
+    if model not in graphs:
+        _run_on_modules(model)
+    return model.eval()
+
+
+def _run_on_graph(gm: QuantizedGraphModule) -> None:
+    for node, follower in fuse.linked_pairs(gm):
+        fuse.fold(gm, node, follower)
+    for name, quantizer in quantizers_of(gm).items():
+        gm.set_submodule(name, quantizer.to_grid())
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _run_on_modules(model: nn.Module) -> None:
+    for layer in list(model.modules()):
+        if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
+            bn = layer.batch_norm
+            layer.fold_batch_norm(bn)
+            become(bn, identity_of(bn))
+    for name, quantizer in quantizers_of(model).items():
+        quantizer.name = name  # what an error calls it
+        become(quantizer, quantizer.to_grid())

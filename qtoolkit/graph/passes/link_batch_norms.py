@@ -1,0 +1,110 @@
+"""Find layers with the batch norm behind them. Training: the layer takes it over. Eval: it is folded into the weight."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from torch import fx, nn
+
+from qtoolkit.backends import Backend
+from qtoolkit.config import QConfigMapping
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.swap import config_of
+from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
+from qtoolkit.nn.batch_norm import linked
+from qtoolkit.op_kinds.nodes import WEIGHTED_KINDS, kind_of, module_of
+
+
+def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
+    """Let each QAT layer take over the batch norm that follows it, or fold that one where the model is in eval mode.
+
+    Raises:
+        ValueError: The backend's strategy for batch norms is not known, or does not fit one of them.
+    """
+    calls = calls_of(gm)
+    for node, follower in list(batch_norms(gm)):
+        if reason_apart(node, follower, calls, backend, mapping) is not None:
+            continue
+        if gm.training:
+            _link(gm, node, follower, backend.batch_norm)
+        else:
+            fold(gm, node, follower)
+    gm.recompile()
+    return gm
+
+
+def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Return each layer, or function, with the batch norm that takes its output."""
+    for follower in gm.graph.nodes:
+        if kind_of(follower) == "batch_norm" and kind_of(follower.all_input_nodes[0]) in WEIGHTED_KINDS:
+            yield follower.all_input_nodes[0], follower
+
+
+def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
+    """Return how often the graph calls each module."""
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
+
+
+def reason_apart(
+    node: fx.Node,
+    follower: fx.Node,
+    calls: Mapping[str, int],
+    backend: Backend,
+    mapping: QConfigMapping | None = None,
+) -> str | None:
+    """Return why a layer does not take over the batch norm behind it, or None where it does."""
+    if len(node.users) > 1:
+        return "its layer's output has a second user"
+    layer = module_of(node) if node.op == "call_module" else None
+    if not isinstance(layer, QuantWeighted):
+        return "its layer is not quantized"
+    if follower.op != "call_module":
+        return "it is called as a function; make it a torch.nn module"
+    bn = module_of(follower)
+    if calls[str(node.target)] > 1 or calls[str(follower.target)] > 1:
+        return "it or its layer is called more than once"
+    if layer.input_quantizer is not None:
+        return "its layer is also called inside a submodule that is kept whole"
+    if bn.running_mean is None or bn.running_var is None:
+        return "it has no running statistics: track_running_stats=False"
+    if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
+        return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
+    return "the qconfig_mapping says so" if config_of(follower, backend, mapping) is None else None
+
+
+def linked_pairs(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Return each QAT layer with the batch norm that it has taken over."""
+    pairs = []
+    for node in gm.graph.nodes:
+        layer = module_of(node) if node.op == "call_module" else None
+        if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
+            pairs.append((node, next(iter(node.users))))
+    return pairs
+
+
+def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: str) -> None:
+    layer, bn = module_of(node), module_of(follower)
+    if isinstance(layer, QuantWeighted) and not isinstance(bn, LinkedBatchNorm):
+        new = linked(bn, strategy, str(follower.target))
+        gm.set_submodule(str(follower.target), new)
+        layer.link_batch_norm(new)
+
+
+def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
+    """Fold a batch norm into the layer before it, and take it out of the graph."""
+    layer = module_of(node)
+    if not isinstance(layer, QuantWeighted):
+        raise TypeError(f"{node.name!r} is no QAT layer, so {follower.name!r} cannot be folded into it.")
+    bn, name = module_of(follower), str(follower.target)
+    layer.fold_batch_norm(bn)
+    follower.replace_all_uses_with(node)
+    gm.graph.erase_node(follower)
+    if bn._modules:  # of a batch norm with an activation in it, that one stays
+        gm.set_submodule(name, _holder_of(bn))
+    else:
+        gm.delete_submodule(name)
+
+
+def _holder_of(bn: nn.Module) -> nn.Module:
+    holder = nn.Module()
+    holder._modules.update(bn._modules)
+    return holder.train(bn.training)

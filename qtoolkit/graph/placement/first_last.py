@@ -1,0 +1,39 @@
+"""The first and the last layers of a graph, which some targets quantize with more bits."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from torch import fx
+
+from qtoolkit.config import QConfig, QuantSpec
+from qtoolkit.op_kinds.nodes import MULTIPLYING_KINDS, kind_of, tensor_inputs
+
+
+def at_ends(node: fx.Node, qconfig: QConfig | None, bits: int) -> QConfig | None:
+    """Return a node's config, with at least so many bits where it is a first or a last layer."""
+    if qconfig is None or not is_end(node):
+        return qconfig
+    return QConfig(_widen(qconfig.activation, bits), _widen(qconfig.weight, bits))
+
+
+def is_end(node: fx.Node) -> bool:
+    """Return whether a layer takes a graph input, or makes a graph output, with no other layer in between."""
+    if kind_of(node) not in MULTIPLYING_KINDS:
+        return False
+    return _reaches(node, "placeholder", tensor_inputs) or _reaches(node, "output", lambda n: n.users)
+
+
+def _reaches(start: fx.Node, op: str, step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
+    waiting, seen = list(step(start)), set()
+    while waiting:
+        node = waiting.pop()
+        if node.op == op:
+            return True
+        if node not in seen and kind_of(node) not in MULTIPLYING_KINDS:
+            seen.add(node)
+            waiting += step(node)
+    return False
+
+
+def _widen(spec: QuantSpec | None, bits: int) -> QuantSpec | None:
+    return spec if spec is None or spec.bits >= bits else replace(spec, bits=bits)

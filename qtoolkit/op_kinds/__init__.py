@@ -1,0 +1,1 @@
+"""Kinds of ops: one table, and what kind a graph node is."""

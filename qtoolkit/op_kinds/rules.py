@@ -1,0 +1,172 @@
+"""Kinds that an op's name alone does not tell: each rule reads a node's arguments."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from qtoolkit.op_kinds.recorded import length_of
+
+OTHER = "other"
+SPLITS = ("chunk", "split", "tensor_split", "unbind")
+UPSAMPLE_KINDS = {
+    "nearest": "upsample_nearest",
+    "nearest-exact": "upsample_nearest",
+    "linear": "upsample_linear",
+    "bilinear": "upsample_linear",
+    "trilinear": "upsample_linear",
+    "bicubic": "upsample_cubic",
+    "area": "avg_pool",
+}
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a node, or, of a module, its attribute of that name."""
+    if node.op == "call_module":
+        owner = node.graph.owning_module
+        return default if owner is None else getattr(owner.get_submodule(str(node.target)), name, default)
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether an operand is a number, or a parameter or buffer of the model."""
+    if isinstance(value, fx.Node):
+        return value.op == "get_attr" or is_number(value)
+    return isinstance(value, int | float)
+
+
+NUMBER = "number"  # in the meta of a node that gave no tensor at tracing
+READ_NUMBERS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "item")
+SIZES = ("shape", "ndim")
+ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return whether a node gives a number, a size or several: by the example at tracing, or as computed from numbers alone."""
+    return _is_number(node, {})
+
+
+def _is_number(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    if node not in known:
+        known[node] = (
+            NUMBER in node.meta or _reads_numbers(node) or (_computes_plainly(node) and _all_numbers(node, known))
+        )
+    return known[node]
+
+
+def _reads_numbers(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in READ_NUMBERS
+    return node.op == "call_function" and (
+        node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
+    )
+
+
+def _computes_plainly(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__module__", "") in ON_NUMBERS
+
+
+def _all_numbers(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    sources = node.all_input_nodes
+    return bool(sources) and all(_is_number(source, known) for source in sources)
+
+
+def _of_two(kind: str, with_constant: str) -> Callable[[fx.Node], str]:
+    """Return the rule of an op on two tensors, which with one constant is another kind."""
+
+    def rule(node: fx.Node) -> str:
+        """Tell two tensors from a tensor and a constant; of two constants, or with an alpha or a rounding mode, neither."""
+        operands = argument(node, 0, "input"), argument(node, 1, "other")
+        if any(o is None for o in operands) or all(is_constant(o) for o in operands):
+            return OTHER
+        if argument(node, 2, "alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+            return OTHER
+        return with_constant if any(is_constant(o) for o in operands) else kind
+
+    return rule
+
+
+add = _of_two("add", "shift")
+sub = _of_two("sub", "shift")
+mul = _of_two("mul", "scale")
+_div = _of_two("div", "scale")
+
+
+def div(node: fx.Node) -> str:
+    """Tell a division of two tensors from one by a constant; a constant by a tensor is neither."""
+    return OTHER if is_constant(argument(node, 0, "input")) else _div(node)
+
+
+def written_out(equation: str) -> str:
+    """Return an einsum's equation with its result, by default the letters that appear once, sorted, after the dots."""
+    equation = equation.replace(" ", "")
+    if "->" in equation:
+        return equation
+    once = "".join(sorted(letter for letter in equation if letter.isalpha() and equation.count(letter) == 1))
+    return f"{equation}->{'...' if '...' in equation else ''}{once}"
+
+
+def einsum(node: fx.Node) -> str:
+    """Tell an einsum that is a matmul: two operands, with letters of both that the result has not."""
+    terms = re.fullmatch(r"([a-zA-Z.]+),([a-zA-Z.]+)->([a-zA-Z.]+)", written_out(str(node.args[0])))
+    if terms is None or len(node.args) != 3:
+        return "einsum"
+    left, right, result = (set(term) for term in terms.groups())
+    only_in_one = (left ^ right) - result
+    return "matmul" if (left & right) - result and not only_in_one else "einsum"
+
+
+def mean(node: fx.Node) -> str:
+    """Tell a mean over the spatial dimensions, which is an average pool."""
+    dims = argument(node, 1, "dim")
+    dims = sorted(dims) if isinstance(dims, list | tuple) else dims
+    return "avg_pool" if dims in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1]) else "mean"
+
+
+def upsample(node: fx.Node) -> str:
+    """Tell interpolation that picks values from one that makes new ones."""
+    mode = argument(node, 3, "mode", "nearest")
+    return UPSAMPLE_KINDS.get(str(mode), OTHER)
+
+
+def pad(node: fx.Node) -> str:
+    """Tell padding with zero, which is on every grid, from padding with other values or with copies."""
+    if argument(node, 2, "mode", "constant") != "constant":
+        return "edge_pad"
+    return "zero_pad" if argument(node, 3, "value") in (None, 0) else "pad"
+
+
+def clamp(node: fx.Node) -> str:
+    """Tell clamping at a lower bound of zero or more, which is a bounded ReLU."""
+    name = "min" if "min" in node.kwargs else "min_val"
+    lowest = argument(node, 1, name)
+    return "relu6" if isinstance(lowest, int | float) and lowest >= 0 else "clamp"
+
+
+def attribute(node: fx.Node) -> str:
+    """Tell x.T and x.mT from attributes that are no data."""
+    return "transpose" if node.args[1] in ("T", "mT") else OTHER
+
+
+def item(node: fx.Node) -> str:
+    """Tell a slice of a tensor, or one of the tensors that a split gives, from other uses of brackets."""
+    source, index = node.args
+    if not isinstance(source, fx.Node):
+        return OTHER
+    if gives_tuple(source):
+        return "slice" if isinstance(index, int) else OTHER
+    parts = index if isinstance(index, tuple) else (index,)
+    return "slice" if any(isinstance(p, slice) or p is Ellipsis for p in parts) and all(map(_picks, parts)) else OTHER
+
+
+def gives_tuple(node: fx.Node) -> bool:
+    """Return whether an op is known to return several tensors."""
+    if node.op == "call_module":
+        return bool(argument(node, 0, "return_indices", False))
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return name in SPLITS or name.endswith("_with_indices")
+
+
+def _picks(part: Any) -> bool:
+    return part is None or part is Ellipsis or isinstance(part, int | slice)

@@ -1,0 +1,113 @@
+"""Grid: a quantizer with a fixed scale, which a converted model holds."""
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.state import KeepsFloat32
+
+SMALLEST_CODES = {
+    True: (torch.int8, torch.int16),
+    False: (torch.uint8, torch.uint16),
+}
+
+
+def code_dtype(qmin: int, qmax: int) -> torch.dtype:
+    """Return the smallest integer dtype that holds the codes [qmin, qmax].
+
+    Example:
+        >>> code_dtype(-8, 7), code_dtype(0, 255), code_dtype(0, 256)
+        (torch.int8, torch.uint8, torch.uint16)
+    """
+    narrow, wide = SMALLEST_CODES[qmin < 0]
+    fits = torch.iinfo(narrow).min <= qmin and qmax <= torch.iinfo(narrow).max
+    return narrow if fits else wide
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raise ValueError unless every scale is positive and finite. Waits for the device: not for a training step."""
+    bad = ~(torch.isfinite(scale) & (scale > 0))
+    if bool(bad.any()):
+        value = float(scale[bad].flatten()[0])
+        raise ValueError(
+            f"quantizer {name!r}: scale must be positive and finite, got {value} ({int(bad.sum())} of {scale.numel()}); "
+            f"calibrate it on data without NaN or infinities."
+        )
+
+
+def fake_quant(
+    spec: QuantSpec,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group: int,
+    block_size: int,
+    grad_factor: float = 1.0,
+) -> Tensor:
+    """Return the values nearest to x on the grid of a spec, whatever its format."""
+    channels = (spec.axis, group, block_size)
+    if spec.format != "int":
+        return ops.fake_quant_float(x, scale, spec.format, *channels)
+    return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
+
+
+class Grid(KeepsFloat32):
+    """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
+
+    Args:
+        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel or group.
+        zero_point: As many codes, stored as floats, or None.
+        spec: Range of codes and channel axis.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+    Attributes:
+        quantizing: Whether tensors are put on the grid; else they pass through (see `qtoolkit.disable_quantization`).
+
+    Raises:
+        ValueError: A scale is zero, negative, NaN or infinite.
+
+    Example:
+        >>> grid = Grid(torch.tensor(0.5), None, QuantSpec())
+        >>> grid(torch.tensor([0.3, 100.0])), grid.codes(torch.tensor([0.3, 100.0]))
+        (tensor([ 0.5000, 63.5000]), tensor([  1, 127], dtype=torch.int8))
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None
+    quantizing = True
+
+    def __init__(self, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, group: int = 1) -> None:
+        super().__init__()
+        check_scale("Grid", scale)
+        self.spec, self.group = spec, group
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values on the grid nearest to x."""
+        if not self.quantizing:
+            return x
+        return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Return the integer codes of x.
+
+        Raises:
+            ValueError: The format has none.
+        """
+        spec = self.spec
+        if spec.format != "int":
+            raise ValueError(f"Grid.codes: format={spec.format!r} has no integer codes; call the grid for its values.")
+        grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
+        return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the values of integer codes."""
+        spec = self.spec
+        grid = (spec.axis, self.group, spec.block_size)
+        return ops.dequantize(codes, self.scale, self.zero_point, *grid, self.scale.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the spec's short name."""
+        return self.spec.describe()

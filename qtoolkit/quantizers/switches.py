@@ -1,0 +1,101 @@
+"""Switches over all quantizers of a model: on, off, observing."""
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Literal, Self, get_args
+
+from torch import nn
+
+from qtoolkit.errors import check_known
+from qtoolkit.nn import QuantModule
+from qtoolkit.nn.module import Quantizer
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.tensor_quantizer import WEIGHT_HOLDER, TensorQuantizer
+
+Which = Literal["all", "weights", "activations"]
+
+
+class _Switch(AbstractContextManager["_Switch"]):
+    """Set the state of quantizers of a model or submodule: for good with apply(), or for a `with` block.
+
+    Args:
+        model: Prepared, replaced or converted; or a submodule, or a quantizer.
+        which: "weights" or "activations" for these alone.
+
+    Raises:
+        ValueError: `which` is not known, or the quantizers of a converted model are to observe.
+    """
+
+    observing: bool | None = None
+    quantizing: bool | None = None
+
+    def __init__(self, model: nn.Module, which: Which = "all") -> None:
+        check_known(f"which of {type(self).__name__}:", which, get_args(Which))
+        self.quantizers = _chosen(model, which)
+        self.before: list[list[tuple[bool, bool]]] = []
+        if self.observing and any(isinstance(quantizer, Grid) for quantizer in self.quantizers):
+            raise ValueError(
+                f"{type(self).__name__}: a converted model has fixed scales and observes no ranges; pass the prepared one."
+            )
+
+    def apply(self) -> None:
+        """Set the state for good."""
+        for quantizer in self.quantizers:
+            if self.observing is not None and isinstance(quantizer, TensorQuantizer):
+                quantizer.observing = self.observing
+            if self.quantizing is not None:
+                quantizer.quantizing = self.quantizing
+
+    def __enter__(self) -> Self:
+        self.before.append([_state(quantizer) for quantizer in self.quantizers])
+        self.apply()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for quantizer, (observing, quantizing) in zip(self.quantizers, self.before.pop(), strict=True):
+            quantizer.quantizing = quantizing
+            if isinstance(quantizer, TensorQuantizer):
+                quantizer.observing = observing
+
+
+def _state(quantizer: Quantizer) -> tuple[bool, bool]:
+    return isinstance(quantizer, TensorQuantizer) and quantizer.observing, quantizer.quantizing
+
+
+def _chosen(model: nn.Module, which: Which) -> list[Quantizer]:
+    named = [(name, part) for name, part in model.named_modules() if isinstance(part, TensorQuantizer | Grid)]
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantModule)]
+    weights = {quantizer for layer in layers for quantizer in layer.weight_quantizers().values()}
+    weights |= {quantizer for name, quantizer in named if name.rpartition(".")[0].endswith(WEIGHT_HOLDER)}
+    return [q for _, q in named if which == "all" or (q in weights) == (which == "weights")]
+
+
+class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)
+    """Pass tensors through the quantizers, in a `with` block or, with apply(), from now on.
+
+    In a converted model every op, functions too, then computes in float, as it does in the float model with its batch norms
+    folded.
+
+    Example:
+        >>> quantizer = qt.TensorQuantizer(qt.QuantSpec())
+        >>> with qt.disable_quantization(quantizer):
+        ...     quantizer(torch.tensor(0.3))
+        tensor(0.3000)
+    """
+
+    quantizing = False
+
+
+class enable_quantization(_Switch):  # noqa: N801
+    """Quantize with the quantizers, in a `with` block or, with apply(), from now on."""
+
+    quantizing = True
+
+
+class calibrating(_Switch):  # noqa: N801
+    """Observe ranges and do not quantize, in a `with` block or, with apply(), from now on."""
+
+    observing = True
+    quantizing = False

@@ -1,0 +1,121 @@
+"""Verification of exported files: quantizers without nodes of their own, and why."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import fx, nn
+
+import qtoolkit as qt
+from qtoolkit.export.codes import CodeCount, compare_layer, twin_of
+from qtoolkit.export.verify import verify_onnx
+from qtoolkit.quantizers.frozen import Grid
+
+X = torch.randn(4, 8)
+
+
+def converted_pair() -> fx.GraphModule:
+    """Two layers with equal weights, and one that reads the same tensor as the first."""
+    first, twin, third = (nn.Linear(8, 8) for _ in range(3))
+    twin.load_state_dict(first.state_dict())
+    prepared = qt.prepare(nn.Sequential(first, nn.ReLU(), twin, nn.ReLU(), third).eval(), X)
+    qt.calibrate(prepared, [X], progress=False)
+    return qt.convert(prepared)
+
+
+def test_equal_weights_may_have_one_node(tmp_path) -> None:
+    converted = converted_pair()
+    result = qt.export_onnx(converted, X, tmp_path / "model.onnx")
+    names = {node.name for node in onnx.load(str(result.path)).graph.node}
+    assert "0.weight_quantizer.dequantize" in names
+    assert "2.weight_quantizer.dequantize" not in names
+    assert result.verification.missing == ()
+    assert result.verification.weight_codes == CodeCount(3 * 64)
+
+
+def test_a_weight_without_a_node_is_missing(tmp_path) -> None:
+    converted = converted_pair()
+    proto = onnx.load(str(qt.export_onnx(converted, X, tmp_path / "model.onnx").path))
+    for node in proto.graph.node:
+        node.name = node.name.replace("4.weight_quantizer", "")
+    found = verify_onnx(converted, proto, X)
+    assert found.missing == ("4.weight_quantizer",)
+    with pytest.raises(RuntimeError, match=r"no QuantizeLinear for: 4\.weight_quantizer"):
+        found.check()
+
+
+def test_a_shared_node_answers_for_both_within_rounding_ties() -> None:
+    grid, same, other = (Grid(torch.tensor(s), None, qt.QuantSpec()) for s in (0.5, 0.5, 0.25))
+    graph = fx.Graph()
+    placeholder = graph.placeholder("x")
+    graph.output([graph.call_module(name, (placeholder,)) for name in "abc"])
+    model = fx.GraphModule({"a": grid, "b": same, "c": other}, graph)
+    codes = torch.arange(-50, 50, dtype=torch.int8)
+    x = codes * 0.5
+    nodes = {"a": [codes.numpy()], "c": [codes.numpy() + 1]}
+    assert np.array_equal(twin_of(model, nodes, same, x, codes), codes)
+    flipped = codes.clone()
+    flipped[3] += 1
+    assert np.array_equal(twin_of(model, nodes, same, x, flipped), codes)
+    assert twin_of(model, nodes, same, x, codes + 1) is None  # the node of another grid is none of its own
+
+
+class Calls(nn.Module):
+    """A layer that is called three times, twice on the same tensor: the exporter writes two nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + self.fc(x) * self.fc(x + 1)
+
+
+def test_fewer_nodes_than_calls_in_a_submodule_that_is_kept_whole(tmp_path) -> None:
+    prepared = qt.prepare(nn.Sequential(Calls(), nn.ReLU(), nn.Linear(8, 2)).eval(), X, skip=["0"])
+    qt.calibrate(prepared, [X], progress=False)
+    result = qt.export_onnx(prepared, X, tmp_path / "model.onnx")
+    names = [node.name for node in onnx.load(str(result.path)).graph.node if node.op_type == "QuantizeLinear"]
+    assert names.count("0.fc.input_quantizer.quantize") < 3
+    found = result.verification
+    assert found.missing == ()
+    assert found.by_quantizer["0.fc.input_quantizer"] == CodeCount(3 * X.numel())
+
+
+def test_differences_at_rounding_boundaries_are_ties_however_many() -> None:
+    grid = Grid(torch.tensor(0.5), None, qt.QuantSpec())
+    x = torch.arange(-20, 20) * 0.5 + 0.25  # each between two codes
+    ours = grid.codes(x)
+    other = torch.floor(x / 0.5).to(torch.int8)
+    count = compare_layer(grid, x, ours, other.numpy())
+    assert count == CodeCount(40, 20, 1, 20)
+    assert count.are_ties()
+    assert CodeCount.of(ours, other).ties == 0
+    assert not CodeCount.of(ours, other).are_ties()
+    aside = compare_layer(grid, x + 0.001, grid.codes(x + 0.001), other.numpy())  # 2 thousandths of a step beyond
+    assert aside == CodeCount(40, 40, 1, 0)
+    assert not aside.are_ties()
+    assert not compare_layer(grid, x, ours, ours.numpy() + 2).are_ties()
+
+
+class Decoder(nn.Module):
+    """A linear resize beside a skip: quarters of steps, every eighth at a rounding boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        small = nn.functional.avg_pool2d(self.b(x), 2)
+        up = nn.functional.interpolate(small, scale_factor=2, mode="bilinear")
+        return self.last(torch.cat([self.a(x), up], 1))
+
+
+def test_a_linear_resize_into_a_concat_is_verified(tmp_path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 32, 32)
+    prepared = qt.prepare(Decoder().eval(), x, "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    found = qt.export_onnx(prepared, x, tmp_path / "model.onnx").verification
+    assert found.layer_codes.steps <= 1
+    assert found.layer_codes.differing - found.layer_codes.ties <= 4

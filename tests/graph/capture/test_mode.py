@@ -1,0 +1,137 @@
+"""What a forward hands on of self.training follows the mode of the prepared model; what decides on it alone is kept whole."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.graph.capture import trace
+from tests import nets
+from tests.nets import linear_of
+
+
+class Drops(nn.Module):
+    """Dropout as a function, in the model and in a submodule."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = linear_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.fc(x), 0.5, self.training)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.fc = Drops.Block(), linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.fc(self.block(x)), p=0.5, training=self.training)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth in Python, as timm writes it: it has no parameters, and decides on the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = x * 2
+        if not self.training:
+            return x
+        return doubled * torch.empty_like(x).bernoulli_(0.5)
+
+
+class Decides(nn.Module):
+    """The same inside a sequence, after a layer, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop = nn.Sequential(linear_of(), DropPath()), DropPath()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.drop(self.body(x)))
+
+
+@pytest.mark.parametrize("kind", [Drops, Decides])
+@pytest.mark.parametrize("training", [True, False], ids=["prepared in train", "in eval"])
+@pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
+def test_the_mode_is_the_prepared_models(kind: type[nn.Module], training: bool, measured: bool) -> None:
+    model, x = kind().train(training), torch.rand(16, 4)
+    prepared = qt.prepare(model, (x,) if measured else None)
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert all(m.training is training for name, m in ours.named_modules() if name.endswith("training_mode"))
+        assert set(model.state_dict()) <= set(ours.state_dict())
+        with qt.disable_quantization(ours), torch.no_grad():
+            for mode in (True, False, True):
+                torch.manual_seed(1)
+                y = ours.train(mode)(x)
+                torch.manual_seed(1)
+                assert torch.equal(y, model.train(mode)(x))
+                assert torch.equal(ours(x), y) is not mode  # other random numbers, where any are drawn
+    model.train(training)
+
+
+def test_a_submodule_has_its_own_mode() -> None:
+    model, x = Drops().train(), torch.rand(16, 4)
+    prepared = qt.prepare(model, (x,))
+    prepared.block.eval()
+    model.block.eval()
+    with qt.disable_quantization(prepared), torch.no_grad():
+        torch.manual_seed(1)
+        y = prepared(x)
+        torch.manual_seed(1)
+        assert torch.equal(y, model(x))
+
+
+def test_converted_and_reported_without_the_mode() -> None:
+    x = torch.rand(16, 4)
+    prepared = qt.prepare(Drops().train(), (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    assert torch.equal(converted(x), converted(x))
+    assert [line.name for line in qt.quantization_report(prepared).layers] == ["block.fc", "dropout", "fc", "dropout_1"]
+
+
+def test_what_decides_is_one_node_and_nothing_of_it_is_left_over() -> None:
+    traced = trace.run(Decides().train(), example_inputs=torch.rand(2, 4))
+    assert [str(n.target) for n in traced.graph.nodes] == ["x", "body.0", "body.1", "drop", "drop", "output"]
+
+
+def test_tracing_leaves_the_mode_a_bool() -> None:
+    model = Drops().train()
+    trace.run(model, example_inputs=torch.rand(2, 4))
+    assert all(type(m.training) is bool for m in model.modules())
+    broken = nets.ControlFlow()
+    with pytest.raises(trace.UntraceableError):
+        trace.run(broken)
+    assert all(type(m.training) is bool for m in broken.modules())
+
+
+class TwoHeads(nn.Module):
+    """Has a head for training alone, as GoogLeNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.auxiliary = linear_of(), linear_of(), linear_of()
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("training", "words"), [(True, "in training mode, in eval mode too"), (False, "in eval mode, in training")]
+)
+def test_what_is_decided_for_good_is_said(training: bool, words: str) -> None:
+    model = nn.Sequential(TwoHeads()).train(training)
+    with pytest.warns(UserWarning, match=f"prepare: 0 decides on self.training in Python: .* {words}"):
+        prepared = qt.prepare(model, (torch.rand(2, 4),), backend="onnxruntime")
+    with qt.disable_quantization(prepared):
+        assert isinstance(prepared.train(not training)(torch.rand(2, 4)), tuple) == training
+
+
+def test_what_follows_the_mode_is_no_matter(recwarn) -> None:
+    qt.prepare(Decides().train(), (torch.rand(2, 4),), backend="onnxruntime")
+    assert not [w for w in recwarn if "self.training" in str(w.message)]

@@ -1,0 +1,87 @@
+"""Subclasses of torch's layers: those that compute alike are quantized as they are, those that do not as what they do."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.graph.capture.subclasses import plain_type
+from tests import nets
+
+
+class Narrow(nn.Conv2d):
+    """A convolution with a constructor and a static method of its own, as torchvision's video models have it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(3, channels, 3, bias=False)
+
+    @staticmethod
+    def step() -> int:
+        return 1
+
+
+class Norm(nn.BatchNorm2d):
+    """A batch norm of another name."""
+
+
+class Scaled(nn.Conv2d):
+    """A convolution that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, 2 * self.weight, self.bias)
+
+
+class Wraps(nn.Linear):
+    """A linear layer with a weight of its own making."""
+
+    def _load_from_state_dict(self, *args: object) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (Narrow(4), nn.Conv2d),
+        (Norm(4), nn.BatchNorm2d),
+        (Scaled(3, 4, 3), None),
+        (Wraps(2, 2), None),
+        (nn.ReLU(), None),
+    ],
+)
+def test_only_what_overrides_nothing_is_torchs_own(module: nn.Module, kind: type[nn.Module] | None) -> None:
+    assert plain_type(module) is kind
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_its_batch_norm_is_taken_over(training: bool) -> None:
+    model = nets.trained(nn.Sequential(Narrow(4), Norm(4), nn.ReLU(), Scaled(4, 2, 1)), 2, 3, 8, 8).train(training)
+    x = torch.randn(2, 3, 8, 8)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    assert isinstance(prepared.get_submodule("0"), qt.nn.QuantConv2d)
+    assert not [line for line in qt.quantization_report(prepared).left_float if line.kind == "batch_norm"]
+    assert type(model[0]) is Narrow
+    with qt.disable_quantization(prepared), torch.no_grad():
+        torch.testing.assert_close(prepared.eval()(x), model.eval()(x))
+
+
+def test_a_leaf_type_of_the_users_stays_as_it_is() -> None:
+    prepared = qt.prepare(nn.Sequential(Narrow(4)), leaf_modules=[Narrow])
+    assert type(prepared.get_submodule("0")) is Narrow
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rnn = nn.Linear(4, 4), nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(self.first(x))[0]
+
+
+REASON = "float: no QAT module for LSTM in a graph: qtoolkit.quant_modules.replace has one"
+
+
+def test_a_layer_without_a_qat_module_says_so() -> None:
+    (line,) = qt.quantization_report(qt.prepare(Recurrent(), backend="onnxruntime")).left_float
+    assert (line.name, line.reason) == ("rnn", REASON)

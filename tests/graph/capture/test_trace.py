@@ -1,0 +1,282 @@
+"""The trace pass: outputs and names kept, sizes decided by example, what a graph would lose refused, and the remedies."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.graph.capture import trace
+from tests import nets
+from tests.nets import linear_of
+from tests.traceable import CASES, Boxes, Keywords, OnSizes
+
+
+def run_on(model: nn.Module, inputs: object) -> object:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def leaves(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [type(value), *(x for k, v in value.items() for x in (k, *leaves(v)))]
+    if isinstance(value, list | tuple):
+        return [type(value), *(x for v in value for x in leaves(v))]
+    return [type(value), *leaves(vars(value))] if isinstance(value, Boxes) else [value]
+
+
+def assert_same(ours: object, theirs: object) -> None:
+    for a, b in zip(leaves(ours), leaves(theirs), strict=True):
+        assert torch.equal(a, b) if isinstance(b, Tensor) else a == b
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("case", CASES)
+def test_trace_keeps_outputs_and_parameter_names(case: str, training: bool) -> None:
+    model, inputs = CASES[case][0]().train(training), CASES[case][1]()
+    traced = trace.run(copy.deepcopy(model), example_inputs=inputs)
+    for module in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
+        twin = copy.deepcopy(model)
+        assert_same(run_on(copy.deepcopy(module), inputs), run_on(twin, inputs))
+        assert set(module.state_dict()) == set(model.state_dict())
+        assert {n for n, _ in module.named_parameters()} == {n for n, _ in model.named_parameters()}
+        module.load_state_dict(model.state_dict())  # strict
+        assert module.training == training
+
+
+def test_float_functionals_of_torch_are_seen_through() -> None:
+    quantized = pytest.importorskip("torch.ao.nn.quantized")
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.ops = linear_of(), quantized.FloatFunctional()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.ops.add(self.fc(x), x)
+
+    prepared = qt.prepare(Residual(), (torch.randn(2, 4),), backend="onnxruntime")
+    (line,) = [line for line in qt.quantization_report(prepared).layers if line.kind == "add"]
+    assert len(line.inputs) == 2
+
+
+def test_a_shared_module_is_one_module_under_both_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = linear_of()
+            self.b = self.a
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    prepared = qt.prepare(Tied(), (torch.randn(2, 4),))
+    assert prepared.get_submodule("a") is prepared.get_submodule("b")
+    assert isinstance(prepared.get_submodule("b"), qt.nn.QuantLinear)
+    for twin in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(copy.deepcopy(prepared)))):
+        assert twin.get_submodule("a") is twin.get_submodule("b")
+        assert set(twin.state_dict()) == set(prepared.state_dict())
+    assert {"a.weight", "b.weight"} <= set(prepared.state_dict())
+
+
+# ---- decisions on sizes
+
+
+def test_sizes_are_decided_by_the_example_and_checked_at_run_time() -> None:
+    traced = trace.run(OnSizes(), example_inputs=(torch.randn(2, 6),))
+    model = OnSizes()
+    model.load_state_dict(traced.state_dict())
+    for batch in (1, 5):  # what no decision hangs on may vary
+        x = torch.randn(batch, 6)
+        assert torch.equal(traced(x), model(x))
+    with pytest.raises(
+        ValueError, match=r"prepared for inputs of other sizes: it decides at .*`if x\.shape\[-1\] % 8 != 0:`"
+    ):
+        traced(torch.randn(2, 8))
+
+
+def test_without_example_inputs_the_error_asks_for_them() -> None:
+    with pytest.raises(qt.UntraceableError, match="pass example_inputs, so that decisions on sizes are taken by them"):
+        trace.run(OnSizes())
+
+
+def test_example_values_are_never_looked_at() -> None:
+    with pytest.raises(qt.UntraceableError, match="if x.sum\\(\\) > 0"):
+        qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),))
+
+
+def test_devices_and_dtypes_are_known() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = linear_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype != torch.float32 or x.device.type == "meta" or x.is_cuda:
+                x = x.float() * 2
+            return self.fc(x)
+
+    traced = trace.run(Casts(), example_inputs=torch.randn(2, 4))
+    assert not [node for node in traced.graph.nodes if node.target == "float"]
+
+
+@torch.jit.script
+def scripted_double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_scripted_functions_are_kept_as_calls() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = linear_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(scripted_double(x))
+
+    model, x = Doubles(), torch.randn(2, 4)
+    for example in (None, x):
+        traced = trace.run(copy.deepcopy(model), example_inputs=example)
+        assert torch.equal(traced(x), model(x))
+        assert torch.equal(pickle.loads(pickle.dumps(traced))(x), model(x))
+
+
+def test_torchvision_ops_are_kept_as_calls() -> None:
+    torchvision = pytest.importorskip("torchvision")
+
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.pool = nn.Conv2d(3, 3, 1), torchvision.ops.RoIAlign(2, 1.0, -1)
+
+        def forward(self, x: Tensor, boxes: Tensor) -> Tensor:
+            return self.pool(self.conv(x), boxes)
+
+    model = Pools()
+    inputs = torch.randn(1, 3, 8, 8), torch.tensor([[0.0, 1.0, 1.0, 5.0, 5.0]])
+    traced = trace.run(copy.deepcopy(model), example_inputs=inputs)
+    assert torch.equal(traced(*inputs), model(*inputs))
+
+
+def test_stochastic_depth_draws_anew_at_each_run() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    model = nn.Sequential(linear_of(), torchvision.ops.StochasticDepth(0.5, "row"))
+    traced = trace.run(model.train())
+    x = torch.randn(64, 4)
+    assert not torch.equal(traced(x), traced(x))
+
+
+# ---- arguments
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear_of()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, double: bool = False, scale: float = 1.0) -> Tensor:
+        y = self.fc(x) * scale
+        if mask is not None:
+            y = y * mask
+        return y * 2 if double else y
+
+
+def test_arguments_left_out_are_fixed_at_their_defaults() -> None:
+    model, x = Optional(), torch.randn(2, 4)
+    prepared = trace.run(copy.deepcopy(model), example_inputs=(x,))
+    assert torch.equal(prepared(x), model(x))
+    assert torch.equal(prepared(x=x, mask=None, double=False), model(x))
+    with pytest.raises(ValueError, match="mask has been specialized to have value None .* pass it in example_inputs"):
+        prepared(x, mask=torch.ones(4))
+    with pytest.raises(AssertionError, match="double has been specialized to have value False"):
+        prepared(x, double=True)
+
+
+def test_arguments_that_the_example_gives_stay_arguments() -> None:
+    model, x = Optional(), torch.randn(2, 4)
+    prepared = trace.run(
+        copy.deepcopy(model), example_inputs={"x": x, "mask": torch.ones(4), "scale": 2.0, "double": True}
+    )
+    mask = torch.randn(4)
+    assert torch.equal(prepared(x, mask, True, 3.0), model(x, mask, True, 3.0))
+
+
+def test_concrete_args_win_over_defaults() -> None:
+    model, x = Optional(), torch.randn(2, 4)
+    prepared = trace.run(copy.deepcopy(model), concrete_args={"double": True}, example_inputs=(x,))
+    assert torch.equal(prepared(x, double=True), model(x, double=True))
+
+
+def test_prepare_runs_on_keyword_inputs() -> None:
+    inputs = {"x": torch.randn(2, 4), "scale": torch.randn(4)}
+    model = Keywords().eval()
+    prepared = qt.prepare(model, inputs)
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(**inputs), model(**inputs))
+    qt.calibrate(prepared, [inputs], progress=False)
+    assert qt.convert(prepared)(**inputs).shape == (2, 4)
+
+
+# ---- attributes
+
+
+class Owner(nn.Module):
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.stride = linear_of(), 8
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+        def describe(self) -> str:
+            return f"stride {self.stride}, {type(self.fc).__name__}"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage, self.names, self.anchors = Owner.Stage(), ["cat", "dog"], torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stage(x)
+
+    def predict(self, x: Tensor) -> list[str]:
+        return [self.names[int(i) % 2] for i in self(x).argmax(1)]
+
+
+KEPT = [
+    "names",
+    "anchors",
+    "predict",
+    "stage.stride",
+    "stage.describe",
+    "stage.fc",
+    "stage.fc.weight",
+    "stage.fc.in_features",
+]
+
+
+def test_attributes_and_methods_survive_every_step() -> None:
+    x = torch.randn(3, 4)
+    prepared = qt.prepare(Owner(), (x,), preserve_attributes=KEPT)
+    qt.calibrate(prepared, [x], progress=False)
+    pickled = pickle.loads(pickle.dumps(copy.deepcopy(prepared)))
+    for model in (prepared, copy.deepcopy(prepared), pickled, qt.convert(prepared), qt.convert(pickled)):
+        assert model.names == ["cat", "dog"]
+        assert torch.equal(model.anchors, torch.ones(3))
+        assert model.predict(x) == [model.names[int(i) % 2] for i in model(x).argmax(1)]
+        assert model.predict.owner is model
+        assert model.stage.stride == 8
+        assert model.stage.describe() == "stride 8, QuantLinear"
+        assert isinstance(model.stage.fc, qt.nn.QuantLinear)
+        assert model.stage.fc.in_features == 4
+        assert "names" not in model.state_dict()
+
+
+def test_attributes_belong_to_the_copy() -> None:
+    model = Owner()
+    prepared = qt.prepare(model, preserve_attributes=["names"])
+    prepared.names.append("bird")
+    assert model.names == ["cat", "dog"]

@@ -1,0 +1,213 @@
+"""What the trace pass refuses, and whether the remedies that it names help."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.graph.capture import trace
+from tests import nets
+from tests.nets import linear_of
+
+# ---- what is refused
+
+
+def wrapped_in(name: str) -> nn.Module:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "DataParallel": lambda: nn.DataParallel(nets.LinearNet()),
+        "DistributedDataParallel": lambda: nn.parallel.DistributedDataParallel(nets.LinearNet()),
+        "FullyShardedDataParallel": lambda: FullyShardedDataParallel(nets.LinearNet(), device_id=torch.device("cpu")),
+        "FSDPModule": lambda: fully_shard(nets.LinearNet(), mesh=init_device_mesh("cpu", (1,))),
+        "OptimizedModule": lambda: torch.compile(nets.LinearNet(), backend="eager"),
+        "ScriptModule": lambda: torch.jit.trace(nets.LinearNet().eval(), torch.randn(2, 6)),
+    }
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return makers[name]()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", trace.WRAPPERS)
+def test_wrapped_models_are_refused_with_what_to_do(name: str) -> None:
+    model = wrapped_in(name)
+    with pytest.raises(qt.UntraceableError, match=f"the model is wrapped in {name}; {re.escape(trace.WRAPPERS[name])}"):
+        qt.prepare(model)
+
+
+def test_wrapped_submodules_are_named() -> None:
+    model = nn.Sequential(linear_of(), nn.DataParallel(linear_of()))
+    with pytest.raises(qt.UntraceableError, match="submodule '1' is wrapped in DataParallel"):
+        qt.prepare(model)
+
+
+def test_scripted_submodules_are_kept_whole() -> None:
+    model = nn.Sequential(linear_of(), torch.jit.script(linear_of()))
+    x = torch.randn(2, 4)
+    prepared = qt.prepare(model, inplace=True)
+    nets.assert_float_when_off(prepared, model, x)
+    assert [line.name for line in qt.quantization_report(prepared).left_float] == ["1"]
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(4)
+
+
+class NoGrad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * 2
+        return y + x
+
+
+class Autocast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x.t()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def hooked(register: str) -> nn.Module:
+    model = nn.Sequential(nn.Sequential(linear_of()))
+    getattr(model[0], register)(lambda *args: None)
+    return model
+
+
+def with_own_forward() -> nn.Module:
+    model = linear_of()
+    model.forward = lambda x: x
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Draws, "random numbers are drawn that would be the same ones at every run"),
+        (NoGrad, r"no_grad, inference_mode or autocast is entered here.*line \d+, in forward: `y = x \* 2`"),
+        (Autocast, r"autocast is entered here.*`return x @ x\.t\(\)`"),
+        (Counts, "buffer 'count' .*is assigned to, which a graph does not keep; write into it with copy_ or add_"),
+        (
+            lambda: hooked("register_forward_hook"),
+            "submodule '0' .*forward hooks, which a graph does not keep; remove them",
+        ),
+        (lambda: hooked("register_forward_pre_hook"), "submodule '0' .*forward hooks"),
+        (lambda: hooked("register_forward_hook")[0], "Sequential.forward: this module has forward hooks"),
+        (with_own_forward, "Linear.forward was replaced on this one model; make it a method of the class"),
+        (lambda: nn.LazyLinear(3), "parameter 'weight' has no shape yet; run the model once on a batch first"),
+        (nn.Module, "forward"),
+    ],
+)
+def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(qt.UntraceableError, match=words):
+        qt.prepare(model())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"skip": ["bloc"]}, ValueError, "skip: unknown submodule 'bloc'; did you mean 'block'"),
+        ({"skip": [""]}, ValueError, 'skip: "" is the model itself, of which nothing would be left to trace'),
+        (
+            {"skip": "block"},
+            TypeError,
+            r"skip must be a sequence of names, got the string 'block'; write skip=\['block'\]",
+        ),
+        (
+            {"leaf_modules": ["block"]},
+            TypeError,
+            "leaf_modules must hold types of torch.nn.Module, got 'block'; name one",
+        ),
+        ({"leaf_modules": [torch.relu]}, TypeError, "leaf_modules must hold types of torch.nn.Module, got <built-in"),
+        ({"leaf_modules": [nn.ReLU()]}, TypeError, r"leaf_modules must hold types of torch.nn.Module, got ReLU\(\)"),
+        (
+            {"concrete_args": {"y": 1}},
+            ValueError,
+            "unknown argument of forward in prepare's concrete_args 'y'. Known: x",
+        ),
+        ({"preserve_attributes": ["firs"]}, ValueError, "the model has no attribute 'firs'"),
+        ({"preserve_attributes": ["blok.fc"]}, ValueError, "unknown submodule 'blok'; did you mean 'block'"),
+        ({"preserve_attributes": ["block.strid"]}, ValueError, "submodule 'block' has no attribute 'strid'"),
+        (
+            {"example_inputs": (1, 2)},
+            TypeError,
+            r"example_inputs do not fit ControlFlow.forward\(x: .*too many positional",
+        ),
+        ({"example_inputs": {"y": 2}}, TypeError, "example_inputs do not fit .*missing a required argument: 'x'"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        qt.prepare(nets.ControlFlow(), **kwargs)
+
+
+# ---- remedies
+
+
+@pytest.mark.parametrize("example", [None, (torch.randn(2, 4),)], ids=["plain", "sized"])
+def test_following_the_advice_ends_in_success(example: object) -> None:
+    skip: list[str] = []
+    for _ in range(3):
+        with pytest.raises(qt.UntraceableError) as error:
+            qt.prepare(nets.TwoBad(), example, skip=skip)
+        assert f"keep that submodule whole with skip=[{error.value.skip!r}]" in str(error.value)
+        skip.append(error.value.skip)
+    assert skip == ["loops.block", "loops", "stage.0"]
+    prepared = qt.prepare(nets.TwoBad(), example, skip=skip)
+    quantized = {line.name for line in qt.quantization_report(prepared).quantized}
+    assert {"first", "loops.fc", "loops.block.fc", "stage.0.fc"} <= quantized
+
+
+def test_at_the_root_the_error_says_which_parts_can_be_prepared() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head, self.act = nn.Sequential(linear_of()), linear_of(), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.backbone(x)
+            return self.act(self.head(y) if y.sum() > 0 else y)
+
+    model, x = Root().eval(), torch.randn(2, 4)
+    with pytest.raises(qt.UntraceableError) as error:
+        qt.prepare(model)
+    assert error.value.skip == ""
+    advice = re.findall(r"model\.(\w+) = qtoolkit\.prepare\(model\.\1\)", str(error.value))
+    assert advice == ["backbone", "head"]
+    expected = model(x)
+    for name in advice:
+        setattr(model, name, qt.prepare(getattr(model, name)))
+    with qt.disable_quantization(model):
+        assert torch.equal(model(x), expected)
+    assert qt.calibrate(model, [x, -x], progress=False).unreached == ()
+
+
+def test_a_function_at_fault_can_be_wrapped() -> None:
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return bends(x)
+
+    with pytest.raises(qt.UntraceableError, match=r"record it as one op with torch\.fx\.wrap\('bends'\)"):
+        qt.prepare(Calls())
+
+
+def bends(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x

@@ -1,0 +1,392 @@
+"""The passes: structure, numerics with quantizers off, idempotence; and what prepare promises as a whole."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import qtoolkit as qt
+from qtoolkit.graph.capture import trace
+from qtoolkit.graph.passes import insert, swap
+from tests import nets
+
+SHAPE = (4, 3, 8, 8)
+BACKENDS = list(qt.backends)
+
+
+def prepared_net(backend: str = "tensorrt", training: bool = True, **kwargs: object) -> fx.GraphModule:
+    model = nets.trained(nets.ConvNet(), *SHAPE).train(training)
+    return qt.prepare(model, torch.randn(SHAPE), backend=backend, **kwargs)
+
+
+def quantized_tensors(model: fx.GraphModule) -> dict[str, tuple[str, ...]]:
+    return {line.source: line.consumers for line in qt.quantization_report(model).tensors}
+
+
+# ---- trace
+
+
+def test_tracing_keeps_outputs_and_names() -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE).eval()
+    traced = trace.run(copy.deepcopy(model))
+    x = torch.randn(SHAPE)
+    assert torch.equal(traced(x), model(x))
+    assert set(traced.state_dict()) == set(model.state_dict())
+
+
+def test_an_untraceable_model_is_told_the_line_and_the_remedy() -> None:
+    model = nets.ControlFlow()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(qt.UntraceableError) as error:
+        qt.prepare(model)
+    words = str(error.value)
+    assert "nets.py, line" in words
+    assert "`if x.sum() > 0:" in words
+    assert "submodule 'block' (Block)" in words
+    assert "skip=['block'] or leaf_modules=[Block]" in words
+    assert type(model) is nets.ControlFlow
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", [{"skip": ["block"]}, {"leaf_modules": [nets.ControlFlow.Block]}])
+def test_the_remedy_works(how: dict[str, object]) -> None:
+    prepared = qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), **how)
+    report = qt.quantization_report(prepared)
+    assert [line.name for line in report.quantized] == ["first", "block", "block.fc"]
+    assert report.left_float == ()
+
+
+def test_unknown_names_say_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown submodule 'blok'; did you mean 'block'"):
+        qt.prepare(nets.ControlFlow(), skip=["blok"])
+    with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
+        qt.prepare(nets.LinearNet(), backend="tensort")
+    mapping = qt.QConfigMapping().set_module_name("fc3", None)
+    with pytest.raises(ValueError, match="unknown layer 'fc3'; did you mean 'fc"):
+        qt.prepare(nets.LinearNet(), qconfig_mapping=mapping)
+    with pytest.raises(ValueError, match="matches the whole name of no layer"):
+        qt.prepare(nets.LinearNet(), qconfig_mapping=qt.QConfigMapping().set_module_name_regex("conv.*", None))
+
+
+def test_wrapped_models_are_refused() -> None:
+    with pytest.raises(qt.UntraceableError, match=r"wrapped in DataParallel; prepare model\.module"):
+        qt.prepare(nn.DataParallel(nets.LinearNet()))
+
+
+def test_preserved_attributes_survive() -> None:
+    model = nets.LinearNet()
+    model.stride, model.label = 32, lambda: "label"
+    prepared = qt.prepare(model, preserve_attributes=["stride", "fc1.in_features"])
+    assert prepared.stride == 32
+    with pytest.raises(ValueError, match="no attribute 'strid'"):
+        qt.prepare(model, preserve_attributes=["strid"])
+
+
+def test_concrete_args_fix_an_argument() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, double: bool = False) -> Tensor:
+            return self.fc(x) * 2 if double else self.fc(x)
+
+    prepared = qt.prepare(Optional(), concrete_args={"double": False})
+    assert sum(node.op == "call_function" and "mul" in str(node.target) for node in prepared.graph.nodes) == 0
+
+
+# ---- swap and fuse
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("net", [(nets.ConvNet, SHAPE), (nets.LinearNet, (5, 6))], ids=["conv", "linear"])
+def test_with_quantizers_off_training_is_the_float_model(
+    backend: str, net: tuple[type[nn.Module], tuple[int, ...]]
+) -> None:
+    kind, shape = net
+    model = nets.trained(kind(), *shape)
+    prepared = qt.prepare(model, backend=backend)
+    x = torch.randn(shape)
+    with qt.disable_quantization(prepared):
+        for training in (True, False):
+            ours, theirs = prepared.train(training)(x), model.train(training)(x)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    buffers = dict(prepared.named_buffers())
+    for name, theirs in model.named_buffers():
+        torch.testing.assert_close(buffers[name], theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_without_batch_norm_quantizers_off_is_bit_equal() -> None:
+    model = nets.Shared()
+    prepared = qt.prepare(model)
+    x = torch.randn(3, 4)
+    nets.assert_float_when_off(prepared, model, x)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if not name.endswith("-nlp")])  # convolutions stay float
+def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE).eval()
+    prepared = qt.prepare(model, backend=backend)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in prepared.modules())
+    x = torch.randn(SHAPE)
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_training_mode_keeps_names_and_loads_float_weights() -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE)
+    prepared = qt.prepare(nets.ConvNet().train())
+    assert set(model.state_dict()) <= set(prepared.state_dict())
+    prepared.load_state_dict(model.state_dict())  # strict
+    assert all(torch.equal(prepared.state_dict()[k], v) for k, v in model.state_dict().items())
+
+
+def test_gradients_with_quantizers_off_are_those_of_the_float_model() -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE)
+    prepared = qt.prepare(model)
+    x = torch.randn(SHAPE)
+    with qt.disable_quantization(prepared):
+        prepared(x).square().sum().backward()
+    model(x).square().sum().backward()
+    ours = dict(prepared.named_parameters())
+    for name, theirs in model.named_parameters():
+        torch.testing.assert_close(ours[name].grad, theirs.grad, rtol=2e-3, atol=2e-4)
+
+
+def test_a_zero_gamma_gives_no_nan() -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE)
+    nn.init.zeros_(model.bn2.weight)
+    prepared = qt.prepare(model)
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    y = prepared.train()(torch.randn(SHAPE))
+    y.sum().backward()
+    assert torch.isfinite(y).all()
+    assert all(torch.isfinite(p.grad).all() for p in prepared.parameters() if p.grad is not None)
+    assert torch.isfinite(qt.convert(prepared)(torch.randn(SHAPE))).all()
+
+
+def test_a_second_user_keeps_the_batch_norm_apart() -> None:
+    model = nets.SecondUser().eval()
+    prepared = qt.prepare(model)
+    report = {line.name: line for line in qt.quantization_report(prepared).layers}
+    assert "cannot be folded" in report["bn"].reason
+    x = torch.randn(2, 3, 4, 4)
+    nets.assert_float_when_off(prepared, model, x)
+
+
+def test_shared_layers_stay_shared() -> None:
+    prepared = qt.prepare(nets.Shared())
+    layers = [m for m in prepared.modules() if isinstance(m, qt.nn.QuantLinear)]
+    assert len(layers) == 1
+    assert sum(node.op == "call_module" and node.target == "fc" for node in prepared.graph.nodes) == 2
+
+
+def test_the_users_model_is_not_changed() -> None:
+    model = nets.trained(nets.ConvNet(), *SHAPE)
+    before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    prepared = qt.prepare(model)
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    with torch.no_grad():
+        for parameter in prepared.parameters():
+            parameter.add_(1)
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_layers_go_back_to_float() -> None:
+    prepared = qt.prepare(nets.LinearNet())
+    layer = prepared.get_submodule("fc1").to_float()
+    assert type(layer) is nn.Linear
+    assert layer.weight is prepared.get_submodule("fc1").weight
+    assert set(layer.state_dict()) == {"weight", "bias"}
+
+
+# ---- insert
+
+
+def test_every_wanted_edge_has_one_quantizer_on_tensorrt() -> None:
+    assert quantized_tensors(prepared_net("tensorrt")) == {
+        "x": ("conv1",),
+        "relu": ("pool",),  # conv2 and the add's identity branch take it through the pool
+        "relu_1": ("up",),
+        "relu_2": ("average",),
+        "average": ("flatten",),
+    }
+
+
+def test_both_inputs_of_an_add_are_quantized_on_onnxruntime() -> None:
+    assert quantized_tensors(prepared_net("onnxruntime"))["bn2"] == ("add",)
+
+
+def test_nothing_stands_between_a_layer_and_its_batch_norm_or_activation() -> None:
+    for backend in BACKENDS:
+        sources = quantized_tensors(prepared_net(backend))
+        assert not {"conv1", "conv2", "up", "bn1", "bn3"} & set(sources)
+
+
+@pytest.mark.parametrize("downsample", [False, True])
+def test_tensorrt_leaves_the_main_branch_of_a_residual_add_free(downsample: bool) -> None:
+    prepared = qt.prepare(nets.Residual(downsample))
+    sources = quantized_tensors(prepared)
+    assert "bn2" not in sources
+    assert ("shortcut" in sources) == downsample
+    main_conv_input = next(n for n in prepared.graph.nodes if n.target == "conv1").args[0]
+    if not downsample:  # the identity branch shares conv1's quantizer
+        add = next(n for n in prepared.graph.nodes if n.target is torch.add)
+        identity = next(n for n in add.args if n.target == "shortcut")
+        assert identity.args[0] is main_conv_input
+
+
+def test_a_policy_is_changed_by_replacing_a_field() -> None:
+    backend = replace(qt.backends["tensorrt"], name="mine", residual_add="both")
+    assert "bn2" in quantized_tensors(qt.prepare(nets.Residual(False), backend=backend))
+
+
+def test_x_plus_x_has_one_quantizer() -> None:
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x
+
+    prepared = qt.prepare(Double(), backend="onnxruntime")
+    assert quantized_tensors(prepared) == {"x": ("add",)}
+
+
+def test_adding_a_constant_is_no_residual_add() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    report = qt.quantization_report(qt.prepare(Shift()))
+    assert [line.name for line in report.left_float] == ["add"]
+
+
+def test_keyword_inputs_are_seen() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(input=self.fc(x), other=x)
+
+    prepared = qt.prepare(Keywords(), backend="onnxruntime")
+    assert quantized_tensors(prepared) == {"x": ("fc", "add"), "fc": ("add",)}
+
+
+def test_of_two_specs_for_one_tensor_the_finer_holds() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.b(x)
+
+    coarse = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
+    prepared = qt.prepare(Twice(), qconfig_mapping=qt.QConfigMapping().set_module_name("a", coarse))
+    (quantizer,) = [q for n, q in qt.quantizers_of(prepared).items() if n.startswith(insert.HOLDER)]
+    assert quantizer.spec.bits == 8
+    assert prepared.get_submodule("a").weight_quantizer.spec.bits == 4
+
+
+def test_layers_can_be_left_in_float_and_are_reported() -> None:
+    mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, None).set_module_name("head", None)
+    prepared = prepared_net(qconfig_mapping=mapping)
+    assert type(prepared.get_submodule("up")) is nn.ConvTranspose2d
+    report = qt.quantization_report(prepared)
+    reasons = {line.name: line.reason for line in report.left_float}
+    assert reasons == {
+        "up": "float: the qconfig_mapping says so",
+        "bn3": "float: a batch norm that cannot be folded (its layer is not quantized)",
+        "head": "float: the qconfig_mapping says so",
+        # Rule 6 of TensorRT: without the head, nothing takes the pool's output quantized.
+        "average": "float: its output is taken in float, and tensorrt computes it in integers only between two quantized "
+        "tensors",
+    }
+
+
+def test_the_axis_of_a_transposed_convolution() -> None:
+    default = prepared_net().get_submodule("up").weight_quantizer
+    assert (default.spec.axis, default.group, default.scale.numel()) == (1, 2, 12)
+    older = replace(qt.backends["tensorrt"], conv_transpose_axis=0)
+    by_input = qt.prepare(nets.ConvNet(), backend=older).get_submodule("up").weight_quantizer
+    assert (by_input.spec.axis, by_input.group, by_input.scale.numel()) == (0, 1, 8)
+    said = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
+    mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, said)
+    literal = qt.prepare(nets.ConvNet(), qconfig_mapping=mapping).get_submodule("up").weight_quantizer
+    assert literal.spec.axis == 0
+
+
+def test_passing_twice_changes_nothing() -> None:
+    prepared = prepared_net()
+    before, backend = str(prepared.graph), qt.backends["tensorrt"]
+    insert.run(swap.run(prepared, backend), backend)
+    assert str(prepared.graph) == before
+
+
+def test_preparing_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="prepared already"):
+        qt.prepare(prepared_net())
+
+
+# ---- as a whole
+
+
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_copies_compute_and_train_the_same(copy_of, training: bool) -> None:
+    prepared = prepared_net("onnxruntime")
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    twin = copy_of(prepared)
+    x = torch.randn(SHAPE)
+    assert torch.equal(twin.train(training)(x), prepared.train(training)(x))
+    assert set(twin.state_dict()) == set(prepared.state_dict())
+    layer = twin.get_submodule("conv1")
+    assert layer.batch_norm is twin.get_submodule("bn1")
+    assert str(qt.quantization_report(twin)) == str(qt.quantization_report(prepared))
+    assert torch.equal(qt.convert(twin)(x), qt.convert(prepared)(x))
+
+
+def test_a_checkpoint_resumes() -> None:
+    mapping = qt.QConfigMapping().set_global(
+        qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(axis=0, quantizer="lsq"))
+    )
+    one, other = prepared_net(qconfig_mapping=mapping), prepared_net(qconfig_mapping=mapping)
+    qt.calibrate(one, [torch.randn(SHAPE)], progress=False)
+    other.load_state_dict(one.state_dict())
+    x = torch.randn(SHAPE)
+    assert torch.equal(one.eval()(x), other.eval()(x))
+
+
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+def test_training_compiles_without_graph_breaks(quantizer: str) -> None:
+    mapping = qt.QConfigMapping().set_global(
+        qt.QConfig(qt.QuantSpec(quantizer=quantizer), qt.QuantSpec(axis=0, quantizer=quantizer))
+    )
+    prepared = prepared_net(qconfig_mapping=mapping)
+    prepared.double()  # batch norm is computed another way when compiled: in float32 a code could flip
+    x = torch.randn(SHAPE, dtype=torch.float64)
+    qt.calibrate(prepared, [x], progress=False)
+    twin = copy.deepcopy(prepared)
+    compiled = torch.compile(twin.train(), fullgraph=True, backend="aot_eager")
+    prepared.train()(x).square().sum().backward()
+    compiled(x).square().sum().backward()
+    theirs = dict(twin.named_parameters())
+    for name, parameter in prepared.named_parameters():
+        torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_training_under_autocast() -> None:
+    prepared = prepared_net()
+    x = torch.randn(SHAPE)
+    qt.calibrate(prepared, [x], progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = prepared.train()(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in prepared.parameters() if p.grad is not None)

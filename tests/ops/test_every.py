@@ -1,0 +1,211 @@
+"""What holds for every op of the library, on one sample of each: compilers, export, autocast, determinism, vmap."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.cases import Channels, assert_same, codes, floats, scales, zero_points
+from tests.ops.test_fuzz import NAMES, OPS, WRITTEN
+
+UPDATED = [op for op in NAMES if WRITTEN[op]]
+ops = pytest.mark.parametrize("op", NAMES)
+
+
+def histogram(bins: int = 64) -> dict[str, Tensor]:
+    return {"counts": torch.arange(bins), "lo": torch.tensor([-4.0]), "hi": torch.tensor([4.0])}
+
+
+def sample(op: str, x: Tensor) -> dict:
+    """Arguments of an op on x (of three dimensions, six channels on axis 1, a multiple of 16 elements in a row)."""
+    grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
+    symmetric = {"scale": scales(6), "axis": 1}
+    range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
+    floating = {"dtype": torch.float32}
+    mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)
+    return {
+        "fake_quant": {"x": x, **grid},
+        "fake_quant_": {"x": x, **grid},
+        "observe_fake_quant": {"x": x, **range_of, "scale": torch.ones(6), "zero_point": None, **codes_of, "axis": 1},
+        "fake_quant_float": {"x": x, "format": "e4m3", **symmetric},
+        "fake_quant_block": {"x": x, "format": "e2m1", "block_size": 16, "scale_format": "e8m0"},
+        "tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
+        "fake_tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
+        "fake_quant_backward": {"grad": x, "mask": mask, "order": []},
+        "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
+        "snapshot": {"x": x},
+        "quantize": {"x": x, **grid, "dtype": torch.int8},
+        "dequantize": {"codes": codes(torch.uint8)(*x.shape), "zero_point": None, **symmetric, **floating},
+        "quantize_int4": {"x": x, **symmetric, "zero_point": None},
+        "dequantize_int4": {
+            "packed": mask,
+            "size": [mask.numel() * 2],
+            "scale": scales(1),
+            "zero_point": None,
+            **floating,
+        },
+        "minmax": {"x": x, "axis": 1},
+        "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1},
+        "grid_of_range": {**range_of, **codes_of},
+        "observe_histogram_": {"x": x, **histogram()},
+        "search_range": {**histogram(), **codes_of, "method": "mse"},
+    }[op]
+
+
+def run(op: str, given: dict) -> list[Tensor]:
+    """The results, and what was updated in place (copies: the arguments stay)."""
+    given = {name: t.clone() if name in WRITTEN[op] and t is not None else t for name, t in given.items()}
+    found = OPS[op](**given)
+    results = [] if found is None else [found] if isinstance(found, Tensor) else list(found)
+    return results + [given[name] for name in WRITTEN[op] if given[name] is not None]
+
+
+def image(dtype: torch.dtype = torch.float32, batch: int = 4) -> Tensor:
+    return floats(dtype, batch)(batch, 6, 32)
+
+
+def assert_all_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for got, want in zip(found, wanted, strict=True):
+        assert_same(got, want)
+
+
+class Everything(nn.Module):
+    """All ops in one graph; what is no tensor is a constant of it, as are the tensors but x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = {op: sample(op, image()) for op in NAMES}
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [t for op, given in self.given.items() for t in run(op, self.with_input(given, x))]
+
+    def with_input(self, given: dict, x: Tensor) -> dict:
+        return given | {name: x * 1 for name in ("x", "grad") if name in given}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_every_op_compiles_without_a_graph_break(backend: str) -> None:
+    torch._dynamo.reset()
+    module = Everything()
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for seed in (1, 2):
+        x = floats(torch.float32, seed)(4, 6, 32)
+        assert_all_same(compiled(x), module(x))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
+def test_every_op_exports(strict: bool) -> None:
+    module, x = Everything(), image(batch=4)
+    program = torch.export.export(module, (image(),), strict=strict)
+    for exported in (program, program.run_decompositions()):
+        assert_all_same(exported.module()(x), module(x))
+        for op in NAMES:
+            assert f"qtoolkit.{op}" in str(exported.graph)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@ops
+def test_autocast_changes_nothing(op: str, dtype: torch.dtype) -> None:
+    """Not the input's dtype, and least of all the float32 scale's."""
+    given = sample(op, image(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(op, given)
+    assert_all_same(found, run(op, given))
+
+
+@ops
+def test_deterministic_mode(op: str) -> None:
+    given = sample(op, floats(torch.float32)(70, 6, 4096))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_all_same(run(op, given), run(op, given))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- vmap -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [op for op in NAMES if op not in UPDATED])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's loop, which all but fake_quant take
+def test_vmap(op: str) -> None:
+    batch = [sample(op, image(batch=n)) for n in (4, 4, 4)]
+    names = [name for name, t in batch[0].items() if isinstance(t, Tensor)]
+    stacked = [torch.stack([given[name] for given in batch]) for name in names]
+
+    def each(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(run(op, batch[0] | dict(zip(names, tensors, strict=True))))
+
+    found = torch.vmap(each)(*stacked)
+    for i, given in enumerate(batch):
+        assert_all_same([t[i] for t in found], run(op, given))
+
+
+@pytest.mark.parametrize("op", UPDATED)
+def test_vmap_does_not_update_what_all_samples_share(op: str) -> None:
+    given = sample(op, image())
+    with pytest.raises(RuntimeError, match=f"Batching rule not implemented for qtoolkit::{op}"):
+        torch.vmap(lambda x: OPS[op](**given | {"x": x}))(torch.stack([image(), image()]))
+
+
+CUTS = [Channels(), Channels(0), Channels(1), Channels(-1), Channels(1, 2), Channels(0, 1, 2), Channels(1, 1, 2)]
+
+
+def batched(t: Tensor | None, dim: int | None) -> Tensor | None:
+    """Three different samples along a dimension, or one for all."""
+    return t if t is None or dim is None else torch.stack([t, t * 2, t * 0.5], dim)
+
+
+def sample_of(t: Tensor | None, dim: int | None, i: int) -> Tensor | None:
+    return t if t is None or dim is None else t.select(dim, i)
+
+
+@pytest.mark.parametrize(
+    "where", [(0, None, None), (-1, None, None), (0, 0, 0), (1, -1, None), (None, 0, None), (0, None, 0)]
+)
+@pytest.mark.parametrize("channels", CUTS, ids=str)
+@pytest.mark.parametrize("shape", [(4, 6, 5), (6, 2), (0, 4)], ids=str)
+@pytest.mark.filterwarnings("error")  # no loop
+def test_vmap_of_fake_quant_is_one_call(shape: tuple, channels: Channels, where: tuple) -> None:
+    """Values and gradients are those of one sample after the other, with shared grids and with grids of their own."""
+    count = channels.count(torch.empty(shape))
+    one = floats(torch.float64)(*shape), scales(count).double(), zero_points(count).double()
+    inputs = [batched(t, dim).requires_grad_() for t, dim in zip(one, where, strict=True)]
+
+    def call(*tensors: Tensor) -> Tensor:
+        return OPS["fake_quant"](*tensors, -100, 90, **channels.named)[0]
+
+    y = torch.vmap(call, in_dims=where)(*inputs)
+    wanted = torch.stack([call(*(sample_of(t, d, i) for t, d in zip(inputs, where, strict=True))) for i in range(3)])
+    assert_same(y, wanted)
+    grad = floats(torch.float64, 7)(*y.shape).round()
+    dx, *sums = torch.autograd.grad(y, inputs, grad)
+    wanted_dx, *wanted_sums = torch.autograd.grad(wanted, inputs, grad)
+    assert torch.equal(dx, wanted_dx)  # but for the sign of zeros, which torch's sum over samples drops
+    for got, want in zip(sums, wanted_sums, strict=True):  # of terms up to 3000, in another order
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=3000 * y.numel() * 1e-15)
+
+
+@pytest.mark.parametrize(
+    ("scale", "given", "error", "sentence"),
+    [
+        ((3, 2), {}, ValueError, "scale must have 1 element where axis is None, got 2"),
+        ((3, 2), {"axis": 1}, ValueError, "axis must lie in [-1, 0] for an input of 1 dimensions, got 1."),
+        ((3, 1), {"axis": -2}, ValueError, "axis must lie in [-1, 0] for an input of 1 dimensions, got -2."),
+        ((3, 5), {"axis": 0}, ValueError, "scale must have 1 or 4 elements (x.size(0)), got 5"),
+        ((3, 1), {"mask": True}, NotImplementedError, "mask must be False under torch.vmap, got True"),
+    ],
+)
+def test_vmap_says_what_is_wrong_with_a_sample(
+    scale: tuple, given: dict, error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error) as raised:
+        torch.vmap(lambda x, s: OPS["fake_quant"](x, s, None, -8, 7, **given))(torch.ones(3, 4), torch.ones(scale))
+    assert str(raised.value).startswith("fake_quant: ")
+    assert sentence in str(raised.value)
+
+
+def test_vmap_compiles() -> None:
+    torch._dynamo.reset()
+    each = torch.vmap(lambda x, s: OPS["fake_quant"](x, s, None, -8, 7)[0])
+    x, s = floats(torch.float32)(3, 40), scales(3)
+    assert_same(torch.compile(each, backend="aot_eager", fullgraph=True)(x, s), each(x, s))

@@ -1,0 +1,486 @@
+"""Anything at all, given to every op: one sentence that names the op, or the right result; never a signal.
+
+Arguments are drawn from the schemas of the library's table of contents, so a new op or argument fails here until it is
+told how to be drawn and what is right.
+"""
+
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import qtoolkit  # noqa: F401, loads the library
+from tests import reference
+from tests.cases import CODES, FLOATS, Channels, assert_same
+from tests.ops.test_gradients import assert_sum
+from tests.ops.test_int4 import packed
+
+ROOT = Path(__file__).parents[2]
+NAMES = re.findall(r'"(\w+)\(', (ROOT / "csrc" / "library.cpp").read_text())
+OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in NAMES}
+WRITTEN = {
+    name: [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    for name, op in OPS.items()
+}
+OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint32, torch.float8_e5m2)
+ENDS = (-(2**40), -(2**31), -32768, -128, -8, 0, 7, 127, 255, 65535, 2**31 - 1, 2**31)
+MAGNITUDES = (0.1, 0.1, 0.1, 1.0, 0.0, -3.0, float("nan"), float("inf"), 1e-42)
+
+
+class Drawn:
+    """Random arguments, in the order of a schema: mostly such that fit each other. A method for each name."""
+
+    def __init__(self, op: str, r: random.Random):
+        self.op, self.r = op, r
+        self.given: dict = {}
+        self.previous: list[Tensor] = []  # what the histograms hold
+        for argument in OPS[op]._schema.arguments:
+            self.given[argument.name] = getattr(self, argument.name)()
+
+    def mostly(self, right: object, *wrong: object) -> object:
+        return right if not wrong or self.r.random() < 0.95 else self.r.choice(wrong)
+
+    def tensor(self, dtypes: tuple, shape: list[int] | None = None) -> Tensor:
+        r = self.r
+        shape = (
+            [r.choice([0, 1, 2, 3, 4, 6, 8]) for _ in range(r.choice([0, 1, 2, 2, 3, 4]))] if shape is None else shape
+        )
+        spread = torch.randn(shape) * r.choice([9.0, 9.0, 1e4])
+        t = spread.to(self.mostly(r.choice(dtypes), *CODES, *OTHERS))
+        if shape and r.random() < 0.3:
+            t = t.transpose(0, -1).contiguous().transpose(0, -1)
+        if shape and r.random() < 0.2:
+            t = t[..., :1].expand(*t.shape)
+        if shape and r.random() < 0.2:
+            t = torch.cat([t, t], 0)[::2]
+        return t.to("meta") if r.random() < 0.02 else t
+
+    def vector(self, count: int, *, dtypes: tuple = FLOATS) -> Tensor:
+        count = self.mostly(count, 0, 1, 2, 5, count + 1)
+        values = torch.full((count,), self.r.choice(MAGNITUDES))
+        if self.r.random() < 0.5:
+            values = values * (1 + torch.rand(count))
+        t = values.to(self.mostly(self.r.choice(dtypes), *FLOATS, *OTHERS))
+        return t.to("meta") if self.r.random() < 0.01 else t
+
+    # ---- inputs
+
+    def x(self) -> Tensor:
+        if "grad" in self.given:
+            return self.tensor(FLOATS, self.mostly(list(self.given["grad"].shape), [2, 3]))
+        if self.op != "fake_quant_block":
+            return self.tensor(FLOATS)
+        return self.tensor(FLOATS, [*(self.r.choice([0, 1, 2, 5]) for _ in range(self.r.randrange(3))), 96])
+
+    def grad(self) -> Tensor:
+        return self.tensor(FLOATS)
+
+    def codes(self) -> Tensor:
+        return self.tensor(CODES)
+
+    def size(self) -> list[int]:
+        return self.mostly(self.unpacked, [3], [-1, 0], [2**40, 2**40], [])
+
+    @cached_property
+    def unpacked(self) -> list[int]:
+        return [self.r.choice([0, 1, 3, 4, 6]) for _ in range(self.r.randrange(4))]
+
+    def packed(self) -> Tensor:
+        count = self.mostly((math.prod(self.unpacked) + 1) // 2, 0, 1, 3)
+        return torch.randint(0, 256, (count,)).to(self.mostly(torch.uint8, torch.int8))
+
+    # ---- grids: their tensors come before the axis in a schema, so channels are drawn when first asked for
+
+    @property
+    def input(self) -> Tensor:
+        found = [self.given[name] for name in ("x", "codes") if name in self.given]
+        return found[0] if found else torch.empty(self.unpacked)
+
+    @cached_property
+    def channels(self) -> Channels:
+        shape, r = self.input.shape, self.r
+        axis = self.mostly(r.choice([None, *range(-len(shape), len(shape))]), 0, 1, -1, 2, 7, -(2**40))
+        splits = len(shape) > 0 and axis is not None and axis % len(shape) and shape[0] % 2 == 0
+        group = self.mostly(r.choice([1, 2]) if splits else 1, 1, 2, 3, 0, -2, 2**40, 2**62)
+        along = shape[axis] if axis is not None and -len(shape) <= axis < len(shape) else None
+        blocks = [n for n in (1, 2, 3, 4) if along is not None and along % n == 0 and group == 1]
+        return Channels(axis, group, self.mostly(r.choice([0, 0, *blocks]), 0, 1, 3, -1, 2**40))
+
+    @property
+    def count(self) -> int:
+        x, c = self.input, self.channels
+        blocks = c.block_size if "block_size" in [a.name for a in OPS[self.op]._schema.arguments] else 0
+        in_range = c.axis is None or (-x.dim() <= c.axis < x.dim() and 0 < c.group < 2**20)
+        fits = in_range and blocks >= 0
+        return Channels(c.axis, c.group, blocks).count(x) if fits else 1
+
+    def axis(self) -> int | None:
+        return self.channels.axis
+
+    def group(self) -> int:
+        return self.channels.group
+
+    def block_size(self) -> int:
+        if self.op == "fake_quant_block":
+            return self.mostly(self.r.choice([16, 32, 48, 96]), 0, -16, 24, 64, 1024, 2**40)
+        return self.channels.block_size
+
+    def scale(self) -> Tensor:
+        if "lo" in self.given:
+            return self.updated()
+        t = self.vector(self.r.choice([self.count, self.count, 1]))
+        return t.reshape(-1, 1) if self.r.random() < 0.1 else t
+
+    def zero_point(self) -> Tensor | None:
+        if "lo" in self.given:
+            return self.r.choice([None, self.updated()])
+        return self.r.choice([None, self.vector(self.given["scale"].numel())])
+
+    def updated(self) -> Tensor:
+        """What a range's grid is written to."""
+        lo = self.given["lo"]
+        return self.mostly(torch.empty_like(lo), torch.empty(lo.numel() + 1), torch.empty_like(lo).half())
+
+    def qmin(self) -> int:
+        small = self.op == "quantize_int4"
+        return self.mostly(self.r.choice([-8, -3, 0] if small else [-2048, -128, -8, -1, 0]), *ENDS)
+
+    def qmax(self) -> int:
+        small = self.op == "quantize_int4"
+        return self.mostly(self.r.choice([7, 5, 1] if small else [1, 7, 127, 127, 2047]), *ENDS)
+
+    def signed(self) -> bool:
+        return self.r.random() < 0.5
+
+    def pow2_scale(self) -> bool:
+        return self.r.random() < 0.3
+
+    def grad_factor(self) -> float:
+        return self.r.choice([1.0, 0.3, -2.0, 0.0])
+
+    def dtype(self) -> torch.dtype:
+        return self.mostly(self.r.choice(CODES if self.op == "quantize" else FLOATS), *FLOATS, *CODES, *OTHERS)
+
+    # ---- the packed mask, wanted or given
+
+    def mask(self) -> bool | Tensor:
+        if "grad" not in self.given:
+            return self.r.random() < 0.5
+        count = self.mostly((self.given["grad"].numel() + 7) // 8, 0, 1, 3)
+        return torch.randint(0, 256, (count,)).to(self.mostly(torch.uint8, torch.int8, torch.float32))
+
+    def order(self) -> list[int]:
+        dims = range(self.given["grad"].dim())
+        return self.mostly(self.r.choice([[], self.r.sample(dims, len(dims))]), [0], [0, 0], [5, 1], [-1, 0], [2**40])
+
+    # ---- float formats
+
+    def format(self) -> str:
+        logarithmic = ["nnie"] if self.op == "fake_quant_float" else []
+        return self.mostly(self.r.choice(["e4m3", "e5m2", "e2m1", *logarithmic]), "", "e8m0", "E4M3")
+
+    def scale_format(self) -> str:
+        return self.mostly(self.r.choice(["e8m0", "e4m3"]), "", "e5m2")
+
+    def tensor_scale(self) -> Tensor | None:
+        takes = self.given["scale_format"] == "e4m3"
+        return self.mostly(self.r.choice([None, self.vector(1)]) if takes else None, torch.ones(1), torch.ones(2))
+
+    # ---- pytorch-quantization
+
+    def amax(self) -> Tensor:
+        x = self.given["x"]
+        if x.dim() == 0 or self.r.random() < 0.4:
+            return self.vector(1)
+        axis = self.r.randrange(x.dim())
+        t = self.vector(x.size(axis))
+        return self.mostly(t.reshape(-1, *[1] * (x.dim() - 1 - axis)), t, t.reshape(1, -1))
+
+    def num_bits(self) -> int:
+        return self.mostly(self.r.choice([2, 3, 4, 8, 16]), 1, 0, 17, -1, 2**40)
+
+    def unsigned(self) -> bool:
+        return self.r.random() < 0.5
+
+    def narrow_range(self) -> bool:
+        return self.r.random() < 0.5
+
+    # ---- observers
+
+    def counts(self) -> Tensor:
+        """Of one to three histograms; so few bins that a search tries every range."""
+        several = self.op == "search_range" and self.r.random() < 0.5
+        bins = self.mostly(self.r.choice([2, 4, 6]), 0, 3)
+        self.previous = [
+            torch.randn(9) * self.r.choice([0.0, 1.0, 1.0, 40.0, -(2.0**100)]) for _ in range(3 if several else 1)
+        ]
+        if self.r.random() < 0.3:
+            self.previous = [t.abs() for t in self.previous]
+        found = [reference.histogram(t, bins) if bins in (2, 4, 6) else (np.zeros(bins), 0, 0) for t in self.previous]
+        self.edges = [torch.tensor([float(f[i]) for f in found]) for i in (1, 2)]
+        counts = torch.stack([torch.from_numpy(f[0]) for f in found]).to(self.mostly(torch.int64, torch.int32))
+        return counts if several else self.mostly(counts[0], counts[None, None])
+
+    def edge(self, end: int) -> Tensor:
+        if "counts" in self.given:
+            return self.mostly(self.edges[end], self.edges[end].double(), torch.zeros(4), torch.zeros(1, device="meta"))
+        if self.op == "grid_of_range":
+            return self.range_end(end)
+        seen = torch.full((self.mostly(self.count, 0, 1, self.count + 1),), (-3.0, 3.0)[end])
+        unseen = torch.full_like(seen, (np.inf, -np.inf)[end])
+        t = torch.where(torch.rand(seen.shape) < 0.7, seen, unseen)
+        return t.to(self.mostly(self.kept, torch.float16, torch.int64))
+
+    @cached_property
+    def kept(self) -> torch.dtype:
+        return self.r.choice([torch.float32, torch.float64])
+
+    @cached_property
+    def ranges(self) -> int:
+        return self.r.choice([0, 1, 5])
+
+    def range_end(self, end: int) -> Tensor:
+        special = torch.tensor([-3.0, 0.0, 1e-42, 7.0, np.inf, -np.inf, np.nan] + [-9.0, 9.0][end : end + 1] * 20)
+        t = special[torch.randint(0, len(special), (self.mostly(self.ranges, 0, 1, 2),))]
+        return t.to(self.mostly(self.kept, torch.float16, torch.int64))
+
+    def lo(self) -> Tensor:
+        return self.edge(0)
+
+    def hi(self) -> Tensor:
+        return self.edge(1)
+
+    def momentum(self) -> float | None:
+        return self.mostly(self.r.choice([None, 0.1, 1.0]), 0.0, -1.0, 2.0, float("nan"))
+
+    def method(self) -> str:
+        return self.mostly(self.r.choice(["percentile", "mse", "l2", "entropy"]), "", "kl")
+
+    def percentile(self) -> float:
+        return self.mostly(self.r.choice([1.0, 50.0, 99.9, 100.0]), 0.0, 101.0, float("nan"))
+
+    def symmetric(self) -> bool:
+        return self.r.random() < 0.5
+
+
+# ---- what is right --------------------------------------------------------------------------------------------------
+
+Results = tuple[Tensor, ...]
+
+
+def parts(given: dict, *names: str) -> dict:
+    return {name: given[name] for name in names}
+
+
+def check_values(found: Results, wanted: Tensor, inside: Tensor, asked: bool) -> None:
+    y, mask = found[0], found[-1]
+    assert_same(y, wanted)
+    assert torch.equal(mask, reference.packed(inside, y) if asked else mask.new_empty(0))
+
+
+def check_fake_quant(drawn: Drawn, found: Results, grad_factor: float, mask: bool, **grid) -> None:
+    check_values(found, reference.fake_quant(**grid), reference.inside(**grid), mask)
+
+
+def check_fake_quant_(drawn: Drawn, found: Results, mask: bool, **grid) -> None:
+    """The mask's bits are in the order in which fake_quant's result would lie."""
+    assert_same(drawn.given["x"], reference.fake_quant(**grid))
+    beside = OPS["fake_quant"](**grid)[0]
+    assert torch.equal(
+        found[-1], reference.packed(reference.inside(**grid), beside) if mask else found[-1].new_empty(0)
+    )
+
+
+def check_observe_fake_quant(
+    drawn: Drawn, found: Results, x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, mask, **channels
+) -> None:
+    """From the ranges that came out on."""
+    new_lo, new_hi, new_scale, new_zero_point = (drawn.given[n] for n in ("lo", "hi", "scale", "zero_point"))
+    check_observe_minmax_(drawn, (new_lo, new_hi), x, lo, hi, momentum, **channels)
+    check_grid_of_range(drawn, (new_scale, new_zero_point), new_lo, new_hi, qmin, qmax, zero_point is None, pow2_scale)
+    grid = {"x": x, "scale": new_scale, "zero_point": new_zero_point, "qmin": qmin, "qmax": qmax}
+    check_fake_quant(drawn, found, 1.0, mask, **grid, **channels)
+
+
+def check_grid_of_range(drawn: Drawn, found: Results, lo, hi, qmin, qmax, symmetric, pow2_scale) -> None:
+    scale, zero_point = reference.grid_of_range(lo, hi, qmin, qmax, symmetric, pow2_scale)
+    assert_same(found[0], scale)
+    if not symmetric:
+        assert_same(found[1], zero_point)
+    else:
+        assert found[1] is None or found[1].numel() == 0
+
+
+def check_fake_quant_float(drawn: Drawn, found: Results, mask: bool, **given) -> None:
+    check_values(found, *reference.fake_quant_float(**given), mask)
+
+
+def check_fake_quant_block(
+    drawn: Drawn, found: Results, x, format, block_size, scale_format, tensor_scale, mask
+) -> None:
+    wanted, scales, inside = reference.fake_quant_block(x, format, block_size, scale_format, tensor_scale)
+    check_values(found, wanted, inside, mask)
+    assert_same(found[1], scales)
+
+
+def legacy(x: Tensor, amax: Tensor, *grid) -> Results:
+    shape = () if amax.numel() == 1 else amax.shape[-x.dim() :]  # it may have more dimensions than x, of one element
+    return reference.tensor_quant(x, amax.reshape(shape), *grid)
+
+
+def check_tensor_quant(drawn: Drawn, found: Results, x, amax, num_bits, unsigned, narrow_range, mask) -> None:
+    codes, scale, _, inside = legacy(x, amax, num_bits, unsigned, narrow_range)
+    check_values(found, codes, inside, mask)
+    assert_same(found[1], scale.reshape(amax.shape))
+
+
+def check_fake_tensor_quant(drawn: Drawn, found: Results, x, amax, num_bits, unsigned, narrow_range, mask) -> None:
+    check_values(found, *legacy(x, amax, num_bits, unsigned, narrow_range)[2:], mask)
+
+
+def check_fake_quant_backward(drawn: Drawn, found: Results, grad, mask, order) -> None:
+    order = order or list(range(grad.dim()))
+    bits = torch.from_numpy(np.unpackbits(mask.numpy(), bitorder="little")[: grad.numel()]).bool()
+    inside = bits.reshape([grad.size(d) for d in order]).permute([order.index(d) for d in range(grad.dim())])
+    assert_same(found[0], torch.where(inside, grad, torch.zeros_like(grad)))
+
+
+def check_fake_quant_learned_backward(drawn: Drawn, found: Results, grad, **given) -> None:
+    x, scale, zero_point = given["x"], given["scale"], given["zero_point"]
+    wanted = reference.Gradients(grad.to(x.dtype), **given)
+    assert_same(found[0], wanted.dx)
+    for got, like in zip(found[1:], (scale, zero_point), strict=True):
+        assert got.shape == ((0,) if like is None else like.shape)
+    if scale.isfinite().all() and (zero_point is None or zero_point.isfinite().all()):
+        assert_sum(found[1], scale, wanted.ds, wanted.ds_mass, x)
+        if zero_point is not None:
+            assert_sum(found[2], zero_point, wanted.dz, wanted.dz_mass, x)
+
+
+def check_snapshot(drawn: Drawn, found: Results, x: Tensor) -> None:
+    assert (found[0].dtype, found[0].shape) == (x.dtype, x.shape)
+    assert found[0].contiguous().untyped_storage().tolist() == x.clone().contiguous().untyped_storage().tolist()
+
+
+def check_quantize(drawn: Drawn, found: Results, **given) -> None:
+    assert_same(found[0], reference.quantize(**given))
+
+
+def check_dequantize(drawn: Drawn, found: Results, **given) -> None:
+    assert_same(found[0], reference.dequantize(**given))
+
+
+def check_quantize_int4(drawn: Drawn, found: Results, **given) -> None:
+    assert_same(found[0], packed(reference.quantize(**given)))
+
+
+def check_dequantize_int4(drawn: Drawn, found: Results, packed: Tensor, size: list[int], signed: bool, **given) -> None:
+    halves = torch.stack([packed & 15, packed >> 4], 1).reshape(-1)[: math.prod(size)].to(torch.int8)
+    codes = torch.where(halves > 7, halves - 16, halves) if signed else halves
+    assert_same(found[0], reference.dequantize(codes.reshape(size), **given))
+
+
+def check_minmax(drawn: Drawn, found: Results, **given) -> None:
+    for got, wanted in zip(found, reference.minmax(**given), strict=True):
+        assert_same(got, wanted)
+
+
+def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, **channels) -> None:
+    """`lo` and `hi` are those before; three roundings of what is at most as large as the largest of all."""
+    for got, wanted in zip(found, reference.moved((lo, hi), x, momentum, **channels), strict=True):
+        exact = got.double().eq(wanted) | (got.isnan() & wanted.isnan())
+        largest = x.double().abs().amax() + 3 if x.numel() else 3
+        near = (got.double() - wanted).abs() <= 3 * largest * torch.finfo(got.dtype).eps
+        assert (exact | (near if momentum else False)).all()
+
+
+def check_observe_histogram_(drawn: Drawn, found: Results, x, counts, lo, hi) -> None:
+    values = torch.cat([drawn.previous[0].double(), x.double().reshape(-1)])
+    wanted = reference.histogram(values, len(counts))
+    if np.isnan(wanted[1]):
+        assert found[1].isnan()
+        return
+    assert torch.equal(found[0], torch.from_numpy(wanted[0]))
+    assert (found[1].item(), found[2].item()) == wanted[1:]
+
+
+def check_search_range(drawn: Drawn, found: Results, counts, lo, hi, **how) -> None:
+    for channel, (low, high) in enumerate(zip(*(t.reshape(-1) for t in found), strict=True)):
+        one = counts.reshape(-1, counts.size(-1))[channel], lo.reshape(-1)[channel], hi.reshape(-1)[channel]
+        check_clip(low.item(), high.item(), one, **how)
+
+
+def check_clip(low: float, high: float, histogram: Results, qmin, qmax, method, percentile, symmetric) -> None:
+    h = reference.Bins(*histogram, qmin, qmax, symmetric)
+    if not h.counts[h.edges[:-1] != 0].any() and h.width < 2.0**-120:
+        assert (low, high) == (0, 0)  # nothing but zeros
+    elif not h.candidates():
+        assert low == high == 0
+    elif method == "percentile":
+        assert (low, high) == pytest.approx(h.percentile(percentile), rel=1e-5, abs=1e-9 * h.width)
+    else:
+        cost = getattr(h, method)
+        ends = round(-low / h.width), round(high / h.width)
+        chosen = cost(ends[1], ends[1]) if symmetric else cost(*ends)
+        assert chosen <= min(cost(*c) for c in h.candidates()) + 1e-9 * h.counts.sum() * len(h.counts) ** 2
+
+
+CHECKS: dict[str, Callable] = {name: globals()[f"check_{name}"] for name in NAMES if f"check_{name}" in globals()}
+
+
+# ---- the trial ------------------------------------------------------------------------------------------------------
+
+
+def trial(op: str, seed: str) -> bool:
+    """Whether the arguments were taken; then the results must be right."""
+    torch.manual_seed(random.Random(seed).getrandbits(32))
+    drawn = Drawn(op, random.Random(seed))
+    changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts")
+    kept = {n: t.clone() if isinstance(t, Tensor) and n in changed else t for n, t in drawn.given.items()}
+    try:
+        found = OPS[op](**drawn.given)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        sentence = str(error).split("\n")[0]
+        assert re.fullmatch(rf"{op}: .*\.", sentence), sentence
+        return False
+    if found is None:  # what it updates is its result
+        found = tuple(drawn.given[n] for n in WRITTEN[op])
+    found = (found,) if isinstance(found, Tensor) else found
+    if not any(t.is_meta for t in found):
+        CHECKS[op](drawn, found, **kept)
+    return True
+
+
+def fuzz(seed: int, count: int) -> None:
+    for op in NAMES:
+        taken = 0
+        for i in range(count):
+            try:
+                taken += trial(op, f"{seed}-{i}")
+            except Exception as error:
+                raise AssertionError(f"trial({op!r}, '{seed}-{i}'): {type(error).__name__}: {error}") from error
+        assert count / 4 < taken < count or op == "snapshot", f"{op}: {taken} of {count} taken"
+
+
+def test_every_op_has_a_check() -> None:
+    assert len(NAMES) >= 19
+    assert sorted(CHECKS) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_anything_at_all(seed: int) -> None:
+    """In a process of its own, so that a crash is a failure and not the end of the suite."""
+    program = f"from tests.ops.test_fuzz import fuzz; fuzz({seed}, 400)"
+    ran = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stdout}\n{ran.stderr[-3000:]}"

@@ -1,0 +1,161 @@
+"""Every instruction set computes the same bits. Each runs in a process of its own, since the library chooses when it loads."""
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from tests.cases import (
+    BLOCKS,
+    CHANNELS,
+    CODES,
+    FLOATS,
+    LAYOUTS,
+    RUNS,
+    SPECIAL,
+    Channels,
+    bounds,
+    codes,
+    floats,
+    scales,
+    zero_points,
+)
+
+NAMES = ("avx512", "avx2", "plain")
+native = torch.ops.qtoolkit
+
+
+def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]:
+    """Every op, with and without a zero point."""
+    how, count = tuple(channels.named.values()), channels.count(x)
+    for z in (None, zero_points(count)):
+        y, mask = native.fake_quant(x, scales(count), z, -100, 90, *how, 1.0, True)
+        yield from (y, mask, native.fake_quant_backward(grad, mask, [] if y.is_contiguous() else order_of(y)))
+        yield from native.fake_quant_learned_backward(grad, x, scales(count), z, -100, 90, *how)
+    for format in ("e4m3", "e5m2", "e2m1", "nnie"):
+        yield from native.fake_quant_float(x, scales(count), format, *how, True)
+    if x.dim() > 0 and x.numel() > 0 and channels.axis is None:
+        wide = x.repeat_interleave(48, -1)
+        yield from native.fake_quant_block(wide, "e4m3", 16, "e8m0", None, True)
+        yield from native.fake_quant_block(wide, "e2m1", 48, "e4m3", torch.tensor(0.01), True)
+    amax = torch.tensor(5.3)
+    if channels.group == 1 and channels.axis is not None and not channels.block_size and count > 0:
+        sizes = [count if d == channels.axis % x.dim() else 1 for d in range(x.dim())]
+        amax = (scales(count) * 40 - 2.5).relu().reshape(sizes)  # some are zero
+    for grid in ((8, False, True), (4, True, True), (8, False, False)):
+        yield from native.tensor_quant(x, amax, *grid, True)
+        yield from native.fake_tensor_quant(x, amax, *grid, True)
+    for code in CODES:
+        yield (q := ops.quantize(x, scales(count), z, *bounds(code), *how, dtype=code))
+        yield ops.dequantize(q, scales(count), z, *how, dtype=x.dtype)
+    for signed, ends in ((True, (-8, 7)), (False, (0, 15))):
+        yield (packed := ops.quantize_int4(x, scales(count) * 9, z, *ends, *how))
+        yield ops.dequantize_int4(packed, x.shape, scales(count), z, signed, *how, dtype=x.dtype)
+    if x.numel() > 0:
+        yield from ops.minmax(x, *how)
+    for values in (x, x.abs()):
+        running = torch.zeros(300, dtype=torch.int64), torch.zeros(()), torch.zeros(())
+        ops.observe_histogram_(values, *running)
+        yield from running
+
+
+def order_of(y: Tensor) -> list[int]:
+    return sorted(range(y.dim()), key=lambda d: -y.stride(d))
+
+
+def special(dtype: torch.dtype) -> Tensor:
+    """No NaN: which of two NaN goes on is the processor's affair."""
+    values = torch.tensor(SPECIAL[1:], dtype=torch.float64).to(dtype)
+    return values[torch.randint(0, len(values), (3, 7, 130), generator=torch.Generator().manual_seed(0))]
+
+
+@functools.cache
+def sources(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and gradients."""
+    inputs = [layout(floats(dtype)) for layout in LAYOUTS.values()]
+    inputs += [floats(dtype)(*run) for run in RUNS]
+    inputs += [floats(dtype)(*sizes) for sizes, _, _ in BLOCKS]
+    inputs += [special(dtype)]
+    if dtype.itemsize == 2:
+        every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+        inputs += [every.nan_to_num(1.0, torch.inf, -torch.inf).view(256, 256)]
+    return [(x, floats(dtype, 7)(*x.shape)) for x in inputs]
+
+
+def digests() -> Iterator[str]:
+    """One line for each dtype and way to see channels; all results on all sources go in."""
+    for dtype in FLOATS:
+        for name, channels in CHANNELS.items():
+            total = hashlib.sha256()
+            for x, grad in sources(dtype):
+                for result in computed_on(x, channels, grad) if channels.fit(x) else ():
+                    total.update(result.contiguous().flatten().view(torch.uint8).numpy())
+            yield f"{dtype} {name} {total.hexdigest()}"
+    yield f"codes {hashlib.sha256(ops.dequantize(codes(torch.int32)(100003), scales(1)).numpy()).hexdigest()}"
+
+
+def with_instruction_set(name: str, program: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"QTOOLKIT_CPU": name}
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@functools.cache
+def lines_of(name: str) -> list[str]:
+    """What this processor computes with an instruction set, or a skip where it has none such."""
+    program = "from qtoolkit import ops, _C; print(_C.instruction_set())"
+    told = with_instruction_set(name, program)
+    if told.returncode != 0 and "must name an instruction set of this processor" in told.stderr:
+        pytest.skip(f"this processor has no {name}")
+    assert told.stdout.strip() == name
+    ran = with_instruction_set(name, "from tests import test_ops_instruction_sets as t; print(*t.digests(), sep='\\n')")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "plain"])
+def test_the_same_bits_as_plain(name):
+    mine, plain = lines_of(name), lines_of("plain")
+    assert len(plain) == len(FLOATS) * len(CHANNELS) + 1
+    assert mine == plain
+
+
+def test_minmax_of_zeros_of_both_signs():
+    """Which of them is given as the lowest does not depend on a vector's width."""
+    program = (
+        "import torch; from qtoolkit import ops;"
+        "x = torch.full((1024,), 5.0); x[2] = -0.0; x[9] = 0.0;"
+        "print(*(t.item() for y in (x, -x) for t in ops.minmax(y)))"
+    )
+    known = [told for n in NAMES if (told := with_instruction_set(n, program)).returncode == 0]
+    assert known
+    assert len({told.stdout for told in known}) == 1, [told.stdout for told in known]
+
+
+def test_the_widest_is_the_default():
+    has = [
+        n
+        for n in NAMES
+        if with_instruction_set(n, "from qtoolkit import ops, _C; _C.instruction_set()").returncode == 0
+    ]
+    assert (
+        with_instruction_set("", "from qtoolkit import ops, _C; print(_C.instruction_set())").stdout.strip() == has[0]
+    )
+
+
+@pytest.mark.parametrize("program", ["_C.instruction_set()", "ops.fake_quant(torch.ones(3), torch.ones(1))"])
+def test_unknown_name(program):
+    ran = with_instruction_set("sse9", f"import torch; from qtoolkit import ops, _C; {program}")
+    assert ran.returncode == 1
+    assert "ValueError: QTOOLKIT_CPU must name an instruction set of this processor (" in ran.stderr
+    assert "plain), got 'sse9'; unset it to use the widest." in ran.stderr
