@@ -19,9 +19,11 @@ from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import check_known
-from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES
+from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES, OpKind
 
 Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
+# The roles of ops whose inputs are quantized.
+QUANTIZED_ROLES: tuple[Role, ...] = ("compute", "merge", "concat")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,15 @@ class Backend:
             )
         if self.end_bits is not None and not 2 <= self.end_bits <= 16:
             raise ValueError(f"Backend {self.name!r}: end_bits must be None or lie in [2, 16], got {self.end_bits!r}.")
+
+    def role(self, kind: OpKind) -> Role:
+        """Return the role of a kind of op: "float" for kinds that the table does not name."""
+        role = self.roles.get(kind.name, "float")
+        return "merge" if role == "concat" and not self.shared_concat else role
+
+    def quantizes(self, kind: OpKind) -> bool:
+        """Return whether the target computes a kind of op on quantized inputs."""
+        return self.role(kind) in QUANTIZED_ROLES
 
 
 def _roles(

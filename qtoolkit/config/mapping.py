@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Self
@@ -63,14 +63,29 @@ Source = Literal["module_name", "module_name_regex", "object_type", "global"]
 
 @dataclass(frozen=True)
 class Match:
-    """The config that holds for a layer, and the rule that gave it."""
+    """The config that holds for a layer, and the rule that gave it.
+
+    Attributes:
+        qconfig: The config; None leaves the layer in float.
+        source: The kind of rule.
+        depth: 0 for a rule for the layer itself, 1 for the nearest module around it, and so on.
+    """
 
     qconfig: QConfig | None
     source: Source
+    depth: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """How exact the rule is: the less, the more exact."""
+        return QConfigMapping.SOURCES.index(self.source), self.depth
 
 
 class QConfigMapping:
-    """Which layers get which config. An exact name comes before a regex, a regex before a type, a type before global.
+    """Which layers get which config: by exact name, then by regex, then by type, then by the global rule.
+
+    A rule for a module by name, regex or type holds for all layers in it; a rule of the same kind for a nearer module, or for
+    the layer itself, comes first.
 
     A config of None leaves the layer in float. Layers without any rule take the backend's default.
 
@@ -80,7 +95,7 @@ class QConfigMapping:
         >>> mapping.match("layer1.0.conv1", torch.nn.Conv2d).qconfig == w4
         True
         >>> mapping.match("fc", torch.nn.Linear)
-        Match(qconfig=None, source='module_name')
+        Match(qconfig=None, source='module_name', depth=0)
         >>> QConfigMapping.from_json(mapping.to_json()) == mapping
         True
     """
@@ -128,18 +143,32 @@ class QConfigMapping:
         new.rules = {source: dict(rules) for source, rules in self.rules.items()}
         return new
 
-    def match(self, name: str, object_type: Kind | None) -> Match | None:
-        """Return the config that holds for a layer, by precedence; None where no rule does."""
-        if name in self.rules["module_name"]:
-            return Match(self.rules["module_name"][name], "module_name")
-        for regex, qconfig in self.rules["module_name_regex"].items():
-            if re.fullmatch(regex, name):
-                return Match(qconfig, "module_name_regex")
-        if object_type in self.rules["object_type"]:
-            return Match(self.rules["object_type"][object_type], "object_type")
-        if "" in self.rules["global"]:
-            return Match(self.rules["global"][""], "global")
-        return None
+    def match(
+        self, name: str, object_type: Kind | None, around: Iterable[tuple[str, Kind | None]] = ()
+    ) -> Match | None:
+        """Return the config that holds for a layer, by precedence; None where no rule does.
+
+        Args:
+            name: The layer's dotted name.
+            object_type: Its type.
+            around: Names and types of the modules around it, the nearest first. A rule for one of them by name, regex or type
+                holds for the layer, unless a nearer one has a rule of the same kind.
+        """
+        path = [(name, object_type), *around]
+        for source in self.SOURCES[:-1]:
+            for depth, (part, kind) in enumerate(path):
+                key = self._key(source, part, kind)
+                if key is not None:
+                    return Match(self.rules[source][key], source, depth)
+        return Match(self.rules["global"][""], "global") if "" in self.rules["global"] else None
+
+    def _key(self, source: Source, name: str, object_type: Kind | None) -> Any:
+        """Return the key of the rule of one kind that names a module; None where there is none."""
+        rules = self.rules[source]
+        if source == "module_name_regex":
+            return next((regex for regex in rules if re.fullmatch(regex, name)), None)
+        key = name if source == "module_name" else object_type
+        return key if key in rules else None
 
     def check_names(self, names: list[str]) -> None:
         """Raise ValueError for a rule by name that fits none of a model's layers."""
