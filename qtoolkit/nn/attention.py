@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized, weight_quantizer_of
+from qtoolkit.nn.module import Quantizer, QuantModule, quantized
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.weights import weight_quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 OUT_WEIGHT_QUANTIZER = "out_proj_weight_quantizer"
@@ -70,10 +71,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         for inner in INNER:
             setattr(self, inner, None if activation is None else self._inner_quantizer(activation, f"{name}.{inner}"))
         for quantizer, tensor in self._weights().items():
-            wanted = None if weight is None else weight_quantizer_of(tensor, weight, name, name=quantizer)
+            wanted = None if weight is None else weight_quantizer(tensor, weight, name, name=f"{name}.{quantizer}")
             setattr(self, quantizer, wanted)
         self._hook = self.register_forward_pre_hook(stop_fast_path).id
-        self.reset_weight_range()
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""

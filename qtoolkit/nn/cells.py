@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.inputs import inner_quantizer, is_active
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized, weight_quantizer_of
+from qtoolkit.nn.module import Quantizer, QuantModule, quantized
+from qtoolkit.quantizers.weights import weight_quantizer
 
 
 class QuantRecurrent(QuantModule):
@@ -52,9 +53,8 @@ class QuantRecurrent(QuantModule):
             spec = activation if self.QUANTIZE_HIDDEN else None
             setattr(self, inner, inner_quantizer(spec, f"{name}.{inner}", self))
         for quantizer, tensor in self._weights().items():
-            wanted = None if weight is None else weight_quantizer_of(tensor, weight, name, name=quantizer)
+            wanted = None if weight is None else weight_quantizer(tensor, weight, name, name=f"{name}.{quantizer}")
             setattr(self, quantizer, wanted)
-        self.reset_weight_range()
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.quantizer import Quantizer as Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.weights import set_weight_range
 
-Quantizer = TensorQuantizer | Grid
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -88,10 +88,8 @@ class QuantModule(nn.Module):
     def reset_weight_range(self) -> None:
         """Set the weight quantizers' ranges to those of the weights as they are now."""
         for quantizer, weight in self.quantized_weights().values():
-            if isinstance(quantizer, TensorQuantizer) and weight.device.type != "meta":
-                quantizer.observer.reset()
-                quantizer.observer(weight)
-                quantizer.load_observed()
+            if isinstance(quantizer, TensorQuantizer):
+                set_weight_range(quantizer, weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -116,34 +114,6 @@ def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, tuple):
         return (quantize_output(module, args, output[0]), *output[1:])
     return quantizer(output)
-
-
-def weight_quantizer_of(
-    weight: Tensor, spec: QuantSpec, layer: str, group: int = 1, name: str = "weight_quantizer"
-) -> TensorQuantizer:
-    """Return a new quantizer for a weight, on its device.
-
-    Args:
-        weight: The weight.
-        spec: How to quantize it.
-        layer: What errors call the layer.
-        group: Groups of dimension 0 (see `qtoolkit.ops`).
-        name: Its name in the layer.
-
-    Raises:
-        ValueError: The spec's axis or group_size does not fit the weight.
-    """
-    dims = weight.dim()
-    if spec.axis is not None and not -dims <= spec.axis < dims:
-        raise ValueError(
-            f"layer {layer!r}: the axis of a weight of {dims} dimensions must lie in [{-dims}, {dims - 1}], got "
-            f"{spec.axis}."
-        )
-    try:
-        shape = spec.scale_shape(weight.shape, group)
-    except ValueError as error:
-        raise ValueError(f"layer {layer!r}: {error}") from None
-    return TensorQuantizer(spec, shape, group, f"{layer}.{name}").to(weight.device)
 
 
 def quantized(quantizer: Quantizer | None, x: Any) -> Any:

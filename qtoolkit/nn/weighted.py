@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized, weight_quantizer_of
+from qtoolkit.nn.module import Quantizer, QuantModule, quantized
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.weights import weight_quantizer
 
 
 class QuantWeighted(QuantModule):
@@ -59,9 +60,7 @@ class QuantWeighted(QuantModule):
         self.input_quantizer = None
         self.weight_quantizer = None
         if weight is not None:
-            group = self.scale_groups(weight.axis) if weight.group_size is None else 1
-            self.weight_quantizer = weight_quantizer_of(self.weight, weight, name, group)
-            self.reset_weight_range()
+            self.weight_quantizer = weight_quantizer(self.weight, weight, name, self.scale_groups(weight.axis))
 
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of what it holds beyond the float layer."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.state import KeepsFloat32
+from qtoolkit.quantizers.quantizer import Quantizer
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
@@ -52,7 +52,7 @@ def fake_quant(
     return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
 
 
-class Grid(KeepsFloat32):
+class Grid(Quantizer):
     """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
 
     Args:
@@ -60,9 +60,12 @@ class Grid(KeepsFloat32):
         zero_point: As many codes, stored as floats, or None.
         spec: Range of codes and channel axis.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
+        name: The quantizer's name in error messages.
+        of_weight: Whether it quantizes a weight.
+        inserted: Whether a graph pass inserted it as a node of its own.
 
     Attributes:
-        quantizing: Whether tensors are put on the grid; else they pass through (see `qtoolkit.disable_quantization`).
+        quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
 
     Raises:
         ValueError: A scale is zero, negative, NaN or infinite.
@@ -75,12 +78,20 @@ class Grid(KeepsFloat32):
 
     scale: Tensor
     zero_point: Tensor | None
-    quantizing = True
 
-    def __init__(self, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, group: int = 1) -> None:
-        super().__init__()
-        check_scale("Grid", scale)
-        self.spec, self.group = spec, group
+    def __init__(
+        self,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        spec: QuantSpec,
+        group: int = 1,
+        *,
+        name: str = "Grid",
+        of_weight: bool = False,
+        inserted: bool = False,
+    ) -> None:
+        super().__init__(spec, group, name, of_weight=of_weight, inserted=inserted)
+        check_scale(name, scale)
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
 

@@ -7,10 +7,9 @@ from typing import Literal, Self, get_args
 from torch import nn
 
 from qtoolkit.errors import check_known
-from qtoolkit.nn import QuantModule
-from qtoolkit.nn.module import Quantizer
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import WEIGHT_HOLDER, TensorQuantizer
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 Which = Literal["all", "weights", "activations"]
 
@@ -65,11 +64,8 @@ def _state(quantizer: Quantizer) -> tuple[bool, bool]:
 
 
 def _chosen(model: nn.Module, which: Which) -> list[Quantizer]:
-    named = [(name, part) for name, part in model.named_modules() if isinstance(part, TensorQuantizer | Grid)]
-    layers = [layer for layer in model.modules() if isinstance(layer, QuantModule)]
-    weights = {quantizer for layer in layers for quantizer in layer.weight_quantizers().values()}
-    weights |= {quantizer for name, quantizer in named if name.rpartition(".")[0].endswith(WEIGHT_HOLDER)}
-    return [q for _, q in named if which == "all" or (q in weights) == (which == "weights")]
+    found = [module for module in model.modules() if isinstance(module, Quantizer)]
+    return [quantizer for quantizer in found if which == "all" or quantizer.of_weight == (which == "weights")]
 
 
 class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.frozen import Grid, check_scale, fake_quant
 from qtoolkit.quantizers.observers import RangeObserver, grid_of_range, make_observer
-from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 
 # The submodules of a prepared model for the quantizers of its graph's tensors, and of the weights that functions are given.
 HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
 
 
-class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
+class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.
 
     A new quantizer has no range: it quantizes only after it has observed (`qtoolkit.calibrate` sees to that), after
@@ -27,7 +28,9 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         channels: Number of scales along `spec.axis` (times `group`), or the shape of the scale (`spec.scale_shape`); None
             takes it from the first input.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
-        name: What errors call it.
+        name: The quantizer's name in error messages.
+        of_weight: Whether it quantizes a weight.
+        inserted: Whether a graph pass inserted it as a node of its own.
 
     Attributes:
         spec: How it quantizes.
@@ -50,12 +53,14 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         channels: int | tuple[int, ...] | None = None,
         group: int = 1,
         name: str = "quantizer",
+        *,
+        of_weight: bool = False,
+        inserted: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(spec, group, name, of_weight=of_weight, inserted=inserted)
         if group > 1 and spec.axis is None:
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
-        self.spec, self.group, self.name = spec, group, name
-        self.observing, self.quantizing = False, True
+        self.observing = False
         self.grad_factor: float | None = None
         self._sized = spec.axis is None or channels is not None
         given = (channels,) if isinstance(channels, int) else channels
@@ -240,7 +245,15 @@ class TensorQuantizer(KeepsFloat32, LoadsFloatCheckpoints):
         zero_point = self.zero_point
         if zero_point is not None:
             zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
-        return Grid(self.scale.clone(), zero_point, self.spec, self.group)
+        return Grid(
+            self.scale.clone(),
+            zero_point,
+            self.spec,
+            self.group,
+            name=self.name,
+            of_weight=self.of_weight,
+            inserted=self.inserted,
+        )
 
     # ---- switches
 

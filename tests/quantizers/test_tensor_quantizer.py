@@ -272,3 +272,13 @@ def test_frozen_form_equals_the_quantizer() -> None:
         assert torch.equal(grid(x), quantizer(x))
         assert torch.equal(grid.values(grid.codes(x)), grid(x))
         assert not list(grid.parameters())
+
+
+@pytest.mark.parametrize("facts", [{"of_weight": True}, {"inserted": True}, {}])
+def test_copies_pickles_and_frozen_forms_keep_what_a_quantizer_is_for(facts: dict[str, bool]) -> None:
+    quantizer = qt.TensorQuantizer(qt.QuantSpec(), name="conv.weight_quantizer", **facts)
+    quantizer.amax = 1.0
+    for one in (quantizer, quantizer.to_grid()):
+        for same in (one, copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert (same.of_weight, same.inserted) == ("of_weight" in facts, "inserted" in facts)
+            assert (same.name, same.group, same.quantizing) == ("conv.weight_quantizer", 1, True)

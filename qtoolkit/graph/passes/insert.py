@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.config import QConfigMapping, QuantSpec
+from qtoolkit.config import QConfigMapping
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import layer_edges
 from qtoolkit.graph.placement import decide
@@ -14,6 +14,7 @@ from qtoolkit.graph.placement.decide import Decisions, Group, Want
 from qtoolkit.graph.placement.roles import Roles, is_quantizer
 from qtoolkit.graph.plan import Edge, Plan, Status
 from qtoolkit.quantizers.tensor_quantizer import HOLDER, WEIGHT_HOLDER, TensorQuantizer
+from qtoolkit.quantizers.weights import weight_quantizer
 
 
 def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
@@ -55,7 +56,7 @@ def _insert_all(gm: QuantizedGraphModule, decisions: Decisions) -> None:
 
 def _insert_group(gm: QuantizedGraphModule, group: Group, device: torch.device) -> None:
     target = f"{HOLDER}.{group.name}"
-    quantizer = TensorQuantizer(group.spec, name=target)
+    quantizer = TensorQuantizer(group.spec, name=target, inserted=True)
     gm.add_submodule(target, quantizer.to(device))
     quantizer.train(gm.training)
     for anchor in group.anchors:
@@ -69,31 +70,13 @@ def _insert_group(gm: QuantizedGraphModule, group: Group, device: torch.device) 
 
 def _insert_weight(gm: QuantizedGraphModule, want: Want, weight: torch.Tensor) -> None:
     target = f"{WEIGHT_HOLDER}.{want.consumer.name}"
-    quantizer = _weight_quantizer(
-        want.spec, weight, decide.conv_groups(want.consumer, want.spec), want.consumer, target
-    )
+    group = decide.conv_groups(want.consumer, want.spec)
+    quantizer = weight_quantizer(weight, want.spec, want.consumer.name, group, target, inserted=True)
     gm.add_submodule(target, quantizer)
     quantizer.train(gm.training)
     with gm.graph.inserting_before(want.consumer):
         node = gm.graph.call_module(target, (want.anchor,))
     want.consumer.replace_input_with(want.anchor, node)
-
-
-def _weight_quantizer(
-    spec: QuantSpec, weight: torch.Tensor, group: int, consumer: fx.Node, target: str
-) -> TensorQuantizer:
-    dims = weight.dim()
-    if spec.axis is not None and not -dims <= spec.axis < dims:
-        raise ValueError(
-            f"prepare: {consumer.name!r}: the axis of a weight of {dims} dimensions must lie in [{-dims}, {dims - 1}], got "
-            f"{spec.axis}; give the op a config of its own with QConfigMapping.set_module_name({consumer.name!r}, ...)."
-        )
-    channels = None if spec.axis is None else weight.size(spec.axis) * group
-    quantizer = TensorQuantizer(spec, channels, group, target).to(weight.device)
-    if weight.device.type != "meta":
-        quantizer.observer(weight)
-        quantizer.load_observed()
-    return quantizer
 
 
 def _values_of(gm: QuantizedGraphModule, nodes: list[fx.Node]) -> dict[fx.Node, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -411,6 +412,48 @@ def test_the_scales_of_a_functions_weight_are_those_of_its_channels() -> None:
     prepared = qt.prepare(model, backend="onnxruntime")
     (quantizer,) = (q for n, q in qt.quantizers_of(prepared).items() if n.startswith("weight_quantizers."))
     torch.testing.assert_close(quantizer.scale, model.matrix.detach().abs().amax(0) / 127, rtol=0, atol=0)
+
+
+class Function(nn.Module):
+    """A function with a weight of its own."""
+
+    def __init__(self, function: Any, *sizes: int, **options: int) -> None:
+        super().__init__()
+        self.function, self.options = function, options
+        self.weight = nn.Parameter(torch.randn(sizes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight, **self.options)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "scales"),
+    [
+        (Function(F.linear, 8, 64), (4, 64), (8, 2)),
+        (Function(F.conv2d, 8, 64, 1, 1), (4, 64, 3, 3), (8, 2, 1, 1)),
+        (Function(F.conv_transpose2d, 6, 64, 2, 2, groups=2), (4, 6, 3, 3), (6, 2, 2, 2)),
+    ],
+    ids=["linear", "conv", "grouped_conv_transpose"],
+)
+def test_a_weight_of_a_function_in_groups_goes_from_prepare_to_export(
+    model: Function, shape: tuple[int, ...], scales: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    qconfig = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, axis=1, group_size=32))
+    mapping = qt.QConfigMapping().set_object_type(model.function, qconfig)
+    prepared = qt.prepare(model.train(), backend="onnxruntime", qconfig_mapping=mapping)
+    ((name, quantizer),) = ((n, q) for n, q in qt.quantizers_of(prepared).items() if q.of_weight)
+    assert quantizer.scale.shape == scales
+    amax = model.weight.detach().unflatten(1, (2, 32)).abs().amax(2)
+    torch.testing.assert_close(quantizer.scale, amax / 7, rtol=0, atol=0)
+    x = torch.randn(shape)
+    qt.calibrate(prepared, [x], progress=False)
+    prepared(x).square().mean().backward()
+    torch.optim.SGD(prepared.parameters(), lr=0.1).step()
+    assert not torch.equal(prepared.get_parameter("weight"), model.weight)
+    assert qt.convert(prepared).get_submodule(name).of_weight
+    result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")
+    assert result.verification.weight_codes.differing == 0
 
 
 def test_a_weight_that_is_computed_from_the_input_is_an_activation() -> None:

@@ -1,0 +1,31 @@
+"""Quantizer: the base class of the quantizer in training (TensorQuantizer) and of its frozen form (Grid)."""
+
+from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.state import KeepsFloat32
+
+
+class Quantizer(KeepsFloat32):
+    """A module that quantizes one tensor.
+
+    Args:
+        spec: How to quantize.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        name: The quantizer's name in error messages.
+        of_weight: Whether it quantizes a weight.
+        inserted: Whether a graph pass inserted it as a node of its own.
+
+    Attributes:
+        quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
+    """
+
+    spec: QuantSpec
+    group: int
+    name: str
+    quantizing: bool = True
+    of_weight: bool = False
+    inserted: bool = False
+
+    def __init__(self, spec: QuantSpec, group: int, name: str, *, of_weight: bool, inserted: bool) -> None:
+        super().__init__()
+        self.spec, self.group, self.name = spec, group, name
+        self.of_weight, self.inserted = of_weight, inserted

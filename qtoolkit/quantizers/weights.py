@@ -1,0 +1,52 @@
+"""Quantizers of weights: one builder for layers and for functions that take a weight."""
+
+from torch import Tensor
+
+from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+def weight_quantizer(
+    weight: Tensor, spec: QuantSpec, layer: str, group: int = 1, name: str | None = None, *, inserted: bool = False
+) -> TensorQuantizer:
+    """Return a new quantizer of a weight, on the weight's device and with the weight's range.
+
+    Args:
+        weight: The weight. On the meta device it has no range; the quantizer then has none either.
+        spec: How to quantize it.
+        layer: The layer's name in error messages.
+        group: Groups of dimension 0 (see `qtoolkit.ops`). A spec with a group_size has none.
+        name: The quantizer's name in error messages; `layer` + ".weight_quantizer" by default.
+        inserted: Whether a graph pass inserts it as a node of its own.
+
+    Raises:
+        ValueError: The spec's axis or group_size does not fit the weight.
+
+    Example:
+        >>> weight_quantizer(torch.ones(6, 64), QuantSpec(axis=1, group_size=32), "fc").scale.shape
+        torch.Size([6, 2])
+    """
+    dims = weight.dim()
+    if spec.axis is not None and not -dims <= spec.axis < dims:
+        raise ValueError(
+            f"layer {layer!r}: the axis of a weight of {dims} dimensions must lie in [{-dims}, {dims - 1}], got "
+            f"{spec.axis}; set another axis, or give the layer a config of its own in the QConfigMapping."
+        )
+    if spec.group_size is not None:
+        group = 1
+    try:
+        shape = spec.scale_shape(weight.shape, group)
+    except ValueError as error:
+        raise ValueError(f"layer {layer!r}: {error}") from None
+    name = f"{layer}.weight_quantizer" if name is None else name
+    quantizer = TensorQuantizer(spec, shape, group, name, of_weight=True, inserted=inserted).to(weight.device)
+    set_weight_range(quantizer, weight)
+    return quantizer
+
+
+def set_weight_range(quantizer: TensorQuantizer, weight: Tensor) -> None:
+    """Set a quantizer's range to that of a weight as it is now; a weight on the meta device leaves it unchanged."""
+    if weight.device.type != "meta":
+        quantizer.observer.reset()
+        quantizer.observer(weight)
+        quantizer.load_observed()
