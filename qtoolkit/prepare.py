@@ -14,26 +14,22 @@ from qtoolkit.eager.fuse import check_links
 from qtoolkit.eager.record import plan_of
 from qtoolkit.eager.rules import PLAN
 from qtoolkit.errors import check_known
+from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes import freeze as fold
-from qtoolkit.graph.passes import fuse_patterns as patterns
-from qtoolkit.graph.passes import insert, swap
-from qtoolkit.graph.passes import leaf_modules as replace
-from qtoolkit.graph.passes import link_batch_norms as fuse
-from qtoolkit.graph.passes import record as explain
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
-from qtoolkit.graph.passes.swap import QatModules, name_of
 from qtoolkit.graph.plan import Plan, Tracing
+from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import copy_of, random_state_kept, unchanged_on_error
-from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import object_type_of
-from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, refuse_legacy_quantizers
+from qtoolkit.nn import QAT_MODULES, QuantModule
+from qtoolkit.nn.registry import QatModules, check_table
+from qtoolkit.op_kinds.nodes import name_of, object_type_of
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.tensor_quantizer import refuse_legacy_quantizers
 
 M = TypeVar("M", bound=nn.Module)
 
-QUANTIZED = (TensorQuantizer, Grid, QuantizedGraphModule)  # what a model with quantizers holds
+QUANTIZED = (Quantizer, QuantizedGraphModule)  # a model with quantizers has one of these
 
 
 def prepare(
@@ -92,26 +88,28 @@ def prepare(
     """
     target = backend_of(backend)
     _check_model(model, qconfig_mapping)
-    swap.check_table(qat_modules or {})
-    patterns.check(fuse_patterns or {})
+    custom, patterns = qat_modules or {}, fuse_patterns or {}
+    check_table(custom)
+    passes.fuse_patterns.check(patterns)
     trace.check_leaf_modules(leaf_modules)
-    leaves = (*leaf_modules, *(qat_modules or {}), *patterns.module_types(fuse_patterns or {}))
+    leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else copy_of(model)
+        rules = LayerRules(target, qconfig_mapping, own, {**QAT_MODULES, **custom}, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
         gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
-        gm = patterns.run(gm, fuse_patterns or {})
+        gm = passes.fuse_patterns.run(gm, patterns)
         if qconfig_mapping is not None:
             qconfig_mapping.check_names(_names_in(gm))
-        _warn_of_types(own, gm, qconfig_mapping, leaf_modules, qat_modules or {})
-        gm = replace.run(gm, target, qconfig_mapping, qat_modules)
-        gm = swap.run(gm, target, qconfig_mapping, qat_modules)
-        gm = fuse.run(gm, target, qconfig_mapping)
-        gm = insert.run(gm, target, qconfig_mapping)
-        gm = explain.run(gm, target, qconfig_mapping)
+        _warn_of_types(own, gm, qconfig_mapping, leaf_modules, custom)
+        gm = passes.leaf_modules.run(gm, rules)
+        gm = passes.swap.run(gm, rules)
+        gm = passes.link_batch_norms.run(gm, rules)
+        gm = passes.insert.run(gm, rules)
+        gm = passes.record.run(gm, rules)
         gm.set_kept()
         if example_inputs is not None:
-            explain.try_out(gm, example_inputs)
+            passes.record.try_out(gm, example_inputs)
     return gm
 
 
@@ -149,7 +147,7 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
     check_known("arithmetic", arithmetic, ("float",))
     check_quantized(prepared, "convert")
     check_links(prepared)
-    return fold.run(copy.deepcopy(prepared))
+    return passes.freeze.run(copy.deepcopy(prepared))
 
 
 def _warn_of_types(
@@ -188,8 +186,9 @@ def check_quantized(model: object, what: str) -> None:
 
 
 def _names_in(gm: QuantizedGraphModule) -> list[str]:
-    ops = [name_of(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    return ops + replace.names_inside(gm)
+    """Return the names that rules can name: those of modules, which hold for all that is in them, and of other ops."""
+    modules = [name for name, _ in gm.named_modules(remove_duplicate=False) if name]
+    return modules + [node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:

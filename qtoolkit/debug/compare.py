@@ -12,13 +12,11 @@ from qtoolkit.debug.inside import Calls, quantized_inside, watching
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
-from qtoolkit.graph.passes.swap import name_of
-from qtoolkit.graph.placement.roles import is_quantizer, role_of
-from qtoolkit.graph.plan import Tracing
+from qtoolkit.graph.plan import Cause, Status, Tracing
 from qtoolkit.model_inputs import copy_of, tensors_of
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.nodes import OTHER, kind_of
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, name_of
 from qtoolkit.tables import table
 
 
@@ -217,7 +215,7 @@ class _SideBySide(fx.Interpreter):
             self.layers.append(
                 LayerComparison(
                     name_of(n),
-                    kind_of(n),
+                    str(kind_of(n)),
                     _similarity(expected, self._alone(n)),
                     _similarity(expected, value),
                     self._weight(n),
@@ -228,8 +226,8 @@ class _SideBySide(fx.Interpreter):
     def _is_quantized(self, node: fx.Node) -> bool:
         if node.op not in ("call_module", "call_function", "call_method") or is_quantizer(node) or self.gm.plan is None:
             return False
-        status, reason = self.gm.plan.status.get(node.name, ("float", ""))
-        return status == "quantized" and not reason
+        verdict = self.gm.plan.status.get(node.name)
+        return verdict is not None and verdict.status is Status.QUANTIZED and verdict.cause is Cause.COMPUTED
 
     def _alone(self, node: fx.Node) -> Any:
         args, kwargs = (fx.node.map_arg(a, self._entering) for a in (node.args, node.kwargs))
@@ -240,7 +238,7 @@ class _SideBySide(fx.Interpreter):
         return self._alone(node) if is_quantizer(node) or self._moves(node) else copy_of(self._float(node))
 
     def _moves(self, node: fx.Node) -> bool:
-        return self.gm.plan is not None and role_of(node, self.gm.plan.backend) == "transparent"
+        return self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
 
     def _float(self, node: fx.Node) -> Any:
         return self.reference[self.counterparts[node.name]]
@@ -255,8 +253,9 @@ def _compare_inside(gm: QuantizedGraphModule, name: str, float_calls: Calls, cal
     expected = [call.output for call in float_calls[name]]
     alone = [layer(*call.args, **call.kwargs) for call in float_calls[name]]
     accumulated = _similarity(expected, [call.output for call in calls[name]])
-    kind = layer.KIND if isinstance(layer, QuantModule) else OTHER
-    return LayerComparison(name, kind, _similarity(expected, alone), accumulated, _compare_weight(layer))
+    return LayerComparison(
+        name, str(kind_of_module(layer)), _similarity(expected, alone), accumulated, _compare_weight(layer)
+    )
 
 
 def _compare_weight(layer: nn.Module) -> Similarity | None:

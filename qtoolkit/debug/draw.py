@@ -3,19 +3,24 @@
 import os
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from qtoolkit.files import write_whole
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.swap import name_of
-from qtoolkit.graph.placement.roles import is_quantizer
+from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-# Fill of a node by its status in the plan; ops of a graph without a plan have none.
-COLORS = {"quantized": "#cfe8cf", "fused": "#cfe8cf", "transparent": "#eeeeee", "float": "#f6d5c3", "": "#ffffff"}
+# The fill of a node by its status in the plan, and of one without a plan.
+COLORS = {
+    Status.QUANTIZED: "#cfe8cf",
+    Status.FUSED: "#cfe8cf",
+    Status.TRANSPARENT: "#eeeeee",
+    Status.FLOAT: "#f6d5c3",
+    None: "#ffffff",
+}
 QUANTIZER_COLOR = "#d3e3f8"
 
 
@@ -69,19 +74,17 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
             "fillcolor": QUANTIZER_COLOR,
             "shape": "ellipse",
         }
-    status, reason = "", ""
-    if isinstance(gm, QuantizedGraphModule) and gm.plan is not None:
-        status, reason = gm.plan.status.get(node.name, ("", ""))
-    lines = [name_of(node), kind_of(node)]
+    plan = gm.plan if isinstance(gm, QuantizedGraphModule) else None
+    verdict = None if plan is None else plan.status.get(node.name)
+    status, text = (None, "") if verdict is None else (verdict.status, verdict.text)
+    lines = [name_of(node), str(kind_of(node))]
     if isinstance(module, QuantModule):
         lines += [f"weight {_describe(quantizer)}" for quantizer in module.weight_quantizers().values()]
-    return {"label": "\n".join(lines), "tooltip": reason or status or node.op, "fillcolor": COLORS[status]}
+    return {"label": "\n".join(lines), "tooltip": text or str(status or node.op), "fillcolor": COLORS[status]}
 
 
-def _describe(quantizer: nn.Module) -> str:
+def _describe(quantizer: TensorQuantizer | Grid) -> str:
     """Return the spec and the range that the grid can hold."""
-    if not isinstance(quantizer, TensorQuantizer | Grid):
-        return type(quantizer).__name__
     spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point
     if not bool(scale.isfinite().all()):
         return f"{spec.describe()}\nno range yet"

@@ -1,4 +1,4 @@
-"""The layers inside submodules that are kept whole, of which a graph knows nothing: watched by hooks."""
+"""Layers inside leaf modules, which the graph does not show: watched by hooks."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.plan import Status
 from qtoolkit.model_inputs import copy_of
 
 
@@ -26,7 +27,7 @@ Calls = dict[str, list[Call]]
 def quantized_inside(gm: QuantizedGraphModule) -> list[str]:
     """Return the dotted names of the layers that module replacement has quantized."""
     inside = {} if gm.plan is None else gm.plan.inside
-    return [name for name, (status, _) in inside.items() if status == "quantized"]
+    return [name for name, verdict in inside.items() if verdict.status is Status.QUANTIZED]
 
 
 @contextmanager

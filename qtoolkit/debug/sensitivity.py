@@ -13,9 +13,8 @@ from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Kind, path_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.swap import name_of
 from qtoolkit.modes import evaluating
-from qtoolkit.op_kinds.nodes import float_type, object_type_of
+from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report

@@ -4,14 +4,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from qtoolkit.graph.plan import Status
+from qtoolkit.graph.plan import Status, Verdict
 from qtoolkit.nn import QuantModule
-from qtoolkit.nn.module import Quantizer
-from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.tables import table
-
-QUANTIZERS = (TensorQuantizer, Grid)
 
 
 @dataclass(frozen=True)
@@ -23,8 +19,7 @@ class LayerLine:
         kind: The kind of op.
         weight: How the weight is quantized.
         inputs: The quantizers of what it takes; of a layer outside a graph, of all tensors that it quantizes itself.
-        status: Whether it is quantized.
-        reason: Why it is float, or what else there is to say.
+        verdict: Whether it is quantized, with the cause.
         quantizers: All quantizers that its config decides on: of its weights, its inputs, and between its own ops.
     """
 
@@ -32,9 +27,18 @@ class LayerLine:
     kind: str
     weight: str
     inputs: tuple[str, ...]
-    status: Status
-    reason: str
+    verdict: Verdict
     quantizers: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> Status:
+        """Whether it is quantized; compares equal to "quantized", "fused", "transparent" or "float"."""
+        return self.verdict.status
+
+    @property
+    def reason(self) -> str:
+        """Why it is float, or what else there is to say."""
+        return self.verdict.text
 
     def within(self, name: str) -> "LayerLine":
         """Return the line as a model has it that holds this one under a name, and whose config decides on none of it."""
@@ -77,12 +81,12 @@ class QuantizationReport:
     @property
     def quantized(self) -> tuple[LayerLine, ...]:
         """The quantized ops."""
-        return tuple(line for line in self.layers if line.status == "quantized")
+        return tuple(line for line in self.layers if line.status is Status.QUANTIZED)
 
     @property
     def left_float(self) -> tuple[LayerLine, ...]:
         """The ops that stay in float."""
-        return tuple(line for line in self.layers if line.status == "float")
+        return tuple(line for line in self.layers if line.status is Status.FLOAT)
 
     def __str__(self) -> str:
         rows = [("layer", "kind", "weight", "inputs", "status")]
@@ -98,7 +102,7 @@ class QuantizationReport:
 
 def quantizers_in(layer: nn.Module) -> dict[str, Quantizer]:
     """Return the quantizers in a layer by their names in it."""
-    return {path: part for path, part in layer.named_modules() if isinstance(part, QUANTIZERS)}
+    return {path: part for path, part in layer.named_modules() if isinstance(part, Quantizer)}
 
 
 def weight_of(layer: nn.Module) -> str:
@@ -109,4 +113,4 @@ def weight_of(layer: nn.Module) -> str:
 
 def spec_of(quantizer: nn.Module | None) -> str:
     """Return a quantizer's spec in short."""
-    return quantizer.spec.describe() if isinstance(quantizer, QUANTIZERS) else "float"
+    return quantizer.spec.describe() if isinstance(quantizer, Quantizer) else "float"

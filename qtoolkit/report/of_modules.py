@@ -10,13 +10,13 @@ from qtoolkit.eager.chains import chains_of
 from qtoolkit.eager.record import plan_of
 from qtoolkit.eager.rules import statuses_in
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import Status
+from qtoolkit.graph.passes.record import FOLDED
+from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
-from qtoolkit.nn.module import Quantizer
 from qtoolkit.op_kinds.nodes import kind_of_module
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import is_legacy_quantizer
 from qtoolkit.report.lines import (
-    QUANTIZERS,
     LayerLine,
     QuantizationReport,
     TensorLine,
@@ -48,8 +48,8 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():
-        status = _status(module) if _is_legacy(module) else recorded.get(name) or _status(module)
-        layers.append(_line(name, module, status, name in recorded, names))
+        verdict = _verdict(module) if _is_legacy(module) else recorded.get(name) or _verdict(module)
+        layers.append(_line(name, module, verdict, name in recorded, names))
     layers = _joined(layers, chains_of(model))
     tensors = list(_tensor_lines(found, names))
     for part, name in names.items():
@@ -73,9 +73,9 @@ def _layers_in(model: nn.Module, recorded: Collection[str]) -> Iterator[tuple[st
     """Return what has a line, each by its first name: layers, and modules that call quantizers of their own."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, (QuantModule, QuantizedGraphModule, *QUANTIZERS)):
+        if isinstance(module, (QuantModule, QuantizedGraphModule, Quantizer)):
             inside.update(part for part in module.modules() if part is not module)
-        apart = module in inside or isinstance(module, (QuantizedGraphModule, *QUANTIZERS))
+        apart = module in inside or isinstance(module, (QuantizedGraphModule, Quantizer))
         if not apart and (name in recorded or _is_layer(module)):
             yield name, module
 
@@ -87,7 +87,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _owns(module: nn.Module) -> bool:
     """Return whether a module, itself no list of others, holds quantizers."""
-    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict, *QUANTIZERS))
+    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict, Quantizer))
     return has_forward and (bool(_quantizers_of(module)) or _is_legacy(module))
 
 
@@ -97,7 +97,7 @@ def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
         return quantizers_in(module)
     found: dict[str, Quantizer] = {}
     for name, part in module.named_children():
-        if isinstance(part, QUANTIZERS):
+        if isinstance(part, Quantizer):
             found[name] = part
         elif isinstance(part, nn.ModuleList | nn.ModuleDict):
             found |= {f"{name}.{path}": quantizer for path, quantizer in _quantizers_of(part).items()}
@@ -114,30 +114,32 @@ def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:
 
 
 def _line(
-    name: str, module: nn.Module, status: tuple[Status, str], recorded: bool, names: Mapping[nn.Module, str]
+    name: str, module: nn.Module, verdict: Verdict, recorded: bool, names: Mapping[nn.Module, str]
 ) -> LayerLine:
     quantizers = {path: names[quantizer] for path, quantizer in _quantizers_of(module).items()}
     inputs = tuple(dict.fromkeys(full for path, full in quantizers.items() if path not in _weights_in(module)))
     decided = quantizers.values() if recorded or isinstance(module, QuantModule) else ()
-    return LayerLine(name, kind_of_module(module), weight_of(module), inputs, *status, tuple(decided))
+    return LayerLine(name, str(kind_of_module(module)), weight_of(module), inputs, verdict, tuple(decided))
 
 
-def _status(module: nn.Module) -> tuple[Status, str]:
-    """Return the status of a module of which there is no record."""
+def _verdict(module: nn.Module) -> Verdict:
+    """Return the verdict on a module without a record."""
     kind = type(module).__name__
     if _is_legacy(module):
-        return "quantized", "by the quantizers of qtoolkit.compat.pytorch_quantization"
+        return Verdict.quantized(Cause.REPLACED, "by the quantizers of qtoolkit.compat.pytorch_quantization")
     if isinstance(module, LinkedBatchNorm):
-        return "quantized", "folded into the layer before it"
+        return FOLDED
     if _quantizers_of(module):
-        by = "module replacement" if isinstance(module, QuantModule) else f"quantizers that {kind} calls itself"
-        return "quantized", f"by {by}"
+        if isinstance(module, QuantModule):
+            return Verdict.quantized(Cause.REPLACED, "by module replacement")
+        return Verdict.quantized(Cause.OWN_QUANTIZER, f"by quantizers that {kind} calls itself")
     if type(module) in REPLACED_MODULES or isinstance(module, QuantModule):
-        return "float", "float: built while replacement was off, or ignored, or put in since"
+        return Verdict.left_float(Cause.IGNORED, "built while replacement was off, or ignored, or put in since")
     bases = [base.__name__ for base in REPLACED_MODULES if isinstance(module, base)]
     if bases:
-        return "float", f"float: {kind} is a subclass of {bases[0]}, whose forward may compute anything"
-    return "float", f"float: no QAT module for {kind}"
+        why = f"{kind} is a subclass of {bases[0]}, whose forward may compute anything"
+        return Verdict.left_float(Cause.NO_QAT_TYPE, why)
+    return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {kind}")
 
 
 def _tensor_lines(layers: Mapping[str, nn.Module], names: Mapping[nn.Module, str]) -> Iterator[TensorLine]:

@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes import link_batch_norms as fuse
+from qtoolkit.graph.passes.link_batch_norms import fold, linked_pairs
 from qtoolkit.graph.passes.leaf_modules import become
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
@@ -34,8 +34,8 @@ def run(model: M) -> M:
 
 
 def _run_on_graph(gm: QuantizedGraphModule) -> None:
-    for node, follower in fuse.linked_pairs(gm):
-        fuse.fold(gm, node, follower)
+    for node, follower in linked_pairs(gm):
+        fold(gm, node, follower)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())
     gm.graph.lint()

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.backends import Backend
-from qtoolkit.config import Match, QConfig, QConfigMapping
+from qtoolkit.config import QConfig
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.swap import QatModules, from_float, weight_spec_by_rule
-from qtoolkit.graph.plan import Plan, Status
-from qtoolkit.nn import QAT_MODULES, QuantModule
+from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
+from qtoolkit.layer_rules import LayerDecision, LayerRules
+from qtoolkit.nn import QuantModule
 from qtoolkit.nn.attention import stop_fast_path
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.nodes import OTHER, module_of
+from qtoolkit.nn.registry import QatModules, from_float
+from qtoolkit.op_kinds.nodes import kind_of_type, module_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 
@@ -23,6 +23,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 Chooser = Callable[[str, nn.Module, type[Any]], QConfig | None]
 
 QUANTIZERS = (TensorQuantizer, Grid)
+INSIDE = "by module replacement, inside a leaf module"
 
 
 def become(module: nn.Module, new: nn.Module) -> None:
@@ -133,38 +134,45 @@ def modules_in(root: nn.Module, prefixes: Iterable[str]) -> list[tuple[str, nn.M
     return found
 
 
-def run(
-    gm: QuantizedGraphModule,
-    backend: Backend,
-    mapping: QConfigMapping | None = None,
-    qat_modules: QatModules | None = None,
-) -> QuantizedGraphModule:
-    """Quantize the layers inside the submodules that tracing kept whole; the plan says what was, and why others were not."""
-    table = {**QAT_MODULES, **(qat_modules or {})}
-    nodes = kept_whole(gm, table)
+def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
+    """Quantize the layers inside leaf modules. The plan says which, and why others stay float."""
+    nodes = leaf_nodes(gm, rules.table)
     names = sorted({str(node.target) for node in nodes})
-    rules = _Rules(gm, names, backend, mapping)
-    replace_layers(gm, names, rules.config, table)
-    inside = {n: rules.status(n, m, table.get(type(m))) for n, m in modules_in(gm, names) if _is_layer(m)}
-    plan = gm.plan or Plan(backend)
-    status = {**plan.status, **{node.name: _summary(str(node.target), inside) for node in nodes}}
-    gm.plan = dataclasses.replace(plan, status=status, inside={**plan.inside, **inside})
+    replaced: dict[str, LayerDecision] = {}
+
+    def choose(name: str, module: nn.Module, qat_type: type[Any]) -> QConfig | None:
+        replaced[name] = decide_inside(name, module, rules)
+        return replaced[name].qconfig
+
+    replace_layers(gm, names, choose, rules.table)
+    layers = {name: module for name, module in modules_in(gm, names) if _is_layer(module)}
+    verdicts = {n: (replaced.get(n) or decide_inside(n, module, rules)).verdict for n, module in layers.items()}
+    plan = gm.plan or Plan(rules.backend)
+    status = {**plan.status, **{node.name: _summary(str(node.target), verdicts) for node in nodes}}
+    gm.plan = dataclasses.replace(plan, status=status, inside={**plan.inside, **verdicts})
     return gm
 
 
-def kept_whole(gm: fx.GraphModule, table: Mapping[type[nn.Module], object]) -> list[fx.Node]:
-    """Return the nodes that call submodules with submodules of their own: those that tracing did not go into."""
+def decide_inside(name: str, module: nn.Module, rules: LayerRules) -> LayerDecision:
+    """Return how a layer inside a leaf module is quantized."""
+    if isinstance(module, QuantModule):
+        return LayerDecision(None, Verdict.quantized(Cause.REPLACED, INSIDE))
+    if type(module) not in rules.table:
+        why = "inside a leaf module, where only layers with weights are quantized"
+        return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, why))
+    decision = rules.decide(rules.of_module(name, module), type(module))
+    if decision.qconfig is None or decision.qconfig.weight is None:
+        return LayerDecision(None, decision.verdict if decision.qconfig is None else BY_CONFIG)
+    return LayerDecision(decision.qconfig, Verdict.quantized(Cause.REPLACED, INSIDE))
+
+
+def leaf_nodes(gm: fx.GraphModule, table: Mapping[type[nn.Module], object]) -> list[fx.Node]:
+    """Return the nodes that call leaf modules with submodules of their own: those that tracing did not go into."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_module"]
-    return [node for node in nodes if _is_whole(module_of(node), table)]
+    return [node for node in nodes if _is_leaf(module_of(node), table)]
 
 
-def names_inside(gm: fx.GraphModule) -> list[str]:
-    """Return the dotted names of what is inside the submodules that tracing kept whole."""
-    whole = {str(node.target) for node in kept_whole(gm, {})}
-    return [name for name, _ in modules_in(gm, sorted(whole)) if name not in whole]
-
-
-def _is_whole(module: nn.Module, table: Mapping[type[nn.Module], object]) -> bool:
+def _is_leaf(module: nn.Module, table: Mapping[type[nn.Module], object]) -> bool:
     is_layer = isinstance(module, (QuantModule, *QUANTIZERS)) or type(module) in table or is_batch_norm(module)
     return not is_layer and any(True for _ in module.children())
 
@@ -199,7 +207,7 @@ def quantized_layer(
         TypeError: The type's `from_float` returns no module.
     """
     layer: Any = from_float(module, qat_type, qconfig.weight, qconfig.activation, name, what)
-    takes_indices = getattr(qat_type, "KIND", OTHER) == "embedding"
+    takes_indices = kind_of_type(qat_type).takes_indices
     if quantize_inputs and qconfig.activation is not None and hasattr(layer, "input_quantizer") and not takes_indices:
         layer.input_quantizer = TensorQuantizer(qconfig.activation, name=f"{name}.input_quantizer")
     if not quantize_inputs and hasattr(layer, "other_quantizer"):
@@ -211,63 +219,11 @@ def quantized_layer(
     return layer  # type: ignore[no-any-return]  # from_float has checked it
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rules:
-    """How layers inside the submodules `whole` are quantized.
-
-    A rule for such a submodule holds for all layers in it, unless the layer itself has one that is at least as exact.
-    """
-
-    gm: QuantizedGraphModule
-    whole: Sequence[str]
-    backend: Backend
-    mapping: QConfigMapping | None
-
-    def config(self, name: str, module: nn.Module, qat_type: type[Any]) -> QConfig | None:
-        """Return the config of a layer with its weight's own axis; None leaves it in float."""
-        match, own = self._match(name, module)
-        qconfig = self.backend.qconfig if match is None else match.qconfig
-        weight = weight_spec_by_rule(qconfig, own, getattr(qat_type, "KIND", OTHER), self.backend)
-        return None if qconfig is None or weight is None else QConfig(qconfig.activation, weight)
-
-    def status(self, name: str, module: nn.Module, qat_type: type[Any] | None) -> tuple[Status, str]:
-        """Return a layer's status once the layers are replaced, with the reason."""
-        outer = self._outer(name)
-        if isinstance(module, QuantModule):
-            return "quantized", f"by module replacement, inside {outer!r}, which is kept whole"
-        if qat_type is None:
-            return (
-                "float",
-                f"float: inside {outer!r}, which is kept whole: only layers with weights are quantized there",
-            )
-        match, _ = self._match(name, module)
-        qconfig = self.backend.qconfig if match is None else match.qconfig
-        if qconfig is None or qconfig.weight is None:
-            return "float", "float: the qconfig_mapping says so"
-        return "float", f"float: a {getattr(qat_type, 'KIND', OTHER)}, which {self.backend.name} computes in float"
-
-    def _match(self, name: str, module: nn.Module) -> tuple[Match | None, bool]:
-        """Return the rule that holds for a layer, and whether it is one for this very layer."""
-        if self.mapping is None:
-            return None, False
-        outer = self._outer(name)
-        own = self.mapping.match(name, type(module))
-        general = self.mapping.match(outer, type(self.gm.get_submodule(outer)))
-        if own is None or general is None:
-            found = own or general
-        else:
-            rank = self.mapping.SOURCES.index
-            found = own if rank(own.source) <= rank(general.source) else general
-        return found, found is own and found is not None and found.source != "global"
-
-    def _outer(self, name: str) -> str:
-        return next(outer for outer in self.whole if name == outer or name.startswith(f"{outer}."))
-
-
-def _summary(name: str, inside: Mapping[str, tuple[Status, str]]) -> tuple[Status, str]:
-    """Return the status of a submodule that is kept whole."""
-    layers = [status for layer, (status, _) in inside.items() if layer.startswith(f"{name}.")]
-    count = layers.count("quantized")
+def _summary(name: str, verdicts: Mapping[str, Verdict]) -> Verdict:
+    """Return the verdict on a leaf module by those on the layers in it."""
+    layers = [verdict.status for layer, verdict in verdicts.items() if layer.startswith(f"{name}.")]
+    count = layers.count(Status.QUANTIZED)
     if not count:
-        return "float", "float: kept whole, and no layer in it is quantized"
-    return "quantized", f"kept whole: {count} of {len(layers)} layers in it quantized, by module replacement"
+        return Verdict.left_float(Cause.NO_QAT_TYPE, "a leaf module in which no layer is quantized")
+    text = f"a leaf module: {count} of {len(layers)} layers in it are quantized, by module replacement"
+    return Verdict.quantized(Cause.CONTAINS, text)
