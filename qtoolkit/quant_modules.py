@@ -14,6 +14,7 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import chains_of, link_chains, quantize_outputs
+from qtoolkit.eager.replacement import Chooser, replace_layers
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     PLAN,
@@ -23,20 +24,19 @@ from qtoolkit.eager.rules import (
     decide_all,
     entries_of,
     ignored_in,
-    names_of,
     statuses_in,
 )
 from qtoolkit.errors import check_known, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import swap
-from qtoolkit.graph.passes.leaf_modules import Chooser, replace_layers
 from qtoolkit.graph.passes.swap import QatModules
 from qtoolkit.graph.plan import Plan
 from qtoolkit.model_state import copy_of, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.nodes import float_type
+from qtoolkit.shared_modules import modules_by_name, names_by_module
 
 QUANTIZE = ("inputs", "outputs")
 OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # torch.ao's, by name
@@ -108,7 +108,7 @@ def replace(
     if qconfig_mapping is not None:
         qconfig_mapping.check_names(_names(model, table))
     rules = ModuleRules(
-        target, table, qconfig_mapping, frozenset(custom or ()), ignored_in(model, ignore), names_of(model)
+        target, table, qconfig_mapping, frozenset(custom or ()), ignored_in(model, ignore), names_by_module(model)
     )
     _warn_of_types(model, qconfig_mapping, custom or {})
     decisions = decide_all(model, rules, statuses_in(model))
@@ -243,7 +243,7 @@ def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: Qat
 
 def _names(model: nn.Module, table: QatModules) -> list[str]:
     """Return the names that rules can name: of all modules, of the model itself where it is a layer."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    names = list(modules_by_name(model))
     return names if type(model) in table else names[1:]
 
 

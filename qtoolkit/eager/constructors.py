@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from qtoolkit.eager.replacement import keep_off_fast_paths, quantized_layer, replace_in_place
 from qtoolkit.eager.rules import ModuleRules
-from qtoolkit.graph.passes.leaf_modules import become, keep_off_fast_paths, quantized_layer
 from qtoolkit.nn import QuantModule
 
 TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -36,7 +36,7 @@ class Settings:
             qconfig = self.rules.decide(module).qconfig
             if qconfig is not None:
                 qat_type = self.rules.table[cls]
-                become(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
+                replace_in_place(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
         if isinstance(module, TRANSFORMERS):
             keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
 

@@ -9,16 +9,17 @@ from torch import nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.eager.chains import CHAINS, ChainRules, chains_in, chains_of
+from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.leaf_modules import become
 from qtoolkit.graph.plan import Status
 from qtoolkit.model_state import copy_of, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.shared_modules import modules_by_name
 
 __all__ = ["chains_of", "check_links", "fuse_modules", "link_chains", "quantize_output", "quantize_outputs"]
 
@@ -97,7 +98,7 @@ def link_chains(
         elif apart and chain[1] in apart:
             statuses[chain[1]] = ("float", apart[chain[1]])
         else:
-            become(bn, linked(bn, strategy, chain[1]))
+            replace_in_place(bn, linked(bn, strategy, chain[1]))
             layer.link_batch_norm(bn)  # type: ignore[arg-type]  # it has become one
             statuses[chain[1]] = ("fused", f"{chain[0]!r}, the layer before it, computes it")
     has_links = any(status == "fused" for status, _ in statuses.values())
@@ -171,10 +172,10 @@ def _fold(layer: nn.Module, bn: nn.Module) -> None:
     if not isinstance(quantized, QuantWeighted):
         raise TypeError(f"a {type(layer).__name__} has no one weight to fold a batch norm into.")
     quantized.fold_batch_norm(bn)
-    become(layer, quantized.to_float())
+    replace_in_place(layer, quantized.to_float())
     if isinstance(layer, nn.Linear):
         layer.register_forward_pre_hook(_check_rows)
-    become(bn, identity_of(bn))
+    replace_in_place(bn, identity_of(bn))
 
 
 def _check_rows(module: nn.Module, args: Any) -> None:
@@ -188,7 +189,7 @@ def _check_rows(module: nn.Module, args: Any) -> None:
 
 
 def _parts(model: nn.Module, chain: Sequence[str]) -> list[nn.Module]:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = modules_by_name(model)
     for name in chain:
         if name not in modules:
             raise ValueError(

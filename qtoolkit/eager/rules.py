@@ -1,6 +1,5 @@
 """Which layers module replacement quantizes and how, by a mapping, a backend and what is ignored; and why others stay float."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,13 +13,14 @@ from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.leaf_modules import QUANTIZERS
 from qtoolkit.graph.passes.swap import QatModules, weight_spec_by_rule
 from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.module import Quantizer
 from qtoolkit.op_kinds.nodes import OTHER, WEIGHTED_KINDS
 from qtoolkit.op_kinds.table import MOVES
+from qtoolkit.shared_modules import modules_by_name
 
 Ignore = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
@@ -171,14 +171,6 @@ RANK_OF_CONTAINER = len(QConfigMapping.SOURCES) - 1  # after the rules for the m
 RANK_OF_DEFAULT = RANK_OF_CONTAINER + 2
 
 
-def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return all dotted names of each module."""
-    names: dict[nn.Module, list[str]] = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        names[module].append(name)
-    return dict(names)
-
-
 def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
     """Return the modules that replacement leaves alone, with what they are in, and the reason.
 
@@ -189,8 +181,8 @@ def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
     if ignore is None:
         return {}
     if callable(ignore) and not isinstance(ignore, type):
-        pairs = list(model.named_modules(remove_duplicate=False))
-        return _with_parts([module for name, module in pairs if ignore(name, module)], "ignored by the callable")
+        hits = [module for name, module in modules_by_name(model).items() if ignore(name, module)]
+        return _with_parts(hits, "ignored by the callable")
     reasons: dict[nn.Module, str] = {}
     for entry in entries_of(ignore, "replace"):
         hits = _hits(model, entry)
@@ -215,7 +207,7 @@ def entries_of(ignore: object, what: str) -> list[str]:
 
 
 def _hits(model: nn.Module, entry: str) -> list[nn.Module]:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = modules_by_name(model)
     hits = [module for name, module in modules.items() if name == entry or fnmatchcase(name, entry)]
     if not hits:
         raise ValueError("replace: ignore: " + unknown("module", entry, filter(None, modules)))
@@ -240,7 +232,7 @@ def decide_all(
     pairs, seen = [("", model)], set()
     while pairs:
         name, module = pairs.pop(0)
-        if module in seen or isinstance(module, (*QUANTIZERS, QuantizedGraphModule)):
+        if module in seen or isinstance(module, Quantizer | QuantizedGraphModule):
             continue
         seen.add(module)
         children = [(f"{name}.{child}".strip("."), part) for child, part in module.named_children()]

@@ -11,6 +11,7 @@ from qtoolkit.nn.module import Quantizer
 from qtoolkit.op_kinds.nodes import module_of, tensor_inputs
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.shared_modules import first_names
 
 INPUT = "input_quantizer"
 ITSELF = ""  # a quantizer that the model's own forward calls
@@ -80,7 +81,7 @@ class LayerQuantizer:
 
 def layer_quantizers(gm: fx.GraphModule) -> list[LayerQuantizer]:
     """Return the quantizers of the layers that a graph calls, and of those inside the submodules that are kept whole."""
-    names = {module: name for name, module in gm.named_modules()}
+    names = first_names(gm)
     nodes = [node for node in gm.graph.nodes if node.op == "call_module" and not is_quantizer(node)]
     return [_held(node, path, module, names[module]) for node in nodes for path, module in _quantizers_in(node)]
 

@@ -18,6 +18,7 @@ from qtoolkit.op_kinds.nodes import OTHER, kind_of, kind_of_module, module_of, t
 from qtoolkit.op_kinds.recorded import BOOKKEEPING
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, quantizers_in, spec_of, weight_of
+from qtoolkit.shared_modules import first_names
 
 
 def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
@@ -83,7 +84,7 @@ def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str])
 
 def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
     """Return the lines of the layers inside submodules that are kept whole."""
-    names = {module: name for name, module in model.named_modules()}
+    names = first_names(model)
     inside = {} if model.plan is None else model.plan.inside
     return [_line_inside(name, model.get_submodule(name), *inside[name], names) for name in inside]
 

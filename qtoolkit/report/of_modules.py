@@ -25,6 +25,7 @@ from qtoolkit.report.lines import (
     weight_of,
 )
 from qtoolkit.report.of_graph import report_of_graph
+from qtoolkit.shared_modules import first_names
 
 # Quantizers of what a module gives: `quant_modules.replace(quantize="outputs")` puts them there.
 OUTPUTS = ("output_quantizer", "activation_post_process")
@@ -44,7 +45,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
             f"returned, got a {type(model).__name__} without quantizers."
         )
     recorded = statuses_in(model)
-    names = {module: name for name, module in model.named_modules()}
+    names = first_names(model)
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():

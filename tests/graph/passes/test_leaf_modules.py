@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.eager.replacement import replace_layers
 from qtoolkit.graph.passes import swap
-from qtoolkit.graph.passes.leaf_modules import become, replace_layers, run
-from qtoolkit.model_state import unchanged_on_error
+from qtoolkit.graph.passes.leaf_modules import run
 from tests import nets, reference
 
 
@@ -355,122 +355,3 @@ def test_quantizers_that_the_exporter_joins_are_found_in_the_one_node(tmp_path) 
     result = qt.export_onnx(prepared, x, tmp_path / "model.onnx")
     assert result.quantize_nodes == 1
     assert set(result.verification.by_quantizer) == {"activation_quantizers.x", "block.0.input_quantizer"}
-
-
-# ---- a module becomes another one
-
-
-def test_what_refers_to_a_layer_refers_to_the_quantized_one() -> None:
-    model = nets.LinearNet()
-    layer, calls = model.fc1, []
-    held, names = [layer], {"fc1": layer}
-    handle = layer.register_forward_hook(lambda m, args, y: calls.append(m))
-    become(layer, qt.nn.QuantLinear.from_float(layer, qt.QuantSpec(axis=0)))
-    assert type(held[0]) is qt.nn.QuantLinear
-    assert held[0] is names["fc1"] is model.fc1
-    model(torch.randn(3, 6))
-    assert calls == [layer]
-    handle.remove()
-    model(torch.randn(3, 6))
-    assert calls == [layer]
-
-
-def test_a_model_that_is_a_layer_is_replaced() -> None:
-    model = nn.Linear(4, 2)
-    weight = model.weight
-    assert replace_layers(model, [""], lambda *_: qt.backends["tensorrt"].qconfig, qt.nn.QAT_MODULES) == [""]
-    assert type(model) is qt.nn.QuantLinear
-    assert model.weight is weight
-    become(model, model.to_float())
-    assert type(model) is nn.Linear
-    assert set(model.state_dict()) == {"weight", "bias"}
-
-
-def test_a_module_becomes_what_wraps_it() -> None:
-    class Doubled(nn.Module):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * self.layer(x)
-
-    model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4)
-    layer, y, calls = model[0], model(x), []
-    handle = layer.register_forward_hook(lambda m, args, out: calls.append(type(m)))
-    become(layer, Doubled(layer))
-    assert model[0] is layer
-    assert torch.equal(model(x), 2 * y)
-    assert calls == [nn.Linear]
-    assert [name for name, _ in model.named_parameters()] == ["0.layer.weight", "0.layer.bias"]
-    handle.remove()
-    model(x)
-    assert calls == [nn.Linear]
-
-
-def test_a_module_that_becomes_itself_stays_as_it_is() -> None:
-    layer = nn.Linear(4, 2)
-    before = dict(vars(layer))
-    become(layer, layer)
-    assert vars(layer) == before
-
-
-def test_types_that_python_cannot_turn_into_each_other_are_named() -> None:
-    class Slotted(nn.Module):
-        __slots__ = ("extra",)
-
-    layer = nn.Linear(4, 2)
-    before = dict(vars(layer))
-    with pytest.raises(TypeError, match="a Linear cannot become a Slotted in place"):
-        become(layer, Slotted())
-    assert (type(layer), vars(layer)) == (nn.Linear, before)
-
-
-def test_a_failed_change_in_place_is_undone_with_types_and_handles() -> None:
-    model = nets.LinearNet()
-    fired = []
-    handle = model.fc1.register_forward_hook(lambda *_: fired.append(1))
-    modules, state = list(model.modules()), {n: id(p) for n, p in model.named_parameters()}
-
-    def choose(name: str, module: nn.Module, kind: type[nn.Module]) -> qt.QConfig:
-        if name == "fc2":
-            raise RuntimeError("no config")
-        return qt.backends["tensorrt"].qconfig
-
-    with pytest.raises(RuntimeError, match="no config"), unchanged_on_error(model):
-        replace_layers(model, [""], choose, qt.nn.QAT_MODULES)
-    assert [type(m) for m in modules] == [nets.LinearNet, nn.Linear, nn.BatchNorm1d, nn.Linear]
-    assert {n: id(p) for n, p in model.named_parameters()} == state
-    model(torch.randn(3, 6))
-    handle.remove()
-    model(torch.randn(3, 6))
-    assert fired == [1]
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors")
-def test_padded_batches_go_through_a_replaced_encoder() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2).eval()
-    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
-    y = encoder(x, src_key_padding_mask=padding)
-    replace_layers(encoder, [""], lambda *_: qt.backends["tensorrt"].qconfig, qt.nn.QAT_MODULES)
-    with qt.disable_quantization(encoder):
-        ours = encoder(x, src_key_padding_mask=padding)
-    torch.testing.assert_close(ours[~padding], y[~padding], rtol=1e-5, atol=1e-6)
-    report = qt.calibrate(encoder, [{"src": x, "src_key_padding_mask": padding}], progress=False)
-    assert report.unreached == ()
-    assert len(encoder.layers[0]._forward_pre_hooks) == 1
-
-
-def test_quantizers_of_layers_without_parameters_are_where_the_model_is() -> None:
-    class Pool(qt.nn.QuantModule, nn.AvgPool2d):
-        FLOAT, KIND = nn.AvgPool2d, "avg_pool"
-
-        def add_quantizers(self, *args: object) -> None:
-            self.input_quantizer = None
-
-        def own_attributes(self) -> tuple[str, ...]:
-            return ("input_quantizer",)
-
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.AvgPool2d(2)).to("meta")
-    replace_layers(model, [""], lambda *_: qt.backends["tensorrt"].qconfig, {nn.AvgPool2d: Pool})
-    assert model[1].input_quantizer.scale.device.type == "meta"
