@@ -1,9 +1,8 @@
 """The one resolver of configs: from a backend, a QConfigMapping and names to the config of a layer or an op, on both roads."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 from torch import fx, nn
 
@@ -15,6 +14,7 @@ from qtoolkit.graph.plan import BY_CONFIG, Cause, Verdict
 from qtoolkit.nn.registry import QatModules
 from qtoolkit.op_kinds.nodes import kind_of_type, name_of, object_type_of
 from qtoolkit.op_kinds.table import OpKind
+from qtoolkit.shared_modules import modules_by_name, names_by_module
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rule:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether it names the layer or op itself, by name, regular expression or type: it holds against the backend's table."""
+        """Whether it names the layer or op itself, by name, regex or type. Then it holds against the backend's table."""
         return not self.is_general and self.depth == 0
 
 
@@ -55,6 +55,7 @@ class LayerDecision:
     verdict: Verdict
 
 
+@dataclass(frozen=True)
 class LayerRules:
     """Which config holds for each layer and op of a model.
 
@@ -62,29 +63,35 @@ class LayerRules:
     by name, regular expression or type for a module holds for all that is in it; the nearest module comes first, the layer or
     op itself before all. A module with several names takes the most exact of their rules.
 
-    Args:
+    Attributes:
         backend: The target.
         mapping: The user's rules.
-        model: The float model, whose module names and types rules can name; None before there is one.
         table: Float type -> QAT type.
         custom: The float types that the user added to the table. Their layers are quantized whatever the backend's table says
             of their kind.
+        names: All dotted names of each module of the float model; empty before there is a model.
+        types: The type of each module of the float model, by name.
     """
 
-    def __init__(
-        self,
+    backend: Backend
+    mapping: QConfigMapping | None = None
+    table: QatModules = field(default_factory=dict)
+    custom: frozenset[type[nn.Module]] = frozenset()
+    names: Mapping[nn.Module, Sequence[str]] = field(default_factory=dict)
+    types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
         backend: Backend,
-        mapping: QConfigMapping | None = None,
-        model: nn.Module | None = None,
-        table: QatModules | None = None,
-        custom: Iterable[type[nn.Module]] = (),
-    ) -> None:
-        self.backend, self.mapping = backend, mapping
-        self.table, self.custom = table or {}, frozenset(custom)
-        self._types: dict[str, type[nn.Module]] = {}
-        self._names: dict[str, tuple[str, ...]] = {}
-        if model is not None and mapping is not None:
-            self._read(model)
+        mapping: QConfigMapping | None,
+        table: QatModules,
+        custom: Iterable[type[nn.Module]],
+    ) -> Self:
+        """Return the rules for a float model, whose module names and types they read now."""
+        types = {name: type(module) for name, module in modules_by_name(model).items()}
+        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types)
 
     def of_node(self, node: fx.Node) -> Rule:
         """Return the rule for a node of a graph.
@@ -92,15 +99,15 @@ class LayerRules:
         Raises:
             ValueError: Its module has several names, and the mapping has different configs for them.
         """
-        scope = _scope_of(node) if node.op != "call_module" else None
-        rule = self._find(name_of(node), object_type_of(node), scope)
+        names = self._names_of(name_of(node)) if node.op == "call_module" else (node.name,)
+        rule = self._find(names, object_type_of(node), _scope_of(node) if node.op != "call_module" else None)
         if rule.is_general and self.backend.end_bits is not None:
             return replace(rule, qconfig=with_least_bits(node, rule.qconfig, self.backend.end_bits))
         return rule
 
-    def of_module(self, name: str, module: nn.Module) -> Rule:
-        """Return the rule for a module by one of its names; errors as of `of_node`."""
-        return self._find(name, type(module))
+    def of_module(self, module: nn.Module) -> Rule:
+        """Return the rule for a module of the float model, or for one without a name; errors as of `of_node`."""
+        return self._find(self.names.get(module, ("",)), type(module))
 
     def decide(self, rule: Rule, float_type: type[nn.Module]) -> LayerDecision:
         """Return how a layer of a type in the table is quantized, by the rule that holds for it."""
@@ -139,18 +146,14 @@ class LayerRules:
 
     # ---- matching
 
-    def _read(self, model: nn.Module) -> None:
-        names: dict[nn.Module, list[str]] = defaultdict(list)
-        for name, module in model.named_modules(remove_duplicate=False):
-            names[module].append(name)
-            self._types[name] = type(module)
-        self._names = {name: tuple(several) for several in names.values() for name in several}
+    def _names_of(self, name: str) -> Sequence[str]:
+        named = self.names.values() if self.mapping is not None else ()
+        return next((names for names in named if name in names), (name,))
 
-    def _find(self, name: str, object_type: Any, scope: str | None = None) -> Rule:
+    def _find(self, names: Sequence[str], object_type: Any, scope: str | None = None) -> Rule:
         if self.mapping is None:
             return Rule(self.backend.qconfig)
-        names = self._names.get(name, (name,)) if scope is None else (name,)
-        matches = [self.mapping.match(n, object_type, self._around(n if scope is None else scope, scope)) for n in names]
+        matches = [self.mapping.match(name, object_type, self._around(name, scope)) for name in names]
         found = [match for match in matches if match is not None]
         if not found:
             return Rule(self.backend.qconfig)
@@ -164,12 +167,11 @@ class LayerRules:
 
     def _around(self, name: str, scope: str | None) -> Iterator[tuple[str, type[nn.Module]]]:
         """Yield the names and types of the modules around a module of this name, or around an op in this scope."""
-        if scope is not None and scope in self._types:
-            yield scope, self._types[scope]
-        while name:
-            name = name.rpartition(".")[0]
-            if name in self._types:
-                yield name, self._types[name]
+        outer = name.rpartition(".")[0] if scope is None else scope
+        while name and outer != name:
+            if outer in self.types:
+                yield outer, self.types[outer]
+            name, outer = outer, outer.rpartition(".")[0]
 
 
 def _scope_of(node: fx.Node) -> str:

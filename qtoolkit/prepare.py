@@ -23,7 +23,7 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import copy_of, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule
 from qtoolkit.nn.registry import QatModules, check_table
-from qtoolkit.op_kinds.nodes import name_of, object_type_of
+from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import refuse_legacy_quantizers
 
@@ -95,7 +95,7 @@ def prepare(
     leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else copy_of(model)
-        rules = LayerRules(target, qconfig_mapping, own, {**QAT_MODULES, **custom}, custom)
+        rules = LayerRules.of(own, target, qconfig_mapping, {**QAT_MODULES, **custom}, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
         gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
         gm = passes.fuse_patterns.run(gm, patterns)

@@ -14,29 +14,28 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import chains_of, link_chains, quantize_outputs
+from qtoolkit.eager.replacement import Chooser, replace_layers
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     PLAN,
-    Decision,
     Ignore,
-    ModuleRules,
+    ReplacementRules,
     decide_all,
     entries_of,
     ignored_in,
-    names_of,
-    statuses_in,
+    verdicts_in,
 )
 from qtoolkit.errors import check_known, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes import swap
-from qtoolkit.graph.passes.leaf_modules import Chooser, replace_layers
-from qtoolkit.graph.passes.swap import QatModules
-from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.plan import Plan, Status
+from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import copy_of, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import float_type
+from qtoolkit.shared_modules import modules_by_name
 
 QUANTIZE = ("inputs", "outputs")
 OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # torch.ao's, by name
@@ -71,9 +70,9 @@ def replace(
 
     Args:
         model: The float model. It is copied, unless `inplace`.
-        qconfig_mapping: What to quantize how. The first of these that there is holds for a layer: the rule of its own name,
-            of a regular expression, of its type; that of the nearest module around it, by name, regular expression or
-            type; the global one; the backend's default. Rules for functions have no effect here, and are warned of.
+        qconfig_mapping: Which layers get which config. A rule for a module around a layer holds for the layer too: see
+            `QConfigMapping`. Layers without a rule get the backend's default. Rules for functions have no effect here, and
+            are warned of.
         ignore: What to leave in float, with all that is in it: a module's dotted name or a pattern of `fnmatch`
             ("decoder.*"), a list of these, or a callable that is asked with each name and module.
         inplace: Change the model itself; if that fails, it is as it was.
@@ -107,21 +106,20 @@ def replace(
     table = {**REPLACED_MODULES, **(custom or {})}
     if qconfig_mapping is not None:
         qconfig_mapping.check_names(_names(model, table))
-    rules = ModuleRules(
-        target, table, qconfig_mapping, frozenset(custom or ()), ignored_in(model, ignore), names_of(model)
-    )
+    configs = LayerRules.of(model, target, qconfig_mapping, table, custom or ())
+    rules = ReplacementRules(configs, ignored_in(model, ignore))
     _warn_of_types(model, qconfig_mapping, custom or {})
-    decisions = decide_all(model, rules, statuses_in(model))
+    decisions = decide_all(model, rules, verdicts_in(model))
     outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
     norms = [chain[1] for chain in chains_of(model)]
-    apart = {name: reason for name in norms if (reason := rules.reason_apart(model.get_submodule(name))) is not None}
+    apart = {name: apart for name in norms if (apart := rules.verdict_apart(model.get_submodule(name))) is not None}
     with unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else copy_of(model, what="replace")
         replace_layers(own, [""], _chooser(decisions), table, quantize == "inputs", "replace")
-        statuses = {name: (decision.status, decision.reason) for name, decision in decisions.items()}
-        statuses |= link_chains(own, target.batch_norm, apart)
-        statuses |= quantize_outputs(own, outputs)
-        setattr(own, PLAN, Plan(target, inside=statuses))
+        verdicts = {name: decision.verdict for name, decision in decisions.items()}
+        verdicts |= link_chains(own, target.batch_norm, apart)
+        verdicts |= quantize_outputs(own, outputs)
+        setattr(own, PLAN, Plan(target, inside=verdicts))
     return own
 
 
@@ -169,8 +167,8 @@ def initialize(
     _check_rules("initialize", qconfig_mapping, custom)
     table = {**REPLACED_MODULES, **(custom or {})}
     _check_has_no_names(qconfig_mapping)
-    rules = ModuleRules(target, table, copy.deepcopy(qconfig_mapping), frozenset(custom or ()))
-    return Active(Settings(rules, _ignored_types(ignore, table)))
+    rules = LayerRules(target, copy.deepcopy(qconfig_mapping), table, frozenset(custom or ()))
+    return Active(Settings(ReplacementRules(rules), _ignored_types(ignore, table)))
 
 
 def deactivate() -> None:
@@ -222,7 +220,7 @@ def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules 
 def _check_rules(what: str, mapping: QConfigMapping | None, custom: QatModules | None) -> None:
     if mapping is not None and not isinstance(mapping, QConfigMapping):
         raise TypeError(f"{what}: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")
-    swap.check_table({} if custom is None else custom, what, "custom")
+    check_table({} if custom is None else custom, what, "custom")
 
 
 def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules) -> None:
@@ -243,22 +241,24 @@ def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: Qat
 
 def _names(model: nn.Module, table: QatModules) -> list[str]:
     """Return the names that rules can name: of all modules, of the model itself where it is a layer."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    names = list(modules_by_name(model))
     return names if type(model) in table else names[1:]
 
 
-def _output_specs(model: nn.Module, rules: ModuleRules, decisions: Mapping[str, Decision]) -> dict[str, QuantSpec]:
+def _output_specs(
+    model: nn.Module, rules: ReplacementRules, decisions: Mapping[str, LayerDecision]
+) -> dict[str, QuantSpec]:
     """Return how each unit's output is quantized, by the name of its (first) module."""
     specs = {name: decision.qconfig.activation for name, decision in decisions.items() if decision.qconfig is not None}
     heads = {chain[0] for chain in chains_of(model)}
     for name, module in model.named_modules():
         is_unit = type(module).__name__ in OUTPUT_ALONE or (name in heads and is_batch_norm(module))
-        if is_unit and name in decisions and decisions[name].status == "float":
+        if is_unit and name in decisions and decisions[name].verdict.status is Status.FLOAT:
             specs[name] = rules.output_spec(module)
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def _chooser(decisions: Mapping[str, Decision]) -> Chooser:
+def _chooser(decisions: Mapping[str, LayerDecision]) -> Chooser:
     def choose(name: str, module: nn.Module, qat_type: type[Any]) -> QConfig | None:
         return decisions[name].qconfig if name in decisions else None
 

@@ -49,7 +49,7 @@ def calibrated(model: nn.Module, *args: Tensor) -> nn.Module:
 
 
 def statuses(model: nn.Module) -> dict[str, tuple[str, str]]:
-    return dict(getattr(model, PLAN).inside)
+    return {name: (verdict.status, verdict.text) for name, verdict in getattr(model, PLAN).inside.items()}
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
@@ -253,7 +253,8 @@ def bits(model: nn.Module) -> dict[str, int | None]:
         (qt.QConfigMapping().set_module_name("a", W4).set_global(None), (4, 4, 4, None)),
         (qt.QConfigMapping().set_module_name_regex("[ab]", None), (None, None, None, None)),
         (qt.QConfigMapping().set_object_type(Branches, None), (None, None, None, None)),
-        (qt.QConfigMapping().set_module_name("a", None).set_object_type(nn.Conv2d, W4), (4, None, None, None)),
+        (qt.QConfigMapping().set_module_name("a", None).set_object_type(nn.Conv2d, W4), (None, None, None, None)),
+        (qt.QConfigMapping().set_object_type(Branches, None).set_object_type(nn.Conv2d, W4), (4, None, None, None)),
     ],
 )
 def test_the_most_exact_rule_holds(mapping: qt.QConfigMapping, expected: tuple[int | None, ...]) -> None:

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.files import write_whole
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -83,8 +83,10 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
     return {"label": "\n".join(lines), "tooltip": text or str(status or node.op), "fillcolor": COLORS[status]}
 
 
-def _describe(quantizer: TensorQuantizer | Grid) -> str:
+def _describe(quantizer: nn.Module) -> str:
     """Return the spec and the range that the grid can hold."""
+    if not isinstance(quantizer, TensorQuantizer | Grid):
+        return type(quantizer).__name__
     spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point
     if not bool(scale.isfinite().all()):
         return f"{spec.describe()}\nno range yet"

@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.rules import names_of
 from qtoolkit.errors import unknown
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.nodes import WEIGHTED_KINDS
-from qtoolkit.op_kinds.table import ACTIVATIONS, ROW_OF_MODULE
+from qtoolkit.op_kinds.nodes import kind_of_module, kind_of_type
+from qtoolkit.shared_modules import modules_by_name, names_by_module
 
 CHAINS = "_fused_chains"  # the attribute of a model that holds what fuse_modules was told
 ORDERS = (("layer", "batch norm"), ("layer", "batch norm", "activation"), ("layer", "activation"))
@@ -51,8 +50,8 @@ class ChainRules:
     """What modules of a model have to be to make chains."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.names = names_of(model)
+        self.modules = modules_by_name(model)
+        self.names = names_by_module(model)
         self.taken = {name: chain for chain in chains_of(model) for name in chain}
 
     def check(self, chains: Sequence[tuple[str, ...]]) -> None:
@@ -120,14 +119,14 @@ class ChainRules:
 
 
 def _role_of(module: nn.Module) -> str:
-    qat_type, row = QAT_MODULES.get(type(module)), ROW_OF_MODULE.get(type(module))
+    qat_type = QAT_MODULES.get(type(module))
     if "forward" in vars(module):
         return "patched"
-    if qat_type is not None and qat_type.KIND in WEIGHTED_KINDS and "weight" in module._parameters:
+    if qat_type is not None and kind_of_type(qat_type).layer and "weight" in module._parameters:
         return "layer"
     if is_batch_norm(module):
         return "batch norm"
-    return "activation" if row is not None and row.kind in ACTIVATIONS else "other"
+    return "activation" if kind_of_module(module).activation else "other"
 
 
 def _listed(chain: Sequence[str]) -> str:

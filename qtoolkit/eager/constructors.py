@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.rules import ModuleRules
-from qtoolkit.graph.passes.leaf_modules import become, keep_off_fast_paths, quantized_layer
+from qtoolkit.eager.replacement import keep_off_fast_paths, quantized_layer, replace_in_place
+from qtoolkit.eager.rules import ReplacementRules
 from qtoolkit.nn import QuantModule
 
 TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -27,16 +27,16 @@ class Settings:
         ignore: Names of types that stay float, or what is asked with "" and each layer.
     """
 
-    rules: ModuleRules
+    rules: ReplacementRules
     ignore: tuple[str, ...] | Callable[[str, nn.Module], bool] = ()
 
     def finish(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Quantize a module that the constructor of a class has just built, unless it is of a subclass."""
-        if type(module) is cls and cls in self.rules.table and not self._ignores(module):
+        if type(module) is cls and cls in self.rules.rules.table and not self._ignores(module):
             qconfig = self.rules.decide(module).qconfig
             if qconfig is not None:
-                qat_type = self.rules.table[cls]
-                become(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
+                qat_type = self.rules.rules.table[cls]
+                replace_in_place(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
         if isinstance(module, TRANSFORMERS):
             keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
 
@@ -65,7 +65,7 @@ class Construction:
             self.settings = settings
             for cls in list(self._patches):
                 self._restore(cls)
-            for cls in () if settings is None else (*settings.rules.table, *TRANSFORMERS):
+            for cls in () if settings is None else (*settings.rules.rules.table, *TRANSFORMERS):
                 if cls not in self._patches:
                     self._patch(cls)
 

@@ -9,16 +9,17 @@ from torch import nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.eager.chains import CHAINS, ChainRules, chains_in, chains_of
+from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.leaf_modules import become
-from qtoolkit.graph.plan import Status
+from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.model_state import copy_of, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.shared_modules import modules_by_name
 
 __all__ = ["chains_of", "check_links", "fuse_modules", "link_chains", "quantize_output", "quantize_outputs"]
 
@@ -71,39 +72,39 @@ def fuse_modules(
     return own
 
 
-def link_chains(
-    model: nn.Module, strategy: str, apart: Mapping[str, str] | None = None
-) -> dict[str, tuple[Status, str]]:
+def link_chains(model: nn.Module, strategy: str, apart: Mapping[str, Verdict] | None = None) -> dict[str, Verdict]:
     """Let the quantized layers of a model's chains take over the batch norms behind them.
 
     Args:
         model: The model, whose layers are replaced.
         strategy: What a layer does in training, one of `qtoolkit.nn.batch_norm.STRATEGIES`.
-        apart: Batch norms that stay as they are, with the reason.
+        apart: Verdicts on batch norms that stay as they are, by name.
 
     Returns:
-        The status of each batch norm, with the reason.
+        The verdict on each batch norm, by name.
 
     Raises:
         ValueError: The strategy is not known or does not fit, or a module of a chain is not there any more.
     """
-    statuses: dict[str, tuple[Status, str]] = {}
+    verdicts: dict[str, Verdict] = {}
     for chain in chains_of(model):
         layer, bn = _parts(model, chain)[:2]
         if is_batch_norm(layer) or not is_batch_norm(bn) or isinstance(bn, LinkedBatchNorm):
             continue
         if not isinstance(layer, QuantWeighted) or layer.weight_quantizer is None:
-            statuses[chain[1]] = ("float", f"float: the weight of {chain[0]!r}, its layer, stays float")
+            why = f"the weight of {chain[0]!r}, its layer, stays float"
+            verdicts[chain[1]] = Verdict.left_float(Cause.NOT_FOLDED, why)
         elif apart and chain[1] in apart:
-            statuses[chain[1]] = ("float", apart[chain[1]])
+            verdicts[chain[1]] = apart[chain[1]]
         else:
-            become(bn, linked(bn, strategy, chain[1]))
+            replace_in_place(bn, linked(bn, strategy, chain[1]))
             layer.link_batch_norm(bn)  # type: ignore[arg-type]  # it has become one
-            statuses[chain[1]] = ("fused", f"{chain[0]!r}, the layer before it, computes it")
-    has_links = any(status == "fused" for status, _ in statuses.values())
+            text = f"{chain[0]!r}, the layer before it, computes it"
+            verdicts[chain[1]] = Verdict(Status.FUSED, Cause.FOLDED, text)
+    has_links = any(verdict.status is Status.FUSED for verdict in verdicts.values())
     if has_links and reset_after_loading not in model._load_state_dict_post_hooks.values():
         model.register_load_state_dict_post_hook(reset_after_loading)  # type: ignore[no-untyped-call]
-    return statuses
+    return verdicts
 
 
 def check_links(model: nn.Module) -> None:
@@ -126,7 +127,7 @@ def check_links(model: nn.Module) -> None:
             )
 
 
-def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, tuple[Status, str]]:
+def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, Verdict]:
     """Quantize the outputs of modules, those of a chain behind its last module, unless they are quantized already.
 
     Args:
@@ -134,19 +135,20 @@ def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[s
         specs: How the output of each module is quantized, by its dotted name; of a chain by that of its first module.
 
     Returns:
-        The status of each module that had none as a quantized layer, with the reason.
+        The verdict on each module that is not a quantized layer, by name.
     """
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
     ends = {chain[0]: chain for chain in chains_of(model)}
-    statuses: dict[str, tuple[Status, str]] = {}
+    verdicts: dict[str, Verdict] = {}
     for name, spec in specs.items():
         chain = ends.get(name, (name,))
         _quantize_output(model.get_submodule(chain[-1]), spec, chain[-1], device)
         if len(chain) > 1:
-            statuses[chain[-1]] = ("quantized", f"its output is quantized, as that of the chain {', '.join(chain)}")
+            text = f"its output is quantized, as that of the chain {', '.join(chain)}"
+            verdicts[chain[-1]] = Verdict.quantized(Cause.OUTPUT, text)
         elif not isinstance(model.get_submodule(name), QuantModule):
-            statuses[name] = ("quantized", "its output is quantized")
-    return statuses
+            verdicts[name] = Verdict.quantized(Cause.OUTPUT, "its output is quantized")
+    return verdicts
 
 
 def _quantize_output(module: nn.Module, spec: QuantSpec, name: str, device: torch.device | None) -> None:
@@ -171,10 +173,10 @@ def _fold(layer: nn.Module, bn: nn.Module) -> None:
     if not isinstance(quantized, QuantWeighted):
         raise TypeError(f"a {type(layer).__name__} has no one weight to fold a batch norm into.")
     quantized.fold_batch_norm(bn)
-    become(layer, quantized.to_float())
+    replace_in_place(layer, quantized.to_float())
     if isinstance(layer, nn.Linear):
         layer.register_forward_pre_hook(_check_rows)
-    become(bn, identity_of(bn))
+    replace_in_place(bn, identity_of(bn))
 
 
 def _check_rows(module: nn.Module, args: Any) -> None:
@@ -188,7 +190,7 @@ def _check_rows(module: nn.Module, args: Any) -> None:
 
 
 def _parts(model: nn.Module, chain: Sequence[str]) -> list[nn.Module]:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = modules_by_name(model)
     for name in chain:
         if name not in modules:
             raise ValueError(

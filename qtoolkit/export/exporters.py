@@ -14,6 +14,7 @@ from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.shared_modules import names_by_module
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -131,10 +132,9 @@ def _dynamic_axes(names: Sequence[str], dynamic_shapes: Any) -> dict[str, dict[i
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return of each name of a quantizer its first one: exporters may take another where it has several."""
-    first = {module: name for name, module in model.named_modules()}
-    pairs = model.named_modules(remove_duplicate=False)
-    return {name: first[module] for name, module in pairs if isinstance(module, Grid)}
+    """Return the first name of each quantizer by each of its names, of which an exporter may use any."""
+    quantizers = (names for module, names in names_by_module(model).items() if isinstance(module, Grid))
+    return {name: names[0] for names in quantizers for name in names}
 
 
 def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.shared_modules import first_names
 
 
 class Hooked:
@@ -31,7 +32,7 @@ class Hooked:
         self, converted: nn.Module, codes: Mapping[str, Sequence[Any]], stored: Mapping[str, Sequence[bool]]
     ) -> None:
         self.converted = converted
-        self.names: dict[nn.Module, str] = {module: name for name, module in converted.named_modules()}
+        self.names = first_names(converted)
         self.codes, self.stored = codes, stored
         self.held = {*converted.parameters(), *converted.buffers()}
         self.paired: dict[str, Iterator[tuple[Any, bool]]] = {}

@@ -10,7 +10,6 @@ from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, 
 from qtoolkit.export.hooked import hooked
 from qtoolkit.graph.capture.sizes import with_own_lists
 from qtoolkit.op_kinds.nodes import kind_of, parameters_in
-from qtoolkit.op_kinds.table import MOVES
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -86,6 +85,6 @@ class Stepwise(fx.Interpreter):
 
 def _is_stored(constant: fx.Node) -> bool:
     """Return whether a constant is a parameter, or values of one: in a computed one runtimes may differ by rounding ties."""
-    while constant.op != "get_attr" and kind_of(constant) in MOVES:
+    while constant.op != "get_attr" and kind_of(constant).moves:
         constant = constant.all_input_nodes[0]
     return constant.op == "get_attr"

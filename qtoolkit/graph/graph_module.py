@@ -1,7 +1,6 @@
 """QuantizedGraphModule: a GraphModule that keeps all of its model's names, and takes its plan and attributes into copies."""
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -10,6 +9,7 @@ from torch import fx, nn
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.rules import NUMBER
+from qtoolkit.shared_modules import names_by_module
 
 HELD = (
     "_modules",
@@ -147,10 +147,8 @@ def _bare(state: Mapping[str, Any]) -> nn.Module:
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    names: dict[nn.Module, list[str]] = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        names[module].append(name)
-    return {name: tuple(several) for several in names.values() if len(several) > 1 for name in several}
+    shared = (names for names in names_by_module(model).values() if len(names) > 1)
+    return {name: tuple(names) for names in shared for name in names}
 
 
 def _take_over(target: nn.Module, source: nn.Module) -> None:

@@ -8,6 +8,7 @@ from qtoolkit.graph.plan import Edge
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, module_of, tensor_inputs
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.shared_modules import first_names
 
 INPUT = "input_quantizer"
 ITSELF = ""  # a quantizer that the model's own forward calls
@@ -77,7 +78,7 @@ class LayerQuantizer:
 
 def layer_quantizers(gm: fx.GraphModule) -> list[LayerQuantizer]:
     """Return the quantizers of the layers that a graph calls, and of those inside leaf modules."""
-    names = {module: name for name, module in gm.named_modules()}
+    names = first_names(gm)
     nodes = [node for node in gm.graph.nodes if node.op == "call_module" and not is_quantizer(node)]
     return [_held(node, path, module, names[module]) for node in nodes for path, module in _quantizers_in(node)]
 

@@ -99,14 +99,10 @@ def _for_each_size(kind: str) -> tuple[str, ...]:
 
 def _layer(name: str, modules: tuple[type[nn.Module], ...], *functions: str, fuses_add: bool = False) -> OpKind:
     forms = (Form(modules, _named(*functions), operands=WEIGHTED),)
-    return OpKind(
-        name, forms, layer=True, has_weight=True, weight_argument=True, multiplies=True, fuses_add=fuses_add
-    )
+    return OpKind(name, forms, layer=True, has_weight=True, weight_argument=True, multiplies=True, fuses_add=fuses_add)
 
 
-def _binary(
-    name: str, *functions: str, refine: Callable[[fx.Node], str], reflected: tuple[str, ...] = ()
-) -> Form:
+def _binary(name: str, *functions: str, refine: Callable[[fx.Node], str], reflected: tuple[str, ...] = ()) -> Form:
     """Return the form of an op on two tensors: torch's functions, the operators and the methods."""
     plain = tuple(getattr(torch, function) for function in functions)
     operators = tuple(getattr(operator, prefix + name) for prefix in ("", "i"))
@@ -151,9 +147,7 @@ _PRODUCTS = (
         weight_argument=True,
         multiplies=True,
     ),
-    OpKind(
-        "einsum", (Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum),)
-    ),
+    OpKind("einsum", (Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum),)),
     OpKind(
         "attention",
         (
@@ -289,22 +283,14 @@ _MOVING = (
 _NORMS = (
     OpKind(
         "batch_norm",
-        (
-            Form(
-                (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), (F.batch_norm, torch.batch_norm)
-            ),
-        ),
+        (Form((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), (F.batch_norm, torch.batch_norm)),),
     ),
     OpKind("layer_norm", (Form((nn.LayerNorm,), (F.layer_norm, torch.layer_norm)),)),
     OpKind("rms_norm", (Form((nn.RMSNorm,), (F.rms_norm, torch.rms_norm)),)),
     OpKind("group_norm", (Form((nn.GroupNorm,), (F.group_norm, torch.group_norm)),)),
     OpKind(
         "instance_norm",
-        (
-            Form(
-                (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), (F.instance_norm, torch.instance_norm)
-            ),
-        ),
+        (Form((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), (F.instance_norm, torch.instance_norm)),),
     ),
 )
 

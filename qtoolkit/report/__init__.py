@@ -29,7 +29,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
         >>> report = qt.quantization_report(prepared)
-        >>> [(line.name, line.status, line.reason) for line in report.layers]
+        >>> [(line.name, str(line.status), line.reason) for line in report.layers]
         [('0', 'quantized', ''), ('1', 'float', 'float: a softmax, which tensorrt computes in float')]
     """
     return report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)

@@ -26,7 +26,7 @@ from qtoolkit.op_kinds.recorded import BOOKKEEPING
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, quantizers_in, spec_of, weight_of
-
+from qtoolkit.shared_modules import first_names
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
 
@@ -94,7 +94,7 @@ def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str])
 
 def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
     """Return the lines of the layers inside leaf modules."""
-    names = {module: name for name, module in model.named_modules()}
+    names = first_names(model)
     inside = {} if model.plan is None else model.plan.inside
     return [_line_inside(name, model.get_submodule(name), inside[name], names) for name in inside]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from qtoolkit.eager.chains import chains_of
 from qtoolkit.eager.record import plan_of
-from qtoolkit.eager.rules import statuses_in
+from qtoolkit.eager.rules import verdicts_in
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Verdict
@@ -25,6 +25,7 @@ from qtoolkit.report.lines import (
     weight_of,
 )
 from qtoolkit.report.of_graph import report_of_graph
+from qtoolkit.shared_modules import first_names
 
 # Quantizers of what a module gives: `quant_modules.replace(quantize="outputs")` puts them there.
 OUTPUTS = ("output_quantizer", "activation_post_process")
@@ -43,8 +44,8 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
             f"quantization_report: model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert "
             f"returned, got a {type(model).__name__} without quantizers."
         )
-    recorded = statuses_in(model)
-    names = {module: name for name, module in model.named_modules()}
+    recorded = verdicts_in(model)
+    names = first_names(model)
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():
@@ -113,9 +114,7 @@ def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:
     return module.weight_quantizers() if isinstance(module, QuantModule) else {}
 
 
-def _line(
-    name: str, module: nn.Module, verdict: Verdict, recorded: bool, names: Mapping[nn.Module, str]
-) -> LayerLine:
+def _line(name: str, module: nn.Module, verdict: Verdict, recorded: bool, names: Mapping[nn.Module, str]) -> LayerLine:
     quantizers = {path: names[quantizer] for path, quantizer in _quantizers_of(module).items()}
     inputs = tuple(dict.fromkeys(full for path, full in quantizers.items() if path not in _weights_in(module)))
     decided = quantizers.values() if recorded or isinstance(module, QuantModule) else ()

@@ -10,10 +10,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.graph.capture.mode import is_mode
-from qtoolkit.graph.capture.subclasses import replace_module
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import adopt
 from qtoolkit.op_kinds.rules import argument
+from qtoolkit.shared_modules import replace_everywhere
 
 TENSORS = ("running_mean", "running_var", "weight", "bias")
 
@@ -72,7 +72,7 @@ def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
     if torch_type is None:
         raise TypeError(f"{name!r} is no batch norm.")
     plain, graph = adopt(torch_type, module), node.graph
-    replace_module(model, module, plain)
+    replace_everywhere(model, module, plain)
     with graph.inserting_before(node):
         new = graph.call_module(name, (source,))
     node.replace_all_uses_with(new)

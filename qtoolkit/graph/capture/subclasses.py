@@ -8,6 +8,7 @@ from torch import fx, nn
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import adopt
+from qtoolkit.shared_modules import replace_everywhere
 
 FREE = {"__init__", "__module__", "__doc__", "__annotations__", "__annotate__", "__qualname__", "__constants__",
         "__static_attributes__", "__firstlineno__", "__parameters__", "extra_repr"}  # fmt: skip
@@ -29,11 +30,4 @@ def run(model: nn.Module, graph: fx.Graph, leaf_modules: tuple[type[nn.Module], 
     for module in dict.fromkeys(model.get_submodule(name) for name in names if not name.endswith("training_mode")):
         base = None if isinstance(module, leaf_modules) else plain_type(module)
         if base is not None:
-            replace_module(model, module, adopt(base, module))
-
-
-def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in place of another, under all the names that one has."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if module is old:
-            model.set_submodule(name, new)
+            replace_everywhere(model, module, adopt(base, module))

@@ -26,6 +26,7 @@ from qtoolkit.graph.capture.tracer import (
 )
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule
 from qtoolkit.nn import QAT_MODULES
+from qtoolkit.shared_modules import modules_by_name
 
 # What wraps a model or replaces it, by the name of torch's class, and what to do instead.
 WRAPPERS: Mapping[str, str] = {
@@ -159,7 +160,7 @@ def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:
 def _find_submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     if isinstance(names, str):
         raise TypeError(f"prepare: skip must be a sequence of names, got the string {names!r}; write skip=[{names!r}].")
-    known = dict(model.named_modules(remove_duplicate=False))
+    known = modules_by_name(model)
     for name in names:
         if not name:
             raise ValueError('prepare: skip: "" is the model itself, of which nothing would be left to trace.')

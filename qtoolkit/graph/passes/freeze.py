@@ -4,9 +4,9 @@ from typing import TypeVar
 
 from torch import nn
 
+from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import fold, linked_pairs
-from qtoolkit.graph.passes.leaf_modules import become
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -47,7 +47,7 @@ def _run_on_modules(model: nn.Module) -> None:
         if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
             bn = layer.batch_norm
             layer.fold_batch_norm(bn)
-            become(bn, identity_of(bn))
+            replace_in_place(bn, identity_of(bn))
     for name, quantizer in quantizers_of(model).items():
         quantizer.name = name  # what an error calls it
-        become(quantizer, quantizer.to_grid())
+        replace_in_place(quantizer, quantizer.to_grid())

@@ -1,4 +1,4 @@
-"""Insert quantizers: one on each tensor that is to be quantized, shared where concats join tensors; weights of functions too."""
+"""Insert quantizers: one on each tensor to be quantized, shared where concats join tensors; on weights of functions too."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -85,7 +85,9 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
     """Fold a batch norm into the layer before it, and take it out of the graph."""
     layer = module_of(node)
     if not isinstance(layer, QuantWeighted):
-        raise TypeError(f"{node.name!r} is not a QAT layer, so the batch norm {follower.name!r} cannot be folded into it.")
+        raise TypeError(
+            f"{node.name!r} is not a QAT layer, so the batch norm {follower.name!r} cannot be folded into it."
+        )
     bn, name = module_of(follower), str(follower.target)
     layer.fold_batch_norm(bn)
     follower.replace_all_uses_with(node)

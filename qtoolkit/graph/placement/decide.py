@@ -7,16 +7,12 @@ from torch import fx
 
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.graph.placement.masked_attention import are_masked_scores
+from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
 from qtoolkit.graph.placement.residual import free_branch, fuses
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, quantizes_its_input, tensor_inputs
 from qtoolkit.op_kinds.rules import argument, written_out
-
-MASKED = Verdict.left_float(
-    Cause.TARGET, "attention's scores with a mask or a bias; a mask's large negative values would leave them few codes"
-)
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,8 @@ class _Collector:
             return None
         if self.roles.last_in_unit(node) in self.on_grid or fuses(node, self.roles):
             return None
-        why = f"its output is taken in float, and {self.backend.name} computes it in integers only between two quantized tensors"
+        name = self.backend.name
+        why = f"its output is taken in float, and {name} computes it in integers only between two quantized tensors"
         return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, why)
 
     def _take_inputs(self, node: fx.Node, spec: QuantSpec) -> None:
@@ -233,7 +230,7 @@ class _Collector:
 
 
 def _along_columns(node: fx.Node, weight: fx.Node, spec: QuantSpec) -> QuantSpec:
-    """Return the spec of a weight with axis 0 replaced, in matrix products, by the axis of the product's own columns or rows."""
+    """Return the spec of a weight in a matrix product with axis 0 replaced by the axis of its columns, or of its rows."""
     if spec.axis != 0 or kind_of(node).name != "matmul":
         return spec
     if isinstance(node.args[0] if node.args else None, str):

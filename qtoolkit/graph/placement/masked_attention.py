@@ -3,8 +3,12 @@
 from torch import fx
 
 from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
 
+MASKED = Verdict.left_float(
+    Cause.TARGET, "attention's scores with a mask or a bias; a mask's large negative values would leave them few codes"
+)
 CASTS = ("float", "double", "to", "type_as")  # methods: models compute the softmax in float32
 
 

@@ -96,7 +96,7 @@ def test_without_example_inputs_it_stays_one_op() -> None:
     assert [n.name for n in prepared.graph.nodes if n.op == "call_function"] == ["attention_of"]
     (line,) = [line for line in qt.quantization_report(prepared).left_float if line.name == "attention_of"]
     assert line.reason == (
-        "float: a function that weights are handed to and tracing stopped at: pass example_inputs, or make it a module"
+        "float: a function that takes weights and is not traced: pass example_inputs, or make it a module"
     )
 
 
