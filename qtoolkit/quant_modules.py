@@ -1,7 +1,6 @@
 """Module replacement: the road for models that no tracer takes. Layers quantize their own inputs and weights."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -12,19 +11,19 @@ from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
-from qtoolkit.eager.fuse import chains_of, link_chains, quantize_outputs
+from qtoolkit.eager.fuse import link_chains, quantize_outputs
+from qtoolkit.eager.record import chains_of, statuses_in, update_record
 from qtoolkit.eager.replacement import Chooser, replace_layers
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
-    PLAN,
     Decision,
     Ignore,
     ModuleRules,
     decide_all,
     entries_of,
     ignored_in,
-    statuses_in,
 )
 from qtoolkit.errors import check_known, unknown
 from qtoolkit.graph.capture import trace
@@ -121,7 +120,7 @@ def replace(
         statuses = {name: (decision.status, decision.reason) for name, decision in decisions.items()}
         statuses |= link_chains(own, target.batch_norm, apart)
         statuses |= quantize_outputs(own, outputs)
-        setattr(own, PLAN, Plan(target, inside=statuses))
+        update_record(own, plan=Plan(target, inside=statuses))
     return own
 
 
@@ -226,19 +225,13 @@ def _check_rules(what: str, mapping: QConfigMapping | None, custom: QatModules |
 
 
 def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules) -> None:
-    """Warn of types that the model does not have, and of functions, which nobody sees here."""
+    """Warn of types that are not in the model, and of functions, which module replacement does not see."""
     types = {float_type(module) for module in model.modules()}
-    unused = [
-        ("qconfig_mapping has a rule for", kind) for kind in ([] if mapping is None else mapping.rules["object_type"])
-    ]
-    unused += [("custom names", kind) for kind in custom]
-    for what, kind in unused:
-        if kind not in types:
-            lacks = (
-                "which no module of the model is" if isinstance(kind, type) else "a function: only modules are replaced"
-            )
-            name = getattr(kind, "__name__", kind)
-            warnings.warn(f"replace: {what} {name}, {lacks}: nothing follows from it.", stacklevel=3)
+    ruled = [] if mapping is None else mapping.rules["object_type"]
+    rule, functions = "replace: qconfig_mapping has a rule for", [kind for kind in ruled if not isinstance(kind, type)]
+    warn_of_unused_types(rule, [kind for kind in ruled if isinstance(kind, type)], types)
+    warn_of_unused_types(rule, functions, (), "is a function (replace quantizes modules only)")
+    warn_of_unused_types("replace: custom names", custom, types)
 
 
 def _names(model: nn.Module, table: QatModules) -> list[str]:

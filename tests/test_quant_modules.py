@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.eager.rules import PLAN
+from qtoolkit.eager.record import plan_of
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quant_modules import replace
 from tests import nets, ranks, reference
@@ -49,7 +49,7 @@ def calibrated(model: nn.Module, *args: Tensor) -> nn.Module:
 
 
 def statuses(model: nn.Module) -> dict[str, tuple[str, str]]:
-    return dict(getattr(model, PLAN).inside)
+    return dict(plan_of(model).inside)
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
@@ -206,11 +206,11 @@ def test_replacing_twice_changes_nothing() -> None:
     model = replace(Branches())
     calibrated(model, torch.rand(SHAPE))
     before, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    plan, modules = getattr(model, PLAN), list(model.modules())
+    plan, modules = plan_of(model), list(model.modules())
     replace(model, inplace=True)
     assert [type(m) for m in model.modules()] == types
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
-    assert getattr(model, PLAN) == plan
+    assert plan_of(model) == plan
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -280,11 +280,14 @@ def test_the_axis_of_transposed_convolutions(backend: str, axis: int) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"custom": {nn.GLU: nn.GLU}}, "replace: custom names GLU, which no module of the model is"),
-        ({"qconfig_mapping": qt.QConfigMapping().set_object_type(nn.GRU, None)}, "has a rule for GRU, which no module"),
+        ({"custom": {nn.GLU: nn.GLU}}, "replace: custom names GLU, which is not in the model and has no effect"),
+        (
+            {"qconfig_mapping": qt.QConfigMapping().set_object_type(nn.GRU, None)},
+            "a rule for GRU, which is not in the model",
+        ),
         (
             {"qconfig_mapping": qt.QConfigMapping().set_object_type(torch.add, None)},
-            "add, a function: only modules are",
+            r"has a rule for add, which is a function \(replace quantizes modules only\) and has no effect",
         ),
     ],
 )
@@ -487,10 +490,10 @@ def test_a_class_of_any_kind_is_put_in_and_passed_over_the_second_time() -> None
     replace(model, custom={Mine: Wrapper}, inplace=True)
     assert model[0] is mine
     assert (type(mine), type(mine.layer)) == (Wrapper, Mine)
-    plan = getattr(model, PLAN)
+    plan = plan_of(model)
     replace(model, custom={Mine: Wrapper}, inplace=True)
     assert type(mine.layer) is Mine
-    assert getattr(model, PLAN) == plan
+    assert plan_of(model) == plan
 
 
 class Loses(Wrapper):
@@ -564,7 +567,7 @@ def test_copies_compute_the_same(
     twin = copied(model)
     for ours, theirs in zip(tensors_of(twin(x)), tensors_of(model(x)), strict=True):
         assert torch.equal(ours, theirs)
-    assert getattr(twin, PLAN) == getattr(model, PLAN)
+    assert plan_of(twin) == plan_of(model)
 
 
 def test_averaged_weights_are_those_of_the_formula() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import unknown
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -12,7 +13,6 @@ from qtoolkit.op_kinds.nodes import WEIGHTED_KINDS
 from qtoolkit.op_kinds.table import ACTIVATIONS, ROW_OF_MODULE
 from qtoolkit.shared_modules import modules_by_name, names_by_module
 
-CHAINS = "_fused_chains"  # the attribute of a model that holds what fuse_modules was told
 ORDERS = (("layer", "batch norm"), ("layer", "batch norm", "activation"), ("layer", "activation"))
 ORDERS_WITHOUT_LAYER = (("batch norm", "activation"),)
 # Dimensions of the weights of the layers that a batch norm can follow; the others take any.
@@ -21,15 +21,6 @@ FOLLOWS: Mapping[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm2d: (4,),
     nn.BatchNorm3d: (5,),
 }
-
-
-def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the chains that `fuse_modules` was told of in a model, or in parts of it, by dotted names in the model."""
-    return [
-        tuple(f"{name}.{part}".strip(".") for part in chain)
-        for name, module in model.named_modules()
-        for chain in vars(module).get(CHAINS, ())
-    ]
 
 
 def chains_in(modules_to_fuse: Any) -> list[tuple[str, ...]]:

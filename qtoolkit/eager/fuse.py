@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.eager.chains import CHAINS, ChainRules, chains_in, chains_of
+from qtoolkit.eager.chains import ChainRules, chains_in
+from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import unknown
-from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
 from qtoolkit.model_state import copy_of, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
@@ -20,8 +20,6 @@ from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import modules_by_name
-
-__all__ = ["chains_of", "check_links", "fuse_modules", "link_chains", "quantize_output", "quantize_outputs"]
 
 
 def fuse_modules(
@@ -68,7 +66,7 @@ def fuse_modules(
             first, second = (own.get_submodule(name) for name in chain[:2])
             if is_batch_norm(second) and not second.training:
                 _fold(first, second)
-        setattr(own, CHAINS, (*vars(own).get(CHAINS, ()), *chains))
+        update_record(own, chains=(*record_of(own).chains, *chains))
     return own
 
 
@@ -99,7 +97,7 @@ def link_chains(
             statuses[chain[1]] = ("float", apart[chain[1]])
         else:
             replace_in_place(bn, linked(bn, strategy, chain[1]))
-            layer.link_batch_norm(bn)  # type: ignore[arg-type]  # it has become one
+            layer.link_batch_norm(bn)  # type: ignore[arg-type]  # now a LinkedBatchNorm
             statuses[chain[1]] = ("fused", f"{chain[0]!r}, the layer before it, computes it")
     has_links = any(status == "fused" for status, _ in statuses.values())
     if has_links and reset_after_loading not in model._load_state_dict_post_hooks.values():
@@ -108,22 +106,20 @@ def link_chains(
 
 
 def check_links(model: nn.Module) -> None:
-    """Check that the batch norms that layers have taken over are still in the model.
+    """Check that the batch norms that are linked to layers are still in the model.
 
     Raises:
-        ValueError: Another one is in the place of one of them; names it.
+        ValueError: A chain's layer is linked to another batch norm than the one in the model; names both.
     """
-    prepared = [part for part in model.modules() if isinstance(part, QuantizedGraphModule)]  # they relink themselves
-    known = {part for graph in prepared for part in graph.modules()}
-    norms = {f".{name}": module for name, module in model.named_modules() if is_batch_norm(module)}
-    for name, layer in model.named_modules():
-        bn = layer.batch_norm if isinstance(layer, QuantWeighted) and layer not in known else None
-        others = [] if bn is None else [m for path, m in norms.items() if path.endswith(f".{bn.name}")]
-        if bn is not None and others and bn not in others:
+    modules = modules_by_name(model)
+    for layer_name, name, *_ in chains_of(model):
+        layer, found = modules.get(layer_name), modules.get(name)
+        own = layer.batch_norm if isinstance(layer, QuantWeighted) else None
+        if own is not None and found is not None and found is not own and is_batch_norm(found):
             raise ValueError(
-                f"the batch norm {bn.name!r} that layer {name!r} has taken over is not in the model any more: a "
-                f"{type(others[0]).__name__} is in its place. Call torch.nn.SyncBatchNorm.convert_sync_batchnorm, or "
-                f"whatever put it there, before qtoolkit.quant_modules.replace."
+                f"the batch norm {name!r} that is linked to layer {layer_name!r} is no longer in the model: it was replaced "
+                f"by a {type(found).__name__}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
+                f"before you call qtoolkit.quant_modules.replace."
             )
 
 

@@ -14,7 +14,7 @@ from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.swap import QatModules, weight_spec_by_rule
-from qtoolkit.graph.plan import Plan, Status
+from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.module import Quantizer
@@ -24,7 +24,6 @@ from qtoolkit.shared_modules import modules_by_name
 
 Ignore = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
-PLAN = "_qtoolkit_plan"  # the attribute of a replaced model that holds what was decided
 QUANTIZED_ROLES = ("compute", "merge", "concat")
 # Kinds with weights: the others have nothing to quantize where activations stay float.
 HAVE_WEIGHTS = (*WEIGHTED_KINDS, "embedding", "attention", "recurrent", OTHER)
@@ -257,13 +256,3 @@ def _is_layer(name: str, module: nn.Module, table: QatModules) -> bool:
 def _goes_on_inside(module: nn.Module, decision: Decision) -> bool:
     is_one = type(module).__name__ == FLOAT_FUNCTIONAL or parametrize.is_parametrized(module)
     return decision.status == "float" and not is_one
-
-
-def statuses_in(model: nn.Module) -> dict[str, tuple[Status, str]]:
-    """Return what earlier replacements of a model, or of parts of it, have decided about its layers."""
-    statuses: dict[str, tuple[Status, str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        plan = vars(module).get(PLAN)
-        if isinstance(plan, Plan):
-            statuses |= {f"{name}.{layer}".strip("."): status for layer, status in plan.inside.items()}
-    return statuses

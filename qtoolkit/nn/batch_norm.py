@@ -36,7 +36,6 @@ class LinkedBatchNorm(nn.Module):
     """A batch norm behind a QAT layer, which computes it wherever it can be folded; then this one passes its input on.
 
     Attributes:
-        name: Its dotted name in the model.
         strategy: What the layer does in training, one of `STRATEGIES`.
         frozen: Whether it stays in eval mode, whatever `train()` says.
     """
@@ -48,7 +47,6 @@ class LinkedBatchNorm(nn.Module):
     running_mean: Any
     running_var: Any
     eps: float
-    name: str
     strategy: str
     frozen: bool
     float_type: type[nn.Module]
@@ -80,7 +78,7 @@ class LinkedBatchNorm(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the batch norm of the type that it was, with the same parameters and buffers."""
         bn = adopt(self.float_type, self)
-        for name in ("name", "strategy", "frozen", "float_type"):
+        for name in ("strategy", "frozen", "float_type"):
             del bn.__dict__[name]
         return bn
 
@@ -152,7 +150,7 @@ def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
             f'SyncBatchNorm shares with no one; take Backend.batch_norm="unscale" or "frozen".'
         )
     new = adopt(BATCH_NORMS.get(type(bn), QuantFrozenBatchNorm), bn)
-    new.name, new.strategy, new.frozen, new.float_type = name, strategy, False, type(bn)
+    new.strategy, new.frozen, new.float_type = strategy, False, type(bn)
     return new
 
 

@@ -458,9 +458,7 @@ def test_a_batch_norm_that_was_put_in_since_is_noticed() -> None:
     replaced, x = trained_chain()
     replaced.bn = nn.BatchNorm2d(6)
     for call in (qt.convert, lambda model: qt.calibrate(model, [x], progress=False)):
-        with pytest.raises(
-            ValueError, match="the batch norm 'bn' that layer 'conv' has taken over is not in the model"
-        ):
+        with pytest.raises(ValueError, match="the batch norm 'bn' that is linked to layer 'conv' is no longer in the"):
             call(replaced)
 
 

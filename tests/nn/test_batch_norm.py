@@ -316,6 +316,32 @@ def test_converting_to_sync_batch_norm_after_prepare(strategy: str) -> None:
     assert torch.equal(qt.convert(twin)(x), qt.convert(prepared)(x))
 
 
+class TwoNames(nn.Module):
+    """A batch norm with two names, of which forward calls the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.part = nn.BatchNorm2d(6), nn.Conv2d(3, 6, 1), nn.Module()
+        self.part.bn = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part.bn(self.conv(x))
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_layers_are_linked_anew_in_parts_of_a_larger_model_and_under_all_names(copied) -> None:
+    x = torch.randn(2, 3, 4, 4)
+    prepared = qt.prepare(nets.trained(TwoNames(), 2, 3, 4, 4))
+    qt.calibrate(prepared, [x], progress=False)
+    expected = prepared.eval()(x)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copied(nn.ModuleDict({"body": prepared}))).train()
+    part = model["body"]
+    linked = part.get_submodule("conv").batch_norm
+    assert isinstance(linked, nn.SyncBatchNorm)
+    assert linked is part.get_submodule("first") is part.get_submodule("part.bn")
+    assert torch.equal(model.eval()["body"](x), expected)
+
+
 def test_back_to_float() -> None:
     for case in ("conv2d", "sync"):
         model, prepared, x = prepared_model(case, "unscale")

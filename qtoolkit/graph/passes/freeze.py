@@ -34,7 +34,7 @@ def run(model: M) -> M:
 
 
 def _run_on_graph(gm: QuantizedGraphModule) -> None:
-    for node, follower in fuse.linked_pairs(gm):
+    for node, follower in gm.linked_batch_norms():
         fuse.fold(gm, node, follower)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())
