@@ -1,4 +1,4 @@
-"""The eager flow, without tracing: chains of layers fused by their names, and outputs quantized by forward hooks."""
+"""Fusion without tracing: chains of modules that the user names, and outputs quantized by forward hooks."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import unknown
 from qtoolkit.graph.plan import Status
-from qtoolkit.model_state import copy_of, unchanged_on_error
+from qtoolkit.model_state import copy_model, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
@@ -25,28 +25,28 @@ from qtoolkit.shared_modules import modules_by_name
 def fuse_modules(
     model: nn.Module, modules_to_fuse: Sequence[str] | Sequence[Sequence[str]], inplace: bool = False
 ) -> nn.Module:
-    """Say which layers of a model follow each other, so that they are quantized as one; nothing is traced.
+    """Name modules of a model that follow each other, so that they are quantized as one op; the model is not traced.
 
-    Modules keep their names. In eval mode a batch norm is folded into the layer before it at once, and stands there as
-    torch.nn.Identity; the layer has a new weight and bias then, so build optimizers afterwards. In training mode nothing
-    changes yet: `qtoolkit.quant_modules.replace` lets the layer take over its batch norm, which trains on, and
-    `qtoolkit.convert` folds it. Convert to SyncBatchNorm before the replacement. Where outputs are quantized
-    (`replace(..., quantize="outputs")`), a chain has one quantizer, behind its last module. Only forward knows whether the
-    modules really follow each other, and nothing else takes what is between them.
+    Modules keep their names. In eval mode each batch norm is folded into the layer before it at once, and is replaced by
+    torch.nn.Identity. The layer then has a new weight and bias, so build optimizers afterwards. In training mode the modules
+    do not change: `qtoolkit.quant_modules.replace` links the batch norm to the layer, it keeps training, and
+    `qtoolkit.convert` folds it. Convert to SyncBatchNorm before the replacement. With `replace(..., quantize="outputs")`, a
+    chain has one quantizer, for the output of its last module. The caller must ensure that forward calls the modules one
+    after the other, and that no other module uses the tensors between them.
 
     Args:
         model: The float model, or a part of it. It is copied, unless `inplace`.
         modules_to_fuse: Chains of dotted names, or one chain: a convolution, transposed convolution or linear layer, then
-            its batch norm, its activation, or both; or a batch norm with its activation.
-        inplace: Change the model itself; if that fails, it is as it was.
+            its batch norm, its activation, or both; or a batch norm and its activation.
+        inplace: Change the model itself. If the call fails, the model is unchanged.
 
     Returns:
         The model, or its copy.
 
     Raises:
-        ValueError: A name is not known, or modules do not make a chain: by their types, order, channels, or modes, because
-            one is in two chains, has two names, or is quantized already, or a batch norm has no running statistics.
-        TypeError: `modules_to_fuse` is no list of names, nor one of such lists; or the model cannot be copied.
+        ValueError: A name is not known, or modules do not make a chain because of their types, order, channels or modes. Or a
+            module is in two chains, has two names or is already quantized, or a batch norm has no running statistics.
+        TypeError: `modules_to_fuse` is neither a list of names nor a list of such lists, or the model cannot be copied.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
@@ -61,7 +61,7 @@ def fuse_modules(
         raise TypeError(f"fuse_modules: model must be a torch.nn.Module, got {type(model).__name__}.")
     ChainRules(model).check(chains)
     with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_of(model, what="fuse_modules")
+        own = model if inplace else copy_model(model, what="fuse_modules")
         for chain in chains:
             first, second = (own.get_submodule(name) for name in chain[:2])
             if is_batch_norm(second) and not second.training:
@@ -73,18 +73,18 @@ def fuse_modules(
 def link_chains(
     model: nn.Module, strategy: str, apart: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Status, str]]:
-    """Let the quantized layers of a model's chains take over the batch norms behind them.
+    """Link the batch norms of a model's chains to the QAT layers before them.
 
     Args:
-        model: The model, whose layers are replaced.
-        strategy: What a layer does in training, one of `qtoolkit.nn.batch_norm.STRATEGIES`.
-        apart: Batch norms that stay as they are, with the reason.
+        model: The model, after its layers were replaced.
+        strategy: The computation in training, one of `qtoolkit.nn.batch_norm.STRATEGIES`.
+        apart: Batch norms that are not linked, with the reason.
 
     Returns:
         The status of each batch norm, with the reason.
 
     Raises:
-        ValueError: The strategy is not known or does not fit, or a module of a chain is not there any more.
+        ValueError: The strategy is not known or does not fit a batch norm, or a module of a chain is no longer in the model.
     """
     statuses: dict[str, tuple[Status, str]] = {}
     for chain in chains_of(model):
@@ -124,20 +124,20 @@ def check_links(model: nn.Module) -> None:
 
 
 def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, tuple[Status, str]]:
-    """Quantize the outputs of modules, those of a chain behind its last module, unless they are quantized already.
+    """Quantize the outputs of modules and of chains, unless they are already quantized.
 
     Args:
         model: The model.
-        specs: How the output of each module is quantized, by its dotted name; of a chain by that of its first module.
+        specs: The spec of each output, by the dotted name of the module, or of a chain's first module.
 
     Returns:
-        The status of each module that had none as a quantized layer, with the reason.
+        The status of each module that is not a QAT layer, and of each last module of a chain, with the reason.
     """
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
-    ends = {chain[0]: chain for chain in chains_of(model)}
+    chains = {chain[0]: chain for chain in chains_of(model)}
     statuses: dict[str, tuple[Status, str]] = {}
     for name, spec in specs.items():
-        chain = ends.get(name, (name,))
+        chain = chains.get(name, (name,))
         _quantize_output(model.get_submodule(chain[-1]), spec, chain[-1], device)
         if len(chain) > 1:
             statuses[chain[-1]] = ("quantized", f"its output is quantized, as that of the chain {', '.join(chain)}")
@@ -155,7 +155,7 @@ def _quantize_output(module: nn.Module, spec: QuantSpec, name: str, device: torc
     if device is not None:
         quantizer.to(device)
     setattr(module, attribute, quantizer.train(module.training))
-    if attribute == "output_quantizer":  # a FloatFunctional calls its own
+    if attribute == "output_quantizer":  # a FloatFunctional calls its activation_post_process itself
         module.register_forward_hook(quantize_output, prepend=True)
 
 
@@ -163,10 +163,10 @@ def _quantize_output(module: nn.Module, spec: QuantSpec, name: str, device: torc
 
 
 def _fold(layer: nn.Module, bn: nn.Module) -> None:
-    """Fold a batch norm into the float layer before it; torch.nn.Identity, with the hooks of the batch norm, stays there."""
+    """Fold a batch norm into the float layer before it, and replace it by torch.nn.Identity with its hooks."""
     quantized = QAT_MODULES[type(layer)].from_float(layer, None)
     if not isinstance(quantized, QuantWeighted):
-        raise TypeError(f"a {type(layer).__name__} has no one weight to fold a batch norm into.")
+        raise TypeError(f"a batch norm cannot be folded into a {type(layer).__name__}: it must have a single weight.")
     quantized.fold_batch_norm(bn)
     replace_in_place(layer, quantized.to_float())
     if isinstance(layer, nn.Linear):
@@ -175,11 +175,11 @@ def _fold(layer: nn.Module, bn: nn.Module) -> None:
 
 
 def _check_rows(module: nn.Module, args: Any) -> None:
-    """Check the input of a linear layer with a batch norm folded in: a forward pre-hook."""
+    """Check the input of a linear layer with a folded batch norm; a forward pre-hook."""
     if args and args[0].dim() != 2:
         raise ValueError(
-            f"fuse_modules: a batch norm that is folded into a linear layer needs inputs of 2 dimensions, got "
-            f"{tuple(args[0].shape)}: BatchNorm1d then normalizes dimension 1, not the features. Leave the two out of "
+            f"fuse_modules: a linear layer with a folded batch norm needs inputs of 2 dimensions, got shape "
+            f"{tuple(args[0].shape)}: BatchNorm1d normalizes dimension 1 of it, which is not the features. Remove the two from "
             f"modules_to_fuse."
         )
 

@@ -1,4 +1,4 @@
-"""Which layers module replacement quantizes and how, by a mapping, a backend and what is ignored; and why others stay float."""
+"""Which layers module replacement quantizes, and how, by the backend, the mapping and `ignore`; why others stay in float."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.eager.record import statuses_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.swap import QatModules, weight_spec_by_rule
@@ -25,9 +26,9 @@ from qtoolkit.shared_modules import modules_by_name
 Ignore = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 QUANTIZED_ROLES = ("compute", "merge", "concat")
-# Kinds with weights: the others have nothing to quantize where activations stay float.
+# Kinds of layers with weights. Other layers have nothing to quantize if activations stay in float.
 HAVE_WEIGHTS = (*WEIGHTED_KINDS, "embedding", "attention", "recurrent", OTHER)
-# torch.ao's modules that eager quantization knows, by name: torch.ao may be gone.
+# Modules of torch.ao's eager mode, by name, because torch.ao may be absent.
 STUBS = ("QuantStub", "DeQuantStub")
 FLOAT_FUNCTIONAL = "FloatFunctional"
 BY_REPLACEMENT = "by module replacement"
@@ -35,12 +36,12 @@ BY_REPLACEMENT = "by module replacement"
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to become of a layer.
+    """The decision about a layer.
 
     Attributes:
-        qconfig: How to quantize it, with the weight's own axis; None leaves it as it is.
-        reason: Why, in words.
-        status: What it is afterwards.
+        qconfig: Its config, with the weight's own axis; None leaves the layer as it is.
+        reason: The reason, for people.
+        status: The layer's status after the replacement.
     """
 
     qconfig: QConfig | None
@@ -56,8 +57,8 @@ class ModuleRules:
         backend: The target.
         table: Float type -> QAT type.
         mapping: The user's rules.
-        custom: The types that the user has added to the table.
-        ignored: Modules to leave alone, with the reason.
+        custom: The float types that the user added to the table.
+        ignored: Modules that stay in float, with the reason.
         names: All dotted names of each module.
     """
 
@@ -69,10 +70,10 @@ class ModuleRules:
     names: Mapping[nn.Module, list[str]] = field(default_factory=dict)
 
     def decide(self, module: nn.Module) -> Decision:
-        """Return what is to become of a float layer.
+        """Return the decision about a float layer.
 
         Raises:
-            ValueError: The layer has several names, for which the mapping has different configs.
+            ValueError: The layer has several names, and the mapping has different configs for them.
         """
         if module in self.ignored:
             return Decision(None, f"float: {self.ignored[module]}")
@@ -80,17 +81,17 @@ class ModuleRules:
         if qat_type is None:
             return Decision(None, f"float: {self._why_no_type(module)}")
         if "forward" in vars(module):
-            return Decision(None, "float: its forward was replaced on this one module; make it a method of the class")
+            return Decision(None, "float: its forward is an attribute of this one module; define it in a class")
         qconfig, own = self._rule(module)
         return self._decide(qconfig, own, type(module), getattr(qat_type, "KIND", OTHER))
 
     def output_spec(self, module: nn.Module) -> QuantSpec | None:
-        """Return the spec of the output of a module that is no layer of the table; None leaves it in float."""
+        """Return the spec of the output of a module whose type is not in the table; None leaves it in float."""
         qconfig = None if module in self.ignored else self._rule(module)[0]
         return None if qconfig is None else qconfig.activation
 
     def reason_apart(self, batch_norm: nn.Module) -> str | None:
-        """Return why a batch norm is not for the layer before it, or None where it is."""
+        """Return why a batch norm is not linked to the layer before it; None if it is."""
         if batch_norm in self.ignored:
             return f"float: {self.ignored[batch_norm]}"
         return "float: the qconfig_mapping says so" if self._rule(batch_norm)[0] is None else None
@@ -151,18 +152,18 @@ class ModuleRules:
         kind = type(module)
         base = next((base for base in kind.__mro__ if base in self.table), None)
         if parametrize.is_parametrized(module):
-            return (
-                f"a subclass (parametrized) of {kind.__mro__[1].__name__}; call "
-                f"torch.nn.utils.parametrize.remove_parametrizations first"
-            )
+            original, remedy = kind.__mro__[1].__name__, "torch.nn.utils.parametrize.remove_parametrizations"
+            return f"a parametrized {original}; call {remedy} first"
         if base is not None:
-            return f"{kind.__name__} is a subclass of {base.__name__}, which may compute anything; name its QAT type in custom"
+            return (
+                f"{kind.__name__} is a subclass of {base.__name__}; its forward may differ: pass its QAT type in custom"
+            )
         if kind.__name__ in STUBS:
-            return "a mark, which passes values on"
+            return "an identity stub"
         if kind.__name__ == FLOAT_FUNCTIONAL:
-            return 'it has results and no inputs of its own; take qtoolkit.nn.Add, Mul or Cat, or quantize="outputs"'
+            return 'it has no forward with inputs to quantize; use qtoolkit.nn.Add, Mul or Cat, or quantize="outputs"'
         if is_batch_norm(module):
-            return "no chain of qtoolkit.fuse_modules says which layer it follows"
+            return "no chain of qtoolkit.fuse_modules names the layer before it"
         return f"no QAT type for {kind.__name__}"
 
 
@@ -171,11 +172,11 @@ RANK_OF_DEFAULT = RANK_OF_CONTAINER + 2
 
 
 def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
-    """Return the modules that replacement leaves alone, with what they are in, and the reason.
+    """Return the modules that `ignore` leaves in float, and their submodules, each with the reason.
 
     Raises:
-        ValueError: A name or pattern fits no module.
-        TypeError: An entry is no string.
+        ValueError: A name or pattern matches no module.
+        TypeError: An entry is not a string.
     """
     if ignore is None:
         return {}
@@ -184,16 +185,15 @@ def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
         return _with_parts(hits, "ignored by the callable")
     reasons: dict[nn.Module, str] = {}
     for entry in entries_of(ignore, "replace"):
-        hits = _hits(model, entry)
-        reasons = {**_with_parts(hits, f"ignored by {entry!r}"), **reasons}
+        reasons = {**_with_parts(_matches(model, entry), f"ignored by {entry!r}"), **reasons}
     return reasons
 
 
 def entries_of(ignore: object, what: str) -> list[str]:
-    """Return the strings of an `ignore` argument.
+    """Return the strings of an `ignore` argument of the public function `what`.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: An entry is not a string.
     """
     several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     entries: list[Any] = list(ignore) if several else [ignore]  # type: ignore[call-overload]  # an Iterable
@@ -205,28 +205,24 @@ def entries_of(ignore: object, what: str) -> list[str]:
     return entries
 
 
-def _hits(model: nn.Module, entry: str) -> list[nn.Module]:
+def _matches(model: nn.Module, entry: str) -> list[nn.Module]:
     modules = modules_by_name(model)
-    hits = [module for name, module in modules.items() if name == entry or fnmatchcase(name, entry)]
-    if not hits:
+    found = [module for name, module in modules.items() if name == entry or fnmatchcase(name, entry)]
+    if not found:
         raise ValueError("replace: ignore: " + unknown("module", entry, filter(None, modules)))
-    return hits
+    return found
 
 
 def _with_parts(modules: Iterable[nn.Module], reason: str) -> dict[nn.Module, str]:
     return {part: reason for module in modules for part in module.modules()}
 
 
-def decide_all(
-    model: nn.Module, rules: ModuleRules, before: Mapping[str, tuple[Status, str]] | None = None
-) -> dict[str, Decision]:
-    """Return what is to become of each layer of a model, by its first name, in order.
+def decide_all(model: nn.Module, rules: ModuleRules) -> dict[str, Decision]:
+    """Return the decision about each layer of a model, by its first name, in order.
 
-    Args:
-        model: The model.
-        rules: How its layers are quantized.
-        before: What earlier replacements have decided, which stands where they quantized.
+    Layers that an earlier replacement quantized keep their status.
     """
+    before = statuses_in(model)
     decisions: dict[str, Decision] = {}
     pairs, seen = [("", model)], set()
     while pairs:
@@ -234,16 +230,15 @@ def decide_all(
         if module in seen or isinstance(module, Quantizer | QuantizedGraphModule):
             continue
         seen.add(module)
-        children = [(f"{name}.{child}".strip("."), part) for child, part in module.named_children()]
-        status, reason = (before or {}).get(name, ("float", ""))
+        status, reason = before.get(name, ("float", ""))
         if status != "float":
             decisions[name] = Decision(None, reason, status)
         elif isinstance(module, QuantModule):
             decisions[name] = Decision(None, BY_REPLACEMENT, "quantized")
         elif _is_layer(name, module, rules.table):
             decisions[name] = rules.decide(module)
-        if name not in decisions or _goes_on_inside(module, decisions[name]):
-            pairs[:0] = children
+        if name not in decisions or _has_layers_inside(module, decisions[name]):
+            pairs[:0] = [(f"{name}.{child}".strip("."), part) for child, part in module.named_children()]
     return decisions
 
 
@@ -253,6 +248,6 @@ def _is_layer(name: str, module: nn.Module, table: QatModules) -> bool:
     return is_known or is_leaf
 
 
-def _goes_on_inside(module: nn.Module, decision: Decision) -> bool:
-    is_one = type(module).__name__ == FLOAT_FUNCTIONAL or parametrize.is_parametrized(module)
-    return decision.status == "float" and not is_one
+def _has_layers_inside(module: nn.Module, decision: Decision) -> bool:
+    is_opaque = type(module).__name__ == FLOAT_FUNCTIONAL or parametrize.is_parametrized(module)
+    return decision.status == "float" and not is_opaque

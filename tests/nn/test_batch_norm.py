@@ -185,7 +185,9 @@ def test_frozen_batch_norms_keep_their_statistics_and_train_gamma(strategy: str,
 
 
 def test_freezing_a_model_without_linked_batch_norms_is_an_error() -> None:
-    with pytest.raises(ValueError, match="freeze_batch_norm: no batch norm in this Sequential belongs to a QAT layer"):
+    with pytest.raises(
+        ValueError, match="freeze_batch_norm: no batch norm in this Sequential is linked to a QAT layer"
+    ):
         qt.freeze_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
 
 
@@ -254,7 +256,7 @@ def test_without_affine_parameters(training: bool) -> None:
     assert torch.equal(prepared.eval()(x), qt.convert(prepared)(x))
 
 
-def test_without_running_statistics_it_stays_apart_and_is_reported() -> None:
+def test_a_batch_norm_without_running_statistics_is_not_linked_and_is_reported() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, track_running_stats=False))
     for training in (True, False):
         prepared = qt.prepare(model.train(training))
@@ -329,7 +331,7 @@ class TwoNames(nn.Module):
 
 
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_layers_are_linked_anew_in_parts_of_a_larger_model_and_under_all_names(copied) -> None:
+def test_layers_are_relinked_in_parts_of_a_larger_model_and_under_all_names(copied) -> None:
     x = torch.randn(2, 3, 4, 4)
     prepared = qt.prepare(nets.trained(TwoNames(), 2, 3, 4, 4))
     qt.calibrate(prepared, [x], progress=False)
