@@ -1,7 +1,6 @@
 """prepare() and convert(): the passes in order, nothing else."""
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
@@ -10,9 +9,9 @@ from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
+from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.fuse import check_links
-from qtoolkit.eager.record import plan_of
-from qtoolkit.eager.rules import PLAN
+from qtoolkit.eager.record import plan_of, record_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
@@ -20,7 +19,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
-from qtoolkit.model_state import copy_of, random_state_kept, unchanged_on_error
+from qtoolkit.model_state import copy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule
 from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import object_type_of
@@ -94,7 +93,7 @@ def prepare(
     trace.check_leaf_modules(leaf_modules)
     leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_of(model)
+        own = model if inplace else copy_model(model)
         rules = LayerRules.of(own, target, qconfig_mapping, {**QAT_MODULES, **custom}, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
         gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
@@ -157,16 +156,14 @@ def _warn_of_types(
     leaf_modules: Sequence[type[nn.Module]],
     qat_modules: QatModules,
 ) -> None:
-    """Warn of types that the model does not have: one option may serve many models, or be a slip."""
+    """Warn of types that are not in the model: the options may serve several models, or have a typing error."""
     types = {type(module) for module in model.modules()}
     ops = types | {object_type_of(node) for node in gm.graph.nodes if node.op.startswith("call")}
+    bases = {base for kind in types for base in kind.__mro__}
     ruled = {} if mapping is None else mapping.rules["object_type"]
-    unused = [("qconfig_mapping has a rule for", kind) for kind in ruled if kind not in ops]
-    unused += [("leaf_modules names", kind) for kind in leaf_modules if not any(issubclass(t, kind) for t in types)]
-    unused += [("qat_modules names", kind) for kind in qat_modules if kind not in types]
-    for what, kind in unused:
-        name = getattr(kind, "__name__", kind)
-        warnings.warn(f"prepare: {what} {name}, which the model has not: nothing follows from it.", stacklevel=3)
+    warn_of_unused_types("prepare: qconfig_mapping has a rule for", ruled, ops)
+    warn_of_unused_types("prepare: leaf_modules names", leaf_modules, bases)
+    warn_of_unused_types("prepare: qat_modules names", qat_modules, types)
 
 
 def check_quantized(model: object, what: str) -> None:
@@ -205,8 +202,8 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
 def _check_not_replaced(model: nn.Module) -> None:
     for name, module in model.named_modules():
         quantizers = (getattr(module, attribute, None) for attribute in ("input_quantizer", "output_quantizer"))
-        replaced = PLAN in vars(module) or (isinstance(module, QuantModule) and any(q is not None for q in quantizers))
-        if replaced:
+        is_quantized = isinstance(module, QuantModule) and any(q is not None for q in quantizers)
+        if is_quantized or record_of(module).plan is not None:
             raise ValueError(
                 f"prepare: {f'submodule {name!r}' if name else 'the model'} was quantized by module replacement already "
                 f"(qtoolkit.quant_modules), so that tensors would be quantized twice; prepare the float model."

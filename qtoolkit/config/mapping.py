@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Self
@@ -254,3 +255,20 @@ def _import(path: str) -> Any:
     except (ImportError, AttributeError, ValueError):
         raise ValueError(f"QConfigMapping: {path!r} does not import; write module:name.") from None
     return found
+
+
+def warn_of_unused_types(
+    option: str, kinds: Iterable[Kind], known: Collection[Kind], fact: str = "is not in the model"
+) -> None:
+    """Warn of the types and functions in an option of a public function that have no effect on the model.
+
+    Args:
+        option: The function and its option, as the warning begins.
+        kinds: The types and functions that the option names.
+        known: The types and functions in the model.
+        fact: What is true of those that are not among the known ones.
+    """
+    for kind in kinds:
+        if kind not in known:
+            message = f"{option} {getattr(kind, '__name__', kind)}, which {fact} and has no effect."
+            warnings.warn(message, stacklevel=4)  # the caller of the public function, which calls by its own helper

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.eager.record import verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
+from qtoolkit.graph.plan import BY_CONFIG, Cause, Status, Verdict
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -21,14 +22,11 @@ from qtoolkit.shared_modules import modules_by_name
 
 Ignore = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
-PLAN = "_qtoolkit_plan"  # the attribute of a replaced model that holds what was decided
-# torch.ao's modules that eager quantization knows, by name: torch.ao may be gone.
+# Modules of torch.ao's eager mode, by name, because torch.ao may be absent.
 STUBS = ("QuantStub", "DeQuantStub")
 FLOAT_FUNCTIONAL = "FloatFunctional"
 BY_REPLACEMENT = Verdict.quantized(Cause.REPLACED, "by module replacement")
-PATCHED = Verdict.left_float(
-    Cause.NO_QAT_TYPE, "its forward was replaced on this one module; make it a method of the class"
-)
+PATCHED = Verdict.left_float(Cause.NO_QAT_TYPE, "its forward is an attribute of this one module; define it in a class")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class ReplacementRules:
         """Return how a float layer is quantized.
 
         Raises:
-            ValueError: The layer has several names, for which the mapping has different configs.
+            ValueError: The layer has several names, and the mapping has different configs for them.
         """
         if module in self.ignored:
             return LayerDecision(None, self._ignores(module))
@@ -59,12 +57,12 @@ class ReplacementRules:
         return decision if decision.qconfig is None else LayerDecision(decision.qconfig, BY_REPLACEMENT)
 
     def output_spec(self, module: nn.Module) -> QuantSpec | None:
-        """Return the spec of the output of a module that is no layer of the table; None leaves it in float."""
+        """Return the spec of the output of a module whose type is not in the table; None leaves it in float."""
         qconfig = None if module in self.ignored else self.rules.of_module(module).qconfig
         return None if qconfig is None else qconfig.activation
 
     def verdict_apart(self, batch_norm: nn.Module) -> Verdict | None:
-        """Return the verdict on a batch norm that the layer before it must not take over; None on others."""
+        """Return the verdict on a batch norm that is not linked to the layer before it; None if it is."""
         if batch_norm in self.ignored:
             return self._ignores(batch_norm)
         return BY_CONFIG if self.rules.of_module(batch_norm).qconfig is None else None
@@ -76,27 +74,27 @@ class ReplacementRules:
         kind = type(module)
         base = next((base for base in kind.__mro__ if base in self.rules.table), None)
         if parametrize.is_parametrized(module):
-            return (
-                f"a subclass (parametrized) of {kind.__mro__[1].__name__}; call "
-                f"torch.nn.utils.parametrize.remove_parametrizations first"
-            )
+            original, remedy = kind.__mro__[1].__name__, "torch.nn.utils.parametrize.remove_parametrizations"
+            return f"a parametrized {original}; call {remedy} first"
         if base is not None:
-            return f"{kind.__name__} is a subclass of {base.__name__}, which may compute anything; name its QAT type in custom"
+            return (
+                f"{kind.__name__} is a subclass of {base.__name__}; its forward may differ: pass its QAT type in custom"
+            )
         if kind.__name__ in STUBS:
             return "an identity stub"
         if kind.__name__ == FLOAT_FUNCTIONAL:
-            return 'it has results and no inputs of its own; take qtoolkit.nn.Add, Mul or Cat, or quantize="outputs"'
+            return 'it has no forward with inputs to quantize; use qtoolkit.nn.Add, Mul or Cat, or quantize="outputs"'
         if is_batch_norm(module):
-            return "no chain of qtoolkit.fuse_modules says which layer it follows"
+            return "no chain of qtoolkit.fuse_modules names the layer before it"
         return f"no QAT type for {kind.__name__}"
 
 
 def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
-    """Return the modules that replacement leaves alone, with what they are in, and the reason.
+    """Return the modules that `ignore` leaves in float, and their submodules, each with the reason.
 
     Raises:
-        ValueError: A name or pattern fits no module.
-        TypeError: An entry is no string.
+        ValueError: A name or pattern matches no module.
+        TypeError: An entry is not a string.
     """
     if ignore is None:
         return {}
@@ -105,16 +103,15 @@ def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
         return _with_parts(hits, "ignored by the callable")
     reasons: dict[nn.Module, str] = {}
     for entry in entries_of(ignore, "replace"):
-        hits = _hits(model, entry)
-        reasons = {**_with_parts(hits, f"ignored by {entry!r}"), **reasons}
+        reasons = {**_with_parts(_matches(model, entry), f"ignored by {entry!r}"), **reasons}
     return reasons
 
 
 def entries_of(ignore: object, what: str) -> list[str]:
-    """Return the strings of an `ignore` argument.
+    """Return the strings of an `ignore` argument of the public function `what`.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: An entry is not a string.
     """
     several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     entries: list[Any] = list(ignore) if several else [ignore]  # type: ignore[call-overload]  # an Iterable
@@ -126,28 +123,24 @@ def entries_of(ignore: object, what: str) -> list[str]:
     return entries
 
 
-def _hits(model: nn.Module, entry: str) -> list[nn.Module]:
+def _matches(model: nn.Module, entry: str) -> list[nn.Module]:
     modules = modules_by_name(model)
-    hits = [module for name, module in modules.items() if name == entry or fnmatchcase(name, entry)]
-    if not hits:
+    found = [module for name, module in modules.items() if name == entry or fnmatchcase(name, entry)]
+    if not found:
         raise ValueError("replace: ignore: " + unknown("module", entry, filter(None, modules)))
-    return hits
+    return found
 
 
 def _with_parts(modules: Iterable[nn.Module], reason: str) -> dict[nn.Module, str]:
     return {part: reason for module in modules for part in module.modules()}
 
 
-def decide_all(
-    model: nn.Module, rules: ReplacementRules, before: Mapping[str, Verdict] | None = None
-) -> dict[str, LayerDecision]:
+def decide_all(model: nn.Module, rules: ReplacementRules) -> dict[str, LayerDecision]:
     """Return how each layer of a model is quantized, by its first name, in order.
 
-    Args:
-        model: The model.
-        rules: How its layers are quantized.
-        before: The verdicts of earlier replacements. They hold for layers that are not in float.
+    Layers that an earlier replacement quantized keep their verdict.
     """
+    before = verdicts_in(model)
     decisions: dict[str, LayerDecision] = {}
     pairs, seen = [("", model)], set()
     while pairs:
@@ -155,16 +148,15 @@ def decide_all(
         if module in seen or isinstance(module, Quantizer | QuantizedGraphModule):
             continue
         seen.add(module)
-        children = [(f"{name}.{child}".strip("."), part) for child, part in module.named_children()]
-        known = (before or {}).get(name)
+        known = before.get(name)
         if known is not None and known.status is not Status.FLOAT:
             decisions[name] = LayerDecision(None, known)
         elif isinstance(module, QuantModule):
             decisions[name] = LayerDecision(None, BY_REPLACEMENT)
         elif _is_layer(name, module, rules.rules.table):
             decisions[name] = rules.decide(module)
-        if name not in decisions or _goes_on_inside(module, decisions[name]):
-            pairs[:0] = children
+        if name not in decisions or _has_layers_inside(module, decisions[name]):
+            pairs[:0] = [(f"{name}.{child}".strip("."), part) for child, part in module.named_children()]
     return decisions
 
 
@@ -174,16 +166,6 @@ def _is_layer(name: str, module: nn.Module, table: QatModules) -> bool:
     return is_known or is_leaf
 
 
-def _goes_on_inside(module: nn.Module, decision: LayerDecision) -> bool:
-    is_one = type(module).__name__ == FLOAT_FUNCTIONAL or parametrize.is_parametrized(module)
-    return decision.verdict.status is Status.FLOAT and not is_one
-
-
-def verdicts_in(model: nn.Module) -> dict[str, Verdict]:
-    """Return the verdicts of earlier replacements of a model, or of parts of it, by dotted names in the model."""
-    verdicts: dict[str, Verdict] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        plan = vars(module).get(PLAN)
-        if isinstance(plan, Plan):
-            verdicts |= {f"{name}.{layer}".strip("."): verdict for layer, verdict in plan.inside.items()}
-    return verdicts
+def _has_layers_inside(module: nn.Module, decision: LayerDecision) -> bool:
+    is_opaque = type(module).__name__ == FLOAT_FUNCTIONAL or parametrize.is_parametrized(module)
+    return decision.verdict.status is Status.FLOAT and not is_opaque

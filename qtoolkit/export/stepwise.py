@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of, weights_of
 from qtoolkit.export.hooked import hooked
 from qtoolkit.graph.capture.sizes import with_own_lists
 from qtoolkit.op_kinds.nodes import kind_of, parameters_in
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.shared_modules import first_names
 
 
 class Stepwise(fx.Interpreter):
@@ -24,7 +25,7 @@ class Stepwise(fx.Interpreter):
     def __init__(self, converted: fx.GraphModule, codes: Mapping[str, Sequence[Any]]) -> None:
         super().__init__(converted)
         self.converted, self.codes = converted, codes
-        self.names: dict[nn.Module, str] = {module: name for name, module in converted.named_modules()}
+        self.names = first_names(converted)
         targets = Counter(str(node.target) for node in converted.graph.nodes if node.op == "call_module")
         self.paired = {name: iter(of) for name, of in codes.items() if len(of) == targets[name]}
         self.missing: dict[str, None] = {}

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.rules import NUMBER
 from qtoolkit.shared_modules import names_by_module
 
@@ -48,7 +49,7 @@ class QuantizedGraphModule(fx.GraphModule):
     Attributes:
         plan: What prepare decided; None until it has.
         kept: Attributes to keep, by dotted name.
-        aliases: All names of the submodules that have several, by each of them.
+        aliases: All names of each shared submodule, by each of its names.
     """
 
     plan: Plan | None
@@ -73,12 +74,12 @@ class QuantizedGraphModule(fx.GraphModule):
         return result
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
-        """Put a module in place of another one, under all the names that one has: it stays shared."""
+        """Replace a submodule under each of its names, so that it stays shared."""
         for name in self.aliases.get(target, (target,)):
             super().set_submodule(name, module, strict)
 
     def delete_submodule(self, target: str) -> bool:
-        """Take a module out, under all the names that it has."""
+        """Delete a submodule under each of its names."""
         deleted = True
         for name in self.aliases.get(target, (target,)):
             deleted = super().delete_submodule(name) and deleted
@@ -98,15 +99,22 @@ class QuantizedGraphModule(fx.GraphModule):
                 setattr(owner, attribute, Method(value.function, owner) if isinstance(value, Method) else value)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; and link layers to the batch norms that stand in their places now.
+        """Set the mode, and link layers to the batch norms that replaced those linked.
 
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm puts new ones there.
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones.
         """
-        for layer in self.modules():
-            bn = layer.batch_norm if isinstance(layer, QuantWeighted) else None
-            if isinstance(layer, QuantWeighted) and bn is not None and self.get_submodule(bn.name) is not bn:
-                self.set_submodule(bn.name, layer.replace_batch_norm(self.get_submodule(bn.name)))
+        for node, follower in self.linked_batch_norms():
+            name = str(follower.target)
+            layer, bn = self.get_submodule(str(node.target)), self.get_submodule(name)
+            if isinstance(layer, QuantWeighted) and layer.batch_norm is not bn and is_batch_norm(bn):
+                self.set_submodule(name, layer.replace_batch_norm(bn, name))
         return super().train(mode)
+
+    def linked_batch_norms(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Return the node of each QAT layer with a linked batch norm, with the node of that batch norm."""
+        calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
+        linked = (node for node, m in calls if isinstance(m, QuantWeighted) and m.batch_norm is not None)
+        return [(node, next(iter(node.users))) for node in linked]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedGraphModule":
         result = super().__deepcopy__(memo)

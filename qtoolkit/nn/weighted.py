@@ -87,10 +87,10 @@ class QuantWeighted(QuantModule):
         self._batch_norm = (bn,)  # in a tuple, so that its parameters keep their one name in the state dict
         self.reset_weight_range()
 
-    def replace_batch_norm(self, bn: nn.Module) -> LinkedBatchNorm:
-        """Link to another batch norm in the place of the one linked, and return it in its linked form."""
+    def replace_batch_norm(self, bn: nn.Module, name: str) -> LinkedBatchNorm:
+        """Link to another batch norm, of this dotted name, instead; return it as LinkedBatchNorm."""
         (old,) = self._batch_norm
-        new = batch_norm.linked(bn, old.strategy, old.name)
+        new = batch_norm.linked(bn, old.strategy, name)
         new.frozen = old.frozen
         self._batch_norm = (new,)
         return new

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtoolkit.eager.chains import chains_of
-from qtoolkit.eager.record import plan_of
-from qtoolkit.eager.rules import verdicts_in
+from qtoolkit.eager.record import chains_of, plan_of, verdicts_in
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Verdict

@@ -39,7 +39,7 @@ def run(proto: Any, *inputs: Tensor) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
-def test_converted_equals_the_replaced_model_on_every_way(backend: str) -> None:
+def test_the_converted_model_equals_the_replaced_model_in_every_branch(backend: str) -> None:
     model = nets.trained(Branches(), 4, 3, 6, 6).eval()
     replaced = calibrated(model, list(ways()), backend=backend)
     state = copy.deepcopy(replaced.state_dict())
@@ -77,7 +77,7 @@ def test_the_values_are_those_of_the_formula() -> None:
     torch.testing.assert_close(converted.fc.forward_fp32(y), model.fc(y))
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_shared_modules_stay_shared() -> None:
     converted = qt.convert(calibrated(Loops(), [of_loops()]))
     assert converted.first is converted.again
     assert isinstance(converted.ours, qt.Grid)
@@ -95,7 +95,7 @@ def test_copies_and_pickles_of_converted_models_compute_the_same(tmp_path) -> No
     assert str(qt.quantization_report(loaded)) == str(qt.quantization_report(converted))
 
 
-def test_a_part_that_no_data_reached_is_named() -> None:
+def test_a_quantizer_without_data_is_named() -> None:
     far, _ = ways()
     replaced = qt.quant_modules.replace(Branches().eval())
     report = qt.calibrate(replaced, [far], progress=False)
@@ -104,7 +104,7 @@ def test_a_part_that_no_data_reached_is_named() -> None:
         qt.convert(replaced)
 
 
-def test_quantizers_without_a_name_are_named_by_their_place() -> None:
+def test_quantizers_without_a_name_are_named_by_their_dotted_path() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,7 +145,7 @@ def test_a_prepared_part_of_a_model_is_converted_by_its_graph(tmp_path) -> None:
 # ---- refusals
 
 
-def test_quantizers_of_pytorch_quantization_keep_their_own_ways(tmp_path) -> None:
+def test_quantizers_of_pytorch_quantization_are_refused(tmp_path) -> None:
     legacy = nn.Sequential(quant_nn.QuantLinear(2, 2))
     words = r"'0._input_quantizer' is a quantizer of qtoolkit.compat.pytorch_quantization.*docs/migration.md"
     for call in (qt.convert, lambda m: qt.export_onnx(m, torch.ones(1, 2), tmp_path / "m.onnx")):
@@ -220,7 +220,7 @@ def test_the_files_codes_are_those_of_the_formula(tmp_path, backend: str) -> Non
     assert np.array_equal(codes_of(path, "model.input_quantizer", far), expected.numpy())
 
 
-def test_a_file_for_each_way(tmp_path) -> None:
+def test_a_file_for_each_branch(tmp_path) -> None:
     far, near = ways()
     replaced = calibrated(nets.trained(Branches(), 4, 3, 6, 6).eval(), [far, near])
     converted = qt.convert(replaced)
@@ -239,7 +239,7 @@ def test_a_file_for_each_way(tmp_path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_dynamo_says_what_to_do_about_a_branch_and_leaves_no_file(tmp_path) -> None:
+def test_dynamo_refuses_a_branch_with_a_remedy_and_writes_no_file(tmp_path) -> None:
     far, near = ways()
     replaced = calibrated(Branches().eval(), [far, near])
     words = r"torch.export cannot take Branches \(.+\)\. If its forward branches on values, exporter='torchscript'"
@@ -454,13 +454,11 @@ def test_outputs_stay_quantized_once_converted() -> None:
     assert len(seen[0].unique()) <= 256
 
 
-def test_a_batch_norm_that_was_put_in_since_is_noticed() -> None:
+def test_a_batch_norm_replaced_after_linking_raises() -> None:
     replaced, x = trained_chain()
     replaced.bn = nn.BatchNorm2d(6)
     for call in (qt.convert, lambda model: qt.calibrate(model, [x], progress=False)):
-        with pytest.raises(
-            ValueError, match="the batch norm 'bn' that layer 'conv' has taken over is not in the model"
-        ):
+        with pytest.raises(ValueError, match="the batch norm 'bn' that is linked to layer 'conv' is no longer in the"):
             call(replaced)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from qtoolkit.model_state import copy_of
+from qtoolkit.model_state import copy_model
 
 META = torch.device("meta")
 
@@ -38,7 +38,7 @@ class Sizes:
         tensors = [*model.parameters(), *model.buffers()]
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         # The copy's parameters and buffers are on the meta device from the start: no memory, and nothing to spoil.
-        self.shadow = copy_of(model, {id(t): _on_meta(t) for t in tensors})
+        self.shadow = copy_model(model, {id(t): _on_meta(t) for t in tensors})
         self.inputs = inputs
         self.values: dict[fx.Node, Any] = {}
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.link_batch_norms import fold, linked_pairs
+from qtoolkit.graph.passes.link_batch_norms import fold
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -34,7 +34,7 @@ def run(model: M) -> M:
 
 
 def _run_on_graph(gm: QuantizedGraphModule) -> None:
-    for node, follower in linked_pairs(gm):
+    for node, follower in gm.linked_batch_norms():
         fold(gm, node, follower)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())

@@ -63,16 +63,6 @@ def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules:
     return "the qconfig_mapping says so" if rules.of_node(follower).qconfig is None else None
 
 
-def linked_pairs(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """Return each QAT layer with the batch norm that it has taken over."""
-    pairs = []
-    for node in gm.graph.nodes:
-        layer = module_of(node) if node.op == "call_module" else None
-        if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
-            pairs.append((node, next(iter(node.users))))
-    return pairs
-
-
 def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: str) -> None:
     layer, bn = module_of(node), module_of(follower)
     if isinstance(layer, QuantWeighted) and not isinstance(bn, LinkedBatchNorm):
