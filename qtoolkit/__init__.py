@@ -9,7 +9,7 @@ from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.fuse import fuse_modules
 from qtoolkit.export import ExportResult, export_onnx
-from qtoolkit.graph.capture.trace import UntraceableError
+from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.quantizers.frozen import Grid

@@ -1,4 +1,4 @@
-"""What keeps the user's model safe: a copy to work on, or, where there is none, the way back."""
+"""Protection of the user's model: a copy to work on, or, in place, its state restored after an error."""
 
 import copy
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def copy_of(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
+def deepcopy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
     """Return a deep copy of a model.
 
     Args:

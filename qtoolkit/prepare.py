@@ -25,7 +25,7 @@ from qtoolkit.graph.passes import record as explain
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.passes.swap import QatModules, name_of
 from qtoolkit.graph.plan import Plan, Tracing
-from qtoolkit.model_state import copy_of, random_state_kept, unchanged_on_error
+from qtoolkit.model_state import deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.frozen import Grid
@@ -97,7 +97,7 @@ def prepare(
     trace.check_leaf_modules(leaf_modules)
     leaves = (*leaf_modules, *(qat_modules or {}), *patterns.module_types(fuse_patterns or {}))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_of(model)
+        own = model if inplace else deepcopy_model(model)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
         gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
         gm = patterns.run(gm, fuse_patterns or {})

@@ -33,7 +33,7 @@ from qtoolkit.graph.passes import swap
 from qtoolkit.graph.passes.leaf_modules import Chooser, replace_layers
 from qtoolkit.graph.passes.swap import QatModules
 from qtoolkit.graph.plan import Plan
-from qtoolkit.model_state import copy_of, unchanged_on_error
+from qtoolkit.model_state import deepcopy_model, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.nodes import float_type
@@ -116,7 +116,7 @@ def replace(
     norms = [chain[1] for chain in chains_of(model)]
     apart = {name: reason for name in norms if (reason := rules.reason_apart(model.get_submodule(name))) is not None}
     with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_of(model, what="replace")
+        own = model if inplace else deepcopy_model(model, what="replace")
         replace_layers(own, [""], _chooser(decisions), table, quantize == "inputs", "replace")
         statuses = {name: (decision.status, decision.reason) for name, decision in decisions.items()}
         statuses |= link_chains(own, target.batch_norm, apart)

@@ -15,7 +15,7 @@ from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.passes.swap import name_of
 from qtoolkit.graph.placement.roles import is_quantizer, role_of
 from qtoolkit.graph.plan import Tracing
-from qtoolkit.model_inputs import copy_of, tensors_of
+from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import OTHER, kind_of
@@ -197,7 +197,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and keep a copy of its value."""
         value = super().run_node(n)
-        self.values[n.name] = copy_of(value)
+        self.values[n.name] = clone_tensors(value)
         return value
 
 
@@ -237,7 +237,7 @@ class _SideBySide(fx.Interpreter):
 
     def _entering(self, node: fx.Node) -> Any:
         """Return what goes into an op: the float values, through the quantizers and the ops that only move them."""
-        return self._alone(node) if is_quantizer(node) or self._moves(node) else copy_of(self._float(node))
+        return self._alone(node) if is_quantizer(node) or self._moves(node) else clone_tensors(self._float(node))
 
     def _moves(self, node: fx.Node) -> bool:
         return self.gm.plan is not None and role_of(node, self.gm.plan.backend) == "transparent"

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
-from qtoolkit.graph.capture.mode import is_mode
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.passes.swap import name_of
@@ -15,7 +14,7 @@ from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import OTHER, kind_of, kind_of_module, module_of, tensor_inputs
-from qtoolkit.op_kinds.recorded import BOOKKEEPING
+from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, quantizers_in, spec_of, weight_of
 

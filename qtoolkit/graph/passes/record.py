@@ -11,13 +11,13 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping
-from qtoolkit.graph.capture.arguments import split
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import calls_of, reason_apart
 from qtoolkit.graph.passes.swap import reason_float
 from qtoolkit.graph.placement.roles import HEADS, Roles, is_quantizer, is_weight_quantizer
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import Plan, Status
+from qtoolkit.model_inputs import split
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm
 from qtoolkit.op_kinds.nodes import OTHER, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
