@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.public import publish
+
 
 class TrainingMode(nn.Module):
     """Returns whether it is in training mode, as the submodule that it belongs to is."""
@@ -66,3 +68,4 @@ def set_item(tensor: Any, index: Any, value: Any) -> Any:
 RECORDED = (check_size, check_none, call_scripted, length_of, items_of, set_item)
 # Functions that no runtime computes: checks, and those that build or take apart containers.
 BOOKKEEPING = (check_size, check_none, length_of, items_of, torch._assert, getattr, OrderedDict)
+publish("qtoolkit.graph", TrainingMode, *RECORDED)
