@@ -9,6 +9,7 @@ from torch import distributed, nn
 from tqdm import tqdm
 
 from qtoolkit.eager.fuse import check_links
+from qtoolkit.model_inputs import run_batch
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.switches import calibrating
@@ -90,7 +91,7 @@ def calibrate(
     check_links(prepared)
     for quantizer in quantizers.values():
         quantizer.observer.reset()
-    run = forward or _forward
+    run = forward or run_batch
     count = 0
     with torch.no_grad(), evaluating(prepared), calibrating(prepared):
         for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
@@ -103,12 +104,6 @@ def calibrate(
     if count == 0:
         raise ValueError("calibrate: batches is empty: there is nothing to take ranges from.")
     return _finish(prepared, quantizers, count)
-
-
-def _forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:

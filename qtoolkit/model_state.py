@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def copy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
+def deepcopy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
     """Return a deep copy of a model.
 
     Args:

@@ -29,7 +29,7 @@ from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.layer_rules import LayerDecision, LayerRules
-from qtoolkit.model_state import copy_model, unchanged_on_error
+from qtoolkit.model_state import deepcopy_model, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.registry import QatModules, check_table
@@ -115,7 +115,7 @@ def replace(
     norms = {name: modules[name] for _, name, *_ in chains_of(model) if name in modules}
     apart = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_apart(bn)) is not None}
     with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_model(model, what="replace")
+        own = model if inplace else deepcopy_model(model, what="replace")
         replace_layers(own, [""], _chooser(decisions), table, quantize == "inputs", "replace")
         verdicts = {name: decision.verdict for name, decision in decisions.items()}
         verdicts |= link_chains(own, target.batch_norm, apart)

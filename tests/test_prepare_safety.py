@@ -45,7 +45,7 @@ def assert_unchanged(before: dict[str, object], model: nn.Module) -> None:
 
 
 class Mixed(nn.Module):
-    """Everything that prepare could leave a mark on: a constant, a hook, frozen batch norms, a part that is kept whole."""
+    """Everything that prepare could change: a constant, a hook, frozen batch norms, a leaf module."""
 
     def __init__(self) -> None:
         super().__init__()

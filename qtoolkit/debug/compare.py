@@ -13,7 +13,7 @@ from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.plan import Cause, Status, Tracing
-from qtoolkit.model_inputs import copy_of, tensors_of
+from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, name_of
@@ -195,7 +195,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and keep a copy of its value."""
         value = super().run_node(n)
-        self.values[n.name] = copy_of(value)
+        self.values[n.name] = clone_tensors(value)
         return value
 
 
@@ -235,7 +235,7 @@ class _SideBySide(fx.Interpreter):
 
     def _entering(self, node: fx.Node) -> Any:
         """Return what goes into an op: the float values, through the quantizers and the ops that only move them."""
-        return self._alone(node) if is_quantizer(node) or self._moves(node) else copy_of(self._float(node))
+        return self._alone(node) if is_quantizer(node) or self._moves(node) else clone_tensors(self._float(node))
 
     def _moves(self, node: fx.Node) -> bool:
         return self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"

@@ -10,7 +10,7 @@ from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
-from qtoolkit.model_inputs import copy_of
+from qtoolkit.model_inputs import clone_tensors
 
 
 class Call(NamedTuple):
@@ -45,4 +45,4 @@ def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
 
 
 def _note(calls: list[Call], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    calls.append(Call(copy_of(args), copy_of(kwargs), copy_of(output)))
+    calls.append(Call(clone_tensors(args), clone_tensors(kwargs), clone_tensors(output)))

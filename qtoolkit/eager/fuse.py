@@ -14,7 +14,7 @@ from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import unknown
 from qtoolkit.graph.plan import Cause, Status, Verdict
-from qtoolkit.model_state import copy_model, unchanged_on_error
+from qtoolkit.model_state import deepcopy_model, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
@@ -61,7 +61,7 @@ def fuse_modules(
         raise TypeError(f"fuse_modules: model must be a torch.nn.Module, got {type(model).__name__}.")
     ChainRules(model).check(chains)
     with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_model(model, what="fuse_modules")
+        own = model if inplace else deepcopy_model(model, what="fuse_modules")
         for chain in chains:
             first, second = (own.get_submodule(name) for name in chain[:2])
             if is_batch_norm(second) and not second.training:

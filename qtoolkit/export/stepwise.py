@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from qtoolkit.export.codes import CodeCount, as_stored, compare_layer, twin_of, values_of, weights_of
 from qtoolkit.export.hooked import hooked
-from qtoolkit.graph.capture.sizes import with_own_lists
+from qtoolkit.model_inputs import copy_containers
 from qtoolkit.op_kinds.nodes import kind_of, parameters_in
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.shared_modules import first_names
@@ -71,7 +71,7 @@ class Stepwise(fx.Interpreter):
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a node's arguments as the model's own code has them: a function may write into its lists."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return with_own_lists(args), with_own_lists(kwargs)
+        return copy_containers(args), copy_containers(kwargs)
 
     def _put_theirs(self, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
         x, name = args[0], self.names[grid]

@@ -1,7 +1,7 @@
-"""QuantizedGraphModule: a GraphModule that keeps all of its model's names, and takes its plan and attributes into copies."""
+"""QuantizedGraphModule: a GraphModule that keeps all names of its model, and whose copies keep its plan and attributes."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from torch import fx, nn
@@ -9,24 +9,19 @@ from torch import fx, nn
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.rules import NUMBER
+from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.shared_modules import names_by_module
 
-HELD = (
-    "_modules",
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "training",
-)  # what copies of a module take along
+# Attributes of a module that copies keep.
+HELD = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training")
 
 
 class Method:
-    """A method bound to a module; copies and pickles leave the module out, and `QuantizedGraphModule` binds them anew.
+    """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
     Args:
-        function: The function of the model's class.
-        owner: What it gets as `self`.
+        function: The function in the model's class.
+        owner: The module that the function gets as `self`.
     """
 
     def __init__(self, function: Callable[..., Any], owner: nn.Module | None = None) -> None:
@@ -41,14 +36,14 @@ class Method:
 
 
 class QuantizedGraphModule(fx.GraphModule):
-    """What `qtoolkit.prepare` and `qtoolkit.convert` return.
+    """The type of models that `qtoolkit.prepare` and `qtoolkit.convert` return.
 
-    torch's GraphModule drops what its graph does not use: this one keeps all parameters, buffers and submodules of the model
-    that it was traced from, by their names, and the attributes in `kept`.
+    torch's GraphModule drops everything that its graph does not use. This one keeps all parameters, buffers and submodules of
+    the traced model, under their names, and the attributes in `kept`.
 
     Attributes:
-        plan: What prepare decided; None until it has.
-        kept: Attributes to keep, by dotted name.
+        plan: The decisions of prepare; None until they are made.
+        kept: Values of the attributes that copies keep, by dotted name.
         aliases: All names of each shared submodule, by each of its names.
     """
 
@@ -65,7 +60,7 @@ class QuantizedGraphModule(fx.GraphModule):
         plan: Plan | None = None,
         kept: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Build one from a module and a graph that calls its submodules, parameters and buffers."""
+        """Return one for a module and a graph that uses its submodules, parameters and buffers."""
         result = cls(root, graph, name)
         _take_over(result, root)
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
@@ -91,7 +86,7 @@ class QuantizedGraphModule(fx.GraphModule):
         self.set_kept()
 
     def set_kept(self) -> None:
-        """Set the kept attributes, on the submodules as they are now. Layers and weights are kept by their names anyway."""
+        """Set the kept attributes on the current submodules, except for layers and weights, which are kept by their names."""
         for name, value in self.kept.items():
             owner_name, _, attribute = name.rpartition(".")
             owner = self.get_submodule(owner_name)
@@ -128,27 +123,38 @@ class QuantizedGraphModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
-        numbers = [node.name for node in self.graph.nodes if NUMBER in node.meta]
-        return _restore, (rebuild, arguments, type(self).__name__, self.plan, self.kept, numbers)
+        # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
+        facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
+        return restore_graph_module, (rebuild, arguments, type(self).__name__, self.plan, self.kept, facts)
 
 
-def _restore(
+def restore_graph_module(
     rebuild: Callable[..., fx.GraphModule],
     arguments: tuple[Any, ...],
     name: str,
     plan: Plan | None,
     kept: Mapping[str, Any],
-    numbers: Sequence[str],
+    facts: Mapping[str, NodeFacts],
 ) -> QuantizedGraphModule:
+    """Return a pickled QuantizedGraphModule: pickles call this.
+
+    Args:
+        rebuild: The function of torch.fx that rebuilds a GraphModule.
+        arguments: Its arguments: the attributes of the module and the generated code.
+        name: The name of the model's class.
+        plan: The decisions of prepare.
+        kept: Values of the kept attributes.
+        facts: Facts about nodes, by their names.
+    """
     gm = rebuild(*arguments)
     for node in gm.graph.nodes:
-        if node.name in numbers:
-            node.meta[NUMBER] = True
+        if node.name in facts:
+            set_facts(node, **vars(facts[node.name]))
     return QuantizedGraphModule.of(_bare(arguments[0]), gm.graph, name, plan, kept)
 
 
 def _bare(state: Mapping[str, Any]) -> nn.Module:
-    """Return a plain module that holds what a GraphModule held: torch's copies drop the second name of what is shared."""
+    """Return a plain module with the attributes of a GraphModule: torch's copies drop the second name of a shared module."""
     module = nn.Module()
     vars(module).update(state)
     return module
@@ -160,14 +166,14 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _take_over(target: nn.Module, source: nn.Module) -> None:
-    """Give a module what another one has and it has not: submodules, parameters, buffers, and the mode."""
+    """Add to a module the submodules, parameters and buffers that only another one has, and set its mode."""
     target.training = source.training
     for name, parameter in source.named_parameters(recurse=False, remove_duplicate=False):
         if name not in target._parameters:
             target.register_parameter(name, parameter)
     known = dict(source.named_buffers(recurse=False, remove_duplicate=False))
     for name, buffer in {**dict(target.named_buffers(recurse=False)), **known}.items():
-        # A constant that tracing found is a buffer too, so that it moves along; no checkpoint has it.
+        # A constant of the graph is a buffer too, so that it moves with the module; no checkpoint has it.
         kept = name in known and name not in source._non_persistent_buffers_set
         target.register_buffer(name, buffer, persistent=kept)
     for name, child in source._modules.items():

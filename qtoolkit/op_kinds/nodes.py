@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.graph.capture.mode import is_mode
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.op_kinds.recorded import is_mode
 from qtoolkit.op_kinds.rules import gives_tuple, is_number
 from qtoolkit.op_kinds.table import (
     FOREIGN,

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
-from qtoolkit.graph.capture.mode import is_mode
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.placement.traversal import quantizer_behind
@@ -22,7 +21,7 @@ from qtoolkit.op_kinds.nodes import (
     quantizes_its_input,
     tensor_inputs,
 )
-from qtoolkit.op_kinds.recorded import BOOKKEEPING
+from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, quantizers_in, spec_of, weight_of

@@ -10,13 +10,13 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.backends import QUANTIZED_ROLES
-from qtoolkit.graph.capture.arguments import split
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import calls_of, why_apart
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
 from qtoolkit.layer_rules import LayerRules
+from qtoolkit.model_inputs import split
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, tensor_inputs

@@ -132,7 +132,7 @@ def test_a_view_that_is_read_after_the_change_is_an_error_that_names_the_node() 
         return view
 
     for between in (through_a_view, before_the_change):
-        with pytest.raises(ValueError, match=r"prepare: 'add_' changes .* in place, and 'head' reads it afterwards as"):
+        with pytest.raises(ValueError, match=r"prepare: 'add_' changes .* in place, and 'head' then reads '"):
             qt.prepare(Net(between))
 
 

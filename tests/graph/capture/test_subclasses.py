@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.graph.capture.subclasses import plain_type
+from qtoolkit.graph.capture.subclasses import equivalent_type
 from tests import nets
 
 
@@ -50,7 +50,7 @@ class Wraps(nn.Linear):
     ],
 )
 def test_only_what_overrides_nothing_is_torchs_own(module: nn.Module, kind: type[nn.Module] | None) -> None:
-    assert plain_type(module) is kind
+    assert equivalent_type(module) is kind
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
