@@ -101,6 +101,7 @@ def test_a_regex_must_match_the_whole_name() -> None:
         (lambda: qt.QuantSpec(quantizer="lsqq"), "did you mean 'lsq'"),
         (lambda: qt.QuantSpec(observer="moving_average", observer_args={"momentun": 1}), "did you mean 'momentum'"),
         (lambda: qt.QuantSpec(observer_args={"momentum": 1}), "takes no options"),
+        (lambda: qt.QuantSpec(observer="moving_average", observer_args={"momentum": 0}), "must lie in (0, 1], got 0"),
         (lambda: qt.QuantSpec(pow2_scale=True, quantizer="lsq"), "pow2_scale=True needs quantizer='fixed'"),
         (lambda: qt.QuantSpec(format="nni"), "unknown format 'nni'; did you mean 'nnie'"),
         (lambda: qt.QuantSpec(format="nnie", bits=4), "format='nnie' needs bits=8, got 4"),

@@ -459,7 +459,7 @@ class QuantMine(qt.nn.QuantWeighted, Mine):
 
 
 class QuantGLU(qt.nn.QuantInput, nn.GLU):
-    FLOAT, KIND = nn.GLU, "glu"
+    FLOAT, KIND = nn.GLU, "other"
 
 
 class Wrapper(nn.Module):

@@ -1,6 +1,6 @@
 """What to quantize and how: frozen values that compare, print, and go to JSON and back."""
 
 from qtoolkit.config.mapping import Kind, Match, QConfig, QConfigMapping
-from qtoolkit.config.spec import METHODS, QuantSpec
+from qtoolkit.config.spec import QuantSpec
 
-__all__ = ["METHODS", "Kind", "Match", "QConfig", "QConfigMapping", "QuantSpec"]
+__all__ = ["Kind", "Match", "QConfig", "QConfigMapping", "QuantSpec"]

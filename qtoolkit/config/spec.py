@@ -5,11 +5,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
 from qtoolkit.errors import check_known, unknown
+from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
 
 FORMATS = ("int", "nnie")
-OBSERVERS = {"minmax": (), "moving_average": ("momentum",), "histogram": ("bins", "method", "percentile")}
-METHODS = ("percentile", "mse", "l2", "entropy")
-QUANTIZERS = ("fixed", "lsq")
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,13 @@ class QuantSpec:
         pow2_scale: Round scales up to powers of two.
         format: "int", or "nnie", the logarithmic grid of `qtoolkit.ops.fake_quant_float`: with 8 bits, signed, symmetric, and a
             fixed scale, which is the largest magnitude. There are no integer codes, so nothing to export.
-        observer: "minmax" (the range of all that was seen), "moving_average" or "histogram" (the range that a method chooses
-            from a histogram of all that was seen, per tensor or per channel).
-        observer_args: Options of the observer: `momentum` of "moving_average", 0.1 unless given; of "histogram" `bins`
-            (2048), `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99).
-        quantizer: "fixed" (the scale follows from the range) or "lsq" (the scale is trained, arXiv 1902.08153).
-        quantizer_args: Options of the quantizer; neither of the two has one.
+        observer: "minmax" (the range of all inputs), "moving_average", or "histogram" (the range that a method chooses from a
+            histogram of all inputs, per tensor or per channel).
+        observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average"; `bins` (2048),
+            `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram".
+        quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153), or another name of
+            `qtoolkit.quantizers.table`, which says how to add one.
+        quantizer_args: Options of the quantizer. "fixed" and "lsq" have none.
 
     Raises:
         ValueError: A value is out of its range, or a name is not known.
@@ -73,16 +72,15 @@ class QuantSpec:
         check_known("format", self.format, FORMATS)
         check_known("observer", self.observer, OBSERVERS)
         check_known("quantizer", self.quantizer, QUANTIZERS)
-        _check_args(f"observer {self.observer!r}", self.observer_args, OBSERVERS[self.observer])
-        if self.observer == "histogram":
-            self._check_histogram(**self.observer_args)
-        _check_args(f"quantizer {self.quantizer!r}", self.quantizer_args, ())
+        observer, quantizer = OBSERVERS[self.observer], QUANTIZERS[self.quantizer]
+        _check_options(f"observer {self.observer!r}", self.observer_args, observer.OPTIONS)
+        _check_options(f"quantizer {self.quantizer!r}", self.quantizer_args, quantizer.OPTIONS)
         for name in ("observer_args", "quantizer_args"):
-            object.__setattr__(self, name, dict(getattr(self, name)))  # the user's own may change later
+            object.__setattr__(self, name, dict(getattr(self, name)))  # the caller may change its own later
         if self.format != "int":
             self._check_logarithmic()
-        if self.pow2_scale and self.quantizer == "lsq":
-            raise ValueError("QuantSpec: pow2_scale=True needs quantizer='fixed'; 'lsq' trains scales of any value.")
+        observer.check(self)
+        quantizer.check(self)
 
     def _check_group_size(self) -> None:
         size = self.group_size
@@ -95,36 +93,12 @@ class QuantSpec:
             )
 
     def _check_logarithmic(self) -> None:
-        fixed = {
-            "bits": 8,
-            "signed": True,
-            "symmetric": True,
-            "narrow": False,
-            "pow2_scale": False,
-            "quantizer": "fixed",
-        }
-        for name, value in fixed.items():
+        needed = {"bits": 8, "signed": True, "symmetric": True, "narrow": False, "pow2_scale": False}
+        for name, value in needed.items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"QuantSpec: format={self.format!r} needs {name}={value!r}, got {getattr(self, name)!r}."
                 )
-        if self.observer == "histogram" and self.observer_args.get("method", "mse") != "percentile":
-            raise ValueError(
-                f"QuantSpec: format={self.format!r} needs another observer than 'histogram', whose methods but 'percentile' "
-                f"look for the best integer grid; take 'minmax' or observer_args={{'method': 'percentile'}}."
-            )
-
-    def _check_histogram(self, bins: object = 2048, method: str = "mse", percentile: float = 99.99) -> None:
-        if self.group_size is not None:
-            raise ValueError(
-                f"QuantSpec: observer='histogram' needs group_size=None, got {self.group_size}; take 'minmax' for a scale "
-                f"per group."
-            )
-        if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
-            raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
-        check_known("method of observer 'histogram'", method, METHODS)
-        if not 0 < percentile <= 100:
-            raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
 
     @property
     def qmin(self) -> int:
@@ -188,8 +162,8 @@ class QuantSpec:
         words += [] if self.symmetric else ["affine"]
         words += [] if self.axis is None else [f"{channels}({self.axis})"]
         words += ["pow2"] if self.pow2_scale else []
-        words += [] if self.quantizer == "fixed" else [self.quantizer]
-        return " ".join(words)
+        words.append(QUANTIZERS[self.quantizer].label)
+        return " ".join(word for word in words if word)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, as JSON can hold them."""
@@ -208,7 +182,7 @@ class QuantSpec:
         return cls(**values)
 
 
-def _check_args(of: str, args: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_options(of: str, args: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for key in args:
         if key not in known:
             raise ValueError(

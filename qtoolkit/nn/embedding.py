@@ -59,7 +59,8 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
         quantizer = self.weight_quantizer
         if self.sparse and self.training and isinstance(quantizer, TensorQuantizer):
             self._renormalize(input)
-            rows = quantizer.rows(self.compute(input.flatten(), self.weight, None), input.flatten(), self.weight)
+            index = input.flatten()
+            rows = quantizer.quantize_rows(self.compute(index, self.weight, None), index, self.weight)
             return rows.reshape(*input.shape, self.embedding_dim)
         return super().forward(input)
 

@@ -39,7 +39,7 @@ class QuantInput(QuantModule):
 
     Example:
         >>> class QuantGLU(QuantInput, torch.nn.GLU):
-        ...     FLOAT, KIND = torch.nn.GLU, "glu"
+        ...     FLOAT, KIND = torch.nn.GLU, "other"
         >>> layer = QuantGLU(input_spec=qt.QuantSpec(bits=4))
         >>> layer.input_quantizer.amax = 7.0
         >>> layer(torch.tensor([1.4, 50.0]))

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.errors import check_known
+from qtoolkit.op_kinds.rules import OTHER
+from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.quantizers.quantizer import Quantizer as Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import set_weight_range
@@ -22,17 +25,27 @@ def adopt(cls: type[M], module: nn.Module) -> M:
 
 
 class QuantModule(nn.Module):
-    """A float module with quantizers; mixed into torch's own class.
+    """A float module with quantizers, to be mixed into the float module's class.
 
     Attributes:
-        FLOAT: The type it is made from, and goes back to.
-        KIND: Its kind of op (`qtoolkit.op_kinds.nodes`).
+        FLOAT: The float type that it replaces.
+        KIND: Its kind of op: one of `qtoolkit.op_kinds.table.KINDS`, or "other" for an op of no kind in the table.
+
+    Raises:
+        ValueError: A subclass with a `FLOAT` has no `KIND`, or an unknown one.
     """
 
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]
 
     _loaded_float = False  # whether the state dict that was loaded last had the weight and nothing of its quantizers
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "FLOAT"):
+            if not hasattr(cls, "KIND"):
+                raise ValueError(f"class {cls.__name__} has no KIND; set it to the kind of its op, or to {OTHER!r}.")
+            check_known(f"KIND of class {cls.__name__}:", cls.KIND, (*KINDS, OTHER))
 
     @classmethod
     def from_float(

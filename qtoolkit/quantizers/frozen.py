@@ -1,4 +1,4 @@
-"""Grid: a quantizer with a fixed scale, which a converted model holds."""
+"""Grid: the quantizer of a converted model, with a fixed scale."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.spec_ops import fake_quant
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
@@ -26,7 +27,7 @@ def code_dtype(qmin: int, qmax: int) -> torch.dtype:
 
 
 def check_scale(name: str, scale: Tensor) -> None:
-    """Raise ValueError unless every scale is positive and finite. Waits for the device: not for a training step."""
+    """Raise ValueError unless every scale is positive and finite. Synchronizes with the device."""
     bad = ~(torch.isfinite(scale) & (scale > 0))
     if bool(bad.any()):
         value = float(scale[bad].flatten()[0])
@@ -36,28 +37,12 @@ def check_scale(name: str, scale: Tensor) -> None:
         )
 
 
-def fake_quant(
-    spec: QuantSpec,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group: int,
-    block_size: int,
-    grad_factor: float = 1.0,
-) -> Tensor:
-    """Return the values nearest to x on the grid of a spec, whatever its format."""
-    channels = (spec.axis, group, block_size)
-    if spec.format != "int":
-        return ops.fake_quant_float(x, scale, spec.format, *channels)
-    return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
-
-
 class Grid(Quantizer):
-    """Quantize and dequantize with a fixed scale: what a quantizer becomes when a model is converted.
+    """Quantize and dequantize with a fixed scale. `qtoolkit.convert` replaces each TensorQuantizer by a Grid.
 
     Args:
         scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel or group.
-        zero_point: As many codes, stored as floats, or None.
+        zero_point: The codes of zero, stored as floats, of the scale's shape; None for a symmetric spec.
         spec: Range of codes and channel axis.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
         name: The quantizer's name in error messages.
@@ -96,7 +81,7 @@ class Grid(Quantizer):
         self.register_buffer("zero_point", zero_point)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the values on the grid nearest to x."""
+        """Return the grid's values nearest to x."""
         if not self.quantizing:
             return x
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
@@ -105,7 +90,7 @@ class Grid(Quantizer):
         """Return the integer codes of x.
 
         Raises:
-            ValueError: The format has none.
+            ValueError: The format has no integer codes.
         """
         spec = self.spec
         if spec.format != "int":

@@ -1,62 +1,86 @@
-"""Range estimators, and how a range becomes a scale and a zero point."""
+"""Observers: they record the range of the tensors that a quantizer sees."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
-from qtoolkit.config import QuantSpec
+from qtoolkit.errors import check_known
 from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints
 
-DEFAULT_MOMENTUM = 0.1
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+METHODS = ("percentile", "mse", "l2", "entropy")
 
 
 class Observer(KeepsFloat32, LoadsFloatCheckpoints):
-    """What a quantizer asks of its observer: to take in tensors, and to give a range."""
+    """The base class of observers.
+
+    Attributes:
+        OPTIONS: The options that `QuantSpec.observer_args` may hold, with their defaults.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that this observer does not support, or for an option out of its range."""
+
+    @classmethod
+    def options(cls, spec: "QuantSpec") -> dict[str, Any]:
+        """Return the value of each option."""
+        return {**cls.OPTIONS, **spec.observer_args}
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> None:
-        """Take in the values of x."""
+        """Observe x."""
         raise NotImplementedError
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values to quantize: lo > hi where nothing was seen, NaN spreads."""
+        """Return the lowest and highest values to quantize; lo > hi if nothing was observed, NaN if a NaN was."""
         raise NotImplementedError
 
     def seen(self) -> bool:
-        """Return whether every channel has seen something. Waits for the device."""
+        """Return whether every channel has observed something. Synchronizes with the device."""
         raise NotImplementedError
 
     def finite(self) -> bool:
-        """Return whether all that was seen is finite. Waits for the device."""
+        """Return whether all observed values are finite. Synchronizes with the device."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Discard what was observed."""
         raise NotImplementedError
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Keep ranges of this shape, where it becomes known by the first input."""
+        """Set the shape of the ranges, when the first input tells it. Nothing must have been observed yet."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was seen, on the CPU, for `merge` in another process."""
+        """Return what was observed, on the CPU, for `merge` in another process."""
         return {name: buffer.cpu() for name, buffer in self.named_buffers(recurse=False)}
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take what several observers like this one saw, itself among them, for what it saw."""
+        """Replace what was observed by what several observers did; their states include this observer's own."""
         raise NotImplementedError
 
 
 class RangeObserver(Observer):
-    """Running minimum and maximum, per tensor or per channel, overall or as a moving average.
+    """Running minimum and maximum, per tensor, per channel or per block.
 
     Args:
-        shape: Shape of the ranges: () per tensor, else one for each channel or block.
+        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
         axis: Channel axis of the inputs.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
         block_size: Elements along the axis that share a range, or 0.
-        momentum: Weight of each new range in a moving average; None for the range of all that was seen.
+        momentum: Weight of each new range in a moving average; None for the range of all inputs.
 
     Example:
         >>> observer = RangeObserver()
@@ -81,23 +105,28 @@ class RangeObserver(Observer):
         self.register_buffer("lo", torch.full(shape, torch.inf))
         self.register_buffer("hi", torch.full(shape, -torch.inf))
 
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        return cls(shape, spec.axis, group, spec.block_size, cls.options(spec).get("momentum"))
+
     def forward(self, x: Tensor) -> None:
-        """Take in the range of x."""
+        """Observe the range of x."""
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, self.axis, self.group, self.block_size)
 
-    def observe_and_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
-        """Take in the range of x, write the grid of the range so far, and return x on it: in one op."""
+    def observe_and_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec") -> Tensor:
+        """Observe x, set scale and zero point from the range so far, and return x quantized with them, in one op."""
         codes = (spec.qmin, spec.qmax, self.momentum, spec.pow2_scale)
         return ops.observe_fake_quant(
             x, self.lo, self.hi, scale, zero_point, *codes, self.axis, self.group, self.block_size
         )
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values seen, or their moving averages."""
+        """Return the lowest and highest values observed, or their moving averages."""
         return self.lo, self.hi
 
     def seen(self) -> bool:
-        """Return whether every channel has seen something."""
+        """Return whether every channel has observed something."""
         return not bool((self.lo > self.hi).any())
 
     def finite(self) -> bool:
@@ -105,17 +134,17 @@ class RangeObserver(Observer):
         return bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all())
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Discard what was observed."""
         self.lo.fill_(torch.inf)
         self.hi.fill_(-torch.inf)
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Keep ranges of this shape; nothing must have been seen yet."""
+        """Set the shape of the ranges. Nothing must have been observed yet."""
         for bound in (self.lo, self.hi):
             bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take the range of all ranges, or, of moving averages, their mean."""
+        """Set the range to the union of the ranges, or to the mean of moving averages."""
         lo, hi = (torch.stack([state[name] for state in states]) for name in ("lo", "hi"))
         if self.momentum is None:
             lo, hi = lo.amin(0), hi.amax(0)
@@ -133,10 +162,23 @@ class RangeObserver(Observer):
         return "" if self.momentum is None else f"momentum={self.momentum}"
 
 
-class HistogramObserver(Observer):
-    """A running histogram of a tensor, or one for each channel, and the range that a method chooses from it.
+class MovingAverageObserver(RangeObserver):
+    """Moving average of the minimum and maximum; option `momentum` is the weight of each new range."""
 
-    What it counts does not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"momentum": 0.1}
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for a momentum outside (0, 1]."""
+        momentum = cls.options(spec)["momentum"]
+        if not 0 < momentum <= 1:
+            raise ValueError(f"QuantSpec: momentum must lie in (0, 1], got {momentum!r}.")
+
+
+class HistogramObserver(Observer):
+    """A running histogram, per tensor or per channel, and the range that a method chooses from it.
+
+    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
 
     Args:
         qmin: Lowest code of the grid that the range is for.
@@ -144,8 +186,8 @@ class HistogramObserver(Observer):
         symmetric: Whether the grid has no zero point.
         bins: Number of bins, even.
         method: "percentile", "mse", "l2" or "entropy" (see `qtoolkit.ops.search_range`).
-        percentile: Of method "percentile".
-        shape: Shape of the ranges: () per tensor, else (channels,).
+        percentile: Percentage of the values inside the range; for method "percentile".
+        shape: Shape of the ranges: () per tensor, (channels,) per channel.
         axis: Channel axis of the inputs.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
 
@@ -160,6 +202,7 @@ class HistogramObserver(Observer):
         tensor([1.0010, 4.0078])
     """
 
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048, "method": "mse", "percentile": 99.99}
     kept_dtypes = (torch.float32, torch.int64)
 
     counts: Tensor
@@ -171,9 +214,9 @@ class HistogramObserver(Observer):
         qmin: int = -128,
         qmax: int = 127,
         symmetric: bool = True,
-        bins: int = 2048,
-        method: str = "mse",
-        percentile: float = 99.99,
+        bins: int = OPTIONS["bins"],
+        method: str = OPTIONS["method"],
+        percentile: float = OPTIONS["percentile"],
         shape: tuple[int, ...] = (),
         axis: int | None = None,
         group: int = 1,
@@ -185,6 +228,33 @@ class HistogramObserver(Observer):
         self.register_buffer("counts", torch.zeros(*shape, bins, dtype=torch.int64))
         self.register_buffer("lo", torch.zeros(shape))
         self.register_buffer("hi", torch.zeros(shape))
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
+        options = cls.options(spec)
+        bins, method, percentile = options["bins"], options["method"], options["percentile"]
+        if spec.format != "int" and method != "percentile":
+            raise ValueError(
+                f"QuantSpec: format={spec.format!r} needs another observer than 'histogram', whose methods other than "
+                f"'percentile' search the best integer grid; take 'minmax' or observer_args={{'method': 'percentile'}}."
+            )
+        if spec.group_size is not None:
+            raise ValueError(
+                f"QuantSpec: observer='histogram' needs group_size=None, got {spec.group_size}; take 'minmax' for a scale "
+                f"per group."
+            )
+        if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
+            raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
+        check_known("method of observer 'histogram'", method, METHODS)
+        if not 0 < percentile <= 100:
+            raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        options = cls.options(spec)
+        return cls(spec.qmin, spec.qmax, spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)
 
     def forward(self, x: Tensor) -> None:
         """Count the values of x."""
@@ -200,32 +270,32 @@ class HistogramObserver(Observer):
         return [values for part in groups for values in part.unbind(axis)]
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the range that the method chooses. Waits for the device."""
+        """Return the range that the method chooses. Synchronizes with the device."""
         return ops.search_range(
             self.counts, self.lo, self.hi, self.qmin, self.qmax, self.method, self.percentile, self.symmetric
         )
 
     def seen(self) -> bool:
-        """Return whether in every channel something was counted, or met that cannot be."""
+        """Return whether every channel has observed something, finite or not."""
         return not bool((self.hi <= self.lo).any())
 
     def finite(self) -> bool:
-        """Return whether all that was seen could be counted."""
+        """Return whether all observed values are finite."""
         return bool(torch.isfinite(self.hi).all())
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Discard what was observed."""
         for buffer in (self.counts, self.lo, self.hi):
             buffer.zero_()
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Keep ranges of this shape; nothing must have been seen yet."""
+        """Set the shape of the ranges. Nothing must have been observed yet."""
         self.counts.data = self.counts.data.new_zeros(*shape, self.counts.size(-1))
         for bound in (self.lo, self.hi):
             bound.data = bound.data.new_zeros(shape)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Add up the histograms, on the bins that one of all their data has."""
+        """Set the histogram to the sum of the histograms, with the bins that a histogram of all the data has."""
         for mine, *theirs in zip(*map(_histograms, (dict(self.named_buffers()), *states)), strict=True):
             for buffer, value in zip(mine, _sum_of(theirs) or mine, strict=True):
                 buffer.copy_(value)
@@ -247,11 +317,11 @@ def _histograms(state: Mapping[str, Tensor]) -> list[Histogram]:
 
 
 def _sum_of(histograms: Sequence[Histogram]) -> Histogram | None:
-    """Return the histogram of the data of several; a broken one where one is, None where none has seen anything."""
+    """Return the sum of several histograms: one with values that are not finite if there is any, None if all are empty."""
     seen = [histogram for histogram in histograms if not bool(histogram[2] <= histogram[1])]
-    broken = [histogram for histogram in seen if not bool(torch.isfinite(histogram[2]))]
-    if broken or not seen:
-        return broken[0] if broken else None
+    not_finite = [histogram for histogram in seen if not bool(torch.isfinite(histogram[2]))]
+    if not_finite or not seen:
+        return not_finite[0] if not_finite else None
     hi = max(float(hi) for _, _, hi in seen)
     lo = -hi if any(float(lo) < 0 for _, lo, _ in seen) else 0.0
     counts = torch.stack([_on_bins(histogram, lo, hi) for histogram in seen]).sum(0)
@@ -259,7 +329,7 @@ def _sum_of(histograms: Sequence[Histogram]) -> Histogram | None:
 
 
 def _on_bins(histogram: Histogram, lo: float, hi: float) -> Tensor:
-    """Return a histogram's counts on wider bins: whole numbers of its own make one of these (csrc/histogram.h)."""
+    """Return a histogram's counts on wider bins, each the union of whole bins of its own (csrc/histogram.h)."""
     counts = histogram[0]
     n = counts.numel()
     own_lo, own_hi = float(histogram[1]), float(histogram[2])
@@ -267,32 +337,3 @@ def _on_bins(histogram: Histogram, lo: float, hi: float) -> Tensor:
     numbers = torch.arange(n) - (n // 2 if own_lo < 0 else 0)
     places = torch.div(numbers, ratio, rounding_mode="floor") + (n // 2 if lo < 0 else 0)
     return torch.zeros_like(counts).index_add_(0, places, counts)
-
-
-def make_observer(spec: QuantSpec, shape: tuple[int, ...], group: int) -> Observer:
-    """Build the observer that a spec names, with ranges of this shape."""
-    if spec.observer == "histogram":
-        codes = (spec.qmin, spec.qmax, spec.symmetric)
-        return HistogramObserver(*codes, shape=shape, axis=spec.axis, group=group, **spec.observer_args)
-    momentum = spec.observer_args.get("momentum", DEFAULT_MOMENTUM) if spec.observer == "moving_average" else None
-    return RangeObserver(shape, spec.axis, group, spec.block_size, momentum)
-
-
-def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-    """Return the scale, and (for an affine spec) the zero point, whose grid covers the range [lo, hi].
-
-    The rule is `qtoolkit.ops.grid_of_range`'s.
-
-    Args:
-        lo: Lowest values, float32, any shape.
-        hi: Highest values, the same shape.
-        spec: Range of codes, symmetry, powers of two.
-
-    Returns:
-        Scale and zero point, of the shape of lo. NaN or infinite ranges give scales that are not finite.
-
-    Example:
-        >>> grid_of_range(torch.tensor(-1.0), torch.tensor(3.0), QuantSpec(signed=False, symmetric=False, bits=2))
-        (tensor(1.3333), tensor(1.))
-    """
-    return ops.grid_of_range(lo, hi, spec.qmin, spec.qmax, spec.symmetric, spec.pow2_scale)

@@ -1,4 +1,4 @@
-"""TensorQuantizer: the one quantizer module of every road."""
+"""TensorQuantizer: the quantizer of prepared models, which observes ranges and fake-quantizes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.quantizers.frozen import Grid, check_scale, fake_quant
-from qtoolkit.quantizers.observers import RangeObserver, grid_of_range, make_observer
+from qtoolkit.quantizers.frozen import Grid, check_scale
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
+from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS, QuantizerKind
 
 # The submodules of a prepared model for the quantizers of its graph's tensors, and of the weights that functions are given.
 HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
@@ -19,14 +20,13 @@ HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.
 
-    A new quantizer has no range: it quantizes only after it has observed (`qtoolkit.calibrate` sees to that), after
-    `amax` was set, or after a state dict was loaded. The scale is kept in float32 whatever the model is cast to (a model
-    cast to float64 takes it along).
+    A new quantizer has no range. It can quantize once it has observed data (see `qtoolkit.calibrate`), `amax` was set, or
+    a state dict was loaded. The scale stays in float32 when the model is cast to half precision.
 
     Args:
         spec: How to quantize.
-        channels: Number of scales along `spec.axis` (times `group`), or the shape of the scale (`spec.scale_shape`); None
-            takes it from the first input.
+        channels: Number of scales along `spec.axis` (times `group`), or the shape of the scale (`spec.scale_shape`). By
+            default the first input gives it.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
         name: The quantizer's name in error messages.
         of_weight: Whether it quantizes a weight.
@@ -34,8 +34,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     Attributes:
         spec: How it quantizes.
-        observing: Whether forward takes in ranges.
-        quantizing: Whether forward quantizes.
+        observing: Whether forward observes its input.
+        quantizing: Whether forward quantizes its input.
+        ready: Whether there is a range to quantize with.
+        grad_factor: Gradient factor that a learned quantizer took from its first input, or None.
 
     Example:
         >>> quantizer = TensorQuantizer(QuantSpec(bits=4))
@@ -62,29 +64,32 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
         self.observing = False
         self.grad_factor: float | None = None
-        self._sized = spec.axis is None or channels is not None
+        self._shape_is_known = spec.axis is None or channels is not None
         given = (channels,) if isinstance(channels, int) else channels
         shape = () if spec.axis is None else given or (1,)
-        unset = torch.full(shape, torch.nan)
-        if spec.quantizer == "lsq":
-            self._scale = nn.Parameter(unset)
-        else:
-            self.register_buffer("_scale", unset)
-        self.register_buffer("_zero_point", None if spec.symmetric else torch.zeros(shape))
-        self.observer = make_observer(spec, shape, group)
+        for name, tensor in self.kind.tensors(spec, shape).items():
+            register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
+            register(name, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
+        self.observer = OBSERVERS[spec.observer].from_spec(spec, shape, group)
         self.ready = False
 
     # ---- the grid
 
     @property
+    def kind(self) -> QuantizerKind:
+        """The row of the table of quantizers that the spec names."""
+        return QUANTIZERS[self.spec.quantizer]
+
+    @property
     def scale(self) -> Tensor:
-        """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN where there is no range yet."""
-        return self._scale.detach().abs()
+        """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
+        return self.kind.grid(self)[0].detach().abs()
 
     @property
     def zero_point(self) -> Tensor | None:
-        """Codes of zero, as floats; None where symmetric."""
-        return None if self._zero_point is None else self._zero_point.detach().round()
+        """Codes of zero, as floats; None for a symmetric spec."""
+        zero_point = self.kind.grid(self)[1]
+        return None if zero_point is None else zero_point.detach().round()
 
     @property
     def amax(self) -> Tensor:
@@ -103,7 +108,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Set the grid to cover the range [lo, hi], of one element or one per channel.
 
         Raises:
-            ValueError: The range is not finite, or has a wrong number of elements.
+            ValueError: The range is not finite, or its number of elements does not fit.
         """
         scale, zero_point = grid_of_range(lo.float(), hi.float(), self.spec)
         check_scale(self.name, scale)
@@ -112,68 +117,74 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 f"quantizer {self.name!r}: a range must have 1 or {self._scale.numel()} elements, got {scale.numel()}."
             )
         shape = scale.shape if scale.numel() == 1 else self._scale.shape
-        self._write(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
+        self.write_grid(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
         self.ready = True
 
-    def _write(self, scale: Tensor, zero_point: Tensor | None) -> None:
+    def write_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store a scale and a zero point, unchecked: a training step must not synchronize with the device."""
         with torch.no_grad():
-            self._scale.copy_(scale)
-            if self._zero_point is not None and zero_point is not None:
-                self._zero_point.copy_(zero_point)
+            self.kind.set_grid(self, scale, zero_point)
 
     def check_observed(self) -> None:
         """Check what was observed, without setting the grid from it.
 
         Raises:
             RuntimeError: Nothing was observed.
-            ValueError: What was observed is not finite.
+            ValueError: An observed value is not finite.
         """
         if not self.observer.seen():
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         if not self.observer.finite():
             raise ValueError(
-                f"quantizer {self.name!r} has observed NaN or infinities; look for the layer before it that makes them."
+                f"quantizer {self.name!r} has observed NaN or infinities; look for the layer before it that returns them."
             )
 
     def load_observed(self) -> tuple[Tensor, Tensor]:
-        """Set the grid from the range observed so far, and return that range; errors as of `check_observed`."""
+        """Set the grid from the range observed so far, and return that range; raises what `check_observed` does."""
         self.check_observed()
         lo, hi = self.observer.range()
         self.set_range(lo, hi)
         return lo, hi
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take what the observers of several processes saw (each one's `observer.state()`) for what this one saw."""
+        """Replace what was observed by what the observers of several processes did, each given by its `observer.state()`."""
         shape = max((state["lo"].shape for state in states), key=lambda shape: shape.numel())
-        if not self._sized and shape != self._scale.shape:
+        if not self._shape_is_known and shape != self._scale.shape:
             self._resize(tuple(shape))
-        self.observer.merge([state for state in states if state["lo"].shape == shape])  # the others saw nothing
+        self.observer.merge([state for state in states if state["lo"].shape == shape])  # the others are empty
 
     # ---- use
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, or its nearest values on the grid, by the state of the quantizer.
+        """Return x, quantized if `quantizing`; observe it first if `observing`.
 
         Raises:
             RuntimeError: It is to quantize but has no range.
         """
         if self.observing:
             self._fit_channels(x)
-            if self.quantizing and self.spec.quantizer == "fixed":
-                return self._observe_and_quantize(x)
+            if self.quantizing:
+                return self.kind.observe_and_quantize(self, x)
             self.observer(x)
-        if not self.quantizing:
-            return x
-        self.check_ready()
-        return self._quantize(x, 1.0 if self.spec.quantizer == "fixed" else self._lsq_factor(x))
+        return self.quantize(x) if self.quantizing else x
 
-    def rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
-        """Return rows of a table as `forward(table)[index]` holds them, without the rest of the table.
+    def quantize(self, x: Tensor) -> Tensor:
+        """Return x quantized with the present scale.
+
+        Raises:
+            RuntimeError: There is no range.
+        """
+        self.check_ready()
+        kind, spec = self.kind, self.spec
+        return kind.fake_quant(spec, x, *kind.grid(self), self.group, spec.block_size, kind.grad_factor(self, x))
+
+    def quantize_rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+        """Return `forward(table)[index]`, computed from the indexed rows alone.
 
         Args:
-            x: The rows `table[index]`, (n, features), which gradients go to.
-            index: Which row each one is, (n,).
-            table: The table, (rows, features), which a range is taken from.
+            x: The rows `table[index]`, (n, features), to which gradients flow.
+            index: The rows' numbers, (n,).
+            table: The table, (rows, features). An observer sees all of it.
         """
         if self.observing:
             with torch.no_grad():
@@ -181,20 +192,14 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if not self.quantizing:
             return x
         self.check_ready()
-        spec = self.spec
-        factor = 1.0 if spec.quantizer == "fixed" else self._lsq_factor(table)
-        grid = self._of_rows(self._scale, index), self._of_rows(self._zero_point, index)
-        return fake_quant(spec, x, *grid, 1, self._block_size_of_rows(), factor)
-
-    def _of_rows(self, values: Tensor | None, index: Tensor) -> Any:
-        spec = self.spec
-        if values is None or spec.axis is None or (spec.axis % 2 == 1 and spec.group_size is None):
-            return values
-        return values[index // spec.group_size if spec.group_size and spec.axis % 2 == 0 else index]
-
-    def _block_size_of_rows(self) -> int:
-        along_rows = self.spec.axis is not None and self.spec.axis % 2 == 0
-        return 1 if self.spec.group_size and along_rows else self.spec.block_size
+        kind, spec = self.kind, self.spec
+        scale, zero_point = kind.grid(self)
+        block_size = spec.block_size
+        if spec.axis is not None and (spec.axis % 2 == 0 or spec.group_size is not None):  # scales differ between rows
+            if spec.axis % 2 == 0 and spec.group_size is not None:  # as blocks of rows: here of one row each
+                index, block_size = index // spec.group_size, 1
+            scale, zero_point = scale[index], None if zero_point is None else zero_point[index]
+        return kind.fake_quant(spec, x, scale, zero_point, 1, block_size, kind.grad_factor(self, table))
 
     def check_ready(self) -> None:
         """Raise RuntimeError if there is no range to quantize with."""
@@ -204,33 +209,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 f"off with qtoolkit.disable_quantization(model)."
             )
 
-    def _quantize(self, x: Tensor, factor: float) -> Tensor:
-        return fake_quant(self.spec, x, self._scale, self._zero_point, self.group, self.spec.block_size, factor)
-
     def _fit_channels(self, x: Tensor) -> None:
-        if not self._sized:
+        if not self._shape_is_known:
             self._resize(self.spec.scale_shape(x.shape, self.group))
 
-    def _observe_and_quantize(self, x: Tensor) -> Tensor:
-        spec = self.spec
-        self.ready = True
-        if isinstance(self.observer, RangeObserver) and spec.format == "int":
-            return self.observer.observe_and_quantize(x, self._scale, self._zero_point, spec)
-        self.observer(x)
-        self._write(*grid_of_range(*self.observer.range(), spec))
-        return self._quantize(x, 1.0)
-
-    def _lsq_factor(self, x: Tensor) -> float:
-        # LSQ section 2.2: 1 / sqrt(N * qmax), N the number of weights that share a scale, or of features (without the
-        # batch) of an activation.
-        if self.grad_factor is None:
-            apart = self._scale.numel() if self.spec.axis is not None else (x.size(0) if x.dim() > 1 else 1)
-            sharing = x.numel() // max(apart, 1)
-            self.grad_factor = float(max(sharing, 1) * self.spec.qmax) ** -0.5
-        return self.grad_factor
-
     def to_grid(self) -> Grid:
-        """Return the frozen form, with the scale as it is now.
+        """Return a Grid with the present scale.
 
         Raises:
             RuntimeError: It has no range.
@@ -269,14 +253,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def _resize(self, shape: tuple[int, ...]) -> None:
         self.observer.resize(shape)
-        for tensor in (self._scale, self._zero_point):
-            if tensor is not None:
-                tensor.data = tensor.data.new_full(shape, float(tensor.detach().flatten()[0]))
-        self._sized = True
+        for _, tensor in self._own_tensors():
+            tensor.data = tensor.data.new_full(shape, float(tensor.detach().flatten()[0]))
+        self._shape_is_known = True
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         scale = state_dict.get(prefix + "_scale")
-        if scale is not None and not self._sized:
+        if scale is not None and not self._shape_is_known:
             self._resize(tuple(scale.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if scale is not None:
@@ -284,11 +267,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def extra_repr(self) -> str:
         """Return the spec and the state."""
-        words = [self.spec.describe()]
-        words += ["observing"] if self.observing else []
-        words += [] if self.quantizing else ["off"]
-        words += [] if self.ready else ["no range yet"]
-        return ", ".join(words)
+        facts = {"observing": self.observing, "off": not self.quantizing, "no range yet": not self.ready}
+        return ", ".join([self.spec.describe(), *(word for word, holds in facts.items() if holds)])
 
 
 def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:

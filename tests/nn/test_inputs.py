@@ -144,3 +144,17 @@ def test_a_users_own_layer_takes_two_lines() -> None:
     model[0].input_quantizer.amax = 7.0
     assert torch.equal(model[0](torch.tensor([0.6, 9.0]), times=2), torch.tensor([3.0, 9.0]))
     assert torch.equal(model(torch.tensor([0.6, 9.0])), torch.tensor([2.0, 8.0]))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"KIND": "shifts"}, "unknown KIND of class QuantMine: 'shifts'; did you mean 'shift'? Known: add, "),
+        ({}, "class QuantMine has no KIND; set it to the kind of its op, or to 'other'."),
+    ],
+)
+def test_a_layer_of_an_unknown_kind_is_an_error(attributes: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match="KIND") as error:
+        type("QuantMine", (qt.nn.QuantInput, nn.GLU), {"FLOAT": nn.GLU, **attributes})
+    assert words in str(error.value)
+    assert type("QuantMine", (qt.nn.QuantInput, nn.GLU), {"FLOAT": nn.GLU, "KIND": "other"})().KIND == "other"

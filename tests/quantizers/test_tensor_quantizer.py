@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
-from qtoolkit.quantizers.observers import grid_of_range
+from qtoolkit.quantizers.spec_ops import grid_of_range
 
 LSQ = qt.QuantSpec(quantizer="lsq")
 

@@ -1,0 +1,156 @@
+"""The tables behind QuantSpec's `quantizer` and `observer`.
+
+To add a learned quantizer, write a subclass of `QuantizerKind` and one line in `QUANTIZERS`. `QuantSpec(quantizer=...)`
+then knows its name and checks its options; `TensorQuantizer`, the reports, checkpoints, conversion and export need no
+change. A quantizer that trains the logarithm of the scale:
+
+    >>> class LogScale(QuantizerKind):
+    ...     label = "log_scale"
+    ...     OPTIONS = {"grad_factor": 1.0}
+    ...     def tensors(self, spec, shape):
+    ...         return {**super().tensors(spec, shape), "_scale": nn.Parameter(torch.full(shape, torch.nan))}
+    ...     def set_grid(self, quantizer, scale, zero_point):
+    ...         super().set_grid(quantizer, scale.log2(), zero_point)
+    ...     def grid(self, quantizer):
+    ...         return quantizer._scale.exp2(), quantizer._zero_point
+    ...     def grad_factor(self, quantizer, x):
+    ...         return self.options(quantizer.spec)["grad_factor"]
+    >>> QUANTIZERS["log_scale"] = LogScale()
+    >>> spec = qt.QuantSpec(bits=4, quantizer="log_scale", quantizer_args={"grad_factor": 0.1})
+    >>> spec.describe()
+    'int4 log_scale'
+    >>> quantizer = qt.TensorQuantizer(spec)
+    >>> quantizer.amax = 7.0
+    >>> quantizer(torch.tensor([0.6, 100.0]))
+    tensor([1., 7.], grad_fn=...)
+    >>> del QUANTIZERS["log_scale"]
+
+To add an observer, write a subclass of `Observer` and one line in `OBSERVERS`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.quantizers.observers import HistogramObserver, MovingAverageObserver, Observer, RangeObserver
+from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range
+
+if TYPE_CHECKING:  # QuantSpec checks itself by these tables
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class QuantizerKind:
+    """How a TensorQuantizer stores, initializes and trains its scale. The TensorQuantizer holds all state.
+
+    This base class stores scale and zero point as buffers, initialized from the observed range.
+
+    Attributes:
+        label: Short name in reports; "" for none.
+        OPTIONS: The options that `QuantSpec.quantizer_args` may hold, with their defaults.
+    """
+
+    label: str = ""
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
+
+    def options(self, spec: "QuantSpec") -> dict[str, Any]:
+        """Return the value of each option."""
+        return {**self.OPTIONS, **spec.quantizer_args}
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return new parameters and buffers, named as in the state dict, each of the scale's shape.
+
+        `_scale` and `_zero_point` are required. `_scale` is NaN while there is no range; `_zero_point` is None for a
+        symmetric spec.
+        """
+        return {"_scale": torch.full(shape, torch.nan), "_zero_point": None if spec.symmetric else torch.zeros(shape)}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the scale and the zero point of a range; called under torch.no_grad."""
+        quantizer._scale.copy_(scale)
+        if quantizer._zero_point is not None and zero_point is not None:
+            quantizer._zero_point.copy_(zero_point)
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the differentiable scale and zero point. Ops use the scale's magnitude and the rounded zero point."""
+        return quantizer._scale, quantizer._zero_point
+
+    def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
+        """Return the factor of the gradients of scale and zero point, for the input x."""
+        return 1.0
+
+    def fake_quant(
+        self,
+        spec: "QuantSpec",
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        group: int,
+        block_size: int,
+        grad_factor: float,
+    ) -> Tensor:
+        """Return x quantized and dequantized."""
+        return fake_quant(spec, x, scale, zero_point, group, block_size, grad_factor)
+
+    def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Observe x, and return it quantized with the present scale."""
+        quantizer.observer(x)
+        return quantizer.quantize(x)
+
+
+class FixedScale(QuantizerKind):
+    """The scale follows the observed range; with observing and quantizing on, at each step."""
+
+    def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Observe x, set the scale from the range so far, and return x quantized with it."""
+        spec, observer = quantizer.spec, quantizer.observer
+        quantizer.ready = True
+        if isinstance(observer, RangeObserver) and spec.format == "int":
+            return observer.observe_and_quantize(x, quantizer._scale, quantizer._zero_point, spec)
+        observer(x)
+        quantizer.write_grid(*grid_of_range(*observer.range(), spec))
+        return quantizer.quantize(x)
+
+
+class LSQ(QuantizerKind):
+    """The scale is a parameter that starts from the observed range (LSQ, arXiv 1902.08153)."""
+
+    label = "lsq"
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that restricts the scale's values."""
+        if spec.format != "int":
+            raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
+        if spec.pow2_scale:
+            raise ValueError(
+                f"QuantSpec: pow2_scale=True needs quantizer='fixed'; {spec.quantizer!r} trains scales of any value."
+            )
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the scale as a parameter, and the zero point as a buffer."""
+        return {**super().tensors(spec, shape), "_scale": nn.Parameter(torch.full(shape, torch.nan))}
+
+    def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
+        """Return 1 / sqrt(N * qmax), section 2.2 of the paper, for the quantizer's first input.
+
+        N is the number of elements that share a scale, without the batch dimension for a per-tensor scale.
+        """
+        if quantizer.grad_factor is None:
+            spec = quantizer.spec
+            scales = quantizer._scale.numel() if spec.axis is not None else (x.size(0) if x.dim() > 1 else 1)
+            sharing = x.numel() // max(scales, 1)
+            quantizer.grad_factor = float(max(sharing, 1) * spec.qmax) ** -0.5
+        return quantizer.grad_factor
+
+
+QUANTIZERS: dict[str, QuantizerKind] = {"fixed": FixedScale(), "lsq": LSQ()}
+OBSERVERS: dict[str, type[Observer]] = {
+    "minmax": RangeObserver,
+    "moving_average": MovingAverageObserver,
+    "histogram": HistogramObserver,
+}
