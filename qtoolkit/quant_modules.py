@@ -5,17 +5,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import link_chains, quantize_outputs
 from qtoolkit.eager.record import chains_of, update_record
-from qtoolkit.eager.replacement import Chooser, replace_layers
+from qtoolkit.eager.replacement import replace_layers
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     Ignore,
@@ -116,7 +116,8 @@ def replace(
     apart = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_apart(bn)) is not None}
     with unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model, what="replace")
-        replace_layers(own, [""], _chooser(decisions), table, quantize == "inputs", "replace")
+        qconfigs = {name: decision.qconfig for name, decision in decisions.items()}
+        replace_layers(own, [""], lambda name, *_: qconfigs.get(name), table, quantize == "inputs", "replace")
         verdicts = {name: decision.verdict for name, decision in decisions.items()}
         verdicts |= link_chains(own, target.batch_norm, apart)
         verdicts |= quantize_outputs(own, outputs)
@@ -251,13 +252,6 @@ def _output_specs(
         if is_unit and name in decisions and decisions[name].verdict.status is Status.FLOAT:
             specs[name] = rules.output_spec(module)
     return {name: spec for name, spec in specs.items() if spec is not None}
-
-
-def _chooser(decisions: Mapping[str, LayerDecision]) -> Chooser:
-    def choose(name: str, module: nn.Module, qat_type: type[Any]) -> QConfig | None:
-        return decisions[name].qconfig if name in decisions else None
-
-    return choose
 
 
 def _check_has_no_names(mapping: QConfigMapping | None) -> None:

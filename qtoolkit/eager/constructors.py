@@ -9,11 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.replacement import keep_off_fast_paths, quantized_layer, replace_in_place
+from qtoolkit.eager.replacement import TRANSFORMERS, keep_off_fast_paths, quantized_layer, replace_in_place
 from qtoolkit.eager.rules import ReplacementRules
 from qtoolkit.nn import QuantModule
-
-TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 Init = Callable[..., None]
 

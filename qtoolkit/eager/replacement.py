@@ -18,6 +18,8 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 # (name, layer, QAT type) -> the layer's config, with the weight's own axis; None leaves the layer in float.
 Chooser = Callable[[str, nn.Module, type[Any]], QConfig | None]
 
+TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
 
 def replace_in_place(module: nn.Module, new: nn.Module) -> None:
     """Give a module the type and the state of another one; the object stays, and so does every reference to it.
@@ -109,17 +111,13 @@ def replace_layers(
 
 def keep_off_fast_paths(root: nn.Module, replaced: Collection[nn.Module]) -> None:
     """Disable the fast paths of torch's transformer modules that contain replaced layers: they bypass quantizers."""
-    fused = [m for m in root.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerEncoderLayer)]
-    for module in fused:
-        if not set(module.modules()).isdisjoint(replaced):
-            _keep_off_fast_path(module)
-
-
-def _keep_off_fast_path(module: nn.TransformerEncoder | nn.TransformerEncoderLayer) -> None:
-    if isinstance(module, nn.TransformerEncoder):
-        module.enable_nested_tensor = module.use_nested_tensor = False
-    elif stop_fast_path not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(stop_fast_path)
+    for module in root.modules():
+        if not isinstance(module, TRANSFORMERS) or set(module.modules()).isdisjoint(replaced):
+            continue
+        if isinstance(module, nn.TransformerEncoder):
+            module.enable_nested_tensor = module.use_nested_tensor = False
+        elif stop_fast_path not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(stop_fast_path)
 
 
 def modules_in(root: nn.Module, prefixes: Iterable[str]) -> list[tuple[str, nn.Module]]:
