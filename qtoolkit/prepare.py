@@ -168,7 +168,7 @@ def _warn_of_types(
     unused += [("qat_modules names", kind) for kind in qat_modules if kind not in types]
     for what, kind in unused:
         name = getattr(kind, "__name__", kind)
-        warnings.warn(f"prepare: {what} {name}, which the model has not: nothing follows from it.", stacklevel=3)
+        warnings.warn(f"prepare: {what} {name}, which is not in the model; it has no effect.", stacklevel=3)
 
 
 def check_quantized(model: object, what: str) -> None:
