@@ -1,4 +1,4 @@
-"""prepare leaves the user's model, and the random numbers, as they were: whether it works on a copy, in place, or fails."""
+"""prepare does not change the user's model nor the random state, on a copy, in place, and after an error."""
 
 import random
 

@@ -2,7 +2,7 @@
 
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, restore_graph_module
-from qtoolkit.graph.plan import Edge, Plan, Tracing
+from qtoolkit.graph.plan import Cause, Edge, Plan, Status, Tracing, Verdict
 from qtoolkit.op_kinds.facts import NodeFacts
 from qtoolkit.op_kinds.recorded import (
     TrainingMode,
@@ -16,14 +16,17 @@ from qtoolkit.op_kinds.recorded import (
 from qtoolkit.public import publish
 
 __all__ = [
+    "Cause",
     "Edge",
     "Method",
     "ModelTracer",
     "NodeFacts",
     "Plan",
     "QuantizedGraphModule",
+    "Status",
     "Tracing",
     "TrainingMode",
+    "Verdict",
     "call_scripted",
     "check_none",
     "check_size",
@@ -32,4 +35,5 @@ __all__ = [
     "restore_graph_module",
     "set_item",
 ]
-publish(__name__, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Tracing, restore_graph_module)
+publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
+publish(__name__, restore_graph_module)

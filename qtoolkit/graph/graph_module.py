@@ -136,16 +136,7 @@ def restore_graph_module(
     kept: Mapping[str, Any],
     facts: Mapping[str, NodeFacts],
 ) -> QuantizedGraphModule:
-    """Return a pickled QuantizedGraphModule: pickles call this.
-
-    Args:
-        rebuild: The function of torch.fx that rebuilds a GraphModule.
-        arguments: Its arguments: the attributes of the module and the generated code.
-        name: The name of the model's class.
-        plan: The decisions of prepare.
-        kept: Values of the kept attributes.
-        facts: Facts about nodes, by their names.
-    """
+    """Return a pickled QuantizedGraphModule, by the function of torch.fx that rebuilds a GraphModule from its attributes."""
     gm = rebuild(*arguments)
     for node in gm.graph.nodes:
         if node.name in facts:

@@ -4,6 +4,7 @@ For example, timm's BatchNormAct2d calls torch.nn.functional.batch_norm with its
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -57,10 +58,8 @@ def _torch_type(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _value(model: nn.Module, operand: Any) -> Any:
-    if not isinstance(operand, fx.Node) or operand.op != "get_attr":
-        return operand
-    owner, _, name = str(operand.target).rpartition(".")
-    return getattr(model.get_submodule(owner), name)
+    is_attribute = isinstance(operand, fx.Node) and operand.op == "get_attr"
+    return attrgetter(operand.target)(model) if is_attribute else operand
 
 
 def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:

@@ -1,6 +1,7 @@
 """Shape propagation at tracing: values of a graph's nodes for example inputs, with tensors on the meta device."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,13 +14,7 @@ from qtoolkit.model_state import deepcopy_model
 META = torch.device("meta")
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 DEVICE_ATTRIBUTES = ("device", "is_cuda", "is_cpu", "is_meta")
-
-
-class Unknown:
-    """The type of UNKNOWN."""
-
-
-UNKNOWN = Unknown()  # a value that depends on data, or that was not computed
+UNKNOWN = object()  # a value that depends on data, or that was not computed
 
 
 def is_plain(value: Any) -> bool:
@@ -69,7 +64,7 @@ class ShapePropagation:
         if node.op == "placeholder":
             return self.inputs.get(target.lstrip("*"), UNKNOWN)
         if node.op == "get_attr":
-            return _attribute(self.model, target)
+            return attrgetter(target)(self.model)
         if node.op == "call_module":
             return self.meta_model.get_submodule(target)(*args, **kwargs)
         if node.op == "call_method":
@@ -84,11 +79,6 @@ class ShapePropagation:
     def _read_for_meta(self, value: Any) -> Any:
         value = self._read(value)
         return META if isinstance(value, torch.device) else value
-
-
-def _attribute(model: nn.Module, name: str) -> Any:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(owner), attribute)
 
 
 def _on_meta(value: Any) -> Any:

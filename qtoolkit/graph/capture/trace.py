@@ -1,4 +1,4 @@
-"""Trace a model to a GraphModule with the same parameter names; an error names the source line and the remedy."""
+"""Trace a model to a GraphModule with the same parameter names. An error names the source line and the remedies."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -95,7 +95,7 @@ def _warn_of_modes(model: nn.Module, branching: Collection[nn.Module]) -> None:
     if names:
         mode, other = ("training", "eval") if model.training else ("eval", "training")
         warnings.warn(
-            f"prepare: {', '.join(names)} branches on self.training in Python; the graph computes the branch of {mode} mode in "
+            f"prepare: Python branches on self.training in {', '.join(names)}; the graph computes the branch of {mode} mode in "
             f"{other} mode too. Prepare the model in the mode of its export, or name the submodule in `skip`.",
             stacklevel=4,  # the caller of prepare
         )

@@ -44,7 +44,7 @@ class DropPath(nn.Module):
 
 
 class Branches(nn.Module):
-    """The same inside a sequence, after a layer, twice."""
+    """DropPath in a sequence after a layer, and called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_tracing_leaves_the_mode_a_bool() -> None:
 
 
 class TwoHeads(nn.Module):
-    """Has a head for training alone, as GoogLeNet does."""
+    """Has a head for training only, as GoogLeNet does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class TwoHeads(nn.Module):
 def test_a_branch_that_the_graph_fixes_is_warned_of(training: bool, words: str) -> None:
     model = nn.Sequential(TwoHeads()).train(training)
     with pytest.warns(
-        UserWarning, match=f"prepare: 0 branches on self.training in Python; the graph computes the branch {words}"
+        UserWarning, match=f"prepare: Python branches on self.training in 0; the graph computes the branch {words}"
     ):
         prepared = qt.prepare(model, (torch.rand(2, 4),), backend="onnxruntime")
     with qt.disable_quantization(prepared):

@@ -1,4 +1,4 @@
-"""What the trace pass refuses, and whether the remedies that it names help."""
+"""Models and arguments that the trace pass refuses, and whether the remedies in its errors help."""
 
 import re
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def test_wrapped_submodules_are_named() -> None:
         qt.prepare(model)
 
 
-def test_scripted_submodules_are_kept_whole() -> None:
+def test_scripted_submodules_are_leaf_modules() -> None:
     model = nn.Sequential(linear_of(), torch.jit.script(linear_of()))
     x = torch.randn(2, 4)
     prepared = qt.prepare(model, inplace=True)
