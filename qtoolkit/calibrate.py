@@ -11,8 +11,9 @@ from tqdm import tqdm
 from qtoolkit.eager.fuse import check_links
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, refuse_legacy_quantizers
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 
 
 @dataclass(frozen=True)

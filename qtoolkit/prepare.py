@@ -29,7 +29,8 @@ from qtoolkit.model_state import copy_of, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, refuse_legacy_quantizers
+from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 M = TypeVar("M", bound=nn.Module)
 

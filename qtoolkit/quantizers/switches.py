@@ -8,7 +8,7 @@ from torch import nn
 
 from qtoolkit.errors import check_known
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 Which = Literal["all", "weights", "activations"]
@@ -64,7 +64,7 @@ def _state(quantizer: Quantizer) -> tuple[bool, bool]:
 
 
 def _chosen(model: nn.Module, which: Which) -> list[Quantizer]:
-    found = [module for module in model.modules() if isinstance(module, Quantizer)]
+    found = named_quantizers(model).values()
     return [quantizer for quantizer in found if which == "all" or quantizer.of_weight == (which == "weights")]
 
 

@@ -14,7 +14,7 @@ from qtoolkit.graph.plan import Status
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.module import Quantizer
 from qtoolkit.op_kinds.nodes import kind_of_module
-from qtoolkit.quantizers.tensor_quantizer import is_legacy_quantizer
+from qtoolkit.quantizers.legacy import LegacyQuantizer
 from qtoolkit.report.lines import (
     QUANTIZERS,
     LayerLine,
@@ -106,7 +106,7 @@ def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
 
 def _is_legacy(module: nn.Module) -> bool:
     parts = module.modules() if isinstance(module, QuantModule) else module.children()
-    return any(is_legacy_quantizer(part) for part in parts)
+    return any(isinstance(part, LegacyQuantizer) for part in parts)
 
 
 def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:

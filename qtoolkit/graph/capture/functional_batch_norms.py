@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from qtoolkit.graph.capture.mode import is_mode
 from qtoolkit.graph.capture.subclasses import replace_module
 from qtoolkit.nn.batch_norm import BATCH_NORMS
-from qtoolkit.nn.module import adopt
+from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.op_kinds.rules import argument
 
 TENSORS = ("running_mean", "running_var", "weight", "bias")
@@ -71,7 +71,7 @@ def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
     torch_type = _torch_type(module)
     if torch_type is None:
         raise TypeError(f"{name!r} is no batch norm.")
-    plain, graph = adopt(torch_type, module), node.graph
+    plain, graph = shallow_copy_as(torch_type, module), node.graph
     replace_module(model, module, plain)
     with graph.inserting_before(node):
         new = graph.call_module(name, (source,))

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.batch_norm import BATCH_NORMS
-from qtoolkit.nn.module import adopt
+from qtoolkit.nn.module import shallow_copy_as
 
 FREE = {"__init__", "__module__", "__doc__", "__annotations__", "__annotate__", "__qualname__", "__constants__",
         "__static_attributes__", "__firstlineno__", "__parameters__", "extra_repr"}  # fmt: skip
@@ -29,7 +29,7 @@ def run(model: nn.Module, graph: fx.Graph, leaf_modules: tuple[type[nn.Module], 
     for module in dict.fromkeys(model.get_submodule(name) for name in names if not name.endswith("training_mode")):
         base = None if isinstance(module, leaf_modules) else plain_type(module)
         if base is not None:
-            replace_module(model, module, adopt(base, module))
+            replace_module(model, module, shallow_copy_as(base, module))
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
