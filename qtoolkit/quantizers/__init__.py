@@ -1,1 +1,1 @@
-"""Quantizers: the module that quantizes a tensor, its observers, its frozen form, and switches over a model."""
+"""Quantizers of tensors, their observers, their frozen form, and switches for all quantizers of a model."""

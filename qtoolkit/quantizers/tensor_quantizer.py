@@ -247,11 +247,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     # ---- switches
 
     def enable(self) -> None:
-        """Quantize from now on."""
+        """Turn quantization on."""
         self.quantizing = True
 
     def disable(self) -> None:
-        """Pass inputs through from now on."""
+        """Turn quantization off: forward returns its input."""
         self.quantizing = False
 
     # ---- state
