@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import Quantizer, QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 ACTIVATION_QUANTIZERS = (

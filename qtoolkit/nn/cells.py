@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import Quantizer, QuantModule, activation_quantizer, is_active, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 
 class QuantRecurrent(QuantModule):

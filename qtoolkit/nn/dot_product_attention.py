@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import Quantizer, QuantModule, activation_quantizer, is_active, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
 

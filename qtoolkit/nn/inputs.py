@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import Quantizer, QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 
 class QuantInput(QuantModule):

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 from qtoolkit.nn.inputs import QuantInput
-from qtoolkit.nn.module import Quantizer, QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 OPERANDS = ("both", "first", "second")
 

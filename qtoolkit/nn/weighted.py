@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
-from qtoolkit.nn.module import Quantizer, QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
