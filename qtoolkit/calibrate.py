@@ -12,8 +12,9 @@ from qtoolkit.eager.fuse import check_links
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.modes import evaluating
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, refuse_legacy_quantizers
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from qtoolkit.model_state import deepcopy_model, random_state_kept, unchanged_on
 from qtoolkit.nn import QAT_MODULES, QuantModule
 from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import object_type_of
+from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.tensor_quantizer import refuse_legacy_quantizers
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -121,7 +121,7 @@ def test_a_regex_must_match_the_whole_name() -> None:
         (lambda: qt.QConfig.from_dict({"weigth": None}), "did you mean 'weight'"),
         (lambda: qt.QConfigMapping.from_dict({"module_nam": []}), "did you mean 'module_name'"),
         (lambda: qt.QConfigMapping.from_dict({"object_type": [["no.such:Type", None]]}), "does not import"),
-        (lambda: qt.QConfigMapping().set_module_name_regex("(", None), "is no regular expression"),
+        (lambda: qt.QConfigMapping().set_module_name_regex("(", None), "is not a regular expression"),
     ],
 )
 def test_bad_values_are_named(make, words: str) -> None:

@@ -33,16 +33,16 @@ class QConfig:
         if self.activation is not None and self.activation.group_size is not None:
             raise ValueError(
                 f"QConfig: group_size is for weights, got activation group_size={self.activation.group_size}: its scales "
-                f"have a tensor's shape, batch and all, which no activation keeps; set it to None for activations."
+                f"would depend on the batch size; set it to None for activations."
             )
 
     def describe(self) -> str:
-        """Return a short name, as reports print it."""
+        """Return a short name for reports."""
         parts = {"activation": self.activation, "weight": self.weight}
         return ", ".join(f"{name} {'float' if spec is None else spec.describe()}" for name, spec in parts.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the specs, as JSON can hold them."""
+        """Return the specs as values that JSON can represent."""
         return {name: spec and spec.to_dict() for name, spec in vars(self).items()}
 
     @classmethod
@@ -50,7 +50,7 @@ class QConfig:
         """Build a config from `to_dict`'s result.
 
         Raises:
-            ValueError: A key or a value is not known.
+            ValueError: A key or a value is unknown.
         """
         for key in values:
             check_known("key of QConfig", key, ("activation", "weight"))
@@ -88,7 +88,7 @@ class QConfigMapping:
     A rule for a module by name, regex or type holds for all layers in it; a rule of the same kind for a nearer module, or for
     the layer itself, comes first.
 
-    A config of None leaves the layer in float. Layers without any rule take the backend's default.
+    A config of None leaves the layer in float. A layer without a rule has the backend's default config.
 
     Example:
         >>> w4 = QConfig(QuantSpec(bits=4), QuantSpec(bits=4, axis=0))
@@ -107,25 +107,25 @@ class QConfigMapping:
         self.rules: dict[Source, dict[Any, QConfig | None]] = {source: {} for source in self.SOURCES}
 
     def set_global(self, qconfig: QConfig | None) -> Self:
-        """Set the config of every layer that no other rule names."""
+        """Set the config of every layer without another rule."""
         return self._set("global", "", qconfig)
 
     def set_object_type(self, object_type: Kind, qconfig: QConfig | None) -> Self:
-        """Set the config of a module type (torch.nn.Conv2d), a function (torch.add) or a tensor's method (torch.Tensor.add)."""
+        """Set the config of a module type (torch.nn.Conv2d), a function (torch.add) or a tensor method (torch.Tensor.add)."""
         if not callable(object_type):
             raise TypeError(f"set_object_type: object_type must be a type or a function, got {object_type!r}.")
         if isinstance(object_type, type) and not issubclass(object_type, nn.Module):
             raise TypeError(
-                f"set_object_type: a type must be one of modules, such as torch.nn.Conv2d, got {object_type.__name__}."
+                f"set_object_type: a type must be a module type, such as torch.nn.Conv2d, got {object_type.__name__}."
             )
         return self._set("object_type", object_type, qconfig)
 
     def set_module_name_regex(self, regex: str, qconfig: QConfig | None) -> Self:
-        """Set the config of the layers whose whole dotted name a regular expression matches."""
+        """Set the config of the layers whose full dotted name matches a regular expression."""
         try:
             re.compile(regex)
         except re.error as error:
-            raise ValueError(f"set_module_name_regex: {regex!r} is no regular expression: {error}.") from None
+            raise ValueError(f"set_module_name_regex: {regex!r} is not a regular expression: {error}.") from None
         return self._set("module_name_regex", regex, qconfig)
 
     def set_module_name(self, name: str, qconfig: QConfig | None) -> Self:
@@ -139,7 +139,7 @@ class QConfigMapping:
         return self
 
     def copy(self) -> "QConfigMapping":
-        """Return a mapping with the same rules, to which others can be added."""
+        """Return a mapping with the same rules; changes to it leave this one unchanged."""
         new = QConfigMapping()
         new.rules = {source: dict(rules) for source, rules in self.rules.items()}
         return new
@@ -172,19 +172,19 @@ class QConfigMapping:
         return key if key in rules else None
 
     def check_names(self, names: list[str]) -> None:
-        """Raise ValueError for a rule by name that fits none of a model's layers."""
+        """Raise ValueError for a name or a regex that matches none of a model's layers."""
         for name in self.rules["module_name"]:
             if name not in names:
                 raise ValueError("QConfigMapping: " + unknown("layer", name, names))
         for regex in self.rules["module_name_regex"]:
             if not any(re.fullmatch(regex, name) for name in names):
                 raise ValueError(
-                    f"QConfigMapping: the regular expression {regex!r} matches the whole name of no layer. "
+                    f"QConfigMapping: the regular expression {regex!r} matches no layer's full name. "
                     f"Known: {', '.join(names)}."
                 )
 
     def to_json(self) -> str:
-        """Return the mapping as JSON; types and functions by their import path."""
+        """Return the mapping as JSON, with types and functions as import paths."""
         return json.dumps(
             {
                 source: [
@@ -200,7 +200,7 @@ class QConfigMapping:
         """Build a mapping from the parsed JSON of `to_json`.
 
         Raises:
-            ValueError: A key or a value is not known, or a type's path does not import.
+            ValueError: A key or a value is unknown, or a type's path cannot be imported.
         """
         mapping = cls()
         for source, rules in values.items():
@@ -210,7 +210,7 @@ class QConfigMapping:
                 if source == "object_type":
                     mapping.set_object_type(_import(key), config)
                 else:
-                    mapping._set(source, key, config)  # type: ignore[arg-type]  # check_known has checked it
+                    mapping._set(source, key, config)  # type: ignore[arg-type]  # checked by check_known
         return mapping
 
     @classmethod
@@ -218,7 +218,7 @@ class QConfigMapping:
         """Build a mapping from `to_json`'s result.
 
         Raises:
-            ValueError: The text is no JSON, or a key or a value is not known.
+            ValueError: The text is not JSON, or a key or a value is unknown.
         """
         return cls.from_dict(json.loads(text))
 
@@ -233,14 +233,14 @@ class QConfigMapping:
 
 
 def path_of(kind: Kind) -> str:
-    """Return the import path of a type, function or tensor method, as a mapping's JSON has it: module:name."""
-    # A tensor method has no module of its own, only the class that it was made in.
+    """Return the import path of a type, function or tensor method, in the form module:name."""
+    # The __module__ of a tensor method is None: its class, __objclass__, has one.
     owner = getattr(kind, "__objclass__", kind) if getattr(kind, "__module__", None) is None else kind
     if owner is not kind:
         return f"{owner.__module__}:{owner.__qualname__}.{kind.__name__}"
     short = f"{kind.__module__}:{kind.__name__}"
     try:
-        found = _import(short)  # torch.add, for one, has a qualified name that does not import
+        found = _import(short)  # e.g. torch.add, whose qualified name cannot be imported
     except ValueError:
         found = None
     return short if found is kind else f"{kind.__module__}:{kind.__qualname__}"

@@ -16,19 +16,17 @@ class QuantSpec:
 
     Attributes:
         bits: Width of a code, 2 to 16.
-        signed: Codes from -2^(bits-1) to 2^(bits-1)-1; else from 0 to 2^bits-1.
+        signed: Codes from -2^(bits-1) to 2^(bits-1)-1; otherwise from 0 to 2^bits-1.
         symmetric: No zero point: zero is code 0.
-        narrow: Leave out the lowest code, so that a signed range is symmetric.
-        axis: Without a group_size, the channel axis: each of its channels has a scale of its own. None is one scale for the
-            tensor.
-        group_size: Elements that share a scale, of a weight. They are neighbours along `axis`, which they cut into blocks:
-            scales have the weight's shape with dimension `axis` divided by group_size, which must divide it. This is ONNX's
-            blocked quantization. So `axis` is what the blocks run along, usually the input: with axis=1 and group_size=32,
-            the weight (out, in) of a linear layer has scales (out, in / 32), and that of a convolution, (out, in, h, w),
-            has (out, in / 32, h, w).
+        narrow: Exclude the lowest code, so that a signed range is symmetric.
+        axis: Without a group_size, the channel axis, with one scale per channel. None is one scale for the tensor.
+        group_size: Number of consecutive elements along `axis` that share a scale, for weights: ONNX's blocked quantization.
+            It must divide the axis. Scales have the weight's shape with dimension `axis` divided by group_size. The axis is
+            usually the input's: with axis=1 and group_size=32, the weight (out, in) of a linear layer has scales
+            (out, in / 32), and the weight (out, in, h, w) of a convolution has scales (out, in / 32, h, w).
         pow2_scale: Round scales up to powers of two.
         format: "int", or "nnie", the logarithmic grid of `qtoolkit.ops.fake_quant_float`: with 8 bits, signed, symmetric, and a
-            fixed scale, which is the largest magnitude. There are no integer codes, so nothing to export.
+            fixed scale, the largest magnitude. It has no integer codes and cannot be exported.
         observer: "minmax" (the range of all inputs), "moving_average", or "histogram" (the range that a method chooses from a
             histogram of all inputs, per tensor or per channel).
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average"; `bins` (2048),
@@ -38,7 +36,7 @@ class QuantSpec:
         quantizer_args: Options of the quantizer. "fixed" and "lsq" have none.
 
     Raises:
-        ValueError: A value is out of its range, or a name is not known.
+        ValueError: A value is out of its range, or a name is unknown.
 
     Example:
         >>> spec = QuantSpec(bits=4, narrow=True)
@@ -88,8 +86,8 @@ class QuantSpec:
             raise ValueError(f"QuantSpec: group_size must be a whole number above 0 or None, got {size!r}.")
         if size is not None and self.axis is None:
             raise ValueError(
-                f"QuantSpec: group_size={size} needs the axis that groups run along, got axis=None; of a linear layer's "
-                f"weight (out, in) the inputs are axis=1."
+                f"QuantSpec: group_size={size} needs the axis that groups run along, got axis=None; axis=1 is the input of a "
+                f"linear layer's weight (out, in)."
             )
 
     def _check_logarithmic(self) -> None:
@@ -102,21 +100,21 @@ class QuantSpec:
 
     @property
     def qmin(self) -> int:
-        """Lowest code; of a format without integer codes, the lowest number in units of the scale."""
+        """Lowest code; for a format without integer codes, the lowest value in units of the scale."""
         if self.format != "int":
             return -1
         return (-(1 << self.bits - 1) if self.signed else 0) + int(self.narrow)
 
     @property
     def qmax(self) -> int:
-        """Highest code; of a format without integer codes, the highest number in units of the scale."""
+        """Highest code; for a format without integer codes, the highest value in units of the scale."""
         if self.format != "int":
             return 1
         return (1 << self.bits - int(self.signed)) - 1
 
     @property
     def block_size(self) -> int:
-        """The group_size, as the ops take it: 0 is none."""
+        """The group_size as an argument of ops: 0 means none."""
         return self.group_size or 0
 
     def scale_shape(self, sizes: Sequence[int], group: int = 1) -> tuple[int, ...]:
@@ -148,7 +146,7 @@ class QuantSpec:
         return tuple(shape)
 
     def describe(self) -> str:
-        """Return a short name, as reports print it.
+        """Return a short name for reports.
 
         Example:
             >>> QuantSpec(axis=0).describe(), QuantSpec(signed=False, symmetric=False, quantizer="lsq").describe()
@@ -166,7 +164,7 @@ class QuantSpec:
         return " ".join(word for word in words if word)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, as JSON can hold them."""
+        """Return the fields as values that JSON can represent."""
         return asdict(self)
 
     @classmethod
@@ -174,7 +172,7 @@ class QuantSpec:
         """Build a spec from `to_dict`'s result.
 
         Raises:
-            ValueError: A key or a value is not known.
+            ValueError: A key or a value is unknown.
         """
         names = [f.name for f in fields(cls)]
         for key in values:

@@ -47,43 +47,48 @@ from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.public import publish
 
-# Float type -> QAT type: what the swap pass replaces.
+# Float type -> QAT type: the layers that the swap pass replaces.
 QAT_MODULES: dict[type, type[QuantModule]] = {
-    QuantConv1d.FLOAT: QuantConv1d,
-    QuantConv2d.FLOAT: QuantConv2d,
-    QuantConv3d.FLOAT: QuantConv3d,
-    QuantConvTranspose1d.FLOAT: QuantConvTranspose1d,
-    QuantConvTranspose2d.FLOAT: QuantConvTranspose2d,
-    QuantConvTranspose3d.FLOAT: QuantConvTranspose3d,
-    QuantLinear.FLOAT: QuantLinear,
-    QuantEmbedding.FLOAT: QuantEmbedding,
-    QuantEmbeddingBag.FLOAT: QuantEmbeddingBag,
-    QuantMultiheadAttention.FLOAT: QuantMultiheadAttention,
+    qat_type.FLOAT: qat_type
+    for qat_type in (
+        QuantConv1d,
+        QuantConv2d,
+        QuantConv3d,
+        QuantConvTranspose1d,
+        QuantConvTranspose2d,
+        QuantConvTranspose3d,
+        QuantLinear,
+        QuantEmbedding,
+        QuantEmbeddingBag,
+        QuantMultiheadAttention,
+    )
 }
-# Float type -> QAT type: what replacement without a graph puts in. It sees no edges, so layers bring their input quantizers.
-REPLACED_MODULES: dict[type, type[QuantModule]] = {
-    **QAT_MODULES,
-    QuantLSTM.FLOAT: QuantLSTM,
-    QuantGRU.FLOAT: QuantGRU,
-    QuantLSTMCell.FLOAT: QuantLSTMCell,
-    QuantGRUCell.FLOAT: QuantGRUCell,
-    QuantMaxPool1d.FLOAT: QuantMaxPool1d,
-    QuantMaxPool2d.FLOAT: QuantMaxPool2d,
-    QuantMaxPool3d.FLOAT: QuantMaxPool3d,
-    QuantAvgPool1d.FLOAT: QuantAvgPool1d,
-    QuantAvgPool2d.FLOAT: QuantAvgPool2d,
-    QuantAvgPool3d.FLOAT: QuantAvgPool3d,
-    QuantAdaptiveAvgPool1d.FLOAT: QuantAdaptiveAvgPool1d,
-    QuantAdaptiveAvgPool2d.FLOAT: QuantAdaptiveAvgPool2d,
-    QuantAdaptiveAvgPool3d.FLOAT: QuantAdaptiveAvgPool3d,
-    QuantInstanceNorm1d.FLOAT: QuantInstanceNorm1d,
-    QuantInstanceNorm2d.FLOAT: QuantInstanceNorm2d,
-    QuantInstanceNorm3d.FLOAT: QuantInstanceNorm3d,
-    QuantAdd.FLOAT: QuantAdd,
-    QuantMul.FLOAT: QuantMul,
-    QuantMatMul.FLOAT: QuantMatMul,
-    QuantCat.FLOAT: QuantCat,
-    QuantScaledDotProductAttention.FLOAT: QuantScaledDotProductAttention,
+# Float type -> QAT type: the layers that module replacement, which sees no graph, gives input quantizers of their own.
+REPLACED_MODULES: dict[type, type[QuantModule]] = QAT_MODULES | {
+    qat_type.FLOAT: qat_type
+    for qat_type in (
+        QuantLSTM,
+        QuantGRU,
+        QuantLSTMCell,
+        QuantGRUCell,
+        QuantMaxPool1d,
+        QuantMaxPool2d,
+        QuantMaxPool3d,
+        QuantAvgPool1d,
+        QuantAvgPool2d,
+        QuantAvgPool3d,
+        QuantAdaptiveAvgPool1d,
+        QuantAdaptiveAvgPool2d,
+        QuantAdaptiveAvgPool3d,
+        QuantInstanceNorm1d,
+        QuantInstanceNorm2d,
+        QuantInstanceNorm3d,
+        QuantAdd,
+        QuantMul,
+        QuantMatMul,
+        QuantCat,
+        QuantScaledDotProductAttention,
+    )
 }
 
 __all__ = [

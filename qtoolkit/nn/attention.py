@@ -9,32 +9,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.quantizers.weights import weight_quantizer
+from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-OUT_WEIGHT_QUANTIZER = "out_proj_weight_quantizer"
-INNER = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer", "out_proj_input_quantizer")
+ACTIVATION_QUANTIZERS = (
+    "query_quantizer",
+    "key_quantizer",
+    "value_quantizer",
+    "softmax_quantizer",
+    "out_proj_input_quantizer",
+)
 
 
 def stop_fast_path(module: nn.Module, args: Any) -> None:
-    """Do nothing: a hook is what keeps TransformerEncoderLayer off its fused float kernel, which knows no quantizers."""
+    """Do nothing. Any hook keeps TransformerEncoderLayer from calling its fused float kernel, which skips the quantizers."""
 
 
 class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
     """torch.nn.MultiheadAttention with quantized projections and matrix products.
 
-    Quantized are the weights of the projections, and the inputs of each matrix product: scaled query and key, softmax output
-    and value, and the input of the output projection. Queries, keys and values that come in are quantized by the graph
-    pass, or by `input_quantizer`, one for all three. Masks, biases and softmax stay float. It computes both
-    `need_weights` modes by the same ops, never by a fused float kernel.
+    It quantizes the weights of the projections and the inputs of each matrix product: scaled query and key, softmax output
+    and value, and the input of the output projection. The module's own inputs are quantized by the graph pass, or by
+    `input_quantizer`, one for query, key and value. Masks, biases and softmax stay float. Both `need_weights` modes
+    compute the same ops; no fused float kernel is used.
 
     Args:
-        *args: As torch.nn.MultiheadAttention takes them.
+        *args: Arguments of torch.nn.MultiheadAttention.
         weight_spec: Spec of the weights, or None; axis 0 is the output feature.
-        activation_spec: Spec of the tensors between its ops, or None.
-        **kwargs: As torch.nn.MultiheadAttention takes them.
+        activation_spec: Spec of the inputs of the matrix products inside, or None.
+        **kwargs: Keyword arguments of torch.nn.MultiheadAttention.
 
     Example:
         >>> layer = QuantMultiheadAttention(8, 2, batch_first=True, weight_spec=qt.QuantSpec(axis=0))
@@ -66,13 +70,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         self.add_quantizers(weight_spec, type(self).__name__, activation_spec)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Put the quantizers in."""
+        """Add the quantizers; those of weights take the weights' ranges."""
         self.input_quantizer = None
-        for inner in INNER:
-            setattr(self, inner, None if activation is None else self._inner_quantizer(activation, f"{name}.{inner}"))
-        for quantizer, tensor in self._weights().items():
-            wanted = None if weight is None else weight_quantizer(tensor, weight, name, name=f"{name}.{quantizer}")
-            setattr(self, quantizer, wanted)
+        for attribute in ACTIVATION_QUANTIZERS:
+            setattr(self, attribute, activation_quantizer(activation, f"{name}.{attribute}", self))
+        self.add_weight_quantizers(weight, name)
         self._hook = self.register_forward_pre_hook(stop_fast_path).id
 
     def to_float(self) -> nn.Module:
@@ -82,13 +84,13 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         return layer
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float module."""
-        return ("input_quantizer", "_hook", *INNER, *self._weights())
+        """Return the names of the attributes that the float module does not have."""
+        return ("input_quantizer", "_hook", *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
 
-    def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return the quantizers of the projections' weights, with the weights."""
-        pairs = ((name, getattr(self, name), tensor) for name, tensor in self._weights().items())
-        return {name: (quantizer, tensor) for name, quantizer, tensor in pairs if quantizer is not None}
+    def weights_to_quantize(self) -> Mapping[str, Tensor]:
+        """Return each weight by the name of its quantizer attribute."""
+        weights = {f"{name}_quantizer": getattr(self, name) for name in IN_WEIGHTS if getattr(self, name) is not None}
+        return {**weights, "out_proj_weight_quantizer": self.out_proj.weight}
 
     def forward(
         self,
@@ -101,17 +103,17 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments and results as of torch.nn.MultiheadAttention.
+        """Attend; arguments and results are those of torch.nn.MultiheadAttention.
 
         Raises:
-            ValueError: An input is a nested tensor, or a shape does not fit.
+            ValueError: An input is a nested tensor, or the numbers of dimensions do not fit.
         """
         self._check(query, key, value, attn_mask, is_causal)
         batched = query.dim() == 3
         q, k, v = self._project(*self._quantize_inputs(query, key, value, batched))
         k, v, added = self._extend(k, v)
         if is_causal and key_padding_mask is None and not need_weights:
-            # Here torch takes the hint and not the mask, and so masks out what bias_k or add_zero_attn append.
+            # torch then ignores the mask and applies a causal one, which also masks what bias_k and add_zero_attn append.
             attn_mask, added = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).triu(1), 0
         mask = self._merge_masks(attn_mask, key_padding_mask, q, added)
         q = quantized(self.query_quantizer, self._heads(q) * math.sqrt(1.0 / self.head_dim))
@@ -132,13 +134,6 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
 
     # ---- parts
 
-    def _weights(self) -> dict[str, Tensor]:
-        weights = {f"{name}_quantizer": getattr(self, name) for name in IN_WEIGHTS if getattr(self, name) is not None}
-        return {**weights, OUT_WEIGHT_QUANTIZER: self.out_proj.weight}
-
-    def _inner_quantizer(self, spec: QuantSpec, name: str) -> TensorQuantizer:
-        return TensorQuantizer(spec, name=name).to(self.out_proj.weight.device)
-
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
@@ -158,7 +153,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
     def _quantize_inputs(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize each tensor once, and bring it to (length, batch, features)."""
+        """Quantize each distinct tensor once, and return it as (length, batch, features)."""
         q = self._quantize_input(query, batched)
         k = q if key is query else self._quantize_input(key, batched)
         v = k if value is key else q if value is query else self._quantize_input(value, batched)
@@ -186,7 +181,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         return q, k, v
 
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Append what bias_k, bias_v and add_zero_attn add to keys and values: (length, batch, features)."""
+        """Append bias_k and bias_v, and the zeros of add_zero_attn, to keys and values; return the number of elements added."""
         before, batch = k.size(0), k.size(1)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.repeat(1, batch, 1)])
@@ -198,11 +193,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
     def _merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, added: int
     ) -> Tensor | None:
-        """Return the sum of both masks as floats, to broadcast over (batch, heads, target, source), or None."""
+        """Return the sum of both masks as floats, broadcastable to (batch, heads, target, source), or None."""
         masks = []
         if attn_mask is not None:
-            grouped = attn_mask if attn_mask.dim() == 2 else self._apart(attn_mask, q.size(1))
-            masks.append(_as_float(grouped, q.dtype))
+            per_head = attn_mask if attn_mask.dim() == 2 else self._split_heads(attn_mask, q.size(1))
+            masks.append(_as_float(per_head, q.dtype))
         if key_padding_mask is not None:
             masks.append(_as_float(key_padding_mask, q.dtype).reshape(q.size(1), 1, 1, -1))
         return F.pad(sum(masks[1:], masks[0]), (0, added)) if masks else None
@@ -211,12 +206,12 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         """(length, batch, features) -> (batch, heads, length, features of a head)."""
         return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
-    def _apart(self, x: Tensor, batch: int) -> Tensor:
+    def _split_heads(self, x: Tensor, batch: int) -> Tensor:
         """(batch * heads, ...) -> (batch, heads, ...)."""
         return x.reshape(batch, self.num_heads, *x.shape[1:])
 
     def _attend(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the attention weights that multiply the values: quantized, and dropped out in training."""
+        """Return the attention weights: quantized, then with dropout in training."""
         scores = torch.matmul(q, k.transpose(-2, -1))
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         kept: Tensor = quantized(self.softmax_quantizer, weights)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import check_known
-from qtoolkit.nn.module import adopt
+from qtoolkit.nn.module import shallow_copy_as
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
@@ -78,7 +78,7 @@ class LinkedBatchNorm(nn.Module):
 
     def to_float(self) -> nn.Module:
         """Return the batch norm of its float type, with the same parameters and buffers."""
-        bn = adopt(self.float_type, self)
+        bn = shallow_copy_as(self.float_type, self)
         for name in ("strategy", "frozen", "float_type"):
             del bn.__dict__[name]
         return bn
@@ -154,7 +154,7 @@ def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
             f"batch norm {name!r}: strategy {strategy!r} needs the statistics of the whole batch, which a SyncBatchNorm does "
             f'not expose; set Backend.batch_norm to "unscale" or "frozen".'
         )
-    new = adopt(BATCH_NORMS.get(type(bn), QuantFrozenBatchNorm), bn)
+    new = shallow_copy_as(BATCH_NORMS.get(type(bn), QuantFrozenBatchNorm), bn)
     new.strategy, new.frozen, new.float_type = strategy, False, type(bn)
     return new
 

@@ -1,4 +1,4 @@
-"""Recurrent cells with quantized weights, input and state, and what they share with the layers of `recurrent`."""
+"""Recurrent cells with quantized weights, input and state, and the base class that they share with recurrent layers."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -6,25 +6,24 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.inputs import inner_quantizer, is_active
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized
-from qtoolkit.quantizers.weights import weight_quantizer
+from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 
 class QuantRecurrent(QuantModule):
     """A recurrent layer or cell with a quantizer for each weight, for its input and for the state that it multiplies.
 
     Args:
-        *args: As torch's own class takes them.
+        *args: Arguments of torch's class.
         weight_spec: Spec of the weights, or None; axis 0 is the row of a gate.
         input_spec: Spec of the input, or None.
-        activation_spec: Spec of the state, and of what goes from layer to layer inside, or None.
-        **kwargs: As torch's own class takes them.
+        activation_spec: Spec of the state, and of the tensors between layers, or None.
+        **kwargs: Keyword arguments of torch's class.
 
     Attributes:
-        QUANTIZE_HIDDEN: Whether `activation_spec` is obeyed. A subclass with False keeps the state in float, and a layer of
-            many steps in its one fused kernel.
-        input_quantizer: Quantizer of the input where no graph pass inserts one, or None.
+        QUANTIZE_HIDDEN: Whether `activation_spec` applies. With False the state stays float, and a layer computes all its
+            steps in one fused kernel.
+        input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
     """
 
     KIND = "recurrent"
@@ -43,48 +42,46 @@ class QuantRecurrent(QuantModule):
         super().__init__(*args, **kwargs)
         name = type(self).__name__
         self.add_quantizers(weight_spec, name, activation_spec)
-        self.input_quantizer = inner_quantizer(input_spec, f"{name}.input_quantizer", self)
+        self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Put the quantizers in, with the ranges of the weights."""
-        _own_lists(self)
+        """Add the quantizers; those of weights take the weights' ranges."""
+        _copy_lists(self)
         self.input_quantizer = None
-        for inner in self.inner():
-            spec = activation if self.QUANTIZE_HIDDEN else None
-            setattr(self, inner, inner_quantizer(spec, f"{name}.{inner}", self))
-        for quantizer, tensor in self._weights().items():
-            wanted = None if weight is None else weight_quantizer(tensor, weight, name, name=f"{name}.{quantizer}")
-            setattr(self, quantizer, wanted)
+        spec = activation if self.QUANTIZE_HIDDEN else None
+        for attribute in self.activation_quantizer_names():
+            setattr(self, attribute, activation_quantizer(spec, f"{name}.{attribute}", self))
+        self.add_weight_quantizers(weight, name)
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = super().to_float()
-        _own_lists(layer)
+        _copy_lists(layer)
         return layer
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float module."""
-        return ("input_quantizer", *self.inner(), *self._weights())
+        """Return the names of the attributes that the float module does not have."""
+        return ("input_quantizer", *self.activation_quantizer_names(), *self.weights_to_quantize())
 
-    def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return the weights' quantizers with the weights."""
-        pairs = ((name, getattr(self, name), tensor) for name, tensor in self._weights().items())
-        return {name: (quantizer, tensor) for name, quantizer, tensor in pairs if quantizer is not None}
+    def weights_to_quantize(self) -> Mapping[str, Tensor]:
+        """Return each weight by the name of its quantizer attribute."""
+        parameters = self.named_parameters(recurse=False)
+        return {f"{name}_quantizer": tensor for name, tensor in parameters if name.startswith("weight_")}
 
-    def inner(self) -> tuple[str, ...]:
-        """Return the names of the quantizers besides those of weights and input."""
+    def activation_quantizer_names(self) -> tuple[str, ...]:
+        """Return the attributes of the quantizers of state and tensors between layers."""
         raise NotImplementedError
 
     def forward_fp32(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module in float, as torch's own class does."""
+        """Compute the module in float, as torch's class does."""
         return super().forward(*args, **kwargs)
 
     def quantized_weight(self, parameter: str) -> Tensor:
-        """Return one of the weights through its quantizer."""
+        """Return a weight quantized, given its parameter's name."""
         return quantized(getattr(self, f"{parameter}_quantizer"), getattr(self, parameter))  # type: ignore[no-any-return]
 
     def with_quantized_weights(self) -> nn.Module:
-        """Return a float module that computes with the quantized weights; this one where no quantizer of them is on."""
+        """Return a float module with quantized weights, or this module if no weight quantizer is active."""
         active = [name for name, quantizer in self.weight_quantizers().items() if is_active(quantizer)]
         if not active:
             return self
@@ -95,13 +92,9 @@ class QuantRecurrent(QuantModule):
             setattr(layer, parameter, self.quantized_weight(parameter))
         return layer
 
-    def _weights(self) -> dict[str, Tensor]:
-        parameters = self.named_parameters(recurse=False)
-        return {f"{name}_quantizer": tensor for name, tensor in parameters if name.startswith("weight_")}
 
-
-def _own_lists(module: nn.Module) -> None:
-    """Give a module, which was adopted, lists of its own: torch's RNNs keep one of their weights in step with them."""
+def _copy_lists(module: nn.Module) -> None:
+    """Copy the lists of a shallow copy: torch's RNNs update their list of weights in place."""
     vars(module).update({name: list(value) for name, value in vars(module).items() if isinstance(value, list)})
 
 
@@ -111,7 +104,7 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
     Attributes:
         weight_ih_quantizer: Quantizer of the weight of the input, or None.
         weight_hh_quantizer: Quantizer of the weight of the hidden state, or None.
-        hidden_quantizer: Quantizer of the hidden state as it comes in, or None.
+        hidden_quantizer: Quantizer of the hidden state before the step, or None.
 
     Example:
         >>> cell = QuantLSTMCell(4, 3, weight_spec=qt.QuantSpec(axis=0))
@@ -124,12 +117,12 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
 
     hidden_quantizer: Quantizer | None
 
-    def inner(self) -> tuple[str, ...]:
-        """Return the names of the quantizers besides those of weights and input."""
+    def activation_quantizer_names(self) -> tuple[str, ...]:
+        """Return the attribute of the state's quantizer."""
         return ("hidden_quantizer",)
 
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Take one step; arguments and results as of torch.nn.LSTMCell."""
+        """Take one step; arguments and results are those of torch.nn.LSTMCell."""
         state = None if hx is None else (quantized(self.hidden_quantizer, hx[0]), hx[1])
         return nn.LSTMCell.forward(self.with_quantized_weights(), quantized(self.input_quantizer, input), state)  # type: ignore[arg-type]
 
@@ -137,12 +130,12 @@ class QuantLSTMCell(QuantRecurrent, nn.LSTMCell):
 class QuantGRUCell(QuantRecurrent, nn.GRUCell):
     """torch.nn.GRUCell with quantized weights and quantized operands of both matrix products.
 
-    The new state is blended from the quantized old one.
+    The new state is interpolated from the quantized old state.
 
     Attributes:
         weight_ih_quantizer: Quantizer of the weight of the input, or None.
         weight_hh_quantizer: Quantizer of the weight of the hidden state, or None.
-        hidden_quantizer: Quantizer of the hidden state as it comes in, or None.
+        hidden_quantizer: Quantizer of the hidden state before the step, or None.
 
     Example:
         >>> QuantGRUCell(4, 3, weight_spec=qt.QuantSpec(axis=0))(torch.zeros(2, 4)).shape
@@ -153,11 +146,11 @@ class QuantGRUCell(QuantRecurrent, nn.GRUCell):
 
     hidden_quantizer: Quantizer | None
 
-    def inner(self) -> tuple[str, ...]:
-        """Return the names of the quantizers besides those of weights and input."""
+    def activation_quantizer_names(self) -> tuple[str, ...]:
+        """Return the attribute of the state's quantizer."""
         return ("hidden_quantizer",)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        """Take one step; arguments and result as of torch.nn.GRUCell."""
+        """Take one step; arguments and result are those of torch.nn.GRUCell."""
         state = None if hx is None else quantized(self.hidden_quantizer, hx)
         return nn.GRUCell.forward(self.with_quantized_weights(), quantized(self.input_quantizer, input), state)  # type: ignore[arg-type]

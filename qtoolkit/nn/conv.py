@@ -31,7 +31,7 @@ class _QuantConv(QuantWeighted):
         return self.FUNCTION(x, weight, bias, self.stride, 0, self.dilation, self.groups)
 
     def edges(self) -> list[int]:
-        """Return the padding of each edge, as torch.nn.functional.pad takes them: from the last dimension back."""
+        """Return the padding of each edge in the order of torch.nn.functional.pad, last dimension first."""
         if self.padding == "same":
             totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         elif self.padding == "valid":

@@ -18,13 +18,13 @@ class _QuantConvTranspose(QuantWeighted):
     # Of torch's own class, mixed in:
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
-    padding: Any  # a tuple of numbers: the class takes no words
+    padding: Any  # a tuple of numbers; "same" and "valid" are not supported
     dilation: tuple[int, ...]
     output_padding: tuple[int, ...]
     groups: int
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Convolve; a further argument is output_size, as torch's layer takes it."""
+        """Convolve; the optional further argument is torch's output_size."""
         extra = self.output_padding_for(x, *args, **kwargs)
         return self.FUNCTION(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
 
@@ -33,7 +33,7 @@ class _QuantConvTranspose(QuantWeighted):
 
         Args:
             x: The input.
-            output_size: Sizes of the spatial dimensions, or of all; None takes the layer's output_padding.
+            output_size: Sizes of the spatial dimensions, or of all dimensions. By default, the layer's output_padding holds.
 
         Raises:
             ValueError: No output padding gives that size.
@@ -70,7 +70,7 @@ class _QuantConvTranspose(QuantWeighted):
         return (grouped * factor.reshape(self.groups, 1, -1, *[1] * (weight.dim() - 2))).flatten(0, 1)
 
     def scale_groups(self, axis: int | None) -> int:
-        """Return the groups, where scales run along the output channel."""
+        """Return the number of groups for scales along the output channel, otherwise 1."""
         return self.groups if axis is not None and axis % self.weight.dim() == 1 else 1
 
 

@@ -1,6 +1,5 @@
-"""Attention as a module, float and quantized: for models whose attention no graph pass sees."""
+"""Scaled dot-product attention as a module, float and quantized, for models that are not traced."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,21 +7,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn.inputs import inner_quantizer, is_active
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized
+from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
-INNER = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
+QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
 
 
 class ScaledDotProductAttention(nn.Module):
     """torch.nn.functional.scaled_dot_product_attention as a module.
 
     Args:
-        dropout_p: Share of the attention weights that are dropped, in training mode alone. With any, `qtoolkit.prepare` keeps
-            the module whole, in float; module replacement quantizes it.
-        is_causal: Mask out what comes later, by the lower triangle of (target, source) from the top left.
+        dropout_p: Dropout probability of the attention weights in training mode. If it is not 0, `qtoolkit.prepare` leaves
+            the module in float, as a leaf module; module replacement quantizes it.
+        is_causal: Apply the causal mask, the lower triangle of (target, source).
         scale: Factor of the scores; None is 1 / sqrt(features of the query).
-        enable_gqa: Let several query heads share a head of key and value.
+        enable_gqa: Grouped-query attention: several query heads share a head of key and value.
 
     Example:
         >>> ScaledDotProductAttention(is_causal=True)(*[torch.zeros(1, 2, 5, 8)] * 3).shape
@@ -46,12 +45,12 @@ class ScaledDotProductAttention(nn.Module):
             query: (..., heads, target, features).
             key: (..., heads, source, features).
             value: (..., heads, source, features of the value).
-            attn_mask: To broadcast over (..., heads, target, source): booleans, True where it may look, or floats to add.
+            attn_mask: Broadcastable to (..., heads, target, source): booleans, True to take part, or floats to add.
 
         Returns:
             (..., heads, target, features of the value).
         """
-        # Without dropout nothing is decided on the mode, so that the op is traced into.
+        # Without dropout, no branch depends on the training mode, so the op can be traced.
         dropout = self.dropout_p if self.dropout_p and self.training else 0.0
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
@@ -66,12 +65,12 @@ class ScaledDotProductAttention(nn.Module):
 class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
     """Attention with quantized inputs of both matrix products: the scaled query, key, attention weights and value.
 
-    Masks and the softmax stay float. Where no quantizer is on, it is torch's own function.
+    Masks and the softmax stay float. With all quantizers off it calls torch's own function.
 
     Args:
-        *args: As `ScaledDotProductAttention` takes them.
-        activation_spec: Spec of what is quantized, or None.
-        **kwargs: As `ScaledDotProductAttention` takes them.
+        *args: Arguments of `ScaledDotProductAttention`.
+        activation_spec: Spec of the inputs of the matrix products, or None.
+        **kwargs: Keyword arguments of `ScaledDotProductAttention`.
 
     Attributes:
         query_quantizer: Quantizer of the query times the scale, or None.
@@ -101,52 +100,48 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
         self.add_quantizers(None, type(self).__name__, activation_spec)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Put the quantizers in."""
-        for inner in INNER:
-            setattr(self, inner, inner_quantizer(activation, f"{name}.{inner}", self))
+        """Add the quantizers."""
+        for quantizer in QUANTIZERS:
+            setattr(self, quantizer, activation_quantizer(activation, f"{name}.{quantizer}", self))
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float module."""
-        return INNER
-
-    def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return nothing: there is no weight."""
-        return {}
+        """Return the names of the attributes that the float module does not have."""
+        return QUANTIZERS
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Attend; arguments and result as of `ScaledDotProductAttention`.
+        """Attend; arguments and result are those of `ScaledDotProductAttention`.
 
         Raises:
-            ValueError: There is a mask besides is_causal.
+            ValueError: Both a mask and is_causal=True are given.
         """
         if self.is_causal and attn_mask is not None:
             raise ValueError(
-                "QuantScaledDotProductAttention: attn_mask must be None with is_causal=True, which is a mask itself; put "
-                "both into one attn_mask."
+                "QuantScaledDotProductAttention: attn_mask must be None with is_causal=True, which is a mask itself; "
+                "combine both into one attn_mask."
             )
-        if not any(is_active(getattr(self, inner)) for inner in INNER):
+        if not any(is_active(getattr(self, name)) for name in QUANTIZERS):
             return self.forward_fp32(query, key, value, attn_mask)
         scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
         q = quantized(self.query_quantizer, query * scale)
-        k = self._for_heads_of(query, quantized(self.key_quantizer, key))
-        v = self._for_heads_of(query, quantized(self.value_quantizer, value))
+        k = self._repeat_heads(query, quantized(self.key_quantizer, key))
+        v = self._repeat_heads(query, quantized(self.value_quantizer, value))
         weights = self._weights(torch.matmul(q, k.transpose(-2, -1)), attn_mask)
         dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
         return torch.matmul(dropped, v)
 
     def forward_fp32(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the module in float, by torch's own function."""
+        """Compute the module in float with torch's own function."""
         return super().forward(*args, **kwargs)
 
-    def _for_heads_of(self, query: Tensor, x: Tensor) -> Tensor:
+    def _repeat_heads(self, query: Tensor, x: Tensor) -> Tensor:
         return x.repeat_interleave(query.size(-3) // x.size(-3), -3) if self.enable_gqa else x
 
     def _weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the softmax of masked scores; zeros where a row has nothing to look at, as torch's function gives."""
+        """Return the softmax of the masked scores. A row that is masked entirely gives zeros, as in torch's function."""
         if self.is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is None:
             return scores.softmax(-1)
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        blind = (scores == -torch.inf).all(-1, keepdim=True)
-        return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        masked_rows = (scores == -torch.inf).all(-1, keepdim=True)
+        return scores.masked_fill(masked_rows, 0.0).softmax(-1).masked_fill(masked_rows, 0.0)

@@ -1,4 +1,4 @@
-"""Embeddings and bags of them: a table whose rows are quantized, each with a scale of its own (axis 0) or all with one."""
+"""Embeddings and embedding bags with a quantized table: one scale per row (axis 0), or one for the table."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
 class _QuantTable(QuantWeighted):
-    """What embeddings and bags of them share: rows that are looked up, and before that renormalized in place."""
+    """The base class of embeddings and embedding bags, which renormalize rows in place before they look them up."""
 
     weight: Tensor
     max_norm: float | None
@@ -20,7 +20,7 @@ class _QuantTable(QuantWeighted):
     bias = None
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up quantized rows; further arguments as torch's layer takes them."""
+        """Look up quantized rows; other arguments are those of torch's layer."""
         self._renormalize(input)
         return super().forward(input, *args, **kwargs)
 
@@ -31,15 +31,15 @@ class _QuantTable(QuantWeighted):
 
     def _renormalize(self, input: Tensor) -> None:
         if self.max_norm is not None:
-            with torch.no_grad():  # F.embedding documents that it changes the rows in place
+            with torch.no_grad():  # F.embedding renormalizes the rows in place
                 F.embedding(input, self.weight, None, self.max_norm, self.norm_type)
 
 
 class QuantEmbedding(_QuantTable, nn.Embedding):
     """torch.nn.Embedding with a quantized table; `weight_spec`'s axis 0 is the row.
 
-    With `sparse=True` the gradient of the table is sparse as in torch's layer: only the rows that are looked up are
-    quantized. With `max_norm` the rows that are looked up are renormalized in place first, as in torch's layer.
+    With `sparse=True` the gradient of the table is sparse, as in torch's layer, and only the indexed rows are quantized.
+    With `max_norm` the indexed rows are first renormalized in place, as in torch's layer.
 
     Example:
         >>> layer = QuantEmbedding(10, 4, padding_idx=0, weight_spec=qt.QuantSpec(axis=0))
@@ -69,7 +69,7 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
     """torch.nn.EmbeddingBag with a quantized table; `weight_spec`'s axis 0 is the row. Sums and means are float.
 
     With `sparse=True` and a quantized table the gradient is dense: each step quantizes the whole table. `per_sample_weights`
-    stay float. With `max_norm` the rows that are looked up are renormalized in place first, as in torch's layer.
+    stay float. With `max_norm` the indexed rows are first renormalized in place, as in torch's layer.
 
     Example:
         >>> layer = QuantEmbeddingBag(10, 4, mode="mean", weight_spec=qt.QuantSpec(axis=0))
@@ -90,7 +90,7 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Sum, average or take the largest of the rows of each bag."""
+        """Reduce the rows of each bag to their sum, mean or maximum."""
         return F.embedding_bag(
             x,
             weight,

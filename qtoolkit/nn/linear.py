@@ -24,10 +24,10 @@ class QuantLinear(QuantWeighted, nn.Linear):
         return F.linear(x, weight, bias)
 
     def check_input(self, x: Tensor) -> None:
-        """Raise ValueError for an input of more than two dimensions, where BatchNorm1d's channels are dimension 1."""
+        """Raise ValueError if a batch norm follows and the input is not 2-d: BatchNorm1d then normalizes dimension 1."""
         if self._holds_batch_norm and x.dim() != 2:
             raise ValueError(
                 f"QuantLinear: a batch norm that is folded into a linear layer needs inputs of 2 dimensions, got "
-                f"{tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. Keep it apart: "
+                f"{tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. Leave it unfolded: "
                 f"prepare(..., qconfig_mapping=QConfigMapping().set_module_name(<the batch norm>, None))."
             )

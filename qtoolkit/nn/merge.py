@@ -1,27 +1,28 @@
-"""Ops of several tensors as modules, float and quantized: for models whose + and torch.cat no graph pass sees."""
+"""Ops of several tensors as modules, float and quantized, for models that are not traced."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
-from qtoolkit.nn.inputs import QuantInput, inner_quantizer
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized
+from qtoolkit.nn.inputs import QuantInput
+from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 
 OPERANDS = ("both", "first", "second")
 
 
 class Merge(nn.Module):
-    """An op of two tensors as a module, which module replacement can quantize; in a graph it is traced into the op.
+    """An op of two tensors as a module, which module replacement can quantize. Tracing records the op itself.
 
     Args:
-        quantized: Which operands are quantized once the module is: "both", "first" or "second". On TensorRT, the sum of a
-            residual block fuses into the convolution before it where only the other branch is quantized.
+        quantized: Which operands module replacement quantizes: "both", "first" or "second". TensorRT fuses the sum of a
+            residual block into the preceding convolution only if the other branch alone is quantized.
 
     Raises:
-        ValueError: `quantized` is none of the three.
+        ValueError: `quantized` is another value.
     """
 
     def __init__(self, quantized: str = "both") -> None:
@@ -98,7 +99,7 @@ class Cat(nn.Module):
 
 
 class QuantMerge(QuantModule):
-    """An op of two tensors with a quantizer for each that `quantized` names; mixed into the float module.
+    """An op of two tensors with a quantizer for each operand that `quantized` names; to be mixed into the float module.
 
     Args:
         quantized: Which operands are quantized.
@@ -117,28 +118,24 @@ class QuantMerge(QuantModule):
         name = type(self).__name__
         self.add_quantizers(None, name, input_spec)
         if quantized != "second":
-            self.input_quantizer = inner_quantizer(input_spec, f"{name}.input_quantizer", self)
+            self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Put the second operand's quantizer in, and make the place for the first one's."""
+        """Add the quantizer of the second operand, and declare that of the first."""
         if self.quantized != "second":
             self.input_quantizer = None
         spec = None if self.quantized == "first" else activation
-        self.other_quantizer = inner_quantizer(spec, f"{name}.other_quantizer", self)
+        self.other_quantizer = activation_quantizer(spec, f"{name}.other_quantizer", self)
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float module."""
+        """Return the names of the attributes that the float module does not have."""
         return ("input_quantizer", "other_quantizer")
 
-    def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return nothing: there is no weight."""
-        return {}
-
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Compute the op of its quantized operands.
+        """Apply the op to the quantized operands.
 
         Raises:
-            TypeError: An operand is no tensor.
+            TypeError: An operand is not a tensor.
         """
         for name, operand in (("input", input), ("other", other)):
             if not isinstance(operand, Tensor):
@@ -183,7 +180,7 @@ class QuantMatMul(QuantMerge, MatMul):
 
 
 class QuantCat(QuantInput, Cat):
-    """The concatenation of tensors that one quantizer has put on the same grid, so that it moves codes alone.
+    """The concatenation of tensors that share one quantizer, so that it only copies codes.
 
     Example:
         >>> layer = QuantCat(input_spec=qt.QuantSpec(bits=4))
@@ -196,5 +193,5 @@ class QuantCat(QuantInput, Cat):
     KIND = "cat"
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:  # type: ignore[override]  # several inputs, as Cat takes them
-        """Join the quantized tensors."""
+        """Return the concatenation of the quantized tensors."""
         return self.forward_fp32([quantized(self.input_quantizer, x) for x in tensors])  # type: ignore[no-any-return]

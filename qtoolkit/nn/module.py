@@ -1,4 +1,4 @@
-"""QuantModule: what every QAT module of the table offers to the passes, the reports and the export."""
+"""QuantModule: the base class of QAT modules, as the passes, the reports and the export use them."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -12,13 +12,13 @@ from qtoolkit.op_kinds.rules import OTHER
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.quantizers.quantizer import Quantizer as Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.quantizers.weights import set_weight_range
+from qtoolkit.quantizers.weights import set_weight_range, weight_quantizer
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def adopt(cls: type[M], module: nn.Module) -> M:
-    """Return a new module of a class with all that another one holds: the same parameters, buffers, hooks and mode."""
+def shallow_copy_as(cls: type[M], module: nn.Module) -> M:
+    """Return a new module of a class that shares another module's parameters, buffers and submodules; hooks and mode too."""
     new = cls.__new__(cls)
     new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
     return new
@@ -38,7 +38,7 @@ class QuantModule(nn.Module):
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]
 
-    _loaded_float = False  # whether the state dict that was loaded last had the weight and nothing of its quantizers
+    _loaded_float = False  # whether the last state dict had the module's weights but nothing of their quantizers
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,13 +51,13 @@ class QuantModule(nn.Module):
     def from_float(
         cls, module: nn.Module, weight: QuantSpec | None, name: str = "", activation: QuantSpec | None = None
     ) -> Self:
-        """Build the QAT module of a float one; it takes over the parameters themselves, hooks and mode.
+        """Build the QAT module of a float module. It shares the parameters, hooks and mode.
 
         Args:
             module: The float module, of exactly the type `FLOAT`.
             weight: Spec of the weights; its axis is the weight's own axis. None leaves them float.
-            name: What errors call the module.
-            activation: Spec of the tensors between several ops inside the module; a module of one op has none.
+            name: The module's name in error messages.
+            activation: Spec of the tensors between several ops inside the module. Modules of one op ignore it.
 
         Raises:
             TypeError: The module is of another type.
@@ -65,13 +65,13 @@ class QuantModule(nn.Module):
         """
         if type(module) is not cls.FLOAT:
             raise TypeError(f"{cls.__name__}.from_float takes a {cls.FLOAT.__name__}, got {type(module).__name__}.")
-        new = adopt(cls, module)
+        new = shallow_copy_as(cls, module)
         new.add_quantizers(weight, name, activation)
         return new
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
-        layer = adopt(self.FLOAT, self)
+        layer = shallow_copy_as(self.FLOAT, self)
         for name in (*self.own_attributes(), "output_quantizer", "_loaded_float"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
@@ -80,26 +80,39 @@ class QuantModule(nn.Module):
                 del hooks[key]
         return layer
 
-    # ---- what a kind of module has to say
+    # ---- for subclasses to implement
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Put the quantizers in, with ranges for the weights."""
+        """Add the quantizers; those of weights take the weights' ranges."""
         raise NotImplementedError
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float module."""
+        """Return the names of the attributes that the float module does not have."""
         raise NotImplementedError
+
+    def weights_to_quantize(self) -> Mapping[str, Tensor]:
+        """Return each weight by the name of its quantizer attribute."""
+        return {}
+
+    # ---- weights
+
+    def add_weight_quantizers(self, spec: QuantSpec | None, name: str) -> None:
+        """Set the quantizer attribute of each weight, to None if there is no spec."""
+        for attribute, weight in self.weights_to_quantize().items():
+            path = f"{name}.{attribute}"
+            setattr(self, attribute, None if spec is None else weight_quantizer(weight, spec, name, name=path))
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return each weight quantizer by its name in this module, with the tensor that it quantizes."""
-        raise NotImplementedError
+        """Return each weight quantizer by its attribute name, with the tensor that it quantizes."""
+        pairs = ((name, getattr(self, name), weight) for name, weight in self.weights_to_quantize().items())
+        return {name: (quantizer, weight) for name, quantizer, weight in pairs if quantizer is not None}
 
     def weight_quantizers(self) -> Mapping[str, Quantizer]:
-        """Return each weight quantizer by its name in this module; the weights need not be computed for that."""
+        """Return each weight quantizer by its attribute name, without computing the weights."""
         return {name: quantizer for name, (quantizer, _) in self.quantized_weights().items()}
 
     def reset_weight_range(self) -> None:
-        """Set the weight quantizers' ranges to those of the weights as they are now."""
+        """Set the ranges of the weight quantizers to those of the weights as they are now."""
         for quantizer, weight in self.quantized_weights().values():
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight)
@@ -113,14 +126,14 @@ class QuantModule(nn.Module):
 
 
 def reset_after_loading(module: nn.Module, keys: Any) -> None:
-    """Set the ranges of the weights' quantizers anew in a module, once weights without such ranges were loaded: a hook."""
+    """Reset the weight ranges of each layer in a module whose state dict had weights without ranges: a hook."""
     for layer in module.modules():
         if isinstance(layer, QuantModule) and layer._loaded_float:
             layer.reset_weight_range()
 
 
 def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return a module's output through its `output_quantizer`, of several tensors the first one: a forward hook."""
+    """Return a module's output, or the first of several, quantized by its `output_quantizer`: a forward hook."""
     quantizer: Any = module.output_quantizer
     if isinstance(output, PackedSequence):
         return output._replace(data=quantizer(output.data))
@@ -129,6 +142,19 @@ def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:
     return quantizer(output)
 
 
+def activation_quantizer(spec: QuantSpec | None, name: str, module: nn.Module) -> TensorQuantizer | None:
+    """Return a new quantizer of an activation in a module, on the device of its parameters; None if there is no spec."""
+    if spec is None:
+        return None
+    device = next((parameter.device for parameter in module.parameters()), None)
+    return TensorQuantizer(spec, name=name).to(device)
+
+
 def quantized(quantizer: Quantizer | None, x: Any) -> Any:
-    """Return x through a quantizer, or x itself where there is none."""
+    """Return x quantized, or x itself if there is no quantizer."""
     return x if quantizer is None else quantizer(x)
+
+
+def is_active(quantizer: Quantizer | None) -> bool:
+    """Return whether a quantizer, if there is one, observes or quantizes."""
+    return quantizer is not None and quantizer.active

@@ -1,4 +1,4 @@
-"""LSTM and GRU with quantized weights, input and state: in torch's fused kernel where that is possible, else step by step."""
+"""LSTM and GRU with quantized weights, input and state, in torch's fused kernel if possible, otherwise step by step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,19 +9,18 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from qtoolkit.nn.cells import QuantRecurrent
-from qtoolkit.nn.inputs import is_active
-from qtoolkit.nn.module import quantized
+from qtoolkit.nn.module import is_active, quantized
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State], State]
 
 
 class QuantRNNBase(QuantRecurrent):
-    """What `QuantLSTM` and `QuantGRU` share.
+    """The base class of `QuantLSTM` and `QuantGRU`.
 
     With a float state (`activation_spec=None`, or QUANTIZE_HIDDEN = False) or with its quantizers off, one call of torch's
-    fused kernel computes all layers and steps. A quantized state has to be rounded in each step: then a loop calls torch's
-    fused cell. Exported, the loop is unrolled, so that the number of steps is that of the example.
+    fused kernel computes all layers and steps. A quantized state is rounded at each step, so a loop calls torch's fused
+    cell. Export unrolls the loop; the number of steps is that of the example input.
 
     Padding in a PackedSequence is neither observed nor quantized. The output is not quantized.
     """
@@ -38,26 +37,26 @@ class QuantRNNBase(QuantRecurrent):
     check_forward_args: Any
     permute_hidden: Any
 
-    def inner(self) -> tuple[str, ...]:
-        """Return the names of the quantizers besides those of weights and input."""
+    def activation_quantizer_names(self) -> tuple[str, ...]:
+        """Return the attributes of the quantizers of state and tensors between layers."""
         kinds = ("hidden", "projection") if self.proj_size else ("hidden",)
         between = [f"input_quantizer_l{layer}" for layer in range(1, self.num_layers)]
         return (*between, *(f"{kind}_quantizer_{key}" for key in self.keys() for kind in kinds))
 
     def keys(self) -> list[str]:
-        """Return the ends of the parameters' names, one for each layer and direction, in the order of the states."""
+        """Return the suffixes of the parameters' names, one per layer and direction, in the order of the states."""
         return [key for layer in range(self.num_layers) for key in self._directions(layer)]
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """Compute all layers and steps; arguments and results as of torch's class."""
+        """Compute all layers and steps; arguments and results are those of torch's class."""
         x = self._quantize_input(input)
-        if any(is_active(getattr(self, name)) for name in self.inner()):
+        if any(is_active(getattr(self, name)) for name in self.activation_quantizer_names()):
             return self.by_steps(x, hx)
         float_forward: Any = self.FLOAT.forward
         return float_forward(self.with_quantized_weights(), x, hx)
 
     def by_steps(self, x: Any, hx: Any) -> Any:
-        """Compute all layers step by step; x is quantized already."""
+        """Compute all layers step by step; x is already quantized."""
         if isinstance(x, PackedSequence):
             return self._packed(x, hx)
         return self.forward_fp32(x, hx) if _is_refused(x, self.batch_first) else self._padded(x, hx)
@@ -67,7 +66,7 @@ class QuantRNNBase(QuantRecurrent):
             return quantized(self.input_quantizer, input)
         return PackedSequence(self.input_quantizer(input.data), *input[1:])
 
-    # ---- the two forms of a batch
+    # ---- packed and padded batches
 
     def _packed(self, x: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
         data, sizes, order, back = x
@@ -109,7 +108,7 @@ class QuantRNNBase(QuantRecurrent):
         join: Callable[[list[Tensor]], Tensor],
         state: State,
     ) -> tuple[Tensor, State]:
-        """Compute all layers of what `steps_of` cuts into time steps and `join` puts together again."""
+        """Compute all layers; `steps_of` splits an input into time steps, and `join` joins them."""
         ends: list[State] = []
         for layer in range(self.num_layers):
             steps, outputs = steps_of(self._between(x, layer)), []
@@ -123,14 +122,14 @@ class QuantRNNBase(QuantRecurrent):
         return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
 
     def _between(self, x: Tensor, layer: int) -> Tensor:
-        """Return what comes into a layer."""
+        """Return the input of a layer."""
         if layer == 0:
             return x
         dropped = F.dropout(x, self.dropout, self.training)
         return quantized(getattr(self, f"input_quantizer_l{layer}"), dropped)  # type: ignore[no-any-return]
 
     def _directions(self, layer: int) -> tuple[str, ...]:
-        """Return the ends of the parameters' names in a layer, one for each direction."""
+        """Return the suffixes of a layer's parameter names, one per direction."""
         return (f"l{layer}", f"l{layer}_reverse") if self.bidirectional else (f"l{layer}",)
 
     def biases(self, key: str) -> tuple[Tensor | None, Tensor | None]:
@@ -142,18 +141,18 @@ class QuantRNNBase(QuantRecurrent):
         weights = self.quantized_weight(f"weight_ih_{key}"), self.quantized_weight(f"weight_hh_{key}")
         return *weights, *self.biases(key)
 
-    # ---- what a kind of network has to say
+    # ---- for subclasses to implement
 
     def _step(self, key: str) -> Step:
-        """Return a step of one direction of a layer: from an input and a state to the next state, the output first."""
+        """Return the step of one direction of a layer: (input, state) -> next state, with the output as its first tensor."""
         raise NotImplementedError
 
     def _state_sizes(self) -> tuple[int, ...]:
-        """Return the number of features of each tensor of the state."""
+        """Return the number of features of each tensor in the state."""
         raise NotImplementedError
 
     def _result(self, state: State) -> Any:
-        """Return a state as torch's class returns it."""
+        """Return a state in the form that torch's class returns."""
         raise NotImplementedError
 
 
@@ -161,9 +160,9 @@ class QuantLSTM(QuantRNNBase, nn.LSTM):
     """torch.nn.LSTM with quantized weights and quantized operands of all matrix products; the cell state stays float.
 
     Attributes:
-        weight_ih_l0_quantizer: Quantizer of that weight, or None; so for each weight, `weight_hr_l0` of a projection too.
-        input_quantizer_l1: Quantizer of the input of layer 1, or None; so for each layer but the first.
-        hidden_quantizer_l0: Quantizer of the hidden state of layer 0, or None; so for each layer and direction
+        weight_ih_l0_quantizer: Quantizer of that weight, or None; likewise for each weight, `weight_hr_l0` included.
+        input_quantizer_l1: Quantizer of the input of layer 1, or None; likewise for each layer but the first.
+        hidden_quantizer_l0: Quantizer of the hidden state of layer 0, or None; likewise for each layer and direction
             (`hidden_quantizer_l0_reverse`).
         projection_quantizer_l0: With proj_size, quantizer of the input of the projection, or None; likewise.
 
@@ -199,12 +198,12 @@ class QuantLSTM(QuantRNNBase, nn.LSTM):
 class QuantGRU(QuantRNNBase, nn.GRU):
     """torch.nn.GRU with quantized weights and quantized operands of all matrix products.
 
-    Where the state is quantized, each new one is blended from the quantized old one.
+    If the state is quantized, each new state is interpolated from the quantized old state.
 
     Attributes:
-        weight_ih_l0_quantizer: Quantizer of that weight, or None; so for each weight.
-        input_quantizer_l1: Quantizer of the input of layer 1, or None; so for each layer but the first.
-        hidden_quantizer_l0: Quantizer of the state of layer 0, or None; so for each layer and direction
+        weight_ih_l0_quantizer: Quantizer of that weight, or None; likewise for each weight.
+        input_quantizer_l1: Quantizer of the input of layer 1, or None; likewise for each layer but the first.
+        hidden_quantizer_l0: Quantizer of the state of layer 0, or None; likewise for each layer and direction
             (`hidden_quantizer_l0_reverse`).
 
     Example:
@@ -228,7 +227,7 @@ class QuantGRU(QuantRNNBase, nn.GRU):
 
 
 def _is_refused(x: Tensor, batch_first: bool) -> bool:
-    """Return whether torch's class refuses an input for its dimensions, or for having no steps; it then says why."""
+    """Return whether torch's class raises an error for an input's number of dimensions, or for zero steps."""
     return x.dim() not in (2, 3) or x.size(1 if batch_first and x.dim() == 3 else 0) == 0
 
 
@@ -237,7 +236,7 @@ def _parts(hx: Any) -> State:
 
 
 def _forwards(step: Step, steps: Sequence[Tensor], state: State) -> tuple[list[Tensor], State]:
-    """Return the output of each step, and the state at each sequence's end; the shorter sequences of a batch are its last."""
+    """Return the output of each step, and the state at the end of each sequence; sequences are sorted, longest first."""
     outputs, ended = [], []
     for x in steps:
         if x.size(0) < state[0].size(0):
@@ -249,7 +248,7 @@ def _forwards(step: Step, steps: Sequence[Tensor], state: State) -> tuple[list[T
 
 
 def _backwards(step: Step, steps: Sequence[Tensor], first: State) -> tuple[list[Tensor], State]:
-    """Return the output of each step and the state at the first one, going from each sequence's end."""
+    """Return the output of each step and the state at the first step, running backwards from each sequence's end."""
     outputs, state = [], tuple(part[: steps[-1].size(0)] for part in first)
     for x in reversed(steps):
         before = state[0].size(0)
@@ -263,7 +262,7 @@ def _backwards(step: Step, steps: Sequence[Tensor], first: State) -> tuple[list[
 def _lstm_cell(
     x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM by the formulas of torch.nn.LSTM, for a projected state, which torch.lstm_cell refuses."""
+    """Return one step of an LSTM with a projected state, which torch.lstm_cell does not support."""
     i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c

@@ -1,4 +1,4 @@
-"""What all layers with one quantized weight share: batch norm, folding, and the road from float and back."""
+"""QuantWeighted: the base class of layers with one quantized weight, with the batch norm that folds into it."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,32 +9,32 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
-from qtoolkit.nn.module import Quantizer, QuantModule, quantized
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
 class QuantWeighted(QuantModule):
-    """A layer with a weight that is fake-quantized in forward; mixed into torch's own class.
+    """A layer whose forward fake-quantizes its weight; to be mixed into torch's class.
 
-    With a batch norm linked, the weight is quantized as it will be once that one is folded: in eval mode the layer computes
-    exactly what the converted model does; in training mode by one of the strategies of `qtoolkit.nn.batch_norm`.
+    With a linked batch norm, the weight is quantized as folding the batch norm would scale it. In eval mode the layer
+    computes what the converted model does; in training mode it follows a strategy of `qtoolkit.nn.batch_norm`.
 
     Args:
-        *args: As torch's own class takes them.
-        weight_spec: Spec of the weight, or None for a float weight.
-        input_spec: Spec of the input, or None for an input that stays as it is.
-        **kwargs: As torch's own class takes them.
+        *args: Arguments of torch's class.
+        weight_spec: Spec of the weight; None leaves it in float.
+        input_spec: Spec of the input; None leaves it unchanged.
+        **kwargs: Keyword arguments of torch's class.
 
     Raises:
-        ValueError: A spec does not fit, or `input_spec` is one for the indices that an embedding takes.
+        ValueError: A spec does not fit, or an embedding, whose inputs are indices, has an `input_spec`.
 
     Attributes:
-        weight_quantizer: Quantizer of the weight (a Grid once converted), or None.
-        input_quantizer: Quantizer of the input where no graph pass inserts one, or None.
+        weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
+        input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
     """
 
-    weight: Any  # a Parameter, and a Parameter or None; torch's own classes declare them each in its way
+    weight: Any  # a Parameter, and a Parameter or None: torch's classes declare them differently
     bias: Any
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
@@ -47,15 +47,16 @@ class QuantWeighted(QuantModule):
         super().__init__(*args, **kwargs)
         name = type(self).__name__
         self.add_quantizers(weight_spec, name)
-        if input_spec is not None and self.KIND == "embedding":
+        if input_spec is None:
+            return
+        if self.KIND == "embedding":
             raise ValueError(
                 f"{name}: input_spec must be None: its inputs are indices, which have no range to quantize."
             )
-        if input_spec is not None:
-            self.input_quantizer = TensorQuantizer(input_spec, name=f"{name}.input_quantizer").to(self.weight.device)
+        self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Put the weight's quantizer in, with the range of the weight."""
+        """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
         self.input_quantizer = None
         self.weight_quantizer = None
@@ -63,11 +64,11 @@ class QuantWeighted(QuantModule):
             self.weight_quantizer = weight_quantizer(self.weight, weight, name, self.scale_groups(weight.axis))
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float layer."""
+        """Return the names of the attributes that the float layer does not have."""
         return ("weight_quantizer", "input_quantizer", "_batch_norm", "_holds_batch_norm")
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
-        """Return the weight's quantizer with the weight as it is quantized."""
+        """Return the weight's quantizer with the tensor that it quantizes."""
         return {name: (quantizer, self.effective_weight()) for name, quantizer in self.weight_quantizers().items()}
 
     def weight_quantizers(self) -> Mapping[str, Quantizer]:
@@ -78,13 +79,13 @@ class QuantWeighted(QuantModule):
 
     @property
     def batch_norm(self) -> LinkedBatchNorm | None:
-        """The batch norm that follows and will be folded, or None. It stays where it is in the model."""
+        """The batch norm after the layer, which conversion folds, or None. It keeps its place in the model."""
         return self._batch_norm[0] if self._batch_norm else None
 
     def link_batch_norm(self, bn: LinkedBatchNorm) -> None:
-        """Quantize the weight as it will be once this batch norm is folded."""
+        """Quantize the weight as folding this batch norm scales it."""
         self._holds_batch_norm = True
-        self._batch_norm = (bn,)  # in a tuple, so that its parameters keep their one name in the state dict
+        self._batch_norm = (bn,)  # in a tuple: as a submodule it would add its parameters to the state dict twice
         self.reset_weight_range()
 
     def replace_batch_norm(self, bn: nn.Module, name: str) -> LinkedBatchNorm:
@@ -96,7 +97,7 @@ class QuantWeighted(QuantModule):
         return new
 
     def fold_batch_norm(self, bn: nn.Module) -> None:
-        """Put a batch norm's eval-mode scaling and shift into weight and bias; the caller removes it."""
+        """Fold a batch norm's running statistics, scale and shift into weight and bias; the caller removes the batch norm."""
         factor = batch_norm.factor_of(bn).detach()
         weight = self.scale_output_channels(self.weight.detach(), factor)
         bias = batch_norm.folded_bias(bn, self.bias, factor).detach()
@@ -107,17 +108,17 @@ class QuantWeighted(QuantModule):
     # ---- forward
 
     def effective_weight(self) -> Tensor:
-        """Return the weight as it is quantized in eval mode: with the linked batch norm's factor, where that is not 0."""
+        """Return the tensor that is quantized in eval mode: the weight, scaled by the linked batch norm's nonzero factors."""
         if self.batch_norm is None:
             return self.weight  # type: ignore[no-any-return]  # a Parameter
         return self.scale_output_channels(self.weight, batch_norm.divisor_of(self.batch_norm))
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
-        """Return a weight through the weight's quantizer."""
+        """Return a weight quantized by the weight's quantizer."""
         return quantized(self.weight_quantizer, weight)  # type: ignore[no-any-return]  # a Tensor, as its argument
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer with its quantized input and weight; further arguments as torch's layer takes them."""
+        """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer."""
         self.check_input(input)
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
@@ -126,7 +127,7 @@ class QuantWeighted(QuantModule):
         return batch_norm.forward_with(self, bn, partial(self._compute_with, x, args, kwargs))
 
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer in float, without quantizers (and without the batch norm, as the float layer does)."""
+        """Compute the float layer: without quantizers and without the batch norm."""
         return self.compute(input, self.weight, self.bias, *args, **kwargs)
 
     def _compute_with(
@@ -134,17 +135,17 @@ class QuantWeighted(QuantModule):
     ) -> Tensor:
         return self.compute(x, weight, bias, *args, **kwargs)
 
-    # ---- what a kind of layer has to say
+    # ---- for subclasses to implement or override
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer with this weight and bias."""
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
-        """Raise ValueError where a batch norm after the layer has other channels than the layer, for this input."""
+        """Raise ValueError if, for this input, the batch norm normalizes another dimension than the layer's output channels."""
 
     def channels(self) -> int:
-        """Return the number of output channels, which a batch norm after the layer has to have."""
+        """Return the number of output channels."""
         return int(self.weight.size(0))
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:

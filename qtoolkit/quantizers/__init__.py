@@ -1,7 +1,7 @@
-"""Quantizers: the module that quantizes a tensor, its observers, its frozen form, and switches over a model."""
+"""Quantizers of tensors, their observers, their frozen form, and switches for all quantizers of a model."""
 
 from qtoolkit.public import publish
-from qtoolkit.quantizers.observers import HistogramObserver, Observer, RangeObserver
+from qtoolkit.quantizers.observers import HistogramObserver, MovingAverageObserver, Observer, RangeObserver
 
-__all__ = ["HistogramObserver", "Observer", "RangeObserver"]
-publish(__name__, HistogramObserver, Observer, RangeObserver)
+__all__ = ["HistogramObserver", "MovingAverageObserver", "Observer", "RangeObserver"]
+publish(__name__, HistogramObserver, MovingAverageObserver, Observer, RangeObserver)

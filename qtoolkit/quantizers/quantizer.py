@@ -1,5 +1,9 @@
 """Quantizer: the base class of the quantizer in training (TensorQuantizer) and of its frozen form (Grid)."""
 
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.state import KeepsFloat32
 
@@ -29,3 +33,20 @@ class Quantizer(KeepsFloat32):
         super().__init__()
         self.spec, self.group, self.name = spec, group, name
         self.of_weight, self.inserted = of_weight, inserted
+
+    @property
+    def active(self) -> bool:
+        """Whether forward does anything with its input."""
+        return self.quantizing
+
+
+Q = TypeVar("Q", bound=Quantizer)
+
+
+@overload
+def named_quantizers(module: nn.Module) -> dict[str, Quantizer]: ...
+@overload
+def named_quantizers(module: nn.Module, types: type[Q]) -> dict[str, Q]: ...
+def named_quantizers(module: nn.Module, types: type[Quantizer] = Quantizer) -> dict[str, Any]:
+    """Return the quantizers of a type in a module by their dotted names; a quantizer itself has the name ""."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, types)}

@@ -1,4 +1,4 @@
-"""What the tensors of quantizers and observers are to casts and to state dicts."""
+"""How quantizers and observers react to casts and state dicts."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class KeepsFloat32(nn.Module):
-    """A module whose own buffers and parameters are ranges or scales: casting a model to half precision leaves them."""
+    """A module whose own parameters and buffers stay in float32 or float64 when the model is cast to half precision."""
 
     kept_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
 
@@ -26,9 +26,9 @@ class KeepsFloat32(nn.Module):
 
 
 class LoadsFloatCheckpoints(nn.Module):
-    """A module of quantization: where a state dict holds nothing of it, it keeps what it has.
+    """A module that keeps its state if a state dict has no entry for it.
 
-    So the state dict of a float model loads, strictly, into its prepared form.
+    The state dict of a float model can therefore be loaded strictly into the prepared model.
     """
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Switches over all quantizers of a model: on, off, observing."""
+"""Switch all quantizers of a model on, off, or to observing."""
 
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -8,21 +8,21 @@ from torch import nn
 
 from qtoolkit.errors import check_known
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 Which = Literal["all", "weights", "activations"]
 
 
 class _Switch(AbstractContextManager["_Switch"]):
-    """Set the state of quantizers of a model or submodule: for good with apply(), or for a `with` block.
+    """Set the state of a model's quantizers, permanently with apply(), or for a `with` block.
 
     Args:
-        model: Prepared, replaced or converted; or a submodule, or a quantizer.
-        which: "weights" or "activations" for these alone.
+        model: A prepared, replaced or converted model, a submodule, or a quantizer.
+        which: "all", "weights" or "activations".
 
     Raises:
-        ValueError: `which` is not known, or the quantizers of a converted model are to observe.
+        ValueError: `which` is unknown, or a converted model is to observe.
     """
 
     observing: bool | None = None
@@ -38,7 +38,7 @@ class _Switch(AbstractContextManager["_Switch"]):
             )
 
     def apply(self) -> None:
-        """Set the state for good."""
+        """Set the state permanently."""
         for quantizer in self.quantizers:
             if self.observing is not None and isinstance(quantizer, TensorQuantizer):
                 quantizer.observing = self.observing
@@ -64,15 +64,14 @@ def _state(quantizer: Quantizer) -> tuple[bool, bool]:
 
 
 def _chosen(model: nn.Module, which: Which) -> list[Quantizer]:
-    found = [module for module in model.modules() if isinstance(module, Quantizer)]
+    found = named_quantizers(model).values()
     return [quantizer for quantizer in found if which == "all" or quantizer.of_weight == (which == "weights")]
 
 
 class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)
-    """Pass tensors through the quantizers, in a `with` block or, with apply(), from now on.
+    """Turn quantizers off, for a `with` block or, with apply(), permanently.
 
-    In a converted model every op, functions too, then computes in float, as it does in the float model with its batch norms
-    folded.
+    A converted model with all quantizers off computes what the float model with folded batch norms computes.
 
     Example:
         >>> quantizer = qt.TensorQuantizer(qt.QuantSpec())
@@ -85,13 +84,13 @@ class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)
 
 
 class enable_quantization(_Switch):  # noqa: N801
-    """Quantize with the quantizers, in a `with` block or, with apply(), from now on."""
+    """Turn quantizers on, for a `with` block or, with apply(), permanently."""
 
     quantizing = True
 
 
 class calibrating(_Switch):  # noqa: N801
-    """Observe ranges and do not quantize, in a `with` block or, with apply(), from now on."""
+    """Observe ranges without quantizing, for a `with` block or, with apply(), permanently."""
 
     observing = True
     quantizing = False

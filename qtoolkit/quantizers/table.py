@@ -50,10 +50,12 @@ class QuantizerKind:
     Attributes:
         label: Short name in reports; "" for none.
         OPTIONS: The options that `QuantSpec.quantizer_args` may hold, with their defaults.
+        fake_quant: Quantizes and dequantizes, with the arguments of `qtoolkit.quantizers.spec_ops.fake_quant`.
     """
 
     label: str = ""
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    fake_quant = staticmethod(fake_quant)
 
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
@@ -83,19 +85,6 @@ class QuantizerKind:
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return the factor of the gradients of scale and zero point, for the input x."""
         return 1.0
-
-    def fake_quant(
-        self,
-        spec: "QuantSpec",
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        group: int,
-        block_size: int,
-        grad_factor: float,
-    ) -> Tensor:
-        """Return x quantized and dequantized."""
-        return fake_quant(spec, x, scale, zero_point, group, block_size, grad_factor)
 
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Observe x, and return it quantized with the present scale."""

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.frozen import Grid, check_scale
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS, QuantizerKind
 
-# The submodules of a prepared model for the quantizers of its graph's tensors, and of the weights that functions are given.
-HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
+# The submodules of a prepared model that hold inserted quantizers: of activations, and of weights passed to functions.
 
 
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
@@ -72,6 +71,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             register(name, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
         self.observer = OBSERVERS[spec.observer].from_spec(spec, shape, group)
         self.ready = False
+
+    @property
+    def active(self) -> bool:
+        """Whether forward does anything with its input."""
+        return self.observing or self.quantizing
 
     # ---- the grid
 
@@ -242,11 +246,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     # ---- switches
 
     def enable(self) -> None:
-        """Quantize from now on."""
+        """Turn quantization on."""
         self.quantizing = True
 
     def disable(self) -> None:
-        """Pass inputs through from now on."""
+        """Turn quantization off: forward returns its input."""
         self.quantizing = False
 
     # ---- state
@@ -273,23 +277,4 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
 def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return a model's quantizers by their dotted names."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, TensorQuantizer)}
-
-
-def is_legacy_quantizer(module: nn.Module) -> bool:
-    """Return whether a module is a quantizer of `qtoolkit.compat.pytorch_quantization`, which need not be imported."""
-    return any(
-        cls.__name__ == "TensorQuantizer" and cls.__module__.startswith("qtoolkit.compat.")
-        for cls in type(module).__mro__
-    )
-
-
-def refuse_legacy_quantizers(model: nn.Module, what: str) -> None:
-    """Raise TypeError if a model holds quantizers of `qtoolkit.compat.pytorch_quantization`; `what` is who cannot take them."""
-    found = [name for name, module in model.named_modules() if is_legacy_quantizer(module)]
-    if found:
-        raise TypeError(
-            f"{what}: {found[0]!r} is a quantizer of qtoolkit.compat.pytorch_quantization, which keeps the ways of that "
-            f"package: calibrate and export it as there, or replace the float model by qtoolkit.quant_modules "
-            f"(docs/migration.md)."
-        )
+    return named_quantizers(model, TensorQuantizer)

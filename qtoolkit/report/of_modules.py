@@ -12,8 +12,8 @@ from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import kind_of_module
+from qtoolkit.quantizers.legacy import LegacyQuantizer
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.tensor_quantizer import is_legacy_quantizer
 from qtoolkit.report.lines import (
     LayerLine,
     QuantizationReport,
@@ -105,7 +105,7 @@ def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
 
 def _is_legacy(module: nn.Module) -> bool:
     parts = module.modules() if isinstance(module, QuantModule) else module.children()
-    return any(is_legacy_quantizer(part) for part in parts)
+    return any(isinstance(part, LegacyQuantizer) for part in parts)
 
 
 def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:

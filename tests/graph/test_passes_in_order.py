@@ -68,7 +68,7 @@ def test_unknown_names_say_the_nearest() -> None:
     mapping = qt.QConfigMapping().set_module_name("fc3", None)
     with pytest.raises(ValueError, match="unknown layer 'fc3'; did you mean 'fc"):
         qt.prepare(nets.LinearNet(), qconfig_mapping=mapping)
-    with pytest.raises(ValueError, match="matches the whole name of no layer"):
+    with pytest.raises(ValueError, match="matches no layer's full name"):
         qt.prepare(nets.LinearNet(), qconfig_mapping=qt.QConfigMapping().set_module_name_regex("conv.*", None))
 
 

@@ -283,7 +283,7 @@ def test_a_batch_norm_of_other_channels_stays_apart() -> None:
 def test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works(training: bool) -> None:
     model = nets.trained(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), 4, 6, 5).train(training)
     x = torch.randn(4, 6, 5)
-    with pytest.raises(ValueError, match=r"needs inputs of 2 dimensions, got \(4, 6, 5\).*Keep it apart"):
+    with pytest.raises(ValueError, match=r"needs inputs of 2 dimensions, got \(4, 6, 5\).*Leave it unfolded"):
         qt.prepare(model, x)
     prepared = qt.prepare(model, x, qconfig_mapping=qt.QConfigMapping().set_module_name("1", None))
     nets.assert_float_when_off(prepared, model, x)

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn.batch_norm import BATCH_NORMS
-from qtoolkit.nn.module import adopt
+from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.shared_modules import replace_everywhere
 
@@ -67,7 +67,7 @@ def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
     torch_type = _torch_type(module)
     if torch_type is None:
         raise TypeError(f"{name!r} is not a batch norm.")
-    replace_everywhere(model, module, adopt(torch_type, module))
+    replace_everywhere(model, module, shallow_copy_as(torch_type, module))
     graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_module(name, (source,))

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.batch_norm import BATCH_NORMS
-from qtoolkit.nn.module import adopt
+from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.shared_modules import replace_everywhere
 
 FREE = {"__init__", "__module__", "__doc__", "__annotations__", "__annotate__", "__qualname__", "__constants__",
@@ -30,4 +30,4 @@ def run(model: nn.Module, graph: fx.Graph, leaf_modules: tuple[type[nn.Module], 
     for module in dict.fromkeys(map(model.get_submodule, names)):
         base = None if isinstance(module, leaf_modules) else equivalent_type(module)
         if base is not None:
-            replace_everywhere(model, module, adopt(base, module))
+            replace_everywhere(model, module, shallow_copy_as(base, module))

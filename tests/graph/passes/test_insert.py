@@ -522,7 +522,7 @@ def test_nlp_targets_quantize_linear_layers_and_matmuls_alone(backend: str) -> N
 
 @pytest.mark.parametrize("make", [lambda m: m.set_object_type(dict, None), lambda m: m.set_object_type(Tensor, None)])
 def test_types_that_are_no_modules_are_refused(make: Any) -> None:
-    with pytest.raises(TypeError, match=r"a type must be one of modules, such as torch\.nn\.Conv2d, got"):
+    with pytest.raises(TypeError, match=r"a type must be a module type, such as torch\.nn\.Conv2d, got"):
         make(qt.QConfigMapping())
 
 

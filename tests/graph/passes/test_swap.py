@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.quantizers.observers import RangeObserver
 from tests import nets
 
 BACKENDS = list(qt.backends)
@@ -238,17 +239,23 @@ def test_bad_mappings_leave_the_model_untouched(given: object, words: str) -> No
 
 
 def test_weights_are_read_for_their_ranges_alone(monkeypatch) -> None:
-    read = []
-    effective = qt.nn.QuantWeighted.effective_weight
+    computed, observed = [], []
+    effective, observe = qt.nn.QuantWeighted.effective_weight, RangeObserver.forward
 
     def counted(layer: qt.nn.QuantWeighted) -> Tensor:
-        read.append(layer)
+        computed.append(layer)
         return effective(layer)
 
+    def counted_observation(observer: RangeObserver, x: Tensor) -> None:
+        observed.append(observer)
+        observe(observer, x)
+
     monkeypatch.setattr(qt.nn.QuantWeighted, "effective_weight", counted)
+    monkeypatch.setattr(RangeObserver, "forward", counted_observation)
     prepared = qt.prepare(nets.ConvNet(), backend="onnxruntime")
     qt.quantization_report(prepared)
     layers = [m for m in prepared.modules() if isinstance(m, qt.nn.QuantWeighted)]
     with_norm = [layer for layer in layers if layer.batch_norm is not None]
     assert len(with_norm) == 3
-    assert len(layers) > len(read) == len(with_norm)  # the others' ranges are taken from the weights themselves
+    assert len(observed) == len(layers) + len(with_norm)  # once each, and again with the batch norm's factor
+    assert computed == with_norm

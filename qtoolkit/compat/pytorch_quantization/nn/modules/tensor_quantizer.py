@@ -18,12 +18,13 @@ from qtoolkit.compat.pytorch_quantization.tensor_quant import (
     scaled_e4m3,
     tensor_quant,
 )
+from qtoolkit.quantizers.legacy import LegacyQuantizer
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
 _BUFFERS = ("_amax", "_pre_quant_scale")  # they exist once they have a value, as scripts ask by hasattr
 
 
-class TensorQuantizer(QuantizerSettings):
+class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
     """Multiply by `pre_quant_scale`, collect for the calibrator, clip, and quantize: each where it is switched on.
 
     Without a range each input is quantized by its own. For new work take `qtoolkit.TensorQuantizer`.
