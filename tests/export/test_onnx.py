@@ -337,7 +337,7 @@ def test_a_changed_layer_is_noticed(tmp_path) -> None:
     model.get_submodule("conv2").bias.data += 0.3
     found = qt.export.verify_onnx(model, result.path, x)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0
-    with pytest.raises(RuntimeError, match="other codes in onnxruntime than rounding ties explain"):
+    with pytest.raises(RuntimeError, match="codes of layers differ in onnxruntime by more than rounding ties"):
         found.check()
 
 
