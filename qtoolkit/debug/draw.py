@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from qtoolkit.files import write_whole
+from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.swap import name_of
 from qtoolkit.graph.placement.roles import is_quantizer
@@ -57,7 +57,7 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     for node in graph_module.graph.nodes:
         for source in node.all_input_nodes:
             picture.add_edge(source.name, node.name)
-    write_whole(picture.draw(format="svg", prog="dot"), path)
+    write_atomically(picture.draw(format="svg", prog="dot"), path)
 
 
 def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def nearest_node(nodes: Iterable[NodeCodes], grid: Grid, x: Tensor) -> NodeCodes
     return nearest if count.are_ties() else None
 
 
-class LayerComparison:
+class CodeComparison:
     """Compares the codes of a converted model with onnxruntime's, layer by layer.
 
     After each activation quantizer the model continues with onnxruntime's codes, so that differences do not accumulate.

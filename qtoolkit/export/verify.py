@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qtoolkit.export.codes import CodeCount, LayerComparison, NodeCodes, compare_codes, sum_of
+from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, compare_codes, sum_of
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quantizers.tensor_quantizer import WEIGHT_HOLDER
 
@@ -95,7 +95,7 @@ def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
     for node in nodes:
         codes[node.quantizer].append(NodeCodes(values[node.codes], node.is_constant))
     with torch.no_grad():
-        comparison = LayerComparison(converted, codes)
+        comparison = CodeComparison(converted, codes)
         outputs = comparison.run(*inputs)
         quantizer_codes = sum_of(
             compare_codes(comparison.grids[node.quantizer], torch.tensor(values[node.source]), values[node.codes])

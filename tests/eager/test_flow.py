@@ -241,7 +241,9 @@ def test_a_file_for_each_way(tmp_path) -> None:
 def test_dynamo_says_what_to_do_about_a_branch_and_leaves_no_file(tmp_path) -> None:
     far, near = ways()
     replaced = calibrated(Branches().eval(), [far, near])
-    words = r"torch.export cannot take Branches \(.+\)\. If its forward branches on values, exporter='torchscript'"
+    words = (
+        r"torch.export cannot export Branches \(.+\)\. If its forward branches on values, use exporter='torchscript'"
+    )
     with pytest.raises(RuntimeError, match=words):
         qt.export_onnx(replaced, far, tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []

@@ -159,7 +159,7 @@ def test_groups_where_the_opset_has_no_blocks(tmp_path) -> None:
         ValueError, match="opset must be at least 21 for codes of more than 8 bits or a group_size, got 20"
     ):
         qt.export_onnx(model, x, tmp_path / "m.onnx", opset=20)
-    with pytest.raises(ValueError, match=r"exporter='torchscript', got 21; exporter='dynamo' takes \[18, 23\]"):
+    with pytest.raises(ValueError, match=r"exporter='torchscript', got 21; exporter='dynamo' supports \[18, 23\]"):
         qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
 
 
@@ -364,7 +364,7 @@ def test_a_failure_keeps_the_file_that_was_there(tmp_path) -> None:
     ("kwargs", "error", "words"),
     [
         ({"opset": 12}, ValueError, "opset must lie in [18, 23]"),
-        ({"opset": 17}, ValueError, "exporter='torchscript' takes [13, 20]"),
+        ({"opset": 17}, ValueError, "exporter='torchscript' supports [13, 20]"),
         ({"exporter": "torchscrip"}, ValueError, "did you mean 'torchscript'"),
     ],
 )

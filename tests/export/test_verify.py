@@ -1,4 +1,4 @@
-"""Verification of exported files: quantizers without nodes of their own, and why."""
+"""Verification of exported files: missing nodes, nodes that several quantizers share, and rounding ties."""
 
 import onnx
 import pytest
@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.codes import CodeCount, LayerComparison, NodeCodes, compare_codes
+from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, compare_codes
 from qtoolkit.export.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
 
@@ -60,11 +60,11 @@ def test_a_shared_node_answers_for_both_within_rounding_ties() -> None:
     flipped = codes.clone()
     flipped[3] += 1
     for ours, differing in ((codes, 0), (flipped, 1)):
-        comparison = LayerComparison(CallsOne(), nodes)
+        comparison = CodeComparison(CallsOne(), nodes)
         comparison.run(ours * 0.5)
         assert comparison.counts == {"b": CodeCount(100, differing, differing)}
         assert (comparison.missing, comparison.unreached) == ([], ("a", "c"))
-    comparison = LayerComparison(CallsOne(), nodes)
+    comparison = CodeComparison(CallsOne(), nodes)
     comparison.run((codes + 1) * 0.5)  # the codes of "c", which has another scale
     assert (comparison.missing, comparison.counts) == (["b"], {})
 
