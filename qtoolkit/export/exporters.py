@@ -39,7 +39,7 @@ def _export_dynamo(request: Request) -> Any:
     try:
         program = torch.onnx.export(
             request.model,
-            request.inputs,
+            _arguments(request.inputs),
             dynamo=True,
             opset_version=request.opset,
             custom_translation_table=dict(translation_table(request.opset)),
@@ -94,7 +94,7 @@ def _export_torchscript(request: Request) -> Any:
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
         torch.onnx.export(
             _Wrapper(request.model).eval(),
-            request.inputs,
+            _arguments(request.inputs),
             str(path),
             dynamo=False,
             opset_version=request.opset,
@@ -106,6 +106,11 @@ def _export_torchscript(request: Request) -> Any:
         first = _first_names(request.model)
         _name_by_quantizers(model, {f"{WRAPPED}.{name}": first[name] for name in first})
         return onnx_ir.to_proto(model)
+
+
+def _arguments(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    # torch.onnx.export takes a dict at the end for keyword arguments.
+    return (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
 
 
 def _argument_names(model: nn.Module, count: int) -> list[str]:

@@ -270,6 +270,27 @@ def test_inputs_in_lists_are_verified(tmp_path) -> None:
     assert codes.quantizer_codes.compared == sum(x.numel() + 4 * x[:, 0].numel() for x in inputs[0])
 
 
+class OfDict(nn.Module):
+    """A layer whose inputs are in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, maps: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.fc(maps["a"] - maps["b"])
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_inputs_in_a_dict_are_verified(tmp_path, exporter: str) -> None:
+    inputs = ({"a": torch.randn(2, 8), "b": torch.randn(2, 8)},)
+    prepared = qt.prepare(OfDict().eval(), inputs, backend="onnxruntime")
+    qt.calibrate(prepared, [inputs], progress=False)
+    codes = qt.export_onnx(prepared, inputs, tmp_path / "model.onnx", exporter=exporter).verification
+    assert codes.quantizer_codes.differing == 0
+    assert codes.by_quantizer["activation_quantizers.sub"].compared == 2 * 8
+
+
 def test_half_precision_inputs_pass_through_float32(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval()
     prepared = qt.prepare(model, backend="onnxruntime")
