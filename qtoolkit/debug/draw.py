@@ -1,4 +1,4 @@
-"""draw(): the graph of a model as an SVG, with its quantizers and their ranges."""
+"""draw(): the graph of a model as an SVG file, with quantizers and their ranges."""
 
 import os
 from typing import Any
@@ -14,7 +14,7 @@ from qtoolkit.op_kinds.nodes import kind_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-# Fill of a node by its status in the plan; ops of a graph without a plan have none.
+# Fill color of a node by its status in the plan; "" is for graphs without a plan.
 COLORS = {"quantized": "#cfe8cf", "fused": "#cfe8cf", "transparent": "#eeeeee", "float": "#f6d5c3", "": "#ffffff"}
 QUANTIZER_COLOR = "#d3e3f8"
 
@@ -22,15 +22,16 @@ QUANTIZER_COLOR = "#d3e3f8"
 def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write the graph of a model as an SVG file.
 
-    Ops are boxes: green where quantized (or one op with a quantized one), gray where values only move, orange where float,
-    with the reason as tooltip. A layer shows how its weight is quantized. Quantizers are blue, with their spec and range.
+    Ops are boxes: green if quantized or fused with a quantized op, gray if they only move values, orange if float, with the
+    reason as tooltip. A layer shows the spec and the range of its weight quantizer. Quantizers are blue ellipses with their
+    spec and range.
 
     Args:
         graph_module: What `qtoolkit.prepare` or `qtoolkit.convert` returned, or another GraphModule.
-        path: The file to write; its folder is made. Nothing is left there if a step fails.
+        path: The file to write; its folder is created. If a step fails, nothing is written.
 
     Raises:
-        TypeError: `graph_module` is no GraphModule.
+        TypeError: `graph_module` is not a GraphModule.
         ImportError: The extra [report] is not installed.
 
     Example:
@@ -79,7 +80,7 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
 
 
 def _describe(quantizer: nn.Module) -> str:
-    """Return the spec and the range that the grid can hold."""
+    """Return the spec and the representable range."""
     if not isinstance(quantizer, TensorQuantizer | Grid):
         return type(quantizer).__name__
     spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point
