@@ -43,6 +43,38 @@ def test_a_weight_without_a_node_is_missing(tmp_path) -> None:
         found.check()
 
 
+class Gates(nn.Module):
+    """Two parameters of equal values, each quantized by a quantizer of its own through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(2))
+        self.quantizers = nn.ModuleList(qt.TensorQuantizer(qt.QuantSpec()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate, quantizer in zip(self.gates, self.quantizers, strict=True):
+            x = x * quantizer(gate.view(1, 8))
+        return x
+
+
+@pytest.mark.parametrize("integer_weights", [True, False])
+def test_views_of_equal_parameters_are_compared_exactly_at_one_node(tmp_path, integer_weights: bool) -> None:
+    model = Gates().eval()
+    qt.calibrate(model, [X], progress=False)
+    converted = qt.convert(model)
+    result = qt.export_onnx(converted, X, tmp_path / "model.onnx", integer_weights=integer_weights)
+    nodes = [node for node in onnx.load(str(result.path)).graph.node if node.op_type == "DequantizeLinear"]
+    assert len(nodes) == 1
+    assert result.verification.weight_codes == CodeCount(2 * 8)
+    assert result.verification.by_quantizer == {}
+    with torch.no_grad():
+        converted.gates[0][3] += 0.02
+    changed = verify_onnx(converted, result.path, X)
+    assert changed.weight_codes.differing > 0
+    with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
+        changed.check()
+
+
 class CallsOne(nn.Module):
     """Three quantizers, two of them with equal scales, of which forward calls one."""
 
