@@ -1,4 +1,4 @@
-"""Layers inside leaf modules, which the graph does not show: watched by hooks."""
+"""Calls of the layers inside leaf modules, which the graph does not contain, recorded by hooks."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ Calls = dict[str, list[Call]]
 
 
 def quantized_inside(gm: QuantizedGraphModule) -> list[str]:
-    """Return the dotted names of the layers that module replacement has quantized."""
+    """Return the dotted names of the quantized layers inside leaf modules."""
     inside = {} if gm.plan is None else gm.plan.inside
     return [name for name, verdict in inside.items() if verdict.status is Status.QUANTIZED]
 
 
 @contextmanager
 def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
-    """Record the calls of some submodules while the block runs."""
+    """Record the calls of submodules for the duration of a `with` block."""
     calls: Calls = defaultdict(list)
     handles = [
         model.get_submodule(name).register_forward_hook(partial(_note, calls[name]), with_kwargs=True) for name in names

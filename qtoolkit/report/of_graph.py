@@ -57,7 +57,7 @@ def _has_line(node: fx.Node) -> bool:
 
 
 def _only_arranges(node: fx.Node) -> bool:
-    """Return whether an op that the table does not know takes an item out of others, or puts values together."""
+    """Return whether an op without a row in the table only selects items or builds tuples."""
     if node.target is operator.getitem:
         return isinstance(node.args[1], int | str)
     makes_tuple = isinstance(node.target, type) and issubclass(node.target, tuple)
@@ -106,7 +106,7 @@ def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[n
 
 
 def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:
-    """Return the lines of the tensors that a layer quantizes itself, by a quantizer of these and maybe more."""
+    """Return the lines of the tensors that a layer quantizes itself with one quantizer, which others may share."""
     how = spec_of(held.quantizer)
     consumers = held.consumers if held.attribute == ITSELF else (held.layer,)
     return [

@@ -1,4 +1,4 @@
-"""The report of a model without a graph: replaced by `qtoolkit.quant_modules`, or with quantizers of its user's."""
+"""The report of a model without a graph: replaced by `qtoolkit.quant_modules`, or with quantizers of custom modules."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,15 +25,15 @@ from qtoolkit.report.lines import (
 from qtoolkit.report.of_graph import report_of_graph
 from qtoolkit.shared_modules import first_names
 
-# Quantizers of what a module gives: `quant_modules.replace(quantize="outputs")` puts them there.
+# Quantizers of the output of a module, which `quant_modules.replace(quantize="outputs")` adds.
 OUTPUTS = ("output_quantizer", "activation_post_process")
 
 
 def report_of_modules(model: nn.Module) -> QuantizationReport:
-    """Return the report of a model without a graph; of a part that was prepared by itself, what its graph tells.
+    """Return the report of a model without a graph. A submodule that was prepared separately is reported from its graph.
 
     Raises:
-        TypeError: It was not replaced, and has no quantizer.
+        TypeError: The model was not replaced and has no quantizers.
     """
     if plan_of(model) is None and not any(
         isinstance(module, QuantModule) or _owns(module) for module in model.modules()
@@ -60,7 +60,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
 
 
 def _joined(layers: Sequence[LayerLine], chains: Sequence[tuple[str, ...]]) -> list[LayerLine]:
-    """Return the lines with a chain's quantizers at its first layer, whose config decides on the output of its last, too."""
+    """Move the quantizers of each chain to its first layer, whose config also controls the output of the last one."""
     heads = {name: chain[0] for chain in chains for name in chain[1:]}
     given: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for line in layers:
@@ -69,7 +69,7 @@ def _joined(layers: Sequence[LayerLine], chains: Sequence[tuple[str, ...]]) -> l
 
 
 def _layers_in(model: nn.Module, recorded: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Return what has a line, each by its first name: layers, and modules that call quantizers of their own."""
+    """Yield the layers, and the modules that call quantizers themselves, each with its first name."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, (QuantModule, QuantizedGraphModule, Quantizer)):
@@ -85,13 +85,13 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _owns(module: nn.Module) -> bool:
-    """Return whether a module, itself no list of others, holds quantizers."""
+    """Return whether a module that is not a container of modules holds quantizers."""
     has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict, Quantizer))
     return has_forward and (bool(_quantizers_of(module)) or _is_legacy(module))
 
 
 def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
-    """Return the quantizers that a module calls, by their names in it: a QAT layer's all, else those right in it."""
+    """Return the quantizers that a module calls, by relative name: all of a QAT layer, direct children of other modules."""
     if isinstance(module, QuantModule):
         return quantizers_in(module)
     found: dict[str, Quantizer] = {}
@@ -120,7 +120,7 @@ def _line(name: str, module: nn.Module, verdict: Verdict, recorded: bool, names:
 
 
 def _verdict(module: nn.Module) -> Verdict:
-    """Return the verdict on a module without a record."""
+    """Return the verdict on a module without a recorded one."""
     kind = type(module).__name__
     if _is_legacy(module):
         return Verdict.quantized(Cause.REPLACED, "by the quantizers of qtoolkit.compat.pytorch_quantization")
@@ -140,7 +140,7 @@ def _verdict(module: nn.Module) -> Verdict:
 
 
 def _tensor_lines(layers: Mapping[str, nn.Module], names: Mapping[nn.Module, str]) -> Iterator[TensorLine]:
-    """Yield a line for each tensor that a layer quantizes; they have names of their own."""
+    """Yield a line for each tensor that a layer quantizes."""
     found = [
         (layer, path, quantizer)
         for layer, module in layers.items()
@@ -154,5 +154,5 @@ def _tensor_lines(layers: Mapping[str, nn.Module], names: Mapping[nn.Module, str
 
 
 def _source(layer: str, path: str) -> str:
-    """Return a name for a tensor that a layer quantizes: its own for what it gives."""
+    """Return a name for a tensor that a layer quantizes; its output has the name of the layer."""
     return layer if path in OUTPUTS else f"{layer}.{path.removesuffix('_quantizer')}".lstrip(".")
