@@ -1,4 +1,4 @@
-"""reduce_amax, which scripts know from pytorch_quantization.utils."""
+"""reduce_amax, which scripts import from pytorch_quantization.utils."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims
 
     Args:
         input: Any tensor with elements.
-        axis: Axes that are reduced; None for all of them.
+        axis: Axes to reduce; None for all of them.
         keepdims: Keep the reduced axes, with size 1.
 
     Returns:
-        The magnitudes; 0-d where that is one element.
+        The magnitudes; 0-d if there is one element.
 
     Raises:
         ValueError: There are more axes than the tensor has.
@@ -32,5 +32,5 @@ def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims
             f"Cannot reduce more axes than tensor's dim. Got the axes {list(axes)} for {input.dim()} dimensions."
         )
     magnitudes = input.abs()
-    reduced = magnitudes.amax(axes, keepdim=keepdims) if axes else magnitudes  # amax takes no axes for all axes
+    reduced = magnitudes.amax(axes, keepdim=keepdims) if axes else magnitudes  # amax(()) would reduce all axes
     return reduced.reshape(()) if reduced.numel() == 1 else reduced
