@@ -50,7 +50,10 @@ class ScaledQuantDescriptor:
     narrow_range: bool = False
 
     def __post_init__(self) -> None:
-        _check_num_bits(self.num_bits)
+        if isinstance(self.num_bits, int) and self.num_bits < 1:
+            raise ValueError(f"QuantDescriptor: num_bits must be 1 or more, got {self.num_bits}.")
+        if not isinstance(self.num_bits, int) and self.num_bits != (4, 3):
+            raise TypeError(f"QuantDescriptor: num_bits must be an int or (4, 3), got {self.num_bits!r}.")
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"QuantDescriptor: name must be a string or None, got a {type(self.name).__name__}.")
         object.__setattr__(self, "axis", _axes(self.axis))
@@ -92,14 +95,6 @@ class ScaledQuantDescriptor:
 
 
 QuantDescriptor = ScaledQuantDescriptor
-
-
-def _check_num_bits(num_bits: object) -> None:
-    if isinstance(num_bits, int):
-        if num_bits < 1:
-            raise ValueError(f"QuantDescriptor: num_bits must be 1 or more, got {num_bits}.")
-    elif num_bits != (4, 3):
-        raise TypeError(f"QuantDescriptor: num_bits must be an int or (4, 3), got {num_bits!r}.")
 
 
 def _axes(axis: object) -> int | tuple[int, ...] | None:

@@ -1,4 +1,8 @@
-"""pytorch_quantization.tensor_quant: quantization by the largest magnitude, and the descriptors."""
+"""pytorch_quantization.tensor_quant: quantization by the largest magnitude, and the descriptors.
+
+`qtoolkit.ops` computes for 2 to 16 bits and an amax along one dimension. Scripts may use 1 bit, more than 16 bits or an amax
+along several dimensions; torch's own ops compute these.
+"""
 
 from typing import Any
 
@@ -32,11 +36,14 @@ class _StraightThrough(torch.autograd.Function):
 def tensor_quant(
     x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return codes, stored as floats, and their multiplier: `qtoolkit.ops.tensor_quant` without its limits.
+    """Return codes, stored as floats, and their multiplier.
+
+    `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax` and `maxb = 2^(num_bits - 1 + unsigned) - 1`.
+    The gradient passes to x where |x| <= amax; amax has none.
 
     Args:
         x: Input of any shape, of a floating dtype.
-        amax: Largest magnitude, a number or a tensor that broadcasts to x's shape.
+        amax: Largest magnitude, a number or a tensor that broadcasts to x's shape. 2^-24 or less gives zeros.
         num_bits: Bits of a code, 1 or more.
         unsigned: Whether the lowest code is 0.
         narrow_range: Leave out the lowest of the signed codes.
@@ -172,12 +179,12 @@ def _as_tensor(amax: Tensor | float, x: Tensor) -> Tensor:
 
 
 def _has_kernel(amax: Tensor, num_bits: int) -> bool:
-    """Return whether the native op computes it: with 2 to 16 bits and an amax along one dimension."""
+    """Return whether the native op supports these bits and this shape of amax."""
     return 2 <= num_bits <= 16 and sum(size != 1 for size in amax.shape) <= 1
 
 
 def _has_values(*tensors: Tensor) -> bool:
-    """Return whether values can be checked: not while compiling, and not on a GPU, which would have to be waited for."""
+    """Return whether values can be checked: not while compiling, and not on a GPU, for which the check would wait."""
     return not torch.compiler.is_compiling() and all(t.device.type == "cpu" for t in tensors)
 
 
