@@ -1,9 +1,11 @@
-"""reduce_amax, which scripts import from pytorch_quantization.utils."""
+"""Largest magnitudes along axes; scripts import reduce_amax from pytorch_quantization.utils."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+Axis = int | Sequence[int] | None
 
 
 @torch.no_grad()
@@ -34,3 +36,15 @@ def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims
     magnitudes = input.abs()
     reduced = magnitudes.amax(axes, keepdim=keepdims) if axes else magnitudes  # amax(()) would reduce all axes
     return reduced.reshape(()) if reduced.numel() == 1 else reduced
+
+
+def kept_axes(axis: Axis, dims: int) -> tuple[int, ...]:
+    """Return the axes along which each index has its own range, as non-negative numbers; () for None."""
+    axes = () if axis is None else (axis,) if isinstance(axis, int) else axis
+    return tuple(sorted({a % dims for a in axes}))
+
+
+def amax_along(x: Tensor, axis: Axis) -> Tensor:
+    """Return the largest magnitude for each index of the axes, with x's dimensions; one magnitude for None."""
+    kept = kept_axes(axis, x.dim())
+    return reduce_amax(x, [d for d in range(x.dim()) if d not in kept])

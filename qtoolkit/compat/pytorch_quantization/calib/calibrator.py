@@ -7,9 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qtoolkit.compat.pytorch_quantization.reduction import reduce_amax
-
-Axis = int | Sequence[int] | None
+from qtoolkit.compat.pytorch_quantization.reduction import Axis, amax_along
 
 
 class _Calibrator:
@@ -35,11 +33,6 @@ class _Calibrator:
     def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return the largest magnitude to quantize, or None if nothing was collected."""
         raise NotImplementedError
-
-    def kept_axes(self, x: Tensor) -> tuple[int, ...]:
-        """Return the axes of x along which each index has its own range, as non-negative numbers."""
-        axes = () if self._axis is None else (self._axis,) if isinstance(self._axis, int) else self._axis
-        return tuple(sorted({axis % x.dim() for axis in axes}))
 
     def check_finite(self, x: Tensor) -> None:
         """Raise ValueError if x has NaN or infinities. Waits for the device."""
@@ -97,8 +90,7 @@ class MaxCalibrator(_Calibrator):
             RuntimeError: x has another number of channels than the tensors before.
             ValueError: x has NaN or infinities.
         """
-        kept = self.kept_axes(x)
-        amax = reduce_amax(x, tuple(axis for axis in range(x.dim()) if axis not in kept))
+        amax = amax_along(x, self._axis)
         self.check_finite(amax)
         if self._track_amax:
             self._amaxs.append(amax.float().cpu().numpy())

@@ -4,11 +4,12 @@ The formulas are pytorch-quantization's. `qtoolkit.ops.observe_histogram_` and `
 
 - counting: the bins have the width that the first tensor sets, and more of them are appended; the native histogram has a
   fixed number of bins, whose width is a power of two and doubles.
-- entropy: `stride` and `start_bin` choose the candidates. The native search scores every edge from as many bins as levels on;
-  with stride 1 and start_bin equal to the number of levels both choose the same edge.
+- entropy: `stride` and `start_bin` choose the candidates. The native search scores every edge that has at least as many bins
+  below it as there are levels; with stride 1 and start_bin equal to the number of levels, both choose the same edge.
 - mse: the candidates are centers of bins, and values are rounded in float32 by `tensor_quant`'s multiplier. The native
   candidates are edges of bins, and it rounds by a step.
-- percentile: the left edge of a bin. The native search interpolates within the bin.
+- percentile: the result is the left edge of a bin, and shares are compared without tolerance (99.9 / 100 is above 0.999 in
+  float64). The native search interpolates within the bin, and allows for the rounding of shares.
 """
 
 import copy
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.compat.pytorch_quantization.calib.calibrator import Axis, MaxCalibrator, _Calibrator, check_shape
+from qtoolkit.compat.pytorch_quantization.calib.calibrator import MaxCalibrator, _Calibrator, check_shape
+from qtoolkit.compat.pytorch_quantization.reduction import Axis, kept_axes
 from qtoolkit.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
 
 HISTC_EXACT = 1 << 24  # torch.histc counts in float32
@@ -68,7 +70,7 @@ class HistogramCalibrator(_Calibrator):
             warnings.warn(
                 "HistogramCalibrator: torch_hist=False is ignored; torch counts, in bins from 0 on.", stacklevel=2
             )
-        self._first_num_bins, self._skip_zeros, self._torch_hist = num_bins, skip_zeros, torch_hist
+        self._first_num_bins, self._skip_zeros = num_bins, skip_zeros
         self.reset()
 
     def reset(self) -> None:
@@ -88,7 +90,7 @@ class HistogramCalibrator(_Calibrator):
             ValueError: x has NaN or infinities.
         """
         self.check_finite(x)
-        kept = self.kept_axes(x)
+        kept = kept_axes(self._axis, x.dim())
         if kept:
             self._collect_channels(x, kept)
             return

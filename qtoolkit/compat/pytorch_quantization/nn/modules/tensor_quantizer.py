@@ -11,7 +11,7 @@ from qtoolkit.compat.pytorch_quantization import calib
 from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
 from qtoolkit.compat.pytorch_quantization.nn.functional import Clip
 from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_form, check_exportable
-from qtoolkit.compat.pytorch_quantization.reduction import reduce_amax
+from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
 from qtoolkit.quantizers.legacy import LegacyQuantizer
 
@@ -211,18 +211,13 @@ class TensorQuantizer(LegacyQuantizer):
     def _range_for(self, inputs: Tensor) -> Tensor:
         if self._learn_amax:
             return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach()
-        amax = self._own_range(inputs) if self.amax is not None else self._range_of(inputs)
+        amax = self._own_range(inputs) if self.amax is not None else amax_along(inputs.detach(), self._axis)
         return amax if self._scale_amax is None else amax * self._scale_amax
 
     def _own_range(self, inputs: Tensor) -> Tensor:
         if self._amax.device != inputs.device:
             self._amax = self._amax.to(inputs.device)  # it was calibrated, set or loaded on another device
         return self._amax.detach()
-
-    def _range_of(self, inputs: Tensor) -> Tensor:
-        axes = (self._axis,) if isinstance(self._axis, int) else self._axis or ()
-        kept = {axis % inputs.dim() for axis in axes}
-        return reduce_amax(inputs.detach(), axis=tuple(d for d in range(inputs.dim()) if d not in kept))
 
     # ---- forward
 
