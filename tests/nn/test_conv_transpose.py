@@ -101,6 +101,7 @@ class Oracle:
         return np.maximum(y, 0) if self.relu else y
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
 @pytest.mark.parametrize("batch_norm", [True, False], ids=["bn", "no-bn"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -139,6 +140,7 @@ class Branches(nn.Module):
         return [branch(x) for branch in self.blocks]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_matrix_in_onnxruntime(tmp_path, dims: int, training: bool) -> None:
