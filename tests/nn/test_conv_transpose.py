@@ -101,7 +101,6 @@ class Oracle:
         return np.maximum(y, 0) if self.relu else y
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
 @pytest.mark.parametrize("batch_norm", [True, False], ids=["bn", "no-bn"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -164,6 +163,7 @@ def test_the_matrix_in_onnxruntime(tmp_path, dims: int, training: bool) -> None:
         assert [a.i for a in node.attribute if a.name == "axis"] == [1 if groups == 1 else 0]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, dims: int, groups: int) -> None:
