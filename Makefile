@@ -39,7 +39,7 @@ sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehavio
 build: $(VENV)/built         ## compile again what has changed
 
 $(VENV)/built: $(VENV)/ready $(SOURCES)
-	@echo "== compile what has changed of csrc (all of it: about a minute on two cores, five with CUDA)"
+	@echo "== compile what has changed of csrc (all of it: about a minute on two cores, some minutes more with CUDA)"
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
 $(VENV)/ready: constraints.txt requirements-dev.txt requirements-onnx.txt requirements-report.txt requirements-zoo.txt

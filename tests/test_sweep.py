@@ -1,4 +1,4 @@
-"""Which cases of a sweep the default run takes."""
+"""The default run takes few cases of a sweep, which contain all values or pairs; --sweep takes all."""
 
 from itertools import combinations, product
 

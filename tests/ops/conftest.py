@@ -1,4 +1,4 @@
-"""Settings of the ops' tests."""
+"""Settings of the tests of the ops."""
 
 from collections.abc import Callable
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _two_threads(threads: Callable[[int], None]) -> None:
-    """Work is split over threads here, though make test gives each of its processes one."""
+    """Ops split their work over two threads; `make test` gives each test process one by default."""
     threads(2)
