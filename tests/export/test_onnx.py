@@ -39,6 +39,7 @@ def initializers(path: Path) -> dict[str, np.ndarray]:
     return {t.name: numpy_helper.to_array(t) for t in onnx.load(str(path)).graph.initializer}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

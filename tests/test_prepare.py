@@ -1,4 +1,4 @@
-"""The passes: structure, numerics with quantizers off, idempotence; and what prepare promises as a whole."""
+"""prepare as a whole: structure, numerics with quantizers off, idempotence, copies, checkpoints and compiled training."""
 
 import copy
 import pickle
