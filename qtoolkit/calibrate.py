@@ -1,4 +1,4 @@
-"""calibrate(): run data through a prepared model, set every range, and say what was covered."""
+"""calibrate(): run data through a prepared model, set every range, and report the quantizers that saw no data."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What `calibrate` returns: data, and a table when printed.
+    """The result of `calibrate`. It prints as a table.
 
     Attributes:
         batches: Batches that were run, in all processes.
