@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from qtoolkit.eager.fuse import check_links
 from qtoolkit.model_inputs import run_batch
-from qtoolkit.modes import evaluating
+from qtoolkit.model_state import evaluating
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating

@@ -1,4 +1,4 @@
-"""Protection of the user's model: a copy to change, or its state restored after an error."""
+"""Protection of the user's model: a copy to change, its state restored after an error, its modes after a run."""
 
 import copy
 from collections.abc import Iterator
@@ -65,3 +65,24 @@ def random_state_kept(model: nn.Module) -> Iterator[None]:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
         yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode for a `with` block. Then each module is in its own mode again, frozen batch norms included.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
+        >>> with evaluating(model):
+        ...     [module.training for module in model]
+        [False, False]
+        >>> [module.training for module in model]
+        [True, False]
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

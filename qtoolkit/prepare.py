@@ -174,7 +174,7 @@ def check_quantized(model: object, what: str) -> None:
     """
     if isinstance(model, nn.Module):
         refuse_legacy_quantizers(model, what)
-        if plan_of(model) is not None or any(isinstance(part, QUANTIZED) for part in model.modules()):
+        if any(isinstance(part, QUANTIZED) for part in model.modules()) or plan_of(model) is not None:
             return
     raise TypeError(
         f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "

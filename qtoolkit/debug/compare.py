@@ -14,10 +14,10 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.plan import Cause, Status, Tracing
 from qtoolkit.model_inputs import clone_tensors, tensors_of
-from qtoolkit.modes import evaluating
+from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, name_of
-from qtoolkit.tables import table
+from qtoolkit.report.lines import table
 
 
 @dataclass(frozen=True)

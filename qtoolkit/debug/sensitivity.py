@@ -13,13 +13,12 @@ from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Kind, path_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.modes import evaluating
+from qtoolkit.model_state import evaluating
 from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
-from qtoolkit.report.lines import quantizers_in
-from qtoolkit.tables import table
+from qtoolkit.report.lines import quantizers_in, table
 
 By = Literal["layer", "type"]
 Mode = Literal["one", "all_but_one"]

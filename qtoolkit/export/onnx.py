@@ -14,7 +14,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.modes import evaluating
+from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of

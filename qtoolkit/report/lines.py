@@ -1,5 +1,6 @@
 """The lines of a report: one for each layer or op, and one for each quantized tensor."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -7,7 +8,6 @@ from torch import nn
 from qtoolkit.graph.plan import Status, Verdict
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.tables import table
 
 
 @dataclass(frozen=True)
@@ -119,3 +119,14 @@ def weight_of(layer: nn.Module) -> str:
 def spec_of(quantizer: nn.Module | None) -> str:
     """Return the spec of a quantizer in short form."""
     return quantizer.spec.describe() if isinstance(quantizer, Quantizer) else "float"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return one line per row, with columns as wide as their widest cell.
+
+    Example:
+        >>> table([("layer", "bits"), ("conv1", "8")])
+        ['layer  bits', 'conv1  8']
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -11,13 +11,13 @@ from torch import fx, nn
 from qtoolkit.errors import unknown
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture import in_place, subclasses
-from qtoolkit.graph.capture.arguments import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
 from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.tracer import ModelTracer, check_assigned, check_hooks
 from qtoolkit.graph.capture.untraceable import UntraceableError, untraceable
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule
+from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.shared_modules import modules_by_name
 
 # Names of torch's classes that wrap or compile a model, and what to do instead.

@@ -35,7 +35,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """
     if any(is_quantizer(node) for node in gm.graph.nodes):
         return gm
-    decisions = decide.run(Roles(gm, rules), gm.graph)
+    decisions = decide.run(Roles(gm.graph, rules), gm.graph)
     weights = list(_insert_weights(gm, decisions.weights))  # first: their values are computed by the graph as it is
     edges = [*_insert_activations(gm, decisions.quantizers), *weights, *layer_edges(gm)]
     plan = gm.plan or Plan(rules.backend)

@@ -20,6 +20,8 @@ from qtoolkit.quantizers.quantizer import Quantizer
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Quantize the layers inside leaf modules. The plan says which, and why others stay float."""
     nodes = leaf_nodes(gm, rules.table)
+    if not nodes:
+        return gm
     names = sorted({str(node.target) for node in nodes})
     replaced: dict[str, LayerDecision] = {}
 

@@ -17,7 +17,7 @@ from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import split
-from qtoolkit.modes import evaluating
+from qtoolkit.model_state import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, tensor_inputs
 from qtoolkit.op_kinds.recorded import BOOKKEEPING
@@ -34,7 +34,7 @@ HIDES_LAYERS = Verdict.left_float(
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Add to the model's plan the verdict on each op, for quantization_report."""
     plan = gm.plan or Plan(rules.backend)
-    roles, calls = Roles(gm, rules), calls_of(gm)
+    roles, calls = Roles(gm.graph, rules), calls_of(gm)
     nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
     gm.plan = replace(plan, status={**{n.name: _verdict(n, roles, calls) for n in nodes}, **plan.status})
     return gm

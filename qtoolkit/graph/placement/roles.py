@@ -23,14 +23,14 @@ class Roles:
         unit: The first op of the unit of each batch norm and activation that is in one.
     """
 
-    def __init__(self, gm: fx.GraphModule, rules: LayerRules) -> None:
+    def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:
         self.rules, self.backend = rules, rules.backend
-        self.parameters = parameters_in(gm.graph)
-        self._rule_of = {node: rules.of_node(node) for node in gm.graph.nodes if node.op not in NO_OPS}
-        self._role_of = {node: self._by_rule(node) for node in gm.graph.nodes}
+        self.parameters = parameters_in(graph)
+        self._rule_of = {node: rules.of_node(node) for node in graph.nodes if node.op not in NO_OPS}
+        self._role_of = {node: self._by_rule(node) for node in graph.nodes}
         self.unit: dict[fx.Node, fx.Node] = {}
         self._last: dict[fx.Node, fx.Node] = {}
-        for node in gm.graph.nodes:
+        for node in graph.nodes:
             self._join_unit(node)
 
     def __getitem__(self, node: fx.Node) -> Role:
