@@ -1,16 +1,17 @@
-"""Batch norms that the layer before them takes over, and the strategies by which it does so in training.
+"""Batch norms that are folded into the preceding layer, and the strategies of folding them in training.
 
-In eval mode, or frozen, every strategy is the same: the layer computes with the folded weight and bias, as it will once
-converted, and the batch norm passes its input on. In training mode (numbers: strategies of MQBench, arXiv 2111.03759):
+In eval mode, and for a frozen batch norm, all strategies are equal: the layer computes with the folded weight and bias, as
+the converted model does, and the batch norm returns its input. In training mode (numbers: strategies of MQBench,
+arXiv 2111.03759):
 
-- "unscale" (4, the default): one convolution with the weight times gamma / running std, quantized; its output is divided by
-  that factor again and goes to the real batch norm, which normalizes it by the statistics of the quantized convolution.
-- "frozen" (1): fold with the running statistics at each step; they stay as they are, gamma and beta train.
+- "unscale" (4, the default): one convolution with the quantized weight * gamma / running std. Its output is divided by that
+  factor, and the batch norm normalizes it with the statistics of the quantized convolution.
+- "frozen" (1): fold with the running statistics at each step. The statistics are constant; gamma and beta train.
 - "two_convolutions" (2; arXiv 1712.05877, section 3.2): a float convolution gives the batch's statistics, which fold the
-  weight that is quantized for the second one.
-- "std_correction" (3; arXiv 1806.08342, section 3.2.2): as before, but the quantized weight is folded with the running std, so
-  that it does not jitter from batch to batch, and the output is corrected by running std / batch std. Freeze it
-  (`freeze_batch_norm`) once the statistics have settled.
+  quantized weight of the second convolution.
+- "std_correction" (3; arXiv 1806.08342, section 3.2.2): like "two_convolutions", but the quantized weight is folded with the
+  running std, which varies less between batches, and the output is multiplied by running std / batch std. Freeze it
+  (`freeze_batch_norm`) once the statistics are stable.
 """
 
 from collections.abc import Callable
@@ -127,7 +128,7 @@ FROZEN_BUFFERS = {"weight", "bias", "running_mean", "running_var"}
 
 
 def is_frozen_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a FrozenBatchNorm, of whatever package: by its name, its buffers and its eps."""
+    """Return whether a module is a FrozenBatchNorm of any package: by its class name, its buffers and its eps."""
     named = type(module).__name__ in FROZEN_NAMES
     return named and {n for n, _ in module.named_buffers()} == FROZEN_BUFFERS and hasattr(module, "eps")
 
@@ -166,14 +167,14 @@ def identity_of(bn: nn.Module) -> nn.Identity:
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Use the running statistics of the batch norms in a prepared or replaced model from now on, and update them no more.
+    """Freeze the running statistics of the batch norms in a prepared or replaced model.
 
-    They stay in eval mode when `model.train()` is called, and are folded at each step; gamma and beta still train. It is
-    the second phase of strategy "std_correction", and ends the first one of any other.
+    The batch norms stay in eval mode when `model.train()` is called, and are folded at each step; gamma and beta still
+    train. Strategy "std_correction" needs this as its second phase; other strategies can use it too.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that follow
-            no QAT layer are not touched.
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or a part of it. Batch norms that follow
+            no QAT layer do not change.
 
     Raises:
         ValueError: No batch norm in it belongs to a QAT layer.
@@ -212,7 +213,7 @@ def _set_frozen(model: nn.Module, frozen: bool) -> None:
 
 
 def running_variance(bn: Any) -> Tensor:
-    """Return the running variance as it is now; compiled code keeps it for backward."""
+    """Return the running variance; in compiled code a copy, which backward needs."""
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
     variance: Tensor = ops.snapshot(bn.running_var) if torch.compiler.is_compiling() else bn.running_var
@@ -225,7 +226,7 @@ def factor_of(bn: nn.Module) -> Tensor:
 
 
 def divisor_of(bn: nn.Module) -> Tensor:
-    """Return the factor with 1 in place of zeros, to divide by, and to keep a range for a channel that gamma switches off."""
+    """Return the factor with zeros replaced by 1, as a divisor, and for the ranges of channels with gamma 0."""
     factor = factor_of(bn)
     return torch.where(factor == 0, torch.ones_like(factor), factor)
 
@@ -238,7 +239,7 @@ def folded_bias(bn: Any, bias: Tensor | None, factor: Tensor, mean: Tensor | Non
 
 
 def forward_with(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
-    """Compute a layer with its linked batch norm, by that one's mode and strategy."""
+    """Compute a layer with its linked batch norm, by the batch norm's mode and strategy."""
     if bn.folded:
         return _folded(layer, bn, compute)
     if bn.strategy in NEEDS_BATCH_STATISTICS:
@@ -254,7 +255,7 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     factor = factor_of(bn)
     weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, divisor_of(bn)))
-    weight = layer.scale_output_channels(weight, (factor != 0).to(weight.dtype))  # gamma 0: as folded, a zero
+    weight = layer.scale_output_channels(weight, (factor != 0).to(weight.dtype))  # gamma 0 folds to zero
     return compute(weight, folded_bias(bn, layer.bias, factor))
 
 
