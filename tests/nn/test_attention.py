@@ -116,7 +116,7 @@ def calibrated(layer: qt.nn.QuantMultiheadAttention, args: tuple[Tensor, ...]) -
 @pytest.mark.parametrize("options", ["plain", "other_dims"])
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_every_quantizer_is_used_in_eval_mode_too(options: str, need_weights: bool) -> None:
-    """Torch's fast path in eval mode would skip them."""
+    """torch's fast path in eval mode would skip the quantizers."""
     layer, ours = pair(**OPTIONS[options], batch_first=True)
     args = inputs(layer, self_attention=options == "plain")
     quantizers = qt.quantizers_of(calibrated(ours.eval(), args))

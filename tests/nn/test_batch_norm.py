@@ -1,4 +1,4 @@
-"""Strategies for batch norms: against the float model, against plain torch, frozen, compiled, and once converted."""
+"""Strategies for batch norms against the float model and plain torch; frozen, compiled and converted models."""
 
 import copy
 import pickle
@@ -83,7 +83,7 @@ def test_with_quantizers_off_training_is_the_float_model(strategy: str, case: st
 
 
 def straight_through(weight: Tensor, quantizer: qt.TensorQuantizer) -> Tensor:
-    """Values of the oracle, gradients where they are not clamped."""
+    """Quantize with the oracle's values, and pass gradients inside the range."""
     spec = quantizer.spec
     grid = (quantizer.scale, None, spec.qmin, spec.qmax, spec.axis, quantizer.group)
     passed = weight * reference.inside(weight, *grid)
@@ -358,7 +358,7 @@ def test_back_to_float() -> None:
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """As torchvision.ops.FrozenBatchNorm2d and detectron2's."""
+    """The same buffers as torchvision.ops.FrozenBatchNorm2d and detectron2's."""
 
     def __init__(self, features: int, eps: float = 1e-5) -> None:
         super().__init__()

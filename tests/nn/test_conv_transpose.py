@@ -1,4 +1,4 @@
-"""Transposed convolutions: 1d/2d/3d x groups x batch norm x ReLU x train/eval x geometry, by an oracle and in onnxruntime."""
+"""Transposed convolutions: 1d/2d/3d x groups x batch norm x ReLU x train/eval x geometry, against an oracle and onnxruntime."""
 
 from dataclasses import replace
 from itertools import product
@@ -49,7 +49,7 @@ def numpy_of(*tensors: Tensor | None) -> list:
 
 
 class Oracle:
-    """A block, written out: its quantizers' grids are read off the prepared model, all else off the float model."""
+    """A block computed by the oracle, with the grids of the prepared model and the parameters of the float model."""
 
     def __init__(self, model: nn.Sequential, prepared: nn.Module) -> None:
         self.layer, self.norm = (
@@ -89,7 +89,7 @@ class Oracle:
         return self.activated(self.convolve(x, (self.bias - self.mean) * self.factor + self.beta))
 
     def train(self, x: Tensor) -> np.ndarray:
-        """Weight scaled, output un-scaled, then a batch norm by the batch's own statistics."""
+        """Scale the weight, divide the output by the same factor, then normalize with the batch's statistics."""
         if self.norm is None:
             return self.evaluate(x)
         y = self.convolve(x, None)
@@ -126,7 +126,7 @@ def test_the_matrix_equals_the_oracle(dims: int, groups: int, geometry: str, bat
 
 
 class Branches(nn.Module):
-    """Every block of one number of dimensions, side by side, each with a layer behind it that wants it quantized."""
+    """All blocks of one number of dimensions in parallel, each followed by a layer whose input is quantized."""
 
     def __init__(self, dims: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_the_fold_is_exact_to_1e_6(dims: int, groups: int) -> None:
 
 
 def straight_through(x: Tensor, scale: Tensor, axis: int | None, groups: int, spec: qt.QuantSpec) -> Tensor:
-    """Values of the oracle, gradients where they are not clamped: plain torch."""
+    """Quantize with the oracle's values, and pass gradients inside the range."""
     grid = (scale, None, spec.qmin, spec.qmax, axis, groups)
     passed = x * reference.inside(x, *grid)
     return passed + (reference.fake_quant(x, *grid) - passed).detach()
@@ -289,7 +289,7 @@ def test_bad_output_sizes() -> None:
 @pytest.mark.parametrize("dims", DIMS)
 def test_an_output_size_with_a_batch_norm_exports(tmp_path, dims: int, training: bool) -> None:
     class Up(nn.Module):
-        """The way of a U-Net: the size is that of the tensor before it was halved."""
+        """Upsample as a U-Net does, to the size before downsampling."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Embeddings with quantized rows: gradients, sparse ones too, max_norm, and their place in a model."""
+"""Embeddings with quantized rows: dense and sparse gradients, max_norm, preparation and export."""
 
 import copy
 

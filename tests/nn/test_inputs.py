@@ -1,4 +1,4 @@
-"""Layers that quantize their input alone: pools, instance norms, and one of a user's own."""
+"""Layers that quantize only their input: pooling, instance normalization, and a user-defined layer."""
 
 import copy
 import pickle

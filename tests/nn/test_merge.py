@@ -1,4 +1,4 @@
-"""Sums, products, concatenation and attention as modules: what is quantized, and torch's own values without it."""
+"""Sums, products, concatenation and attention as modules: what is quantized, and equality to torch with quantizers off."""
 
 import copy
 import itertools
@@ -107,7 +107,7 @@ class Net(nn.Module):
 
 
 def test_a_graph_sees_the_ops_themselves() -> None:
-    """Prepared, the float modules are their ops, quantized by the backend's rules: nothing of them is left."""
+    """prepare traces the float modules into their ops, which the backend's rules quantize; no such module remains."""
     x = torch.randn(2, 3, 5, 8)
     model = Net().eval()
     prepared = qt.prepare(model, x, backend="onnxruntime")
@@ -119,7 +119,7 @@ def test_a_graph_sees_the_ops_themselves() -> None:
 
 
 class Block(nn.Module):
-    """The modules, and a pool, on different tensors each, in a submodule that tracing keeps whole."""
+    """The modules and a pooling layer, each on a different tensor, in a leaf module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ CASES = [(o, m) for o, m in itertools.product(OPTIONS, ("none", "bool", "float",
 
 @pytest.mark.parametrize(("options", "mask"), CASES)
 def test_attention_is_torchs(options: str, mask: str) -> None:
-    """Exactly with its quantizers off; by its own ops, while they observe and do not quantize, up to rounding."""
+    """Equal bit for bit with its quantizers off; equal up to rounding while they only observe."""
     args, attn_mask = attention_inputs(OPTIONS[options]), mask_of(mask)
     expected = F.scaled_dot_product_attention(*args, attn_mask, **OPTIONS[options])
     layer = qt.nn.ScaledDotProductAttention(**OPTIONS[options])

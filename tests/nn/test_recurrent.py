@@ -1,4 +1,4 @@
-"""LSTM, GRU and their cells: torch's own with quantizers off, the formulas on the grids with them on."""
+"""LSTM, GRU and their cells: equal to torch with quantizers off, and to the formulas on quantized tensors with them on."""
 
 import copy
 import pickle
@@ -80,7 +80,7 @@ def assert_same(found: object, wanted: object, **tolerance: float) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("kind", "options", "more"), CASES, ids=IDS)
 def test_with_quantizers_off_it_is_torchs(kind: str, options: str, more: dict, form: str) -> None:
-    """Bit for bit by the fused kernel; up to the order of sums step by step, while they observe and do not quantize."""
+    """Equal bit for bit in the fused kernel; equal up to the order of sums step by step, while quantizers only observe."""
     layer = layer_of(kind, options, more)
     ours = quantized(layer)
     x, hx = input_of(layer, form), state_of(layer, form)
@@ -135,7 +135,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def rounding(quantizer: qt.TensorQuantizer | None):
-    """A NumPy function that rounds to the quantizer's grid by the oracle, or nothing."""
+    """Return a NumPy function that quantizes with the oracle, or the identity if there is no quantizer."""
     if quantizer is None:
         return lambda values: values
     scale, spec = quantizer.scale, quantizer.spec
@@ -263,7 +263,7 @@ def test_padding_is_not_observed(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "more"), [("lstm", {}), ("lstm", {"proj_size": P}), ("gru", {})], ids=str)
 def test_gradients_are_those_of_a_plain_composition(kind: str, more: dict) -> None:
-    """Of torch's own ops, with straight-through rounding written out."""
+    """The composition uses torch's ops and explicit straight-through rounding."""
     layer = layer_of(kind, "plain", more)
     ours = calibrated(quantized(layer), x := input_of(layer, "batch"))
     for quantizer in qt.quantizers_of(ours).values():
@@ -344,7 +344,7 @@ def test_copies_compute_the_same(kind: str, activation: qt.QuantSpec | None, cop
 @pytest.mark.parametrize("activation", [ACTIVATION, None], ids=["stepwise", "fused"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_with_fixed_grids_it_computes_the_same(kind: str, activation: qt.QuantSpec | None) -> None:
-    """And with these off, too, it is the float layer."""
+    """With the quantizers off it is the float layer."""
     layer = LAYERS[kind](F, H, num_layers=2)
     ours = quantized(layer, activation=activation)
     x = input_of(layer, "batch")
@@ -464,7 +464,7 @@ def test_cells_go_back_and_are_copied(kind: str, copy_of) -> None:
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_cells_compile_whole(kind: str) -> None:
-    """Layers do not: torch's compiler takes no RNN, LSTM or GRU."""
+    """Layers do not compile: torch.compile does not support RNN, LSTM and GRU."""
     ours, args = quantized(CELLS[kind](F, H)), cell_inputs(kind, (B,))
     calibrated(ours, *args)
     compiled = torch.compile(copy.deepcopy(ours), fullgraph=True, backend="aot_eager")
@@ -491,7 +491,7 @@ def test_a_graph_leaves_it_in_float_by_kind() -> None:
 
 
 class Kept(nn.Module):
-    """A submodule that tracing keeps whole, with a recurrent layer in it."""
+    """A leaf module with a recurrent layer inside."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -516,7 +516,7 @@ class FusedGRU(qt.nn.QuantGRU):
     ],
 )
 def test_codes_in_onnxruntime(tmp_path: Path, qat_type: type, exporter: str, op: str | None) -> None:
-    """A float state leaves ONNX's own op; a quantized one has a pair in each step."""
+    """A float state exports ONNX's LSTM or GRU op; a quantized state exports a Q/DQ pair per step."""
     x = torch.randn(B, T, F)
     mapping = qt.QConfigMapping().set_object_type(qat_type.FLOAT, qt.QConfig(ACTIVATION, WEIGHT))
     how = {"skip": ["tagger"], "qat_modules": {qat_type.FLOAT: qat_type}, "qconfig_mapping": mapping}

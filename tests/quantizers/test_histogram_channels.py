@@ -1,4 +1,4 @@
-"""Histograms per channel: each exactly the one of its channel alone, from observing to merging and to the chosen range."""
+"""Per-channel histograms equal per-tensor histograms of each channel: counts, merged counts and chosen ranges."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ def observer_of(x: Tensor, axis: int, group: int = 1, **options: object) -> Hist
 
 
 def parts_of(x: Tensor, axis: int, group: int) -> list[Tensor]:
-    """Each channel's values, by the numbers that the oracle gives to channels."""
+    """Return the values of each channel, numbered as in the oracle."""
     numbers, count = reference.channels(tuple(x.shape), axis, group)
     return [x[torch.from_numpy(numbers == i)] for i in range(count)]
 
@@ -36,7 +36,7 @@ def parts_of(x: Tensor, axis: int, group: int) -> list[Tensor]:
 @pytest.mark.parametrize(("axis", "group"), [(0, 1), (1, 1), (-1, 1), (1, 2), (1, 4)])
 @pytest.mark.parametrize("sizes", [[16], [8, 8], [4, 12], [4] * 4])
 def test_each_channel_counts_what_it_would_alone(axis: int, group: int, sizes: list[int]) -> None:
-    """Whatever the batches. A batch holds all groups of a weight, so groups take the whole."""
+    """The counts do not depend on the batches. With groups there is one batch, which holds the whole weight."""
     x = data()
     observer = observer_of(x, axis, group)
     splits = x.split(sizes, 2 if axis == 0 else 0) if group == 1 and axis != 0 else [x]
@@ -67,7 +67,7 @@ def test_the_range_of_each_channel_is_the_best_for_it(method: str, how: dict) ->
 
 @pytest.mark.parametrize("method", ["mse", "l2", "entropy"])
 def test_no_other_range_of_a_channel_is_better(method: str) -> None:
-    """By the oracle's formula, over every candidate."""
+    """The oracle's error of every other candidate range is at least as large."""
     x = data()
     observer = observer_of(x, 1, qmin=-8, qmax=7, method=method)
     observer(x)
@@ -144,7 +144,7 @@ def test_a_quantizer_has_a_range_for_each_channel(channels: int | None) -> None:
 
 
 def test_weights_are_clipped_for_the_least_error() -> None:
-    """A weight with an outlier a channel: less error than by the largest magnitude, in each channel."""
+    """A weight with an outlier per channel has a smaller error than with the largest magnitude, in each channel."""
     layer = nn.ConvTranspose2d(8, 6, 3, groups=2)
     with torch.no_grad():
         layer.weight[0, :, 0, 0], layer.weight[4, :, 1, 1] = 1.0, -2.0
