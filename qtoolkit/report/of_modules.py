@@ -12,13 +12,11 @@ from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import kind_of_module
-from qtoolkit.quantizers.legacy import LegacyQuantizer
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import LegacyQuantizer, Quantizer, named_quantizers
 from qtoolkit.report.lines import (
     LayerLine,
     QuantizationReport,
     TensorLine,
-    quantizers_in,
     spec_of,
     weight_of,
 )
@@ -93,7 +91,7 @@ def _owns(module: nn.Module) -> bool:
 def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
     """Return the quantizers that a module calls, by relative name: all of a QAT layer, direct children of other modules."""
     if isinstance(module, QuantModule):
-        return quantizers_in(module)
+        return named_quantizers(module)
     found: dict[str, Quantizer] = {}
     for name, part in module.named_children():
         if isinstance(part, Quantizer):
