@@ -97,9 +97,13 @@ def _for_each_size(kind: str) -> tuple[str, ...]:
     return tuple(f"{kind}{d}d" for d in (1, 2, 3))
 
 
+def _kind(name: str, *forms: Form, **flags: bool) -> OpKind:
+    return OpKind(name, forms, **flags)
+
+
 def _layer(name: str, modules: tuple[type[nn.Module], ...], *functions: str, fuses_add: bool = False) -> OpKind:
-    forms = (Form(modules, _named(*functions), operands=WEIGHTED),)
-    return OpKind(name, forms, layer=True, has_weight=True, weight_argument=True, multiplies=True, fuses_add=fuses_add)
+    form = Form(modules, _named(*functions), operands=WEIGHTED)
+    return _kind(name, form, layer=True, has_weight=True, weight_argument=True, multiplies=True, fuses_add=fuses_add)
 
 
 def _binary(name: str, *functions: str, refine: Callable[[fx.Node], str], reflected: tuple[str, ...] = ()) -> Form:
@@ -112,197 +116,110 @@ def _binary(name: str, *functions: str, refine: Callable[[fx.Node], str], reflec
 
 
 def _moving(name: str, *forms: Form, one_tensor: bool = True) -> OpKind:
-    return OpKind(name, forms, moves=True, keeps_sign=True, one_tensor=one_tensor)
+    return _kind(name, *forms, moves=True, keeps_sign=True, one_tensor=one_tensor)
 
 
 def _activation(name: str, *forms: Form, never_negative: bool = False) -> OpKind:
-    return OpKind(name, forms, activation=True, never_negative=never_negative)
+    return _kind(name, *forms, activation=True, never_negative=never_negative)
 
 
 _POOLS = (*_for_each_size("max_pool"), *_for_each_size("adaptive_max_pool"))
 
 _PRODUCTS = (
     _layer("conv", (nn.Conv1d, nn.Conv2d, nn.Conv3d), *_for_each_size("conv"), fuses_add=True),
-    _layer(
-        "conv_transpose",
-        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-        *_for_each_size("conv_transpose"),
-        fuses_add=True,
-    ),
+    _layer("conv_transpose", (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+           *_for_each_size("conv_transpose"), fuses_add=True),
     _layer("linear", (nn.Linear,), "linear"),
-    OpKind(
-        "matmul",
-        (
-            Form(
-                functions=(torch.matmul, torch.bmm, torch.mm, operator.matmul, operator.imatmul),
-                methods=("matmul", "bmm", "mm", "__matmul__"),
-                operands=TWO,
-            ),
-            Form(
-                functions=(torch.addmm, torch.baddbmm),
-                methods=("addmm", "baddbmm"),
-                operands=((), ("mat1", "batch1"), ("mat2", "batch2")),
-            ),
-        ),
-        weight_argument=True,
-        multiplies=True,
-    ),
-    OpKind("einsum", (Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum),)),
-    OpKind(
-        "attention",
-        (
-            Form(
-                (nn.MultiheadAttention,),
-                (F.scaled_dot_product_attention,),
-                operands=(("query",), ("key",), ("value",)),
-            ),
-        ),
-        has_weight=True,
-        multiplies=True,
-        one_tensor=False,
-    ),
-    OpKind("recurrent", (Form((nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)),), has_weight=True, one_tensor=False),
-    OpKind(
-        "embedding",
-        (Form((nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),),
-        has_weight=True,
-        takes_indices=True,
-    ),
-)
+    _kind("matmul",
+          Form(functions=(torch.matmul, torch.bmm, torch.mm, operator.matmul, operator.imatmul),
+               methods=("matmul", "bmm", "mm", "__matmul__"), operands=TWO),
+          Form(functions=(torch.addmm, torch.baddbmm), methods=("addmm", "baddbmm"),
+               operands=((), ("mat1", "batch1"), ("mat2", "batch2"))),
+          weight_argument=True, multiplies=True),
+    _kind("einsum", Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum)),
+    _kind("attention", Form((nn.MultiheadAttention,), (F.scaled_dot_product_attention,),
+                            operands=(("query",), ("key",), ("value",))),
+          has_weight=True, multiplies=True, one_tensor=False),
+    _kind("recurrent", Form((nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)), has_weight=True, one_tensor=False),
+    _kind("embedding", Form((nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),
+          has_weight=True, takes_indices=True),
+)  # fmt: skip
 
 _ELEMENTWISE = (
-    OpKind("add", (_binary("add", "add", refine=rules.add, reflected=("__radd__",)),), sums=True, keeps_sign=True),
-    OpKind("sub", (_binary("sub", "sub", "subtract", refine=rules.sub),), sums=True),
-    OpKind("mul", (_binary("mul", "mul", "multiply", refine=rules.mul, reflected=("__rmul__",)),), keeps_sign=True),
-    OpKind("div", (_binary("truediv", "div", "divide", "true_divide", refine=rules.div),), keeps_sign=True),
-    OpKind("scale", with_constant=True),
-    OpKind("shift", with_constant=True),
-    OpKind(
-        "cat",
-        (
-            Form(
-                functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
-                operands=(("tensors",),),
-            ),
-        ),
-        keeps_sign=True,
-    ),
-    OpKind("stack", (Form(functions=(torch.stack,), operands=(("tensors",),)),), keeps_sign=True),
-)
+    _kind("add", _binary("add", "add", refine=rules.add, reflected=("__radd__",)), sums=True, keeps_sign=True),
+    _kind("sub", _binary("sub", "sub", "subtract", refine=rules.sub), sums=True),
+    _kind("mul", _binary("mul", "mul", "multiply", refine=rules.mul, reflected=("__rmul__",)), keeps_sign=True),
+    _kind("div", _binary("truediv", "div", "divide", "true_divide", refine=rules.div), keeps_sign=True),
+    _kind("scale", with_constant=True),
+    _kind("shift", with_constant=True),
+    _kind("cat", Form(functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
+                      operands=(("tensors",),)), keeps_sign=True),
+    _kind("stack", Form(functions=(torch.stack,), operands=(("tensors",),)), keeps_sign=True),
+)  # fmt: skip
 
 _SAMPLING = (
-    _moving(
-        "max_pool",
-        Form(
-            (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
-             nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-            _named(*(f"{pool}{end}" for pool in _POOLS for end in ("", "_with_indices"))),
-        ),
-    ),
-    OpKind(
-        "avg_pool",
-        (
-            Form(
-                (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-                 nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-                _named(*_for_each_size("avg_pool"), *_for_each_size("adaptive_avg_pool")),
-            ),
-        ),
-        keeps_sign=True,
-    ),
-    OpKind("mean", (Form(functions=(torch.mean,), methods=("mean",), refine=rules.mean),), keeps_sign=True),
-    _moving(
-        "upsample_nearest",
-        Form(
-            (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
-            (F.interpolate, F.upsample),
-            refine=rules.upsample,
-        ),
-        Form(functions=(F.upsample_nearest,)),
-    ),
-    OpKind("upsample_linear", (Form(functions=(F.upsample_bilinear,)),), keeps_sign=True),
-    OpKind("upsample_cubic"),
+    _moving("max_pool", Form(
+        (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+        _named(*(f"{pool}{end}" for pool in _POOLS for end in ("", "_with_indices"))))),
+    _kind("avg_pool", Form(
+        (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+        _named(*_for_each_size("avg_pool"), *_for_each_size("adaptive_avg_pool"))), keeps_sign=True),
+    _kind("mean", Form(functions=(torch.mean,), methods=("mean",), refine=rules.mean), keeps_sign=True),
+    _moving("upsample_nearest",
+            Form((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), (F.interpolate, F.upsample),
+                 refine=rules.upsample),
+            Form(functions=(F.upsample_nearest,))),
+    _kind("upsample_linear", Form(functions=(F.upsample_bilinear,)), keeps_sign=True),
+    _kind("upsample_cubic"),
 )  # fmt: skip
 
 _MOVING = (
     _moving("flatten", Form((nn.Flatten,), (torch.flatten,), ("flatten",))),
-    _moving(
-        "reshape",
-        Form(
-            (nn.Unflatten,),
-            _named("reshape", "squeeze", "unsqueeze", "unflatten", "tile", "broadcast_to", "ravel"),
-            ("reshape", "reshape_as", "view", "view_as", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "unflatten",
-             "expand", "expand_as", "repeat", "tile", "broadcast_to", "ravel"),
-        ),
-    ),
-    _moving(
-        "transpose",
-        Form(
-            functions=_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "roll", "flip"),
-            methods=("permute", "transpose", "transpose_", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "roll",
-                     "flip"),
-        ),
-        Form(functions=(builtins.getattr,), refine=rules.attribute),
-    ),
-    _moving(
-        "split",
-        Form(functions=_named("chunk", "split", "tensor_split", "unbind"),
-             methods=("chunk", "split", "tensor_split", "unbind"), operands=(("input", "tensor"),)),
-        one_tensor=False,
-    ),
-    _moving(
-        "slice",
-        Form(functions=(operator.getitem,), refine=rules.item),
-        Form(functions=(torch.narrow, torch.select), methods=("narrow", "select")),
-    ),
-    _moving(
-        "zero_pad",
-        Form((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
-             (F.pad,), refine=rules.pad),
-    ),
-    _moving(
-        "edge_pad",
-        Form((nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d,
-              nn.ReplicationPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d)),
-    ),
-    OpKind("pad"),
-    _moving(
-        "pixel_shuffle",
-        Form((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle),
-             (F.pixel_shuffle, F.pixel_unshuffle, F.channel_shuffle)),
-    ),
-    _moving(
-        "identity",
-        Form((nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-              nn.FeatureAlphaDropout),
-             (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.clone),
-             ("contiguous", "clone", "detach")),
-    ),
+    _moving("reshape", Form(
+        (nn.Unflatten,), _named("reshape", "squeeze", "unsqueeze", "unflatten", "tile", "broadcast_to", "ravel"),
+        ("reshape", "reshape_as", "view", "view_as", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "unflatten",
+         "expand", "expand_as", "repeat", "tile", "broadcast_to", "ravel"))),
+    _moving("transpose",
+            Form(functions=_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "roll", "flip"),
+                 methods=("permute", "transpose", "transpose_", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "roll",
+                          "flip")),
+            Form(functions=(builtins.getattr,), refine=rules.attribute)),
+    _moving("split", Form(functions=_named("chunk", "split", "tensor_split", "unbind"),
+                          methods=("chunk", "split", "tensor_split", "unbind"), operands=(("input", "tensor"),)),
+            one_tensor=False),
+    _moving("slice", Form(functions=(operator.getitem,), refine=rules.item),
+            Form(functions=(torch.narrow, torch.select), methods=("narrow", "select"))),
+    _moving("zero_pad", Form(
+        (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+        (F.pad,), refine=rules.pad)),
+    _moving("edge_pad", Form((
+        nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d,
+        nn.ReplicationPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d))),
+    _kind("pad"),
+    _moving("pixel_shuffle", Form((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle),
+                                  (F.pixel_shuffle, F.pixel_unshuffle, F.channel_shuffle))),
+    _moving("identity", Form(
+        (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.clone),
+        ("contiguous", "clone", "detach"))),
 )  # fmt: skip
 
 _NORMS = (
-    OpKind(
-        "batch_norm",
-        (Form((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), (F.batch_norm, torch.batch_norm)),),
-    ),
-    OpKind("layer_norm", (Form((nn.LayerNorm,), (F.layer_norm, torch.layer_norm)),)),
-    OpKind("rms_norm", (Form((nn.RMSNorm,), (F.rms_norm, torch.rms_norm)),)),
-    OpKind("group_norm", (Form((nn.GroupNorm,), (F.group_norm, torch.group_norm)),)),
-    OpKind(
-        "instance_norm",
-        (Form((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), (F.instance_norm, torch.instance_norm)),),
-    ),
-)
+    _kind("batch_norm", Form((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+                             (F.batch_norm, torch.batch_norm))),
+    _kind("layer_norm", Form((nn.LayerNorm,), (F.layer_norm, torch.layer_norm))),
+    _kind("rms_norm", Form((nn.RMSNorm,), (F.rms_norm, torch.rms_norm))),
+    _kind("group_norm", Form((nn.GroupNorm,), (F.group_norm, torch.group_norm))),
+    _kind("instance_norm", Form((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+                                (F.instance_norm, torch.instance_norm))),
+)  # fmt: skip
 
 _ACTIVATIONS = (
     _activation("relu", Form((nn.ReLU,), _named("relu", "relu_"), ("relu", "relu_")), never_negative=True),
     _activation("relu6", Form((nn.ReLU6,), (F.relu6,)), never_negative=True),
-    _activation(
-        "clamp",
-        Form((nn.Hardtanh,), (F.hardtanh, F.hardtanh_), refine=rules.clamp),
-        Form(functions=_named("clamp", "clamp_", "clip", "clip_"), methods=("clamp", "clamp_", "clip", "clip_"),
-             refine=rules.clamp),
-    ),
+    _activation("clamp", Form((nn.Hardtanh,), (F.hardtanh, F.hardtanh_), refine=rules.clamp),
+                Form(functions=_named("clamp", "clamp_", "clip", "clip_"), methods=("clamp", "clamp_", "clip", "clip_"),
+                     refine=rules.clamp)),
     _activation("leaky_relu", Form((nn.LeakyReLU,), _named("leaky_relu", "leaky_relu_"))),
     _activation("prelu", Form((nn.PReLU,), _named("prelu"), ("prelu",))),
     _activation("elu", Form((nn.ELU, nn.CELU, nn.SELU), _named("elu", "elu_", "celu", "celu_", "selu", "selu_"))),
@@ -311,13 +228,11 @@ _ACTIVATIONS = (
     _activation("gelu", Form((nn.GELU,), (F.gelu,))),
     _activation("hardswish", Form((nn.Hardswish,), (F.hardswish,))),
     _activation("hardsigmoid", Form((nn.Hardsigmoid,), (F.hardsigmoid,)), never_negative=True),
-    _activation(
-        "sigmoid", Form((nn.Sigmoid,), _named("sigmoid", "sigmoid_"), ("sigmoid", "sigmoid_")), never_negative=True
-    ),
+    _activation("sigmoid", Form((nn.Sigmoid,), _named("sigmoid", "sigmoid_"), ("sigmoid", "sigmoid_")), never_negative=True),
     _activation("tanh", Form((nn.Tanh,), _named("tanh", "tanh_"), ("tanh", "tanh_"))),
     _activation("softplus", Form((nn.Softplus,), (F.softplus,)), never_negative=True),
-    OpKind("softmax", (Form((nn.Softmax, nn.Softmax2d), _named("softmax"), ("softmax",)),), never_negative=True),
-    OpKind("log_softmax", (Form((nn.LogSoftmax,), _named("log_softmax"), ("log_softmax",)),)),
+    _kind("softmax", Form((nn.Softmax, nn.Softmax2d), _named("softmax"), ("softmax",)), never_negative=True),
+    _kind("log_softmax", Form((nn.LogSoftmax,), _named("log_softmax"), ("log_softmax",))),
 )  # fmt: skip
 
 KINDS: Mapping[str, OpKind] = {
