@@ -4,18 +4,27 @@ TORCH ?= torch==2.14.1 torchvision==0.29.1 -r requirements-zoo.txt
 PYTHON ?= python3
 RUN = $(VENV)/bin
 SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
+# A process for each core, of one thread each. Tests take from a millisecond to ten seconds: idle processes take over.
+TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test lint unit build second sanitize clean
+.PHONY: demo test test-all lint unit build second sanitize clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
+	@echo "== examples/digits.py"
 	$(RUN)/python examples/digits.py
 
 test: lint unit              ## everything that CI checks on one torch
 
-unit: $(VENV)/built          ## all tests
-	$(RUN)/python -m pytest
+test-all: lint $(VENV)/built ## the same with every case of every sweep, before a release
+	@echo "== all tests, with the sweeps in full"
+	$(TESTS) --sweep
+
+unit: $(VENV)/built          ## the tests; of exhaustive sweeps a sample that covers each value (tests/sweep.py)
+	@echo "== tests"
+	$(TESTS)
 
 lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
+	@echo "== lints"
 	$(RUN)/ruff check . && $(RUN)/ruff format --check . && $(RUN)/mypy
 	find csrc tests -regex '.*\.\(cpp\|h\|inc\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
 
@@ -27,14 +36,16 @@ sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehavio
 	tests/sanitize/run address $(RUN)/python
 	tests/sanitize/run thread $(RUN)/python
 
-build: $(VENV)/ready         ## compile again what has changed
-	$(RUN)/python setup.py build_ext --inplace
+build: $(VENV)/built         ## compile again what has changed
 
 $(VENV)/built: $(VENV)/ready $(SOURCES)
+	@echo "== compile what has changed of csrc (all of it: about a minute on two cores, some minutes more with CUDA)"
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
 $(VENV)/ready: constraints.txt requirements-dev.txt requirements-onnx.txt requirements-report.txt requirements-zoo.txt
+	@echo "== create $(VENV) and download $(TORCH) into it (minutes: torch is large)"
 	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
+	@echo "== install the tools of tests and lints"
 	$(RUN)/pip install --quiet -r requirements-dev.txt -r requirements-onnx.txt -r requirements-report.txt -c constraints.txt && touch $@
 
 clean:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest_plugins = ("pytester",)  # for tests/test_sweep.py; only a top-level conftest may name plugins
+
 
 @pytest.fixture(autouse=True)
 def _docstring_names(doctest_namespace: dict[str, object]) -> None:

@@ -89,7 +89,16 @@ def extension(cuda: bool) -> object:
     )
 
 
+class Build(cpp_extension.BuildExtension):
+    """Compiles only what changed since the last build for the same torch, by pip too."""
+
+    def finalize_options(self) -> None:
+        """Name the folder of object files: pip would give a new one each time."""
+        super().finalize_options()
+        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}")
+
+
 setup(
     ext_modules=[extension(with_cuda() and "QTOOLKIT_SANITIZE" not in os.environ)],
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    cmdclass={"build_ext": Build},
 )

@@ -1,12 +1,12 @@
-"""The model zoo: every model of torchvision and families of timm, through prepare, calibrate, train, convert and export.
+"""The model zoo: models of torchvision and timm through prepare, calibrate, one training step, convert and export.
 
-python benchmarks/zoo.py                          all; prints the table, writes benchmarks/results/zoo.json and docs/zoo.md
-python benchmarks/zoo.py --list                   names only
-python benchmarks/zoo.py --only resnet vit_b      models whose names contain one of these; =torchvision/vgg11 is one model
-python benchmarks/zoo.py --family timm            one family
+python benchmarks/zoo.py                      run all models; print the table, write benchmarks/results/zoo.json and docs/zoo.md
+python benchmarks/zoo.py --list               print the names of the models
+python benchmarks/zoo.py --only resnet vit_b  run models whose names contain one of these; =torchvision/vgg11 runs one model
+python benchmarks/zoo.py --family timm        run one family
 
-Weights are random, inputs small, threads one. Each model runs in a process of its own with a time limit, so that one failure
-is a line in the table and not its end. Results of models that are not run this time are kept.
+Weights are random, inputs are small, and each model runs on one thread. Each model runs in a separate process with a time
+limit, so that a failure affects only its own line of the table. Results of models that do not run this time are kept.
 """
 
 import argparse
@@ -32,21 +32,23 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", help="models of one family, such as 'detection' or 'timm'")
     parser.add_argument(
-        "--only", nargs="+", default=[], help="models whose names contain one of these, or, =NAME, are it"
+        "--only", nargs="+", default=[], help="models whose names contain one of these; =NAME selects one model"
     )
-    parser.add_argument("--list", action="store_true", help="print names and end")
+    parser.add_argument("--list", action="store_true", help="print the names of the models and exit")
     parser.add_argument("--backend", default="onnxruntime")
-    parser.add_argument("--no-export", action="store_true", help="end with convert")
-    parser.add_argument("--jobs", type=int, default=1, help="models at once")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for each model")
+    parser.add_argument("--no-export", action="store_true", help="stop after convert")
+    parser.add_argument("--jobs", type=int, default=1, help="number of models to run in parallel")
+    parser.add_argument("--limit", type=float, default=600, help="time limit for each model in seconds")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--markdown", type=Path, default=PAGE)
-    parser.add_argument("--one", type=Path, help="run the one model of --only here, and write its outcome to this file")
+    parser.add_argument(
+        "--one", type=Path, help="run the model of --only in this process and write its outcome to this file"
+    )
     return parser.parse_args()
 
 
 def chosen(args: argparse.Namespace) -> list[Recipe]:
-    """Return the models that the arguments name."""
+    """Return the models that the arguments select."""
     of_family = [r for r in recipes().values() if args.family in (None, r.family)]
     return [r for r in of_family if not args.only or any(_fits(word, r.name) for word in args.only)]
 
@@ -62,7 +64,7 @@ def run_here(recipe: Recipe, args: argparse.Namespace) -> None:
 
 
 def run_apart(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one model in a process of its own."""
+    """Run one model in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcome.json"
         command = [sys.executable, __file__, "--only", f"={recipe.name}", "--one", str(out), "--backend", args.backend]
@@ -79,7 +81,7 @@ def run_apart(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what the arguments name."""
+    """Run the command."""
     args = arguments()
     named = chosen(args)
     if args.list:
@@ -91,7 +93,7 @@ def main() -> None:
 
 
 def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
-    """Run models, print their table, and write all results that there are."""
+    """Run models, print their table, and write their results beside the earlier ones."""
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(tqdm(pool.map(lambda r: run_apart(r, args), named), total=len(named), desc="models", leave=False))
     table.show(found)

@@ -7,11 +7,12 @@ from qtoolkit import debug, export, graph, nn, ops, quant_modules
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
-from qtoolkit.eager.fuse import fuse_modules
+from qtoolkit.eager.fuse import _check_rows, fuse_modules
 from qtoolkit.export import ExportResult, export_onnx
-from qtoolkit.graph.capture.trace import UntraceableError
+from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.prepare import convert, prepare
+from qtoolkit.public import publish
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.switches import calibrating, disable_quantization, enable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -51,6 +52,9 @@ __all__ = [
     "quantizers_of",
     "unfreeze_batch_norm",
 ]
+publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)
+publish(__name__, CalibrationReport, ExportResult, QuantizationReport)
+publish(__name__, _check_rows)  # a hook on layers that fuse_modules returns
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,14 +1,14 @@
-"""Deployment targets, as data: what each quantizes, and where.
+"""Deployment targets, as data: what each target quantizes, and where.
 
 Each kind of op (`qtoolkit.op_kinds.table`) has a role on a target:
 
-- "compute": its inputs are quantized; its output is left free until a quantized op takes it.
+- "compute": its inputs are quantized. Its output stays unquantized until a quantized op takes it.
 - "merge": its inputs are quantized too, by the target's rule for residual adds.
-- "concat": where a quantized op takes its output, all its inputs are quantized with one scale, so that the output has it too.
+- "concat": if a quantized op takes its output, all its inputs are quantized with one scale, which the output then has too.
 - "transparent": it moves or picks values without changing them, so the quantizer of its input serves its output.
-- "activation": it is computed as one with the op before it, which nothing is put between; after an op that it cannot join it
-  is float, or, on a target with `quantize_outputs`, "compute".
-- "float": left alone, and reported. Every kind that a target does not name is "float".
+- "activation": the target computes it as one op with the op before it, and no quantizer is inserted between the two. After an
+  op that it cannot join it is float, or, on a target with `quantize_outputs`, "compute".
+- "float": it is not quantized, and the report says so. Kinds that a target does not name are "float".
 
 A new target is one more table here, and a test.
 """
@@ -19,9 +19,11 @@ from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import check_known
-from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES
+from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES, OpKind
 
 Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
+# The roles of ops whose inputs are quantized.
+QUANTIZED_ROLES: tuple[Role, ...] = ("compute", "merge", "concat")
 
 
 @dataclass(frozen=True)
@@ -29,26 +31,27 @@ class Backend:
     """One deployment target. Change a policy with `dataclasses.replace`.
 
     Attributes:
-        name: What reports call it.
-        qconfig: Default config. A weight's axis 0 stands for the output channel of every layer kind.
-        roles: Role of each kind of op.
-        conv_transpose_axis: Axis of a transposed convolution's weight that the target takes scales along.
-        grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups; lint says so
-            where it has not.
-        residual_add: Inputs of an add that are quantized: "both", or "identity": all but the branch that ends in a
-            layer, so that the target can fuse the add into it.
-        shared_concat: Whether the inputs of a concat share one scale; else each has its own, and so has the output.
-        integer_weights: Export weights as integers (DequantizeLinear alone), not as floats with both nodes.
-        advice: Names of `qtoolkit.graph.advice.ADVICE` that hold for the target: where integers bring no speed.
-        weight_bits: Widths of weights that the target computes in integers; None for all. Lint names others.
-        unsigned_after_relu: Quantize a tensor that is never negative without a sign, where its spec is symmetric.
-        integers_in_and_out: Ops that are no layers are quantized only where their output is quantized too.
-        quantize_outputs: Quantize outputs of ops as well, after their batch norm and activation: the target computes in
-            integers throughout.
-        quantize_graph_inputs: Quantize inputs of the graph like other tensors.
-        quantize_graph_outputs: Quantize what the graph returns, where a quantized op makes it.
-        end_bits: Least bits of the first and last layers, by default and by a global rule; None for those of all others.
-        batch_norm: How a layer takes over the batch norm behind it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
+        name: Its name in reports.
+        qconfig: The default config. Axis 0 of a weight stands for the output channel of every kind of layer.
+        roles: The role of each kind of op.
+        conv_transpose_axis: The axis of a transposed convolution's weight that its scales run along.
+        grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups. If not, lint
+            reports them.
+        residual_add: The inputs of an add that are quantized: "both", or "identity": all but the branch that ends in a
+            layer, so that the target can fuse the add into the layer.
+        shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
+        integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
+        advice: Names in `qtoolkit.graph.advice.ADVICE`: ops that are not faster in integers on the target.
+        weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
+        unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.
+        integers_in_and_out: Whether ops without weights are quantized only where their output is quantized too.
+        quantize_outputs: Whether outputs of ops are quantized as well, after their batch norm and activation: the target
+            computes in integers throughout.
+        quantize_graph_inputs: Whether inputs of the graph are quantized like other tensors.
+        quantize_graph_outputs: Whether outputs of the graph are quantized, if a quantized op computes them.
+        end_bits: The least bits of the first and last layers, in the default config and by a global rule; None for no
+            minimum.
+        batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
 
     Raises:
         ValueError: A kind of op, a role or an option is not known.
@@ -85,11 +88,20 @@ class Backend:
         if self.end_bits is not None and not 2 <= self.end_bits <= 16:
             raise ValueError(f"Backend {self.name!r}: end_bits must be None or lie in [2, 16], got {self.end_bits!r}.")
 
+    def role(self, kind: OpKind) -> Role:
+        """Return the role of a kind of op: "float" for kinds that the table does not name."""
+        role = self.roles.get(kind.name, "float")
+        return "merge" if role == "concat" and not self.shared_concat else role
+
+    def quantizes(self, kind: OpKind) -> bool:
+        """Return whether the target computes a kind of op on quantized inputs."""
+        return self.role(kind) in QUANTIZED_ROLES
+
 
 def _roles(
     compute: tuple[str, ...], merge: tuple[str, ...] = (), concat: tuple[str, ...] = ("cat", "stack")
 ) -> Mapping[str, Role]:
-    """Return a table of roles in which ops that move values are transparent, and activations join the op before them."""
+    """Return roles: ops that move values are transparent, activations join the op before them, and others are as given."""
     roles: dict[str, Role] = dict.fromkeys(MOVES, "transparent")
     roles |= dict.fromkeys(ACTIVATIONS, "activation")
     roles |= dict.fromkeys(concat, "concat")
@@ -100,7 +112,8 @@ def _roles(
 
 _LAYERS = ("conv", "conv_transpose", "linear")
 _PRODUCTS = (*_LAYERS, "matmul", "attention")
-_IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")  # of targets that compute so throughout
+# On targets that compute in integers throughout.
+_IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")
 
 _SIGNED = QuantSpec(bits=8)
 _NARROW = QuantSpec(bits=8, narrow=True)
@@ -111,12 +124,11 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 
 # TensorRT 10, explicit quantization. Source: NVIDIA's documentation, "Working with Quantized Types": symmetric int8 in
 # [-128, 127] and no unsigned codes, activations per tensor, weights per output channel, Q/DQ on the inputs of weighted ops,
-# both of a matmul; of a residual add only the identity branch, so that convolution and add fuse; max pooling commutes with
-# quantization, average pooling does not, and like every op without weights (linear resizes too) it is quantized only with
-# its output; all
-# inputs of a concat on one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay float: a gate times a
-# convolution fuses without Q/DQ. Weights stay float with both nodes, the form that all its parsers read. Transposed
-# convolutions: axis 1 from version 10 on.
+# both of a matmul. In a residual add only the identity branch, so that convolution and add fuse. Max pooling commutes with
+# quantization. Average pooling does not: like every op without weights (linear resizes too) it is quantized only together
+# with its output. All inputs of a concat have one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay
+# float: a gate times a convolution fuses without Q/DQ. Weights stay float with both nodes, which all its parsers read.
+# Transposed convolutions: axis 1 from version 10 on.
 TENSORRT = Backend(
     name="tensorrt",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
@@ -128,7 +140,7 @@ TENSORRT = Backend(
     advice=("few channels", "deconvolution"),
 )
 
-# TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, no adds with a mask.
+# TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, except adds with a mask.
 TENSORRT_NLP = replace(
     TENSORRT, name="tensorrt-nlp", roles=_roles(compute=("linear", "matmul", "attention"), merge=("add",), concat=())
 )
@@ -139,8 +151,8 @@ TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_c
 
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
 # weights int8 symmetric per channel (U8S8); its integer kernels (onnxruntime/python/tools/quantization/registry.py) take
-# Add, Mul and Concat, and Resize like other ops that move values; a linear one computes on quantized inputs. Ops with a
-# constant stay float: it has no quantizer.
+# Add, Mul and Concat, and nearest Resize as an op that moves values; a linear Resize computes on quantized inputs. Ops with
+# a constant stay float, because the constant has no quantizer.
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
@@ -149,8 +161,8 @@ ONNXRUNTIME = Backend(
 
 # OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,
 # elementwise ops, pools, means, interpolation; concats with unified scales) and MQBench's OPENVINO backend: symmetric
-# activations, unsigned where they cannot be negative; weights of 7 bits, because sums of int8 products overflow 16 bits on
-# AVX2 and AVX-512 without VNNI. NNCF's overflow fix does the same.
+# activations, unsigned where they are never negative. Weights have 7 bits, because sums of int8 products overflow 16 bits on
+# AVX2 and AVX-512 without VNNI; NNCF's overflow fix does the same.
 OPENVINO = Backend(
     name="openvino",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
@@ -162,8 +174,8 @@ OPENVINO = Backend(
     weight_bits=(7, 8),
 )
 
-# SNPE (Qualcomm), which computes in integers throughout: MQBench's SNPE scheme and TotalINT placement: uint8 with a zero point
-# per tensor for weights too, inputs and outputs of every op, moved past ReLU and flatten; each concat input its own encoding.
+# SNPE (Qualcomm) computes in integers throughout. Source: MQBench's SNPE scheme and TotalINT placement: uint8 with a zero point
+# per tensor, weights too; inputs and outputs of every op, after ReLU and flatten; each concat input has its own encoding.
 SNPE = Backend(
     name="snpe",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
@@ -178,7 +190,8 @@ SNPE = Backend(
 
 # QNN (Qualcomm's HTP, through onnxruntime's execution provider). Source: onnxruntime's documentation, "QNN Execution Provider":
 # QDQ models with quantized inputs and outputs of every node, uint8 with a zero point per tensor for both (get_qnn_qdq_config's
-# default); normalizations and softmax have integer kernels too. Unlike MQBench's ONNX_QNN, Linear and deconvolution are in.
+# default). Normalizations and softmax have integer kernels too. Unlike MQBench's ONNX_QNN, Linear and deconvolution are
+# quantized.
 QNN = replace(
     SNPE,
     name="qnn",
@@ -223,17 +236,18 @@ TENGINE = replace(
     ),
 )
 
-# NNIE (HiSilicon), whose bytes are logarithms. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
-# inputs of layers, pools, batch norms, interpolations, adds and products; concats are left in float.
+# NNIE (HiSilicon) computes on logarithmic codes. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
+# inputs of layers, pools, batch norms, interpolations, adds and products; concats stay float.
 NNIE = Backend(
     name="nnie",
     qconfig=QConfig(activation=_LOGARITHMIC, weight=_LOGARITHMIC),
     roles=_roles(compute=(*_LAYERS, "avg_pool", "upsample_linear", "batch_norm"), merge=("add", "mul"), concat=()),
 )
 
-# TVM, by the pass that turns QDQ models into integer ops (FakeQuantizationToInteger,
-# python/tvm/relay/transform/fake_quantization_to_integer.py): an op becomes integer between quantized inputs and a quantized
-# output; reshapes, slices, max pools and nearest resizes keep their input's scale; concats requantize each input.
+# TVM. Source: its pass that turns QDQ models into integer ops (FakeQuantizationToInteger,
+# python/tvm/relay/transform/fake_quantization_to_integer.py): an op becomes an integer op between quantized inputs and a
+# quantized output; reshapes, slices, max pools and nearest resizes keep the scale of their input; concats requantize each
+# input.
 TVM = Backend(
     name="tvm",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
@@ -243,8 +257,8 @@ TVM = Backend(
     quantize_graph_outputs=True,
 )
 
-# The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers alone, the first and
-# the last layer in 8 bits. Like it, set the widths of the others by a global rule.
+# The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers only, the first and
+# the last layer in 8 bits. A global rule sets the widths of the others.
 ACADEMIC = Backend(
     name="academic",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
@@ -253,7 +267,7 @@ ACADEMIC = Backend(
     end_bits=8,
 )
 
-# The setting of papers on transformers. Source: MQBench's Academic_NLP: inputs of linear layers and matmuls, no wider ends.
+# The setting of papers on transformers. Source: MQBench's Academic_NLP: inputs of linear layers and matmuls; the first and last layers have no minimum.
 ACADEMIC_NLP = replace(
     ACADEMIC, name="academic-nlp", roles=_roles(compute=("linear", "matmul", "attention"), concat=()), end_bits=None
 )
@@ -282,7 +296,7 @@ backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
 
 
 def backend_of(backend: str | Backend) -> Backend:
-    """Return a backend, or the one of a name.
+    """Return a backend by its name; a Backend is returned as it is.
 
     Raises:
         ValueError: The name is not known; says which is nearest.

@@ -1,4 +1,4 @@
-"""calibrate(): run data through a prepared model, set every range, and say what was covered."""
+"""calibrate(): run data through a prepared model, set every range, and report the quantizers that saw no data."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from torch import distributed, nn
 from tqdm import tqdm
 
 from qtoolkit.eager.fuse import check_links
-from qtoolkit.modes import evaluating
+from qtoolkit.model_inputs import run_batch
+from qtoolkit.model_state import evaluating
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
@@ -18,7 +19,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What `calibrate` returns: data, and a table when printed.
+    """The result of `calibrate`. It prints as a table.
 
     Attributes:
         batches: Batches that were run, in all processes.
@@ -91,7 +92,7 @@ def calibrate(
     check_links(prepared)
     for quantizer in quantizers.values():
         quantizer.observer.reset()
-    run = forward or _forward
+    run = forward or run_batch
     count = 0
     with torch.no_grad(), evaluating(prepared), calibrating(prepared):
         for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
@@ -104,12 +105,6 @@ def calibrate(
     if count == 0:
         raise ValueError("calibrate: batches is empty: there is nothing to take ranges from.")
     return _finish(prepared, quantizers, count)
-
-
-def _forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:

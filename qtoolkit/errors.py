@@ -1,4 +1,4 @@
-"""Sentences for names that are not known: each says which name is nearest."""
+"""Errors for unknown names, which suggest the nearest known name."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -18,7 +18,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
 
 
 def check_known(what: str, name: object, known: Iterable[str]) -> None:
-    """Raise ValueError with `unknown`'s sentence unless the name is known."""
+    """Raise ValueError, with the sentence of `unknown`, unless the name is known."""
     names = list(known)
     if name not in names:
         raise ValueError(unknown(what, name, names))

@@ -1,16 +1,16 @@
-"""Files that are there as a whole, or not at all."""
+"""Atomic writes of files."""
 
 import os
 import tempfile
 from pathlib import Path
 
 
-def write_whole(data: bytes, path: str | os.PathLike[str]) -> None:
-    """Write a file; what was at `path` stays if any step fails.
+def write_atomically(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Write a file, with its folders. If any step fails, a file that exists at `path` stays unchanged.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_whole(b"abc", folder + "/new/file.bin")
+        ...     write_atomically(b"abc", folder + "/new/file.bin")
         ...     Path(folder, "new", "file.bin").read_bytes()
         b'abc'
     """

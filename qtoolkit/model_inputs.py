@@ -1,13 +1,80 @@
-"""What models take and return: tensors, alone or in tuples, lists and dicts."""
+"""What models take and return: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+
+from qtoolkit.errors import check_known
+
+# Types of defaults that Python branches on. Other defaults, such as a tensor or a tuple, stay inputs of the graph.
+FIXED_TYPES = (bool, int, float, str, type(None))
+
+
+def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return example inputs as positional and keyword arguments.
+
+    Args:
+        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one input.
+
+    Example:
+        >>> split({"x": 1}), split((1, 2)), split(3)
+        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
+    """
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+
+
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """Run a model on a batch: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch)."""
+    args, kwargs = split(tuple(batch) if isinstance(batch, list) else batch)
+    return model(*args, **kwargs)
+
+
+def bind(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
+    """Return the example value of each argument of a model's forward.
+
+    Raises:
+        TypeError: The example inputs do not match the signature.
+    """
+    args, kwargs = split(example_inputs)
+    signature = inspect.signature(model.forward)
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(
+            f"prepare: example_inputs do not match {type(model).__name__}.forward{signature}: {error}."
+        ) from None
+
+
+def fixed_arguments(model: nn.Module, concrete_args: Mapping[str, Any] | None, example_inputs: Any) -> dict[str, Any]:
+    """Return the values of the arguments that are fixed at tracing.
+
+    These are `concrete_args`, and arguments whose example value or default is a flag, a string or None; a default that is a
+    number is fixed too.
+
+    Raises:
+        ValueError: A key of `concrete_args` is not an argument of forward.
+        TypeError: The example inputs do not match the signature of forward.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in concrete_args or {}:
+        check_known("argument of forward in prepare's concrete_args", name, parameters)
+    given = {} if example_inputs is None else bind(model, example_inputs)
+    values = {name: given.get(name, p.default) for name, p in parameters.items()}
+    fixed = {name: value for name, value in values.items() if _is_fixed(value, name in given)}
+    return {**fixed, **(concrete_args or {})}
+
+
+def _is_fixed(value: Any, given: bool) -> bool:
+    # A number that the user passes stays an input. Flags, strings and None select a branch of the forward.
+    return isinstance(value, bool | str | type(None)) if given else isinstance(value, FIXED_TYPES)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, in order; what is no tensor is passed over.
+    """Return the tensors in a nested value, in order; other values are ignored.
 
     Example:
         >>> tensors_of({"a": torch.tensor(1), "b": (torch.tensor(2), None)})
@@ -19,6 +86,15 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-def copy_of(value: Any) -> Any:
-    """Return a value with copies of its tensors: later ops may work in place."""
+def clone_tensors(value: Any) -> Any:
+    """Return a nested value with clones of its tensors, which later in-place ops do not change."""
     return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
+
+
+def copy_containers(value: Any) -> Any:
+    """Return a nested value with new lists and dicts: those of a graph's node are immutable."""
+    if type(value) is tuple:
+        return tuple(map(copy_containers, value))
+    if isinstance(value, list):
+        return list(map(copy_containers, value))
+    return {key: copy_containers(item) for key, item in value.items()} if isinstance(value, dict) else value

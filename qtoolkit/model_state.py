@@ -1,4 +1,4 @@
-"""What keeps the user's model safe: a copy to work on, or, where there is none, the way back."""
+"""Protection of the user's model: a copy to change, its state restored after an error, its modes after a run."""
 
 import copy
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 
-def copy_of(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
+def deepcopy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
     """Return a deep copy of a model.
 
     Args:
         model: The model.
         memo: As copy.deepcopy takes it.
-        what: Who copies, for the error.
+        what: The public function that copies, for the error.
 
     Raises:
-        TypeError: It cannot be copied; says why.
+        TypeError: The model cannot be copied.
     """
     try:
         return copy.deepcopy(model, memo)
@@ -32,9 +32,9 @@ def copy_of(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "p
 
 @contextmanager
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """Put a model back as it was if the block fails: its submodules, their types and modes, attributes, and buffers' values.
+    """Restore a model if the block raises: its submodules, their types, modes and attributes, and the values of buffers.
 
-    Dicts of its modules stay the same objects, so that handles of hooks go on working.
+    The dicts of its modules stay the same objects, so that handles of hooks remain valid.
     """
     states = [(module, type(module), dict(vars(module)), _contents(vars(module))) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -55,13 +55,34 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:
-    # Hooks, submodules and parameters are held in dicts of the module's own.
+    # A module stores hooks, submodules and parameters in dicts.
     return {name: dict(value) for name, value in state.items() if isinstance(value, dict)}
 
 
 @contextmanager
 def random_state_kept(model: nn.Module) -> Iterator[None]:
-    """Leave torch's random numbers, of the CPU and of the model's devices, where they were."""
+    """Restore the state of torch's random number generators, of the CPU and of the model's devices, after the block."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
         yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode for a `with` block. Then each module is in its own mode again, frozen batch norms included.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
+        >>> with evaluating(model):
+        ...     [module.training for module in model]
+        [False, False]
+        >>> [module.training for module in model]
+        [True, False]
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

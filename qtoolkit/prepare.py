@@ -1,7 +1,6 @@
 """prepare() and convert(): the passes in order, nothing else."""
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
@@ -10,31 +9,26 @@ from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
+from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.fuse import check_links
-from qtoolkit.eager.record import plan_of
-from qtoolkit.eager.rules import PLAN
+from qtoolkit.eager.record import plan_of, record_of
 from qtoolkit.errors import check_known
+from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes import freeze as fold
-from qtoolkit.graph.passes import fuse_patterns as patterns
-from qtoolkit.graph.passes import insert, swap
-from qtoolkit.graph.passes import leaf_modules as replace
-from qtoolkit.graph.passes import link_batch_norms as fuse
-from qtoolkit.graph.passes import record as explain
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
-from qtoolkit.graph.passes.swap import QatModules, name_of
 from qtoolkit.graph.plan import Plan, Tracing
-from qtoolkit.model_state import copy_of, random_state_kept, unchanged_on_error
-from qtoolkit.nn import QuantModule
+from qtoolkit.layer_rules import LayerRules
+from qtoolkit.model_state import deepcopy_model, random_state_kept, unchanged_on_error
+from qtoolkit.nn import QAT_MODULES, QuantModule
+from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import object_type_of
-from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.quantizer import Quantizer
 
 M = TypeVar("M", bound=nn.Module)
 
-QUANTIZED = (TensorQuantizer, Grid, QuantizedGraphModule)  # what a model with quantizers holds
+QUANTIZED = (Quantizer, QuantizedGraphModule)  # a model with quantizers has one of these
 
 
 def prepare(
@@ -93,26 +87,28 @@ def prepare(
     """
     target = backend_of(backend)
     _check_model(model, qconfig_mapping)
-    swap.check_table(qat_modules or {})
-    patterns.check(fuse_patterns or {})
+    custom, patterns = qat_modules or {}, fuse_patterns or {}
+    check_table(custom)
+    passes.fuse_patterns.check(patterns)
     trace.check_leaf_modules(leaf_modules)
-    leaves = (*leaf_modules, *(qat_modules or {}), *patterns.module_types(fuse_patterns or {}))
+    leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_of(model)
+        own = model if inplace else deepcopy_model(model)
+        rules = LayerRules.of(own, target, qconfig_mapping, {**QAT_MODULES, **custom}, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
         gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
-        gm = patterns.run(gm, fuse_patterns or {})
+        gm = passes.fuse_patterns.run(gm, patterns)
         if qconfig_mapping is not None:
             qconfig_mapping.check_names(_names_in(gm))
-        _warn_of_types(own, gm, qconfig_mapping, leaf_modules, qat_modules or {})
-        gm = replace.run(gm, target, qconfig_mapping, qat_modules)
-        gm = swap.run(gm, target, qconfig_mapping, qat_modules)
-        gm = fuse.run(gm, target, qconfig_mapping)
-        gm = insert.run(gm, target, qconfig_mapping)
-        gm = explain.run(gm, target, qconfig_mapping)
+        _warn_of_types(own, gm, qconfig_mapping, leaf_modules, custom)
+        gm = passes.leaf_modules.run(gm, rules)
+        gm = passes.swap.run(gm, rules)
+        gm = passes.link_batch_norms.run(gm, rules)
+        gm = passes.insert.run(gm, rules)
+        gm = passes.record.run(gm, rules)
         gm.set_kept()
         if example_inputs is not None:
-            explain.try_out(gm, example_inputs)
+            passes.record.try_out(gm, example_inputs)
     return gm
 
 
@@ -150,7 +146,7 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
     check_known("arithmetic", arithmetic, ("float",))
     check_quantized(prepared, "convert")
     check_links(prepared)
-    return fold.run(copy.deepcopy(prepared))
+    return passes.freeze.run(copy.deepcopy(prepared))
 
 
 def _warn_of_types(
@@ -160,16 +156,14 @@ def _warn_of_types(
     leaf_modules: Sequence[type[nn.Module]],
     qat_modules: QatModules,
 ) -> None:
-    """Warn of types that the model does not have: one option may serve many models, or be a slip."""
+    """Warn of types that are not in the model: the options may serve several models, or have a typing error."""
     types = {type(module) for module in model.modules()}
     ops = types | {object_type_of(node) for node in gm.graph.nodes if node.op.startswith("call")}
+    bases = {base for kind in types for base in kind.__mro__}
     ruled = {} if mapping is None else mapping.rules["object_type"]
-    unused = [("qconfig_mapping has a rule for", kind) for kind in ruled if kind not in ops]
-    unused += [("leaf_modules names", kind) for kind in leaf_modules if not any(issubclass(t, kind) for t in types)]
-    unused += [("qat_modules names", kind) for kind in qat_modules if kind not in types]
-    for what, kind in unused:
-        name = getattr(kind, "__name__", kind)
-        warnings.warn(f"prepare: {what} {name}, which the model has not: nothing follows from it.", stacklevel=3)
+    warn_of_unused_types("prepare: qconfig_mapping has a rule for", ruled, ops)
+    warn_of_unused_types("prepare: leaf_modules names", leaf_modules, bases)
+    warn_of_unused_types("prepare: qat_modules names", qat_modules, types)
 
 
 def check_quantized(model: object, what: str) -> None:
@@ -180,7 +174,7 @@ def check_quantized(model: object, what: str) -> None:
     """
     if isinstance(model, nn.Module):
         refuse_legacy_quantizers(model, what)
-        if plan_of(model) is not None or any(isinstance(part, QUANTIZED) for part in model.modules()):
+        if any(isinstance(part, QUANTIZED) for part in model.modules()) or plan_of(model) is not None:
             return
     raise TypeError(
         f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "
@@ -189,8 +183,9 @@ def check_quantized(model: object, what: str) -> None:
 
 
 def _names_in(gm: QuantizedGraphModule) -> list[str]:
-    ops = [name_of(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    return ops + replace.names_inside(gm)
+    """Return the names that rules can name: those of modules, which hold for all that is in them, and of other ops."""
+    modules = [name for name, _ in gm.named_modules(remove_duplicate=False) if name]
+    return modules + [node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
@@ -207,8 +202,8 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
 def _check_not_replaced(model: nn.Module) -> None:
     for name, module in model.named_modules():
         quantizers = (getattr(module, attribute, None) for attribute in ("input_quantizer", "output_quantizer"))
-        replaced = PLAN in vars(module) or (isinstance(module, QuantModule) and any(q is not None for q in quantizers))
-        if replaced:
+        is_quantized = isinstance(module, QuantModule) and any(q is not None for q in quantizers)
+        if is_quantized or record_of(module).plan is not None:
             raise ValueError(
                 f"prepare: {f'submodule {name!r}' if name else 'the model'} was quantized by module replacement already "
                 f"(qtoolkit.quant_modules), so that tensors would be quantized twice; prepare the float model."

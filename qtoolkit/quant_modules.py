@@ -1,45 +1,43 @@
-"""Module replacement: the road for models that no tracer takes. Layers quantize their own inputs and weights."""
+"""Module replacement, for models that cannot be traced: layers quantize their own inputs and weights."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.config import QConfigMapping, QuantSpec
+from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
-from qtoolkit.eager.fuse import chains_of, link_chains, quantize_outputs
+from qtoolkit.eager.fuse import link_chains, quantize_outputs
+from qtoolkit.eager.record import chains_of, update_record
+from qtoolkit.eager.replacement import replace_layers
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
-    PLAN,
-    Decision,
     Ignore,
-    ModuleRules,
+    ReplacementRules,
     decide_all,
     entries_of,
     ignored_in,
-    names_of,
-    statuses_in,
 )
 from qtoolkit.errors import check_known, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes import swap
-from qtoolkit.graph.passes.leaf_modules import Chooser, replace_layers
-from qtoolkit.graph.passes.swap import QatModules
-from qtoolkit.graph.plan import Plan
-from qtoolkit.model_state import copy_of, unchanged_on_error
+from qtoolkit.graph.plan import Plan, Status
+from qtoolkit.layer_rules import LayerDecision, LayerRules
+from qtoolkit.model_state import deepcopy_model, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import float_type
+from qtoolkit.shared_modules import modules_by_name
 
 QUANTIZE = ("inputs", "outputs")
-OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # torch.ao's, by name
+OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # modules of torch.ao that quantize their output, by name
 
 
 def replace(
@@ -52,44 +50,45 @@ def replace(
     backend: str | Backend = "tensorrt",
     quantize: Literal["inputs", "outputs"] = "inputs",
 ) -> nn.Module:
-    """Turn the layers of a float model into layers that quantize their own inputs and weights, without tracing it.
+    """Replace the layers of a float model by layers that quantize their own inputs and weights, without tracing it.
 
-    Its Python stays as it is, control flow and all. Call `qtoolkit.calibrate` next; `qtoolkit.convert` and
-    `qtoolkit.export_onnx` take the result, and `qtoolkit.quantization_report` tells of each layer what became of it, and
-    why. Called again, it passes over what is quantized already.
+    The model's Python stays as it is, with its control flow. Call `qtoolkit.calibrate` next. `qtoolkit.convert` and
+    `qtoolkit.export_onnx` take the result, and `qtoolkit.quantization_report` lists the status of each layer with the reason.
+    A second call skips layers that are quantized already.
 
-    Each layer stays the same object with the same parameters: shared layers stay shared, and what refers to a layer, or
-    holds a handle of one of its hooks, goes on working. (A bound method that was taken from a layer before, `f =
-    layer.forward`, is torch's own and goes on computing in float.) So in place, an optimizer that was built before trains
-    on; the scales of quantizer "lsq" are parameters that it does not know: build it afterwards, or call
-    `optimizer.add_param_group`. On several GPUs, replace first and wrap then; DistributedDataParallel needs
-    find_unused_parameters=True while learned scales are switched off.
+    Each layer stays the same object with the same parameters: shared layers stay shared, and references to a layer and
+    handles of its hooks remain valid. (A bound method taken from a layer before, `f = layer.forward`, still computes in
+    float.) With `inplace`, an optimizer built before therefore keeps training the model. It does not contain the learned
+    scales of quantizer "lsq": build it afterwards, or call `optimizer.add_param_group`. For several GPUs, replace first and
+    wrap the result. DistributedDataParallel needs find_unused_parameters=True while learned scales are switched off.
 
-    What is quantized, without a mapping, is what the backend computes in integers: with "tensorrt" the convolutions, linear
-    layers, average pools, attention and recurrent layers, and `qtoolkit.nn`'s Add, MatMul and Cat. What follows from a graph
-    is left to `qtoolkit.prepare`: quantized outputs, unsigned codes after a ReLU, wider first and last layers.
+    Without a mapping, the layers that the backend computes in integers are quantized: with "tensorrt" the convolutions, linear
+    layers, average pools, attention and recurrent layers, and `qtoolkit.nn`'s Add, MatMul and Cat. Rules that need a graph
+    apply only in `qtoolkit.prepare`: quantized outputs, unsigned codes after a ReLU, more bits in first and last layers.
 
     Args:
         model: The float model. It is copied, unless `inplace`.
-        qconfig_mapping: What to quantize how. The first of these that there is holds for a layer: the rule of its own name,
-            of a regular expression, of its type; that of the nearest module around it, by name, regular expression or
-            type; the global one; the backend's default. Rules for functions have no effect here, and are warned of.
-        ignore: What to leave in float, with all that is in it: a module's dotted name or a pattern of `fnmatch`
-            ("decoder.*"), a list of these, or a callable that is asked with each name and module.
-        inplace: Change the model itself; if that fails, it is as it was.
-        custom: Float type -> QAT type, on top of `qtoolkit.nn.REPLACED_MODULES`. A QAT type has a class method
+        qconfig_mapping: Which layers get which config. A rule for a module around a layer applies to the layer too: see
+            `QConfigMapping`. Layers without a rule get the backend's default. Rules for functions have no effect here and
+            raise a warning.
+        ignore: Modules that stay in float, with their submodules: a dotted name or a pattern of `fnmatch` ("decoder.*"), a
+            list of these, or a callable that is called with each name and module.
+        inplace: Change the model itself. If the call fails, the model is unchanged.
+        custom: Float type -> QAT type, in addition to `qtoolkit.nn.REPLACED_MODULES`. A QAT type has a class method
             `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
-        backend: A name from `qtoolkit.backends`, or a Backend: its default config, and which kinds of layers it computes.
-        quantize: "inputs": layers quantize their inputs. "outputs": they quantize their outputs, each chain of
-            `qtoolkit.fuse_modules` that of its last module, by a forward hook that runs before all others; of several
-            outputs the first. So does a QuantStub, and a FloatFunctional. This is how torch.ao's eager mode does it.
+        backend: A name from `qtoolkit.backends`, or a Backend. It gives the default config and the kinds of layers that are
+            quantized.
+        quantize: "inputs": layers quantize their inputs. "outputs": layers quantize their outputs, by a forward hook that runs
+            before all others; a layer with several outputs quantizes the first. A chain of `qtoolkit.fuse_modules` quantizes
+            the output of its last module. QuantStub and FloatFunctional quantize their outputs too, as in torch.ao's eager
+            mode.
 
     Returns:
         The model, or its copy, with QAT layers.
 
     Raises:
-        ValueError: A name or option is not known, a spec does not fit a weight, or the model is prepared already.
-        TypeError: An argument is of a wrong type, or the model cannot be copied.
+        ValueError: A name or option is not known, a spec does not fit a weight, or the model is already prepared.
+        TypeError: An argument has a wrong type, or the model cannot be copied.
         UntraceableError: The model is wrapped or compiled, or has lazy parameters.
 
     Example:
@@ -107,21 +106,22 @@ def replace(
     table = {**REPLACED_MODULES, **(custom or {})}
     if qconfig_mapping is not None:
         qconfig_mapping.check_names(_names(model, table))
-    rules = ModuleRules(
-        target, table, qconfig_mapping, frozenset(custom or ()), ignored_in(model, ignore), names_of(model)
-    )
+    configs = LayerRules.of(model, target, qconfig_mapping, table, custom or ())
+    rules = ReplacementRules(configs, ignored_in(model, ignore))
     _warn_of_types(model, qconfig_mapping, custom or {})
-    decisions = decide_all(model, rules, statuses_in(model))
+    decisions = decide_all(model, rules)
     outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
-    norms = [chain[1] for chain in chains_of(model)]
-    apart = {name: reason for name in norms if (reason := rules.reason_apart(model.get_submodule(name))) is not None}
+    modules = modules_by_name(model)
+    norms = {name: modules[name] for _, name, *_ in chains_of(model) if name in modules}
+    apart = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_apart(bn)) is not None}
     with unchanged_on_error(model) if inplace else nullcontext():
-        own = model if inplace else copy_of(model, what="replace")
-        replace_layers(own, [""], _chooser(decisions), table, quantize == "inputs", "replace")
-        statuses = {name: (decision.status, decision.reason) for name, decision in decisions.items()}
-        statuses |= link_chains(own, target.batch_norm, apart)
-        statuses |= quantize_outputs(own, outputs)
-        setattr(own, PLAN, Plan(target, inside=statuses))
+        own = model if inplace else deepcopy_model(model, what="replace")
+        qconfigs = {name: decision.qconfig for name, decision in decisions.items()}
+        replace_layers(own, [""], lambda name, *_: qconfigs.get(name), table, quantize == "inputs", "replace")
+        verdicts = {name: decision.verdict for name, decision in decisions.items()}
+        verdicts |= link_chains(own, target.batch_norm, apart)
+        verdicts |= quantize_outputs(own, outputs)
+        update_record(own, plan=Plan(target, inside=verdicts))
     return own
 
 
@@ -132,21 +132,21 @@ def initialize(
     *,
     backend: str | Backend = "tensorrt",
 ) -> "Active":
-    """Let torch's layers quantize their inputs and weights when they are built, from now on.
+    """Make the constructors of torch's layers build layers that quantize their inputs and weights, from now on.
 
-    `torch.nn.Linear(...)` then builds a `qtoolkit.nn.QuantLinear`, under whatever name the class was imported, and so on for
-    all types that `replace` knows; models that were built before are for `replace`. Only constructors change: float layers
-    are still instances of torch's classes, and copies and unpickled layers are what they were. Layers of subclasses stay
-    float, and so do lazy ones.
+    `torch.nn.Linear(...)` then builds a `qtoolkit.nn.QuantLinear`, under any imported name of the class. The same holds
+    for all types that `replace` quantizes. For models that were built before, call `replace`. Only constructors change: float
+    layers remain instances of torch's classes, and copies and unpickled layers keep their types. Layers of subclasses and
+    lazy layers stay in float.
 
-    It acts at once, for all threads, until `deactivate()`; as a context manager, until the block ends, also by an error:
-    then what was before it holds again, quantized or not. Called again with equal arguments it changes nothing, with others
-    those hold from then on.
+    It takes effect at once, in all threads, until `deactivate()`. As a context manager, it ends with the block, also if the
+    block raises; the settings from before then apply again. A second call with equal arguments has no effect; with other
+    arguments, these replace the earlier ones.
 
     Args:
-        qconfig_mapping: What to quantize how: by rules for types, and a global one. As `replace` takes it otherwise.
-        ignore: Types that stay float, by their class names or patterns of `fnmatch` ("Conv*"), or a callable that is asked
-            with "" and each layer.
+        qconfig_mapping: How layers are quantized: rules for types, and a global rule. Otherwise as `replace` takes it.
+        ignore: Types that stay in float: class names or patterns of `fnmatch` ("Conv*"), or a callable that is called with ""
+            and each layer.
         custom: Float type -> QAT type, as `replace` takes it.
         backend: As `replace` takes it.
 
@@ -154,8 +154,8 @@ def initialize(
         The context manager.
 
     Raises:
-        ValueError: A name is not known, or a rule is for a layer's name, which it does not have yet.
-        TypeError: An argument is of a wrong type.
+        ValueError: A name is not known, or a rule is for a layer's name: layers have no names when they are built.
+        TypeError: An argument has a wrong type.
 
     Example:
         >>> with initialize(ignore="Conv2d"):
@@ -169,12 +169,12 @@ def initialize(
     _check_rules("initialize", qconfig_mapping, custom)
     table = {**REPLACED_MODULES, **(custom or {})}
     _check_has_no_names(qconfig_mapping)
-    rules = ModuleRules(target, table, copy.deepcopy(qconfig_mapping), frozenset(custom or ()))
-    return Active(Settings(rules, _ignored_types(ignore, table)))
+    rules = LayerRules(target, copy.deepcopy(qconfig_mapping), table, frozenset(custom or ()))
+    return Active(Settings(ReplacementRules(rules), _ignored_types(ignore, table)))
 
 
 def deactivate() -> None:
-    """Let torch's layers be torch's own when they are built, from now on. Where they are, this changes nothing.
+    """Restore the constructors of torch's layers. If they are not changed, the call has no effect.
 
     Example:
         >>> _ = initialize()
@@ -188,11 +188,11 @@ def deactivate() -> None:
 
 
 class Active(AbstractContextManager["Active"]):
-    """What `initialize` returns: layers are built quantized, in a `with` block until it ends. It can be entered again."""
+    """The context manager that `initialize` returns: constructors build quantized layers. It can be entered again."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._replaced = [CONSTRUCTION.settings]  # what the first block goes back to
+        self._replaced = [CONSTRUCTION.settings]  # restored after the first block
         self._before: list[Settings | None] = []
         CONSTRUCTION.switch(settings)
 
@@ -214,7 +214,7 @@ def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules 
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, QuantizedGraphModule):
-        raise ValueError("replace: this model is prepared already; replace the layers of the float model.")
+        raise ValueError("replace: this model is already prepared; call replace on the float model.")
     trace.check_model(model, "replace")
     _check_rules("replace", mapping, custom)
 
@@ -222,55 +222,44 @@ def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules 
 def _check_rules(what: str, mapping: QConfigMapping | None, custom: QatModules | None) -> None:
     if mapping is not None and not isinstance(mapping, QConfigMapping):
         raise TypeError(f"{what}: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")
-    swap.check_table({} if custom is None else custom, what, "custom")
+    check_table({} if custom is None else custom, what, "custom")
 
 
 def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules) -> None:
-    """Warn of types that the model does not have, and of functions, which nobody sees here."""
+    """Warn of types that are not in the model, and of functions, which module replacement does not see."""
     types = {float_type(module) for module in model.modules()}
-    unused = [
-        ("qconfig_mapping has a rule for", kind) for kind in ([] if mapping is None else mapping.rules["object_type"])
-    ]
-    unused += [("custom names", kind) for kind in custom]
-    for what, kind in unused:
-        if kind not in types:
-            lacks = (
-                "which no module of the model is" if isinstance(kind, type) else "a function: only modules are replaced"
-            )
-            name = getattr(kind, "__name__", kind)
-            warnings.warn(f"replace: {what} {name}, {lacks}: nothing follows from it.", stacklevel=3)
+    ruled = [] if mapping is None else mapping.rules["object_type"]
+    rule, functions = "replace: qconfig_mapping has a rule for", [kind for kind in ruled if not isinstance(kind, type)]
+    warn_of_unused_types(rule, [kind for kind in ruled if isinstance(kind, type)], types)
+    warn_of_unused_types(rule, functions, (), "is a function (replace quantizes modules only)")
+    warn_of_unused_types("replace: custom names", custom, types)
 
 
 def _names(model: nn.Module, table: QatModules) -> list[str]:
-    """Return the names that rules can name: of all modules, of the model itself where it is a layer."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    """Return the names that rules can use: those of all submodules, and "" if the model itself is a layer."""
+    names = list(modules_by_name(model))
     return names if type(model) in table else names[1:]
 
 
-def _output_specs(model: nn.Module, rules: ModuleRules, decisions: Mapping[str, Decision]) -> dict[str, QuantSpec]:
-    """Return how each unit's output is quantized, by the name of its (first) module."""
+def _output_specs(
+    model: nn.Module, rules: ReplacementRules, decisions: Mapping[str, LayerDecision]
+) -> dict[str, QuantSpec]:
+    """Return the spec of each quantized output, by the name of the layer or of the chain's first module."""
     specs = {name: decision.qconfig.activation for name, decision in decisions.items() if decision.qconfig is not None}
-    heads = {chain[0] for chain in chains_of(model)}
+    chain_starts = {chain[0] for chain in chains_of(model)}
     for name, module in model.named_modules():
-        is_unit = type(module).__name__ in OUTPUT_ALONE or (name in heads and is_batch_norm(module))
-        if is_unit and name in decisions and decisions[name].status == "float":
+        is_unit = type(module).__name__ in OUTPUT_ALONE or (name in chain_starts and is_batch_norm(module))
+        if is_unit and name in decisions and decisions[name].verdict.status is Status.FLOAT:
             specs[name] = rules.output_spec(module)
     return {name: spec for name, spec in specs.items() if spec is not None}
-
-
-def _chooser(decisions: Mapping[str, Decision]) -> Chooser:
-    def choose(name: str, module: nn.Module, qat_type: type[Any]) -> QConfig | None:
-        return decisions[name].qconfig if name in decisions else None
-
-    return choose
 
 
 def _check_has_no_names(mapping: QConfigMapping | None) -> None:
     rules = {} if mapping is None else mapping.rules
     for name in (*rules.get("module_name", ()), *rules.get("module_name_regex", ())):
         raise ValueError(
-            f"initialize: the qconfig_mapping has a rule for the name {name!r}, but layers have no names yet when they are "
-            f"built; give rules for types, or build the model and use qtoolkit.quant_modules.replace."
+            f"initialize: the qconfig_mapping has a rule for the name {name!r}, but layers have no names when they are built; "
+            f"use rules for types, or build the model and call qtoolkit.quant_modules.replace."
         )
 
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.sweep import left_out
+
+pytest_plugins = ("pytester",)
 # Examples are drawn anew on a developer's machine and are the same in every run of CI.
 settings.register_profile(
     "qtoolkit",
@@ -19,6 +22,17 @@ settings.load_profile("qtoolkit")
 
 # Scripts that tests run, and faults that a sanitized build must find, which make sanitize runs.
 collect_ignore = ["compat/legacy_scripts", *([] if "QTOOLKIT_SANITIZE" in os.environ else ["sanitize"])]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sweep", action="store_true", help="run all cases of the tests marked sweep (tests/sweep.py)")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = set() if config.getoption("sweep") else left_out(items)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
+    items[:] = [item for item in items if item.nodeid not in names]
 
 
 @pytest.fixture(autouse=True)

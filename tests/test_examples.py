@@ -48,13 +48,15 @@ def centernet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("centernet")
 
 
-SMALL = "--backbone resnet18 --width 32 --size 128 --train-size 96 --steps 120 --batch 4 --calibration 4 --images 24"
+SMALL = "--backbone resnet18 --width 32 --size 128 --calibration 4"
+TRAINING = ["--train-size 64 --steps 20 --batch 2 --images 8", "--train-size 96 --steps 120 --batch 4 --images 24"]
 
 
-def test_centernet_small(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("training", [TRAINING[0], pytest.param(TRAINING[1], marks=pytest.mark.sweep)])
+def test_centernet_small(tmp_path, monkeypatch, training: str) -> None:
     """So short a training finds few shapes: docs/centernet.md has the figures of the full run."""
     centernet(monkeypatch)
-    out = run_example("centernet.py", *SMALL.split(), "--least-ap", "0", "--out", str(tmp_path))
+    out = run_example("centernet.py", *SMALL.split(), *training.split(), "--least-ap", "0", "--out", str(tmp_path))
     assert "38 quantized layers" in out
     layers = re.findall(r"^(\S+)  +(\S+)  +([\d.]+) +-?[\d.]+ dB", out, flags=re.MULTILINE)
     assert len(layers) == 38
@@ -107,19 +109,24 @@ def test_centernet_says_what_does_not_hold(monkeypatch) -> None:
 
 @needs_data
 @pytest.mark.data
-def test_cifar10_resnet20_codes_and_accuracy(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("images", "float_accuracy", "lost"), [(100, 94, 0.001), pytest.param(1000, 91.5, 0.301, marks=pytest.mark.sweep)]
+)
+def test_cifar10_resnet20_codes_and_accuracy(
+    tmp_path, monkeypatch, images: int, float_accuracy: float, lost: float
+) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import cifar10_resnet20
 
-    result = cifar10_resnet20.run(DATA, "onnxruntime", tmp_path / "resnet20.onnx")
+    result = cifar10_resnet20.run(DATA, "onnxruntime", tmp_path / "resnet20.onnx", images)
     codes = result.verification
-    assert result.float_accuracy == pytest.approx(91.5, abs=0.051)
-    assert result.ptq_accuracy >= result.float_accuracy - 0.301
-    assert abs(result.runtime_accuracy - result.ptq_accuracy) <= 0.101
+    assert result.float_accuracy == pytest.approx(float_accuracy, abs=0.051)
+    assert result.ptq_accuracy >= result.float_accuracy - lost
+    assert abs(result.runtime_accuracy - result.ptq_accuracy) <= 100.1 / images
     assert result.same_class >= 99.5
     assert codes.weight_codes.compared == 268_336
     assert codes.weight_codes.differing == 0
-    assert codes.quantizer_codes.compared > 270_000_000
+    assert codes.quantizer_codes.compared > 270_000 * images
     assert codes.quantizer_codes.differing == 0
     assert codes.layer_codes.share < 1e-5
     assert codes.layer_codes.steps <= 1

@@ -1,4 +1,4 @@
-"""prepare leaves the user's model, and the random numbers, as they were: whether it works on a copy, in place, or fails."""
+"""prepare does not change the user's model nor the random state, on a copy, in place, and after an error."""
 
 import random
 
@@ -45,7 +45,7 @@ def assert_unchanged(before: dict[str, object], model: nn.Module) -> None:
 
 
 class Mixed(nn.Module):
-    """Everything that prepare could leave a mark on: a constant, a hook, frozen batch norms, a part that is kept whole."""
+    """Everything that prepare could change: a constant, a hook, frozen batch norms, a leaf module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ def test_a_model_that_cannot_be_copied_says_so() -> None:
     assert isinstance(qt.prepare(model, inplace=True), fx.GraphModule)
 
 
-def test_types_that_the_model_has_not_are_warned_of() -> None:
+def test_types_that_are_not_in_the_model_are_warned_of() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     mapping = qt.QConfigMapping().set_object_type(nn.Conv2d, None).set_object_type(torch.add, None)
     mapping.set_object_type(nn.Linear, None)
-    with pytest.warns(UserWarning, match="nothing follows from it") as caught:
+    with pytest.warns(UserWarning, match="is not in the model and has no effect") as caught:
         qt.prepare(model, qconfig_mapping=mapping, leaf_modules=[nn.LSTM], qat_modules={nn.GRU: qt.nn.QuantLinear})
     assert [str(warning.message) for warning in caught] == [
-        f"prepare: {what}, which the model has not: nothing follows from it."
+        f"prepare: {what}, which is not in the model and has no effect."
         for what in (
             "qconfig_mapping has a rule for Conv2d",
             "qconfig_mapping has a rule for add",

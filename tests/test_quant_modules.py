@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.eager.rules import PLAN
+from qtoolkit.eager.record import plan_of
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quant_modules import replace
 from tests import nets, ranks, reference
@@ -49,7 +49,7 @@ def calibrated(model: nn.Module, *args: Tensor) -> nn.Module:
 
 
 def statuses(model: nn.Module) -> dict[str, tuple[str, str]]:
-    return dict(getattr(model, PLAN).inside)
+    return {name: (verdict.status, verdict.text) for name, verdict in plan_of(model).inside.items()}
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
@@ -127,7 +127,7 @@ def test_a_copy_shares_nothing_and_stays_tied() -> None:
     assert type(model.fc) is nn.Linear
 
 
-def test_an_optimizer_built_before_trains_on_bit_by_bit() -> None:
+def test_an_optimizer_built_before_trains_bit_by_bit_as_in_float() -> None:
     model = Branches()
     twin, x = copy.deepcopy(model), torch.rand(SHAPE)
     mine, theirs = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin))
@@ -157,7 +157,7 @@ def test_learned_scales_are_for_an_optimizer_built_afterwards() -> None:
     assert not torch.equal(model.input_quantizer.scale, scale)
 
 
-def test_handles_of_hooks_go_on_working() -> None:
+def test_handles_of_hooks_remain_valid() -> None:
     model, calls = Branches(), []
     handle = model.conv.register_forward_hook(lambda *_: calls.append(1))
     replace(model, inplace=True)
@@ -206,15 +206,15 @@ def test_replacing_twice_changes_nothing() -> None:
     model = replace(Branches())
     calibrated(model, torch.rand(SHAPE))
     before, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    plan, modules = getattr(model, PLAN), list(model.modules())
+    plan, modules = plan_of(model), list(model.modules())
     replace(model, inplace=True)
     assert [type(m) for m in model.modules()] == types
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
-    assert getattr(model, PLAN) == plan
+    assert plan_of(model) == plan
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_is_built_in_later_is_found_by_the_second_call() -> None:
+def test_layers_added_later_are_replaced_by_the_second_call() -> None:
     model = replace(nn.Sequential(nn.Linear(4, 4)), backend="onnxruntime")
     first = model[0]
     model.append(nn.Linear(4, 2))
@@ -223,7 +223,7 @@ def test_what_is_built_in_later_is_found_by_the_second_call() -> None:
     assert quantized_names(model) == {"0", "1"}
 
 
-def test_a_part_that_was_replaced_is_known_to_the_whole() -> None:
+def test_a_replaced_part_keeps_its_status_in_a_larger_model() -> None:
     model = Branches()
     replace(model.up, inplace=True)
     replace(model, ignore="*", inplace=True)
@@ -253,10 +253,11 @@ def bits(model: nn.Module) -> dict[str, int | None]:
         (qt.QConfigMapping().set_module_name("a", W4).set_global(None), (4, 4, 4, None)),
         (qt.QConfigMapping().set_module_name_regex("[ab]", None), (None, None, None, None)),
         (qt.QConfigMapping().set_object_type(Branches, None), (None, None, None, None)),
-        (qt.QConfigMapping().set_module_name("a", None).set_object_type(nn.Conv2d, W4), (4, None, None, None)),
+        (qt.QConfigMapping().set_module_name("a", None).set_object_type(nn.Conv2d, W4), (None, None, None, None)),
+        (qt.QConfigMapping().set_object_type(Branches, None).set_object_type(nn.Conv2d, W4), (4, None, None, None)),
     ],
 )
-def test_the_most_exact_rule_holds(mapping: qt.QConfigMapping, expected: tuple[int | None, ...]) -> None:
+def test_the_most_exact_rule_applies(mapping: qt.QConfigMapping, expected: tuple[int | None, ...]) -> None:
     model = replace(nn.ModuleDict({"a": Branches()}), mapping)
     assert bits(model.get_submodule("a")) == dict(zip(("conv", "up", "fc", "pool"), expected, strict=True))
 
@@ -280,28 +281,31 @@ def test_the_axis_of_transposed_convolutions(backend: str, axis: int) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"custom": {nn.GLU: nn.GLU}}, "replace: custom names GLU, which no module of the model is"),
-        ({"qconfig_mapping": qt.QConfigMapping().set_object_type(nn.GRU, None)}, "has a rule for GRU, which no module"),
+        ({"custom": {nn.GLU: nn.GLU}}, "replace: custom names GLU, which is not in the model and has no effect"),
+        (
+            {"qconfig_mapping": qt.QConfigMapping().set_object_type(nn.GRU, None)},
+            "a rule for GRU, which is not in the model",
+        ),
         (
             {"qconfig_mapping": qt.QConfigMapping().set_object_type(torch.add, None)},
-            "add, a function: only modules are",
+            r"has a rule for add, which is a function \(replace quantizes modules only\) and has no effect",
         ),
     ],
 )
-def test_types_without_a_module_are_warned_of(options: dict[str, object], words: str, monkeypatch) -> None:
+def test_types_that_are_not_in_the_model_raise_a_warning(options: dict[str, object], words: str, monkeypatch) -> None:
     monkeypatch.setattr(nn.GLU, "from_float", print, raising=False)
     with pytest.warns(UserWarning, match=words) as caught:
         replace(Branches(), **options)
     assert caught[0].filename == __file__
 
 
-def test_types_of_layers_that_are_replaced_already_are_known() -> None:
+def test_types_of_replaced_layers_raise_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         replace(replace(nn.Sequential(nn.Linear(2, 2))), qt.QConfigMapping().set_object_type(nn.Linear, None))
 
 
-def test_switches_reach_a_submodule_and_come_back_after_errors() -> None:
+def test_switches_apply_to_a_submodule_and_are_restored_after_errors() -> None:
     model, x = calibrated(replace(Branches()), torch.rand(SHAPE)), torch.rand(SHAPE)
     y = model(x)
     with qt.disable_quantization(model.conv):
@@ -330,7 +334,9 @@ def test_two_configs_for_one_module_are_refused() -> None:
         (qt.QConfig(None, None), set(), set(), set()),
     ],
 )
-def test_half_a_config_quantizes_that_half(qconfig: qt.QConfig, conv: set, average: set, table: set) -> None:
+def test_a_config_of_the_weight_or_the_activation_alone(
+    qconfig: qt.QConfig, conv: set, average: set, table: set
+) -> None:
     model = nn.ModuleDict({"conv": nn.Conv2d(3, 4, 1), "average": nn.AvgPool2d(2), "table": nn.Embedding(5, 4)})
     replaced = replace(model, qt.QConfigMapping().set_global(qconfig), backend="onnxruntime")
     expected = {
@@ -384,7 +390,7 @@ def test_every_type_of_the_table_by_default_and_by_rule() -> None:
         ([], set()),
     ],
 )
-def test_ignored_modules_and_what_is_in_them_stay_float(ignore: object, left: set[str]) -> None:
+def test_ignored_modules_and_their_submodules_stay_float(ignore: object, left: set[str]) -> None:
     replaced = replace(nn.ModuleDict({"a": Branches(), "b": Branches()}), ignore=ignore)
     layers = {f"{net}.{name}" for net in "ab" for name in ("conv", "up", "fc", "again", "decoder")}
     assert {name for name in layers if not isinstance(replaced.get_submodule(name), qt.nn.QuantModule)} == left
@@ -423,10 +429,10 @@ def test_reasons_of_float_layers() -> None:
     mapping = qt.QConfigMapping().set_module_name("fc", None)
     why = reasons(replace(model, mapping, inplace=True))
     assert "Odd is a subclass of Conv2d" in why["odd"]
-    assert "a subclass (parametrized) of Linear; call torch.nn.utils.parametrize.remove" in why["weight_norm"]
+    assert "a parametrized Linear; call torch.nn.utils.parametrize.remove" in why["weight_norm"]
     assert "no chain of qtoolkit.fuse_modules" in why["bn"]
     assert why["act"] == "float: no QAT type for ReLU"
-    assert "its forward was replaced on this one module" in why["patched"]
+    assert "its forward is an attribute of this one module" in why["patched"]
     assert why["fc"] == "float: the qconfig_mapping says so"
     assert quantized_names(model) == set()
 
@@ -471,7 +477,7 @@ class Wrapper(nn.Module):
         return self.layer(self.quantizer(x))
 
 
-def test_a_layer_of_ones_own_takes_two_lines() -> None:
+def test_a_custom_layer_takes_two_lines() -> None:
     model, x = nn.Sequential(Mine(4), nn.GLU()), torch.randn(3, 4)
     replaced = calibrated(replace(model, custom={Mine: QuantMine, nn.GLU: QuantGLU}), x)
     assert [type(m) for m in replaced] == [QuantMine, QuantGLU]
@@ -481,16 +487,16 @@ def test_a_layer_of_ones_own_takes_two_lines() -> None:
     assert torch.equal(replaced(x), F.glu(reference.fake_quant(y.detach(), scale, None, -128, 127)))
 
 
-def test_a_class_of_any_kind_is_put_in_and_passed_over_the_second_time() -> None:
+def test_a_wrapper_class_is_used_once() -> None:
     model = nn.Sequential(Mine(4), nn.Linear(4, 4))
     mine = model[0]
     replace(model, custom={Mine: Wrapper}, inplace=True)
     assert model[0] is mine
     assert (type(mine), type(mine.layer)) == (Wrapper, Mine)
-    plan = getattr(model, PLAN)
+    plan = plan_of(model)
     replace(model, custom={Mine: Wrapper}, inplace=True)
     assert type(mine.layer) is Mine
-    assert getattr(model, PLAN) == plan
+    assert plan_of(model) == plan
 
 
 class Loses(Wrapper):
@@ -564,7 +570,7 @@ def test_copies_compute_the_same(
     twin = copied(model)
     for ours, theirs in zip(tensors_of(twin(x)), tensors_of(model(x)), strict=True):
         assert torch.equal(ours, theirs)
-    assert getattr(twin, PLAN) == getattr(model, PLAN)
+    assert plan_of(twin) == plan_of(model)
 
 
 def test_averaged_weights_are_those_of_the_formula() -> None:
@@ -587,7 +593,7 @@ def test_half_precision_keeps_float_scales() -> None:
     assert model(x.half()).dtype == torch.float16
 
 
-def test_a_replaced_model_is_compiled_whole() -> None:
+def test_a_replaced_model_compiles_without_graph_breaks() -> None:
     model, x = calibrated(replace(nets.ConvNet().eval()), torch.randn(2, 3, 8, 8)), torch.randn(2, 3, 8, 8)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
@@ -619,7 +625,7 @@ def test_two_processes_calibrate_and_train_as_one(tmp_path) -> None:
 # ---- errors
 
 
-def test_bad_arguments_say_what_to_write() -> None:
+def test_bad_arguments_raise_with_a_remedy() -> None:
     for ignore, words in (
         ("convv", "replace: ignore: unknown module 'convv'; did you mean 'conv'"),
         (["conv", "x*"], r"replace: ignore: unknown module 'x\*'"),
@@ -639,7 +645,7 @@ def test_bad_arguments_say_what_to_write() -> None:
         replace(Branches(), {"conv": None})
     with pytest.raises(TypeError, match="replace: model must be a torch.nn.Module, got function"):
         replace(lambda x: x)
-    with pytest.raises(ValueError, match="replace: this model is prepared already"):
+    with pytest.raises(ValueError, match="replace: this model is already prepared"):
         replace(qt.prepare(nets.LinearNet()))
     with pytest.raises(
         ValueError, match=r"layer 'fc': the axis of a weight of 2 dimensions must lie in \[-2, 1\], got 3"
@@ -665,7 +671,7 @@ def test_wrapped_and_unfinished_models_are_refused() -> None:
     assert type(replace(uncopied, inplace=True)[0]) is qt.nn.QuantLinear
 
 
-def test_what_is_prepared_inside_a_model_is_left_as_it_is() -> None:
+def test_prepared_parts_of_a_model_do_not_change() -> None:
     model = nn.Sequential(qt.prepare(nets.LinearNet()), nn.Linear(3, 3))
     before = list(qt.quantizers_of(model))
     replace(model, inplace=True)

@@ -1,4 +1,4 @@
-"""The README's program, run as it stands."""
+"""The README's program, run as it stands; and the files that the README and docs/contributing.md name."""
 
 import re
 from pathlib import Path
@@ -22,3 +22,13 @@ def test_the_map_names_what_exists() -> None:
     for name in re.findall(r"`([\w/]+(?:\.\w+)?)`", table):
         root = README.parent
         assert any((root / folder / name).exists() for folder in ("", "csrc", "qtoolkit", "benchmarks")), name
+
+
+def test_the_page_on_changes_names_what_exists() -> None:
+    text = (README.parent / "docs" / "contributing.md").read_text()
+    paths = re.findall(r"`((?:qtoolkit|tests|docs)/[\w/]*(?:\.\w+)?)`", text)
+    assert len(paths) > 20
+    for path in paths:
+        assert (README.parent / path).exists(), path
+    for section in re.split(r"\n## ", text)[1:6]:  # each change touches three files at most
+        assert 2 <= len([line for line in section.splitlines() if line.startswith("|")]) - 2 <= 3, section

@@ -51,9 +51,9 @@ def test_a_line_for_each_layer_with_the_reason() -> None:
         "body.0": "float: ignored by 'body.*'",
         "body.1": "float: ignored by 'body.*'",
         "body.2": "float: ignored by 'body.*'",
-        "odd": "float: Odd is a subclass of Linear, which may compute anything; name its QAT type in custom",
+        "odd": "float: Odd is a subclass of Linear; its forward may differ: pass its QAT type in custom",
         "pool": "float: a max_pool, which only moves values",
-        "bn": "float: no chain of qtoolkit.fuse_modules says which layer it follows",
+        "bn": "float: no chain of qtoolkit.fuse_modules names the layer before it",
         "named": "float: the qconfig_mapping says so",
     }
     assert lines["body.0"][0] == "linear"

@@ -13,17 +13,21 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 # Models whose layers are all quantized, and equal the float model bit for bit with quantizers off.
 WITHOUT_EXPORT = [
-    "torchvision/densenet121",
+    pytest.param("torchvision/densenet121", marks=pytest.mark.sweep),
     "torchvision/fasterrcnn_mobilenet_v3_large_320_fpn",
     "torchvision/shufflenet_v2_x0_5",
-    "torchvision/lraspp_mobilenet_v3_large",
+    pytest.param("torchvision/lraspp_mobilenet_v3_large", marks=pytest.mark.sweep),
     "torchvision/raft_small",
     "torchvision/swin_t",
     "timm/levit_128s",
     "timm/test_byobnet",
     "timm/test_nfnet",
 ]
-EXPORTED = ["torchvision/squeezenet1_0", "timm/test_efficientnet", "timm/test_vit"]
+EXPORTED = [
+    pytest.param("torchvision/squeezenet1_0", marks=pytest.mark.sweep),
+    "timm/test_efficientnet",
+    "timm/test_vit",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Models whose Python the tracer has to follow, each with its inputs."""
+"""Models with Python that the tracer has to follow, each with its inputs."""
 
 import math
 from collections import OrderedDict
@@ -57,7 +57,7 @@ class MakesDataclass(nn.Module):
 
 
 class Functionals(nn.Module):
-    """A float functional of one's own: methods that compute, and a forward that is not for use."""
+    """A float functional of the user's: its methods compute, and its forward raises."""
 
     class Ops(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Functionals(nn.Module):
 
 
 class OnSizes(nn.Module):
-    """Python on sizes: branches, padding to a multiple, loops over a dimension, int, float, len, range, isinstance."""
+    """Python that uses sizes: branches, padding to a multiple, loops over a dimension, int, float, len, range, isinstance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class OnSizes(nn.Module):
 
 
 class Untouched(nn.Module):
-    """Parts that one mode does not use: an auxiliary head, a buffer, a parameter, a buffer that no checkpoint has."""
+    """Parts that eval mode does not use: an auxiliary head, a buffer, a parameter, a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()

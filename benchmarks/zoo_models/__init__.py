@@ -1,4 +1,4 @@
-"""The zoo as data: which models are built, with which inputs, and which parts of them are prepared."""
+"""The models of the zoo, their inputs, and which of their submodules are prepared."""
 
 from zoo_models.recipe import Recipe
 from zoo_models.timm_families import timm_recipes
@@ -8,5 +8,5 @@ __all__ = ["Recipe", "recipes"]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return all recipes by name, those of the packages that are installed."""
+    """Return the recipes of all installed packages by name."""
     return {recipe.name: recipe for recipe in (*torchvision_recipes(), *timm_recipes())}

@@ -1,4 +1,4 @@
-"""docs/zoo.md: the table with what its columns mean."""
+"""docs/zoo.md: the table and the meaning of its columns."""
 
 import json
 import os
@@ -14,33 +14,33 @@ PACKAGES = ("torchvision", "timm", "onnxruntime", "onnx")
 
 TEXT = """# The model zoo
 
-Every model of torchvision {torchvision} and families of timm {timm}, through `prepare` (in training mode), `calibrate`,
-one step of SGD, `convert`, `export_onnx` and its verification in onnxruntime {onnxruntime}. Random weights, small
-inputs, the {backend} backend, torch {torch}, one thread of {cores} shared cores. Made by `python benchmarks/zoo.py`;
-`--only resnet18` or `--family timm` runs a part of it, and keeps the rest as it was found. The data is
-`benchmarks/results/zoo.json`.
+Every model of torchvision {torchvision} and one model of each family of timm {timm} goes through `prepare` (in training
+mode), `calibrate`, one step of SGD, `convert`, `export_onnx` and verification in onnxruntime {onnxruntime}. Weights are
+random, inputs are small, the backend is {backend}; torch {torch}, one thread of {cores} shared cores. `python
+benchmarks/zoo.py` writes this page; `--only resnet18` or `--family timm` runs some of the models and keeps the other
+results. The data is in `benchmarks/results/zoo.json`.
 
-- **layers**: those with weights; **ops**: all others. Ops in float are counted by kind, or, of functions that no kind
-  has, by name: *relu after a float op* has no quantized op right before it; *layer_norm* and the like are float on this
-  target.
-- **off**: largest difference to the float model in eval mode with quantizers off, as a share of the largest output.
-  *Norms apart*: batch norms are left where they are by the qconfig_mapping: 0 is the demand. *Norms folded*: as the
-  prepared model computes in eval mode, and the exported one: other sums in float32, over the depth of the model
-  (in float64 the deepest, deeplabv3_resnet101, differs by 2e-12).
-- **layer codes differing**: each layer computed by torch on the codes that onnxruntime had before it; what differs is a
-  rounding tie. Codes of weights, and of quantizers fed what onnxruntime's were fed, must be equal, else they are named.
-  **Output difference** is that of onnxruntime end to end, as a share of the largest output, where ties have spread
-  through random weights.
-- **trace**: the processor's seconds for the graph alone; **prepare beyond**: those of `prepare` besides it. Both after a
-  first `prepare` in the same process.
-- **how**: parts that were prepared on their own, where the model's own forward cannot be traced; submodules kept whole
-  by `skip`; another exporter than torch.export's, or clipped gradients, and why.
+- **layers** have weights; **ops** are all others. Ops in float are counted by kind, or by name if no kind contains the
+  function. *relu after a float op* does not directly follow a quantized op. The backend computes *layer_norm* and the
+  like in float.
+- **off**: largest difference from the float model in eval mode with quantizers disabled, relative to the largest
+  output. *Norms kept*: the qconfig_mapping leaves batch norms unfolded; the difference must be 0. *Norms folded*: as the
+  prepared model computes in eval mode and as it is exported. The differences are float32 rounding errors, which grow
+  with the depth of the model (in float64 the deepest, deeplabv3_resnet101, differs by 2e-12).
+- **layer codes differing**: torch computes each layer from the codes that onnxruntime has at its inputs; the
+  differences are rounding ties. Codes of weights, and codes of quantizers for the inputs that they have in onnxruntime,
+  must be equal; otherwise the cell reports them. **Output difference**: largest difference of onnxruntime's outputs end
+  to end, relative to the largest output; ties accumulate through layers with random weights.
+- **trace**: processor seconds to trace the graph; **rest of prepare**: processor seconds of `prepare` minus those of
+  tracing. A first trace in the same process is not counted.
+- **notes**: submodules that are prepared separately because the model's forward cannot be traced; leaf modules, named
+  by `skip`; use of torch's older exporter, or of gradient clipping, with the reason.
 
 """
 
 
 def facts(backend: str) -> dict[str, Any]:
-    """Return what the models ran on."""
+    """Return the backend, the versions of the packages and the number of cores."""
     return {
         "backend": backend,
         "torch": torch.__version__,
@@ -50,12 +50,12 @@ def facts(backend: str) -> dict[str, Any]:
 
 
 def json_text(results: Mapping[str, Any]) -> str:
-    """Return results as JSON, one model a line."""
+    """Return results as JSON with one line for each model."""
     head = json.dumps({name: value for name, value in results.items() if name != "models"}, indent=1)
     models = ",\n".join(json.dumps(outcome) for outcome in results["models"])
     return f'{head.removesuffix("}").rstrip()},\n "models": [\n{models}\n]\n}}\n'
 
 
 def text(results: Mapping[str, Any]) -> str:
-    """Return the page of some results."""
+    """Return the page for the results."""
     return TEXT.format(**results) + markdown(results["models"])

@@ -1,4 +1,4 @@
-"""One model through prepare, calibrate, one training step, convert, export and onnxruntime; what came out, as plain data."""
+"""One model through prepare, calibrate, one training step, convert, export and onnxruntime, with the results as plain data."""
 
 import copy
 import tempfile
@@ -21,27 +21,28 @@ from qtoolkit.graph.capture import trace
 from zoo_models.recipe import Recipe
 
 SEED = 0
-NORMS_APART = qt.QConfigMapping()
+NORMS_KEPT = qt.QConfigMapping()
 for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, FrozenBatchNorm2d):
-    NORMS_APART = NORMS_APART.set_object_type(kind, None)
+    NORMS_KEPT = NORMS_KEPT.set_object_type(kind, None)
 
 
 @dataclass
 class Outcome:
-    """What the table says of one model.
+    """The results for one model.
 
     Attributes:
-        failed: The step that failed, "" where none did.
-        error: Its sentence.
-        quantized: How many layers with weights are quantized.
-        ops_quantized: How many other ops are.
-        left_float: Layers with weights that stay in float, by reason.
-        ops_float: Other ops that stay in float, by reason.
-        off_difference: Largest relative difference to the float model with quantizers off, batch norms kept, in eval mode.
-        folded_difference: The same with batch norms folded (the model is prepared in eval mode).
-        weight_codes, quantizer_codes, layer_codes: Codes that differ in onnxruntime, and all.
-        output_difference: Largest relative difference of the outputs to onnxruntime's, end to end.
-        seconds: Of each step, of the processor.
+        failed: The step that failed, or "".
+        error: The message of its error.
+        quantized: Number of quantized layers with weights.
+        ops_quantized: Number of other quantized ops.
+        left_float: Names of the layers with weights that remain in float, by reason.
+        ops_float: Names of the other ops that remain in float, by reason.
+        off_difference: Largest relative difference from the float model in eval mode, with quantizers disabled and batch
+            norms kept.
+        folded_difference: The same with batch norms folded, as the prepared model computes in eval mode.
+        weight_codes, quantizer_codes, layer_codes: Number of codes that differ in onnxruntime, and number compared.
+        output_difference: Largest relative difference of the outputs from onnxruntime's, end to end.
+        seconds: Processor time of each step.
     """
 
     name: str
@@ -66,13 +67,13 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return all fields as plain values."""
         return asdict(self)
 
 
 @dataclass
 class Part:
-    """A module that is prepared on its own, and the inputs that it gets."""
+    """A module that is prepared separately, with its inputs."""
 
     path: str
     module: nn.Module
@@ -81,19 +82,19 @@ class Part:
 
 
 def run(recipe: Recipe, backend: str, export: bool = True) -> Outcome:
-    """Take one model through all steps; a step that fails ends it, and is named in the outcome."""
+    """Run all steps for one model. A step that fails is recorded in the outcome and ends the run."""
     torch.manual_seed(SEED)
     outcome = Outcome(recipe.name, recipe.family, backend, parts=recipe.parts, skip=recipe.skip, note=recipe.note)
     steps = _Steps(recipe, backend, outcome, export)
     try:
         steps.all()
-    except Exception as error:  # whatever a model of another package meets
+    except Exception as error:  # a model of another package may raise any error
         outcome.failed, outcome.error = steps.now, f"{type(error).__name__}: {error}".strip()
     return outcome
 
 
 class _Steps:
-    """The steps, in order; `now` is the one that is being taken."""
+    """The steps in order; `now` is the current one."""
 
     def __init__(self, recipe: Recipe, backend: str, outcome: Outcome, export: bool) -> None:
         self.recipe, self.backend, self.outcome, self.export = recipe, backend, outcome, export
@@ -107,10 +108,10 @@ class _Steps:
         with self.step("float"):
             _settle(model, inputs)
             parts = _parts(model, inputs, recipe.parts)
-        with self.step("trace", timed=False):  # what runs once in a process is no cost of a model
+        with self.step("trace", timed=False):  # initialization that happens once in a process
             self.trace(parts)
         with self.step("quantizers off"):
-            self.outcome.off_difference = max(map(_difference_off, parts, map(self.norms_apart, parts)))
+            self.outcome.off_difference = max(map(_difference_off, parts, map(self.norms_kept, parts)))
         with self.step("trace"):
             self.trace(parts)
         with self.step("prepare"):
@@ -131,7 +132,7 @@ class _Steps:
 
     @contextmanager
     def step(self, name: str, timed: bool = True) -> Iterator[None]:
-        """Note the step and the processor's seconds that it takes: what else the machine does is not in them."""
+        """Record the step and its processor time, which excludes other processes."""
         self.now, start = name, time.process_time()
         yield
         seconds = self.outcome.seconds
@@ -143,7 +144,7 @@ class _Steps:
             trace.run(copy.deepcopy(part.module), (), self.skip(part), None, None, _example(part))
 
     def skip(self, part: Part) -> tuple[str, ...]:
-        """Return the names in a part of the submodules that the recipe's patterns fit."""
+        """Return the names of the submodules of a part that match the recipe's `skip` patterns."""
         prefix = f"{part.path}." if part.path else ""
         names = [name for name, _ in part.module.named_modules() if name]
         return tuple(name for name in names if any(fnmatch(prefix + name, pattern) for pattern in self.recipe.skip))
@@ -151,8 +152,8 @@ class _Steps:
     def prepare(self, part: Part, mapping: qt.QConfigMapping | None = None) -> Any:
         return qt.prepare(part.module.train(), _example(part), self.backend, mapping, skip=self.skip(part))
 
-    def norms_apart(self, part: Part) -> Any:
-        return self.prepare(part, NORMS_APART)
+    def norms_kept(self, part: Part) -> Any:
+        return self.prepare(part, NORMS_KEPT)
 
     def report(self, part: Part, prepared: Any) -> None:
         outcome = self.outcome
@@ -183,7 +184,7 @@ class _Steps:
 
 
 def _settle(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Give batch norms the statistics that the inputs have, so that what comes out of a deep model stays finite."""
+    """Set the statistics of batch norms from the inputs, so that the outputs of a deep model stay finite."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [m.momentum for m in norms]
     for norm in norms:
@@ -200,7 +201,7 @@ def _settle(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _parts(model: nn.Module, inputs: tuple[Any, ...], paths: tuple[str, ...]) -> list[Part]:
-    """Return the parts with the inputs of their first call when the model runs."""
+    """Run the model, and return the parts with the inputs of their first call."""
     if not paths:
         return [Part("", model, inputs, {})]
     found: dict[str, Part] = {}
@@ -240,28 +241,28 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _difference_off(part: Part, prepared: Any) -> float:
-    """Return the largest difference to the float model with quantizers off, as a share of the largest output."""
+    """Return the largest difference from the float model with quantizers disabled, relative to the largest output."""
     with torch.no_grad(), qt.disable_quantization(prepared):
         training = prepared.training
         ours = _tensors(_call(prepared.eval(), part))
         prepared.train(training)
         theirs = _tensors(_call(part.module.eval(), part))
-    # In training mode some models have further heads; what both modes give comes first.
+    # In training mode some models have additional heads, whose outputs follow those of eval mode.
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a.shape == b.shape]
     if not pairs or not all(bool(torch.isfinite(b).all()) for _, b in pairs):
-        raise ValueError("the float model's outputs are not finite, or of other shapes than the prepared model's.")
+        raise ValueError("the float model's outputs are not finite, or their shapes differ from the prepared model's.")
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs if a.numel())
 
 
 def _train(prepared: nn.Module, part: Part, clip: float | None) -> None:
-    """Take one step of SGD, and check that every parameter that has a gradient has a finite one."""
+    """Take one step of SGD, and check that all gradients are finite."""
     optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=1e-4)
     loss = torch.stack([y.float().square().mean() for y in _tensors(_call(prepared, part)) if y.numel()]).sum()
     loss.backward()
     grads = {name: p.grad for name, p in prepared.named_parameters() if p.grad is not None}
     bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
     if bad or not grads:
-        raise ValueError(f"gradients are missing or not finite: {bad[:3] or 'all'}.")
+        raise ValueError(f"gradients are missing or not finite: {bad[:3] or 'all are missing'}.")
     if clip is not None:
         nn.utils.clip_grad_norm_(prepared.parameters(), clip)
     optimizer.step()

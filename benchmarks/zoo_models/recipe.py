@@ -1,4 +1,4 @@
-"""Recipe: how one model of the zoo is built and what of it is prepared."""
+"""Recipe: how to build one model of the zoo, and which of its submodules are prepared."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ class Recipe:
     """One model.
 
     Attributes:
-        name: Its name in the package, with the package's name before it.
-        family: What the table groups it by.
-        build: Makes it, with random weights.
-        inputs: Makes the arguments of its forward.
-        skip: Submodules that `prepare` keeps whole, as patterns of file names: "blocks.*.attn".
-        parts: Submodules that are prepared each on its own, where the model's own forward cannot be traced; () is the model.
-        note: What the table says besides.
-        exporter: Which of torch's exporters makes the ONNX file.
-        clip: The largest norm of the gradients in the training step; None leaves them as they are.
+        name: "package/model".
+        family: The section of the table that lists it.
+        build: Builds it with random weights.
+        inputs: Creates the arguments of its forward.
+        skip: The `skip` argument of `prepare`, as fnmatch patterns: "blocks.*.attn".
+        parts: Submodules to prepare separately if the model's forward cannot be traced; () prepares the model.
+        note: A remark for the table.
+        exporter: The exporter of torch that writes the ONNX file.
+        clip: Maximum norm of the gradients in the training step; None does not clip.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The zoo's table: outcomes as markdown, and on the console."""
+"""The table of the zoo, as markdown and for the console."""
 
 import re
 from collections import Counter
@@ -17,20 +17,20 @@ COLUMNS = (
     "layers left in float",
     "other ops quantized",
     "other ops in float",
-    "off, norms apart",
+    "off, norms kept",
     "off, norms folded",
     "layer codes differing",
     "output difference",
     "trace, s",
-    "prepare beyond, s",
-    "how",
+    "rest of prepare, s",
+    "notes",
 )
 
 
 def row(outcome: Outcome) -> list[str]:
     """Return the cells of one model."""
     seconds = outcome.get("seconds", {})
-    beyond = max(seconds.get("prepare", 0.0) - seconds.get("trace", 0.0), 0.0)
+    rest = max(seconds.get("prepare", 0.0) - seconds.get("trace", 0.0), 0.0)
     return [
         outcome["name"].partition("/")[2] or outcome["name"],
         str(outcome.get("quantized", "")),
@@ -42,13 +42,13 @@ def row(outcome: Outcome) -> list[str]:
         _codes(outcome),
         _number(outcome.get("output_difference")),
         f"{seconds.get('trace', 0.0):.2f}",
-        f"{beyond:.2f}",
-        how(outcome),
+        f"{rest:.2f}",
+        notes(outcome),
     ]
 
 
 def floats(reasons: Mapping[str, Sequence[str]]) -> str:
-    """Return how many are in float for each reason, in few words."""
+    """Return the number of ops in float for each reason, abbreviated."""
     counts: Counter[str] = Counter()
     for reason, names in reasons.items():
         for name in names:
@@ -70,8 +70,8 @@ def _short(reason: str, name: str) -> str:
     return words if found is None else f"batch norm ({found[1]})"
 
 
-def how(outcome: Outcome) -> str:
-    """Return what of the model was prepared, what was skipped, what failed and what was left out."""
+def notes(outcome: Outcome) -> str:
+    """Return the parts, the skipped submodules, the remark of the recipe, and the error if a step failed."""
     words = [f"parts {', '.join(outcome['parts'])}"] if outcome.get("parts") else []
     words += [f"skip {', '.join(outcome['skip'])}"] if outcome.get("skip") else []
     words += [outcome["note"]] if outcome.get("note") else []
@@ -80,7 +80,7 @@ def how(outcome: Outcome) -> str:
 
 
 def _one_line(error: str) -> str:
-    """Return the beginning of an error in one line, without colours and columns."""
+    """Return the beginning of an error as one line, without terminal colours or column separators."""
     plain = re.sub(r"\x1b\[\d*m", "", error).replace("|", "/")
     return " ".join(plain.split())[:LONGEST_ERROR]
 
@@ -99,7 +99,7 @@ def _number(value: float | None) -> str:
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
-    """Return one paragraph on all models."""
+    """Return a paragraph on all models."""
     done = [o for o in outcomes if not o["failed"]]
     failed = [o["name"] for o in outcomes if o["failed"]]
     zero = sum(o["off_difference"] == 0 for o in done)
@@ -109,16 +109,16 @@ def summary(outcomes: Iterable[Outcome]) -> str:
     layers = sum(o["layer_codes"][0] for o in exported), sum(o["layer_codes"][1] for o in exported)
     return (
         f"{len(done)} models went through all steps, {len(failed)} did not{': ' if failed else ''}{', '.join(failed)}. "
-        f"{zero} of {len(done)} equal the float model bit for bit with quantizers off and batch norms kept apart. "
-        f"{len(exported)} were exported: in {equal} of them no weight code and no quantizer code differs in onnxruntime "
-        f"({codes:,} codes compared), and {layers[0]:,} of {layers[1]:,} layer codes do, by one step: rounding ties. "
+        f"With quantizers disabled and batch norms kept, {zero} of {len(done)} equal the float model bit for bit. "
+        f"{len(exported)} were exported: in {equal} of them all codes of weights and quantizers are equal in onnxruntime "
+        f"({codes:,} codes compared). {layers[0]:,} of {layers[1]:,} layer codes differ by one step, as rounding ties. "
         f"{sum(o['quantized'] for o in done):,} layers with weights are quantized, "
-        f"{sum(len(names) for o in done for names in o['left_float'].values()):,} are left in float."
+        f"{sum(len(names) for o in done for names in o['left_float'].values()):,} remain in float."
     )
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
-    """Return a table for each family."""
+    """Return the summary and a table for each family."""
     lines = [summary(outcomes), ""]
     for family in dict.fromkeys(o["family"] for o in outcomes):
         lines += [f"## {family.capitalize() if family != 'timm' else family}", ""]

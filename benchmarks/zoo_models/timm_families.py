@@ -1,4 +1,4 @@
-"""Families of timm: one small model of each."""
+"""One small model of each family of timm."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -9,7 +9,7 @@ import torch
 
 from zoo_models.recipe import Recipe
 
-# One model of each family, and the side of its images: that which it is made for, where it takes no other.
+# One model of each family, by the side of its input images; 64 where the model supports it.
 FAMILIES: Mapping[int, str] = {
     64: "convmixer_768_32 test_byobnet test_convnext cpubone_nano csatv2 cs3darknet_focus_s cspnext_tiny densenet121 dla46x_c "
     "dpn48b edgenext_xx_small test_efficientnet efficientvim_m1 efficientvit_b0 fasternet_t0 fastvit_t8 ghostnet_050 "
@@ -27,14 +27,14 @@ FAMILIES: Mapping[int, str] = {
     256: "swinv2_tiny_window16_256 vit_tiny_patch16_dinov3_qkvb",
     299: "inception_v3 inception_v4 legacy_xception",
 }
-# Autocast is entered there, or a buffer is made anew by the input's size.
+# These submodules enter autocast, or recreate a buffer if the size of the input changes.
 SKIPS: Mapping[str, tuple[str, ...]] = {
     "efficientvit_b0": ("stages.*.blocks.*.context_module.main",),
     "convit_tiny": ("blocks.*.attn",),
 }
-# Exported by torch's older exporter: of these the newer one refuses the float model, too.
-FIVE_DIMENSIONS = "by exporter='torchscript': the newer one refuses the float model too (attention on 5 dimensions)"
-VIEW = "by exporter='torchscript': the newer one refuses the float model too (a view of an attention's result)"
+# Models that need torch's older exporter, because the newer one fails for the float model too.
+FIVE_DIMENSIONS = "exporter='torchscript': 'dynamo' fails for the float model too (attention with 5 dimensions)"
+VIEW = "exporter='torchscript': 'dynamo' fails for the float model too (a view of the result of attention)"
 OLDER_EXPORTER: Mapping[str, str] = {
     "hiera_tiny_224": FIVE_DIMENSIONS,
     "jx_nest_tiny": FIVE_DIMENSIONS,
@@ -42,12 +42,12 @@ OLDER_EXPORTER: Mapping[str, str] = {
     "beit_base_patch16_224": VIEW,
     "test_vit_relpos": VIEW,
 }
-# Whose random weights have gradients that one step makes weights of 1e6 with.
+# Models whose gradients with random weights are so large that one step of SGD gives weights of 1e6.
 CLIPPED: Mapping[str, str] = {"coat_tiny": "gradients clipped to norm 1"}
 
 
 def timm_recipes() -> Iterable[Recipe]:
-    """Return a recipe for each family; none where timm is not installed."""
+    """Return a recipe for each family, or none if timm is not installed."""
     if find_spec("timm") is None:
         return []
     return [_recipe(name, side) for side, names in FAMILIES.items() for name in names.split()]

@@ -15,7 +15,7 @@ KEYPOINT_PARTS = (*BOX_PARTS, "roi_heads.keypoint_head", "roi_heads.keypoint_pre
 ONE_STAGE_PARTS = ("backbone", "head")
 FLOW_PARTS = ("feature_encoder", "context_encoder", "update_block")
 
-# Sides of the square images, by the beginning of a model's name; the longest that fits holds.
+# Sides of the square images by the prefix of a model's name; the longest prefix that matches applies.
 SIDES = {
     "": 64,
     "inception_v3": 299,
@@ -34,7 +34,7 @@ CLASSIFIERS: Mapping[str, Mapping[str, Any]] = {
     "quantized_inception_v3": {"quantize": False, "init_weights": False},
     "quantized_googlenet": {"quantize": False, "init_weights": False},
 }
-# Few proposals, so that the heads compute little, and no threshold, so that random weights detect something.
+# Few proposals, so that the heads are fast, and no threshold, so that models with random weights detect something.
 TWO_STAGE = {
     "rpn_post_nms_top_n_test": 8,
     "rpn_post_nms_top_n_train": 8,
@@ -54,7 +54,7 @@ DETECTORS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
 
 
 def torchvision_recipes() -> Iterable[Recipe]:
-    """Return a recipe for every model of torchvision; none where it is not installed."""
+    """Return a recipe for every model of torchvision, or none if it is not installed."""
     if find_spec("torchvision") is None:
         return []
     from torchvision import models

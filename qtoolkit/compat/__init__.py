@@ -1,4 +1,4 @@
-"""Thin adapters, so that scripts written for other tools run after one changed import."""
+"""Adapters for scripts and checkpoints of other tools."""
 
 from qtoolkit.compat import pytorch_quantization
 from qtoolkit.compat.checkpoints import load_amax

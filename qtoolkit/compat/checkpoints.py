@@ -1,9 +1,10 @@
-"""Ranges from checkpoints of pytorch-quantization and Model Optimizer, for models of qtoolkit's own."""
+"""Ranges from checkpoints of pytorch-quantization and Model Optimizer, for qtoolkit's models."""
 
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,35 +17,35 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import quantization_report
 
 _AMAX = "._amax"
-_OF_A_QUANTIZER = re.compile(r"(^|\.)[^.]*_quantizers?\.")  # what belongs to a quantizer, by either tool's names
+_OF_A_QUANTIZER = re.compile(r"(^|\.)[^.]*_quantizers?\.")  # an entry of a quantizer, in either tool's naming
 
 
 def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> tuple[str, ...]:
-    """Set the ranges of a model's quantizers to those that a checkpoint of another tool holds.
+    """Set the ranges of a model's quantizers from a checkpoint of another tool.
 
-    Keys are `LAYER._input_quantizer._amax` and `LAYER._weight_quantizer._amax` (pytorch-quantization), the same without the
-    underscore before the quantizer's name (Model Optimizer), and `NAME._amax` of a quantizer that the model has by that name.
-    `module.` before all of them (of DataParallel) is passed over. The checkpoint's other keys are an ordinary state dict of
-    the float model: load those first, into the float model.
+    It reads the keys `LAYER._input_quantizer._amax` and `LAYER._weight_quantizer._amax` (pytorch-quantization), the same
+    without the underscore before the quantizer's name (Model Optimizer), and `NAME._amax` for a quantizer of that name in the
+    model. A `module.` before all keys (DataParallel) is ignored. The other keys are an ordinary state dict of the float model:
+    load them first, into the float model.
 
-    An input's range goes to the quantizer that the layer takes its input from. Where that one serves several layers whose
-    ranges differ, it takes the largest, with a warning. Of a layer whose batch norm will be folded, the weight's range is
-    multiplied by the norm's factors, which leaves its codes as they were; prepare such a model in training mode. The
-    ranges of a grouped transposed convolution, shared by its groups there, are repeated for each group.
+    The range of an input goes to the quantizer from which the layer takes its input. If several layers share that quantizer
+    and their ranges differ, it gets the largest one, with a warning. If a batch norm will be folded into a layer, the range of
+    the weight is multiplied by the norm's factors, which does not change its codes; prepare such a model in training mode.
+    The ranges of a grouped transposed convolution, which its groups share in the checkpoint, are repeated for each group.
 
-    A model of `qtoolkit.compat.pytorch_quantization` needs none of this: its `load_state_dict` takes the whole checkpoint.
+    Models of `qtoolkit.compat.pytorch_quantization` do not need this function: their `load_state_dict` takes the checkpoint.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned. It is changed.
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`. It is changed.
         state_dict: The checkpoint.
-        strict: Raise where the checkpoint has entries of quantizers without a place in the model. False leaves them out.
+        strict: Raise if the checkpoint has entries of quantizers that the model does not have. False ignores them.
 
     Returns:
-        The names of the quantizers that have their range from the checkpoint, in the model's order.
+        The names of the quantizers whose range was set, in the model's order.
 
     Raises:
         ValueError: The model has no quantizers, or a range does not fit its quantizer.
-        KeyError: strict, and the checkpoint has no ranges, or has entries without a place.
+        KeyError: strict, and the checkpoint has no ranges, or has entries of quantizers that the model does not have.
 
     Example:
         >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)))
@@ -56,7 +57,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
     if not quantizers:
         raise ValueError(
             f"load_amax: {type(model).__name__} has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace "
-            f"first. Models of qtoolkit.compat.pytorch_quantization load the checkpoint by load_state_dict."
+            f"first. Models of qtoolkit.compat.pytorch_quantization load the checkpoint with load_state_dict."
         )
     entries = {key: value for key, value in _without_prefix(state_dict).items() if _OF_A_QUANTIZER.search(key)}
     inputs = _inputs_of(model)
@@ -78,14 +79,14 @@ def _without_prefix(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _inputs_of(model: nn.Module) -> dict[str, str]:
-    """Return, for each layer that takes one quantized tensor in a graph, the quantizer that makes it."""
+    """Return the quantizer of the input of each layer of a graph that has one quantized input."""
     if not isinstance(model, QuantizedGraphModule):
         return {}
     return {line.name: line.inputs[0] for line in quantization_report(model).layers if len(line.inputs) == 1}
 
 
 def _place(name: str, quantizers: Iterable[str], inputs: Mapping[str, str]) -> str | None:
-    """Return which of the model's quantizers a quantizer of the checkpoint stands for."""
+    """Return the name of the model's quantizer that corresponds to a quantizer of the checkpoint."""
     layer, _, attribute = name.rpartition(".")
     own = f"{layer}.{attribute.removeprefix('_')}" if layer else attribute.removeprefix("_")
     found = next((candidate for candidate in (name, own) if candidate in quantizers), None)
@@ -94,18 +95,20 @@ def _place(name: str, quantizers: Iterable[str], inputs: Mapping[str, str]) -> s
 
 def _check_all_placed(entries: Mapping[str, Any], places: Mapping[str, str | None]) -> None:
     if not places:
-        raise KeyError("load_amax: the checkpoint holds no '..._quantizer._amax'; strict=False lets that pass.")
+        raise KeyError("load_amax: the checkpoint has no key '..._quantizer._amax'; strict=False ignores that.")
     lost = [key for key in entries if places.get(key) is None]
     if lost:
         raise KeyError(
-            f"load_amax: the checkpoint has entries of quantizers without a place in the model: {', '.join(lost)}; "
-            f"strict=False leaves them out."
+            f"load_amax: the checkpoint has entries of quantizers that the model does not have: {', '.join(lost)}; "
+            f"strict=False ignores them."
         )
 
 
 def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tensor, key: str) -> Tensor:
-    """Return a range in the shape of a quantizer: one element, or one for each of its channels."""
+    """Return a range with one element, or one for each channel of a quantizer."""
     spec, count = quantizer.spec, quantizer.scale.numel()
+    layer = model.get_submodule(place.rpartition(".")[0])
+    weighted = layer if isinstance(layer, QuantWeighted) and layer.weight_quantizer is quantizer else None
     kept = [d for d, size in enumerate(amax.shape) if size != 1]
     along = spec.axis is not None and amax.dim() > 0 and spec.axis % amax.dim() in kept
     values = amax.detach().float().flatten()
@@ -113,26 +116,23 @@ def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tens
         values = values.repeat(quantizer.group)
     if values.numel() not in (1, count) or (values.numel() != 1 and not along):
         takes = f"one element, or {count} along axis {spec.axis}" if count > 1 else "one element"
-        remedy = (
-            f"; a QConfig with QuantSpec(axis={kept[0]}) for its layer takes it"
-            if len(kept) == 1 and place.endswith("weight_quantizer")
-            else ""
-        )
+        other_axis = len(kept) == 1 and weighted is not None
+        remedy = f"; a QConfig with QuantSpec(axis={kept[0]}) for its layer accepts it" if other_axis else ""
         raise ValueError(
             f"load_amax: {key!r} has the shape {list(amax.shape)}, but quantizer {place!r} takes {takes}{remedy}."
         )
-    layer = model.get_submodule(place.rpartition(".")[0])
-    if place.endswith("weight_quantizer") and isinstance(layer, QuantWeighted):
-        values = values * _batch_norm_factor(layer, count, place).to(values.device)
+    if weighted is not None:
+        values = values * _batch_norm_factor(weighted, count, place).to(values.device)
     return values.reshape(()) if values.numel() == 1 else values
 
 
 def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
-    """Return what a weight is multiplied by before it is quantized here, where the checkpoint's layer is without its norm."""
+    """Return the factor of the linked batch norm on a weight; the checkpoint's range is that of the weight without it."""
     if layer.batch_norm is None and layer._holds_batch_norm:
         raise ValueError(
-            f"load_amax: the weight of {place!r} has its batch norm folded in, which its range in the checkpoint does not "
-            f"know; call load_amax on the model as prepared in training mode, which keeps the batch norm, and eval() then."
+            f"load_amax: the weight of {place!r} has its batch norm folded in, but its range in the checkpoint is that of the "
+            f"weight before folding; prepare the model in training mode, which keeps the batch norm, then call load_amax and "
+            f"eval()."
         )
     if layer.batch_norm is None:
         return torch.ones(())
@@ -140,19 +140,16 @@ def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
     if factor.numel() != count:
         raise ValueError(
             f"load_amax: the weight of {place!r} is quantized with its batch norm folded, so it needs a range for each of "
-            f"{factor.numel()} output channels, got {count}; take a weight spec with the output channel's axis."
+            f"{factor.numel()} output channels, got {count}; use a weight spec with the axis of the output channels."
         )
     return factor
 
 
 def _largest(name: str, amaxes: Mapping[str, Tensor]) -> Tensor:
-    first, *others = amaxes.values()
-    largest = first
-    for other in others:
-        largest = largest.maximum(other)
+    largest = reduce(torch.maximum, amaxes.values())
     if any(not bool((other == largest).all()) for other in amaxes.values()):
         warnings.warn(
-            f"load_amax: quantizer {name!r} is shared by {', '.join(amaxes)}, whose ranges differ; it takes the largest.",
+            f"load_amax: quantizer {name!r} is shared by {', '.join(amaxes)}, whose ranges differ; it gets the largest.",
             stacklevel=3,
         )
     return largest

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Self
@@ -63,14 +64,29 @@ Source = Literal["module_name", "module_name_regex", "object_type", "global"]
 
 @dataclass(frozen=True)
 class Match:
-    """The config of a layer, and the kind of rule that set it."""
+    """The config that holds for a layer, and the rule that gave it.
+
+    Attributes:
+        qconfig: The config; None leaves the layer in float.
+        source: The kind of rule.
+        depth: 0 for a rule for the layer itself, 1 for the nearest module around it, and so on.
+    """
 
     qconfig: QConfig | None
     source: Source
+    depth: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """How exact the rule is: the less, the more exact."""
+        return QConfigMapping.SOURCES.index(self.source), self.depth
 
 
 class QConfigMapping:
-    """Which layers get which config. Precedence: exact name, regex, type, global.
+    """Which layers get which config: by exact name, then by regex, then by type, then by the global rule.
+
+    A rule for a module by name, regex or type holds for all layers in it; a rule of the same kind for a nearer module, or for
+    the layer itself, comes first.
 
     A config of None leaves the layer in float. A layer without a rule has the backend's default config.
 
@@ -80,7 +96,7 @@ class QConfigMapping:
         >>> mapping.match("layer1.0.conv1", torch.nn.Conv2d).qconfig == w4
         True
         >>> mapping.match("fc", torch.nn.Linear)
-        Match(qconfig=None, source='module_name')
+        Match(qconfig=None, source='module_name', depth=0)
         >>> QConfigMapping.from_json(mapping.to_json()) == mapping
         True
     """
@@ -128,18 +144,32 @@ class QConfigMapping:
         new.rules = {source: dict(rules) for source, rules in self.rules.items()}
         return new
 
-    def match(self, name: str, object_type: Kind | None) -> Match | None:
-        """Return the config of a layer by precedence, or None if no rule matches."""
-        if name in self.rules["module_name"]:
-            return Match(self.rules["module_name"][name], "module_name")
-        for regex, qconfig in self.rules["module_name_regex"].items():
-            if re.fullmatch(regex, name):
-                return Match(qconfig, "module_name_regex")
-        if object_type in self.rules["object_type"]:
-            return Match(self.rules["object_type"][object_type], "object_type")
-        if "" in self.rules["global"]:
-            return Match(self.rules["global"][""], "global")
-        return None
+    def match(
+        self, name: str, object_type: Kind | None, around: Iterable[tuple[str, Kind | None]] = ()
+    ) -> Match | None:
+        """Return the config that holds for a layer, by precedence; None where no rule does.
+
+        Args:
+            name: The layer's dotted name.
+            object_type: Its type.
+            around: Names and types of the modules around it, the nearest first. A rule for one of them by name, regex or type
+                holds for the layer, unless a nearer one has a rule of the same kind.
+        """
+        path = [(name, object_type), *around]
+        for source in self.SOURCES[:-1]:
+            for depth, (part, kind) in enumerate(path):
+                key = self._key(source, part, kind)
+                if key is not None:
+                    return Match(self.rules[source][key], source, depth)
+        return Match(self.rules["global"][""], "global") if "" in self.rules["global"] else None
+
+    def _key(self, source: Source, name: str, object_type: Kind | None) -> Any:
+        """Return the key of the rule of one kind that names a module; None where there is none."""
+        rules = self.rules[source]
+        if source == "module_name_regex":
+            return next((regex for regex in rules if re.fullmatch(regex, name)), None)
+        key = name if source == "module_name" else object_type
+        return key if key in rules else None
 
     def check_names(self, names: list[str]) -> None:
         """Raise ValueError for a name or a regex that matches none of a model's layers."""
@@ -225,3 +255,20 @@ def _import(path: str) -> Any:
     except (ImportError, AttributeError, ValueError):
         raise ValueError(f"QConfigMapping: {path!r} does not import; write module:name.") from None
     return found
+
+
+def warn_of_unused_types(
+    option: str, kinds: Iterable[Kind], known: Collection[Kind], fact: str = "is not in the model"
+) -> None:
+    """Warn of the types and functions in an option of a public function that have no effect on the model.
+
+    Args:
+        option: The function and its option, as the warning begins.
+        kinds: The types and functions that the option names.
+        known: The types and functions in the model.
+        fact: What is true of those that are not among the known ones.
+    """
+    for kind in kinds:
+        if kind not in known:
+            message = f"{option} {getattr(kind, '__name__', kind)}, which {fact} and has no effect."
+            warnings.warn(message, stacklevel=4)  # the caller of the public function, which calls by its own helper

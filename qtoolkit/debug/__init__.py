@@ -1,4 +1,4 @@
-"""Looking into quantized models: which layer is bad, what its quantization costs, and what is quantized where."""
+"""Analysis of quantized models: error of each layer, sensitivity of the score to each layer, drawing of the graph."""
 
 from qtoolkit.debug.compare import Comparison, LayerComparison, Similarity, compare
 from qtoolkit.debug.draw import draw

@@ -1,4 +1,4 @@
-"""compare(): a float and a quantized model side by side, node by node."""
+"""compare(): compare a float and a quantized model layer by layer."""
 
 import math
 from collections.abc import Mapping
@@ -12,23 +12,21 @@ from qtoolkit.debug.inside import Calls, quantized_inside, watching
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
-from qtoolkit.graph.passes.swap import name_of
-from qtoolkit.graph.placement.roles import is_quantizer, role_of
-from qtoolkit.graph.plan import Tracing
-from qtoolkit.model_inputs import copy_of, tensors_of
-from qtoolkit.modes import evaluating
+from qtoolkit.graph.plan import Cause, Status, Tracing
+from qtoolkit.model_inputs import clone_tensors, tensors_of
+from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.nodes import OTHER, kind_of
-from qtoolkit.tables import table
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, name_of
+from qtoolkit.report.lines import table
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """How near a quantized tensor is to a float one.
+    """Similarity of a quantized tensor and its float counterpart.
 
     Attributes:
-        cosine: Cosine of the angle between the two, 1 for the same direction.
-        sqnr: Signal to quantization noise ratio in decibels, 10 log10(|float|^2 / |float - quantized|^2); inf for equal ones.
+        cosine: Cosine similarity; 1 for the same direction.
+        sqnr: Signal-to-quantization-noise ratio in dB, 10 log10(|float|^2 / |float - quantized|^2); inf for equal tensors.
     """
 
     cosine: float
@@ -36,7 +34,7 @@ class Similarity:
 
     @classmethod
     def of(cls, reference: Tensor, quantized: Tensor) -> "Similarity":
-        """Compare two tensors of one shape, in float64.
+        """Compare two tensors of the same shape in float64.
 
         Example:
             >>> Similarity.of(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
@@ -56,14 +54,14 @@ class Similarity:
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """One quantized layer or op.
+    """Comparison of one quantized layer or op.
 
     Attributes:
-        name: Its dotted name, or its node's.
+        name: Dotted name of the layer, or name of the op's node.
         kind: Kind of op.
-        own: Its output, its inputs being the float model's: what this layer alone does.
-        accumulated: Its output, after all the quantized layers before it.
-        weight: Its weight on the grid, against the same weight in float; None where it has none.
+        own: Similarity of its output if its inputs come from the float model: the error of this layer alone.
+        accumulated: Similarity of its output in the quantized model, with the error of all layers before it.
+        weight: Similarity of its fake-quantized weight and the float weight; None without a quantized weight.
     """
 
     name: str
@@ -75,18 +73,18 @@ class LayerComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` returns: data, and a table when printed.
+    """Result of `compare`; prints as a table.
 
     Attributes:
-        layers: The quantized layers, that with the least SQNR of its own first.
-        output: The outputs of the models.
+        layers: The quantized layers, in ascending order of their own SQNR.
+        output: Similarity of the models' outputs.
     """
 
     layers: tuple[LayerComparison, ...]
     output: Similarity
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures, as JSON can hold them (but for infinite ones)."""
+        """Return all fields as plain values. Infinite values are not valid JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -101,20 +99,20 @@ class Comparison:
 def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
-    Both run in eval mode without gradients, and are afterwards as they were. The float model is traced as `qtoolkit.prepare`
-    did; layers in submodules that are kept whole have lines of their own.
+    Both models run in eval mode without gradients; their modes are restored afterwards. The float model is traced with the
+    options of `qtoolkit.prepare`. Layers inside leaf modules have lines too.
 
     Args:
-        float_model: The model that was given to `qtoolkit.prepare`; another state of its parameters is fine.
+        float_model: The model that was passed to `qtoolkit.prepare`; its parameters may have changed.
         quantized: What `qtoolkit.prepare` (calibrated) or `qtoolkit.convert` returned.
         inputs: A tuple of inputs, or one tensor.
 
     Returns:
-        Cosine and SQNR of each layer alone, accumulated, and of its weight, the worst layer first.
+        Cosine and SQNR of each layer alone, accumulated, and of its weight; the worst layer first.
 
     Raises:
-        TypeError: `quantized` was not prepared, or `float_model` is no module or was prepared itself.
-        ValueError: The models' graphs differ.
+        TypeError: `quantized` was not prepared, or `float_model` is not a float module.
+        ValueError: The graphs of the models differ.
         UntraceableError: The float model cannot be traced.
 
     Example:
@@ -128,13 +126,13 @@ def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any
     """
     _check(float_model, quantized)
     values = inputs if isinstance(inputs, tuple) else (inputs,)
-    twin = _traced(float_model, quantized, values)
+    traced = _trace(float_model, quantized, values)
     inside = quantized_inside(quantized)
-    with torch.no_grad(), evaluating(twin), evaluating(quantized):
-        reference = _Recorder(twin)
-        with watching(twin, inside) as float_calls:
+    with torch.no_grad(), evaluating(traced), evaluating(quantized):
+        reference = _Recorder(traced)
+        with watching(traced, inside) as float_calls:
             expected = reference.run(*values)
-        run = _SideBySide(quantized, _counterparts(twin, quantized), reference.values)
+        run = _SideBySide(quantized, _counterparts(traced, quantized), reference.values)
         with watching(quantized, inside) as calls:
             result = run.run(*values)
         layers = run.layers + [_compare_inside(quantized, name, float_calls, calls) for name in inside if calls[name]]
@@ -151,8 +149,8 @@ def _check(float_model: nn.Module, quantized: QuantizedGraphModule) -> None:
         raise TypeError(f"compare: float_model must be the float torch.nn.Module, got {type(float_model).__name__}.")
 
 
-def _traced(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[Any, ...]) -> QuantizedGraphModule:
-    """Trace the float model as prepare did."""
+def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[Any, ...]) -> QuantizedGraphModule:
+    """Trace the float model with the options of `prepare`."""
     how = quantized.plan.tracing if quantized.plan is not None else Tracing()
     return trace.run(
         float_model,
@@ -163,15 +161,14 @@ def _traced(float_model: nn.Module, quantized: QuantizedGraphModule, values: tup
     )
 
 
-def _counterparts(twin: QuantizedGraphModule, quantized: QuantizedGraphModule) -> dict[str, str]:
-    """Return of each op of the quantized graph the float node with the same meaning: after a folded batch norm, its own."""
+def _counterparts(traced: QuantizedGraphModule, quantized: QuantizedGraphModule) -> dict[str, str]:
+    """Map each op of the quantized graph to its float node; a layer with a folded batch norm maps to the batch norm."""
     present = {node.name for node in quantized.graph.nodes}
-    names = {node.name: node.name for node in twin.graph.nodes}
-    inputs = [[node.name for node in gm.graph.find_nodes(op="placeholder")] for gm in (quantized, twin)]
-    names |= dict(
-        zip(*inputs, strict=False)
-    )  # a pickle may have renamed them; a graph that lacks one is told apart below
-    for node, follower in batch_norms(twin):
+    names = {node.name: node.name for node in traced.graph.nodes}
+    inputs = [[node.name for node in gm.graph.find_nodes(op="placeholder")] for gm in (quantized, traced)]
+    # Pickling may rename placeholders. A graph with fewer of them raises the error below.
+    names |= dict(zip(*inputs, strict=False))
+    for node, follower in batch_norms(traced):
         if follower.name not in present or _is_linked(quantized, follower):
             names[node.name] = follower.name
     lost = [n.name for n in quantized.graph.nodes if not is_quantizer(n) and n.name not in names]
@@ -183,26 +180,26 @@ def _counterparts(twin: QuantizedGraphModule, quantized: QuantizedGraphModule) -
 
 
 def _is_linked(quantized: QuantizedGraphModule, follower: fx.Node) -> bool:
-    # In eval mode the layer before it computes such a batch norm.
+    # In eval mode the preceding layer applies this batch norm.
     return follower.op == "call_module" and isinstance(quantized.get_submodule(str(follower.target)), LinkedBatchNorm)
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and keeps a copy of each node's value: later ops may work in place."""
+    """Runs a graph and stores a copy of each node's value, because later ops may modify it in place."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.values: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and keep a copy of its value."""
+        """Run a node and store a copy of its value."""
         value = super().run_node(n)
-        self.values[n.name] = copy_of(value)
+        self.values[n.name] = clone_tensors(value)
         return value
 
 
 class _SideBySide(fx.Interpreter):
-    """Runs a quantized graph; after each quantized op, runs that op on the float values too, and compares."""
+    """Runs a quantized graph, and runs each quantized op on the float values too, to compare the outputs."""
 
     def __init__(self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Any]) -> None:
         super().__init__(gm)
@@ -210,14 +207,14 @@ class _SideBySide(fx.Interpreter):
         self.layers: list[LayerComparison] = []
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node as it is and, where it is quantized, on the float values too; later nodes get the former's value."""
+        """Run a node; if it is quantized, also run it on the float values. Later nodes get the quantized value."""
         value = super().run_node(n)
         if self._is_quantized(n):
             expected = self._float(n)
             self.layers.append(
                 LayerComparison(
                     name_of(n),
-                    kind_of(n),
+                    str(kind_of(n)),
                     _similarity(expected, self._alone(n)),
                     _similarity(expected, value),
                     self._weight(n),
@@ -228,19 +225,19 @@ class _SideBySide(fx.Interpreter):
     def _is_quantized(self, node: fx.Node) -> bool:
         if node.op not in ("call_module", "call_function", "call_method") or is_quantizer(node) or self.gm.plan is None:
             return False
-        status, reason = self.gm.plan.status.get(node.name, ("float", ""))
-        return status == "quantized" and not reason
+        verdict = self.gm.plan.status.get(node.name)
+        return verdict is not None and verdict.status is Status.QUANTIZED and verdict.cause is Cause.COMPUTED
 
     def _alone(self, node: fx.Node) -> Any:
         args, kwargs = (fx.node.map_arg(a, self._entering) for a in (node.args, node.kwargs))
         return getattr(self, node.op)(node.target, args, kwargs)
 
     def _entering(self, node: fx.Node) -> Any:
-        """Return what goes into an op: the float values, through the quantizers and the ops that only move them."""
-        return self._alone(node) if is_quantizer(node) or self._moves(node) else copy_of(self._float(node))
+        """Return an input of an op: the float value after the quantizers and transparent ops before the op."""
+        return self._alone(node) if is_quantizer(node) or self._moves(node) else clone_tensors(self._float(node))
 
     def _moves(self, node: fx.Node) -> bool:
-        return self.gm.plan is not None and role_of(node, self.gm.plan.backend) == "transparent"
+        return self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
 
     def _float(self, node: fx.Node) -> Any:
         return self.reference[self.counterparts[node.name]]
@@ -250,13 +247,14 @@ class _SideBySide(fx.Interpreter):
 
 
 def _compare_inside(gm: QuantizedGraphModule, name: str, float_calls: Calls, calls: Calls) -> LayerComparison:
-    """Compare a layer inside a submodule that is kept whole, over all its calls."""
+    """Compare a layer inside a leaf module over all its calls."""
     layer = gm.get_submodule(name)
     expected = [call.output for call in float_calls[name]]
     alone = [layer(*call.args, **call.kwargs) for call in float_calls[name]]
     accumulated = _similarity(expected, [call.output for call in calls[name]])
-    kind = layer.KIND if isinstance(layer, QuantModule) else OTHER
-    return LayerComparison(name, kind, _similarity(expected, alone), accumulated, _compare_weight(layer))
+    return LayerComparison(
+        name, str(kind_of_module(layer)), _similarity(expected, alone), accumulated, _compare_weight(layer)
+    )
 
 
 def _compare_weight(layer: nn.Module) -> Similarity | None:

@@ -1,36 +1,42 @@
-"""draw(): the graph of a model as an SVG, with its quantizers and their ranges."""
+"""draw(): the graph of a model as an SVG file, with quantizers and their ranges."""
 
 import os
 from typing import Any
 
 from torch import fx, nn
 
-from qtoolkit.files import write_whole
+from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.swap import name_of
-from qtoolkit.graph.placement.roles import is_quantizer
+from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-# Fill of a node by its status in the plan; ops of a graph without a plan have none.
-COLORS = {"quantized": "#cfe8cf", "fused": "#cfe8cf", "transparent": "#eeeeee", "float": "#f6d5c3", "": "#ffffff"}
+# Fill color of a node by its status in the plan; None is for graphs without a plan.
+COLORS = {
+    Status.QUANTIZED: "#cfe8cf",
+    Status.FUSED: "#cfe8cf",
+    Status.TRANSPARENT: "#eeeeee",
+    Status.FLOAT: "#f6d5c3",
+    None: "#ffffff",
+}
 QUANTIZER_COLOR = "#d3e3f8"
 
 
 def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write the graph of a model as an SVG file.
 
-    Ops are boxes: green where quantized (or one op with a quantized one), gray where values only move, orange where float,
-    with the reason as tooltip. A layer shows how its weight is quantized. Quantizers are blue, with their spec and range.
+    Ops are boxes: green if quantized or fused with a quantized op, gray if they only move values, orange if float, with the
+    reason as tooltip. A layer shows the spec and the range of its weight quantizer. Quantizers are blue ellipses with their
+    spec and range.
 
     Args:
         graph_module: What `qtoolkit.prepare` or `qtoolkit.convert` returned, or another GraphModule.
-        path: The file to write; its folder is made. Nothing is left there if a step fails.
+        path: The file to write; its folder is created. If a step fails, nothing is written.
 
     Raises:
-        TypeError: `graph_module` is no GraphModule.
+        TypeError: `graph_module` is not a GraphModule.
         ImportError: The extra [report] is not installed.
 
     Example:
@@ -57,7 +63,7 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     for node in graph_module.graph.nodes:
         for source in node.all_input_nodes:
             picture.add_edge(source.name, node.name)
-    write_whole(picture.draw(format="svg", prog="dot"), path)
+    write_atomically(picture.draw(format="svg", prog="dot"), path)
 
 
 def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
@@ -69,17 +75,17 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
             "fillcolor": QUANTIZER_COLOR,
             "shape": "ellipse",
         }
-    status, reason = "", ""
-    if isinstance(gm, QuantizedGraphModule) and gm.plan is not None:
-        status, reason = gm.plan.status.get(node.name, ("", ""))
-    lines = [name_of(node), kind_of(node)]
+    plan = gm.plan if isinstance(gm, QuantizedGraphModule) else None
+    verdict = None if plan is None else plan.status.get(node.name)
+    status, text = (None, "") if verdict is None else (verdict.status, verdict.text)
+    lines = [name_of(node), str(kind_of(node))]
     if isinstance(module, QuantModule):
         lines += [f"weight {_describe(quantizer)}" for quantizer in module.weight_quantizers().values()]
-    return {"label": "\n".join(lines), "tooltip": reason or status or node.op, "fillcolor": COLORS[status]}
+    return {"label": "\n".join(lines), "tooltip": text or str(status or node.op), "fillcolor": COLORS[status]}
 
 
 def _describe(quantizer: nn.Module) -> str:
-    """Return the spec and the range that the grid can hold."""
+    """Return the spec and the representable range."""
     if not isinstance(quantizer, TensorQuantizer | Grid):
         return type(quantizer).__name__
     spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point

@@ -1,4 +1,4 @@
-"""The layers inside submodules that are kept whole, of which a graph knows nothing: watched by hooks."""
+"""Calls of the layers inside leaf modules, which the graph does not contain, recorded by hooks."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_inputs import copy_of
+from qtoolkit.graph.plan import Status
+from qtoolkit.model_inputs import clone_tensors
 
 
 class Call(NamedTuple):
@@ -24,14 +25,14 @@ Calls = dict[str, list[Call]]
 
 
 def quantized_inside(gm: QuantizedGraphModule) -> list[str]:
-    """Return the dotted names of the layers that module replacement has quantized."""
+    """Return the dotted names of the quantized layers inside leaf modules."""
     inside = {} if gm.plan is None else gm.plan.inside
-    return [name for name, (status, _) in inside.items() if status == "quantized"]
+    return [name for name, verdict in inside.items() if verdict.status is Status.QUANTIZED]
 
 
 @contextmanager
 def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
-    """Record the calls of some submodules while the block runs."""
+    """Record the calls of submodules for the duration of a `with` block."""
     calls: Calls = defaultdict(list)
     handles = [
         model.get_submodule(name).register_forward_hook(partial(_note, calls[name]), with_kwargs=True) for name in names
@@ -44,4 +45,4 @@ def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
 
 
 def _note(calls: list[Call], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    calls.append(Call(copy_of(args), copy_of(kwargs), copy_of(output)))
+    calls.append(Call(clone_tensors(args), clone_tensors(kwargs), clone_tensors(output)))

@@ -1,4 +1,4 @@
-"""sensitivity(): what each layer's quantization costs, measured one at a time, and the config that spares the worst."""
+"""sensitivity(): measure how the quantization of each layer affects the score, and leave the most sensitive in float."""
 
 import math
 from collections import defaultdict
@@ -13,14 +13,12 @@ from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Kind, path_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.swap import name_of
-from qtoolkit.modes import evaluating
-from qtoolkit.op_kinds.nodes import float_type, object_type_of
+from qtoolkit.model_state import evaluating
+from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
-from qtoolkit.report.lines import quantizers_in
-from qtoolkit.tables import table
+from qtoolkit.report.lines import quantizers_in, table
 
 By = Literal["layer", "type"]
 Mode = Literal["one", "all_but_one"]
@@ -28,13 +26,13 @@ Mode = Literal["one", "all_but_one"]
 
 @dataclass(frozen=True)
 class Row:
-    """What the quantization of one layer, or of all layers of one type, costs.
+    """Sensitivity to the quantization of one layer, or of all layers of one type.
 
     Attributes:
-        name: The layer, as QConfigMapping.set_module_name takes it; or the type, as a mapping's JSON has it.
+        name: The layer's name for QConfigMapping.set_module_name, or the type's name in a mapping's JSON.
         kind: The kind of op.
-        score: The model's score with this alone quantized (mode "one"), or with all but this.
-        drop: How much worse the score is for this being quantized; below 0 where it is better.
+        score: The model's score with only this quantized (mode "one"), or with everything else quantized ("all_but_one").
+        drop: By how much quantizing this worsens the score; negative if it improves the score.
     """
 
     name: str
@@ -45,14 +43,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What `sensitivity` returns: data, a table when printed, and a config that spares the worst.
+    """Result of `sensitivity`; prints as a table, and gives a config that leaves the worst rows in float.
 
     Attributes:
-        float_score: The score with all quantizers off.
-        quantized_score: The score with all on.
-        rows: One for each layer or type, the worst first.
+        float_score: The score with all quantizers disabled.
+        quantized_score: The score with all quantizers enabled.
+        rows: One row for each layer or type, the worst first.
         by: "layer" or "type".
-        types: Of each row by type, the type, function or tensor method.
+        types: With by="type", the type, function or tensor method of each row by its name.
     """
 
     float_score: float
@@ -68,23 +66,25 @@ class Sensitivity:
         return "\n".join([head, "", *table(rows)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures, as JSON can hold them."""
+        """Return all fields as plain values for JSON."""
         scores = {"float_score": self.float_score, "quantized_score": self.quantized_score, "by": self.by}
         return {**scores, "rows": [asdict(row) for row in self.rows]}
 
     def to_qconfig_mapping(
         self, keep_float: int | None = None, budget: float | None = None, base: QConfigMapping | None = None
     ) -> QConfigMapping:
-        """Return a config that leaves the worst in float, for `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
+        """Return a config that leaves the worst rows in float, for `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
+
+        Pass exactly one of `keep_float` and `budget`.
 
         Args:
-            keep_float: How many to leave in float.
-            budget: Instead: leave as few in float as make the drops of all others sum to no more than this. The sum is an
-                estimate of what they cost together; measure the model that comes out.
-            base: Rules to add to; it is not changed. Its rules by name or regex come before a new one by type.
+            keep_float: Number of rows to leave in float.
+            budget: Leave the fewest rows in float for which the drops of the others sum to at most this. The sum is an
+                estimate of their combined effect; measure the resulting model.
+            base: Mapping to extend; it is not changed. Its rules by name or regex take precedence over new rules by type.
 
         Raises:
-            ValueError: Not exactly one of `keep_float` and `budget` is given, or it is out of range.
+            ValueError: Both or neither of `keep_float` and `budget` are given, or the value is out of range.
         """
         if (keep_float is None) == (budget is None):
             raise ValueError(
@@ -102,7 +102,7 @@ class Sensitivity:
         return mapping
 
     def _count_within(self, budget: float | None) -> int:
-        """Return how many of the worst to leave out so that the others' drops sum to no more than the budget."""
+        """Return the smallest number of worst rows without which the drops sum to at most the budget."""
         if budget is None or not (math.isfinite(budget) and budget >= 0):
             raise ValueError(f"to_qconfig_mapping: budget must be a finite drop of at least 0, got {budget}.")
         drops = [row.drop for row in self.rows]
@@ -111,7 +111,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is switched at a time."""
+    """The quantizers that are switched together: those of one layer, or of all layers of one type."""
 
     name: str
     kind: str
@@ -128,20 +128,22 @@ def sensitivity(
     higher_is_better: bool = True,
     progress: bool = True,
 ) -> Sensitivity:
-    """Measure what the quantization of each layer (or op, or type of them) costs, by switching quantizers.
+    """Measure how the quantization of each layer, op or type affects a score, by enabling and disabling quantizers.
 
-    The model is in eval mode when `evaluate` gets it, and its ranges stay as they are; afterwards it is as it was. A layer's
-    quantizers are those of its weights, of its inputs, and between its own ops. Quantizers that a module of yours calls in
-    its own forward, and those of a part that was prepared by itself, have no row: no config for this model reaches them.
+    `evaluate` gets the model in eval mode; ranges do not change, and the mode is restored afterwards. The quantizers of a
+    layer are those of its weights, of its inputs, and between its internal ops. Quantizers that a custom module calls in its
+    own forward, and those of a submodule that was prepared separately, have no row, because no config of this model controls
+    them.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, calibrated; or `qtoolkit.convert`.
-        evaluate: Gives a model's score, such as its accuracy on some batches. It is called len(rows) + 2 times; wrap what it
-            does in torch.no_grad().
-        by: "layer", or "type": all layers of a type together.
-        mode: "one": each alone is quantized, all else is float. "all_but_one": each alone is float; a quantizer that another
-            layer has, too, stays on, as it would if a config left the one layer in float.
-        names: The layers (by="type": the types, by the names of rows) to measure; None takes all.
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, calibrated; or what `qtoolkit.convert`
+            returned.
+        evaluate: Returns the score of a model, such as its accuracy on some batches. It is called len(rows) + 2 times; use
+            torch.no_grad() in it.
+        by: "layer" switches each layer, "type" all layers of a type together.
+        mode: "one": one layer is quantized, all others are float. "all_but_one": one layer is float; a quantizer that it
+            shares with another layer stays enabled, as with a config that leaves this layer in float.
+        names: Names of the rows to measure; None measures all.
         higher_is_better: Whether a higher score is better; False for a loss.
         progress: Show a progress bar.
 
@@ -150,8 +152,8 @@ def sensitivity(
 
     Raises:
         RuntimeError: A quantizer has no range yet.
-        ValueError: Nothing in the model can be switched, a name or an option is not known, or a score is no finite number.
-        TypeError: `model` is no module, or a score is no number.
+        ValueError: The model has no quantizers to switch, a name or an option is unknown, or a score is not finite.
+        TypeError: `model` is not a module, or a score is not a number.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
@@ -199,14 +201,14 @@ def sensitivity(
 
 @dataclass(frozen=True)
 class _Score:
-    """Scores the model with some quantizers on and all others off, observing nothing."""
+    """Scores the model with some quantizers enabled and all others disabled, with observers disabled."""
 
     model: nn.Module
     evaluate: Callable[[nn.Module], float]
     bar: Any
 
     def __call__(self, on: Collection[str], what: str) -> float:
-        with disable_quantization(self.model), evaluating(self.model):  # which put back all states, of observing too
+        with disable_quantization(self.model), evaluating(self.model):  # both restore the states on exit
             for name, quantizer in quantizers_in(self.model).items():
                 quantizer.quantizing = name in on
                 if isinstance(quantizer, TensorQuantizer):
@@ -217,7 +219,7 @@ class _Score:
 
 
 def _units(model: nn.Module, by: By) -> list[_Unit]:
-    """Return the quantized layers and ops, or their types, with the quantizers of each."""
+    """Return the quantized layers and ops, or their types, each with its quantizers."""
     types = _types_of(model)
     lines: dict[str, list[LayerLine]] = defaultdict(list)
     for line in quantization_report(model).quantized:
@@ -230,7 +232,7 @@ def _units(model: nn.Module, by: By) -> list[_Unit]:
 
 
 def _types_of(model: nn.Module) -> dict[str, Kind]:
-    """Return of each op that a config can name its type, as QConfigMapping.set_object_type takes it."""
+    """Map each op that a config can name to its type for QConfigMapping.set_object_type."""
     ops: dict[str, Kind] = {}
     if isinstance(model, QuantizedGraphModule):
         ops = {name_of(n): object_type_of(n) for n in model.graph.nodes if n.op in ("call_function", "call_method")}

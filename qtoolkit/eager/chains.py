@@ -1,21 +1,20 @@
-"""Chains of layers that follow each other, as the user names them: what makes one, and where a model keeps them."""
+"""Chains of modules that the user names: which modules make a chain."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.rules import names_of
+from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import unknown
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.nodes import WEIGHTED_KINDS
-from qtoolkit.op_kinds.table import ACTIVATIONS, ROW_OF_MODULE
+from qtoolkit.op_kinds.nodes import kind_of_module, kind_of_type
+from qtoolkit.shared_modules import modules_by_name, names_by_module
 
-CHAINS = "_fused_chains"  # the attribute of a model that holds what fuse_modules was told
 ORDERS = (("layer", "batch norm"), ("layer", "batch norm", "activation"), ("layer", "activation"))
 ORDERS_WITHOUT_LAYER = (("batch norm", "activation"),)
-# Dimensions of the weights of the layers that a batch norm can follow; the others take any.
+# Numbers of dimensions of the weights of the layers that a batch norm can follow; other types of batch norms follow all.
 FOLLOWS: Mapping[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3),
     nn.BatchNorm2d: (4,),
@@ -23,20 +22,11 @@ FOLLOWS: Mapping[type[nn.Module], tuple[int, ...]] = {
 }
 
 
-def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the chains that `fuse_modules` was told of in a model, or in parts of it, by dotted names in the model."""
-    return [
-        tuple(f"{name}.{part}".strip(".") for part in chain)
-        for name, module in model.named_modules()
-        for chain in vars(module).get(CHAINS, ())
-    ]
-
-
 def chains_in(modules_to_fuse: Any) -> list[tuple[str, ...]]:
-    """Return the chains of an argument: a list of names, or a list of such lists.
+    """Return the chains in an argument: a list of names, or a list of such lists.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The argument is neither.
     """
     given = list(modules_to_fuse) if isinstance(modules_to_fuse, list | tuple) else None
     chains = [given] if given and all(isinstance(part, str) for part in given) else given
@@ -48,15 +38,15 @@ def chains_in(modules_to_fuse: Any) -> list[tuple[str, ...]]:
 
 
 class ChainRules:
-    """What modules of a model have to be to make chains."""
+    """The rules that the modules of a chain must satisfy."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.names = names_of(model)
+        self.modules = modules_by_name(model)
+        self.names = names_by_module(model)
         self.taken = {name: chain for chain in chains_of(model) for name in chain}
 
     def check(self, chains: Sequence[tuple[str, ...]]) -> None:
-        """Raise ValueError with the reason unless the modules of these names make chains."""
+        """Raise ValueError if modules do not make a chain."""
         for chain in chains:
             for name in chain:
                 self._module(name, chain)
@@ -71,23 +61,25 @@ class ChainRules:
         module = self.modules[name]
         if isinstance(module, QuantModule | LinkedBatchNorm):
             raise ValueError(
-                f"fuse_modules: {name!r} is quantized already; fuse the float model, then replace its layers."
+                f"fuse_modules: {name!r} is already quantized; call fuse_modules on the float model, then replace."
             )
         if len(self.names[module]) > 1:
             raise ValueError(
-                f"fuse_modules: the module with the names {', '.join(map(repr, self.names[module]))} is one, which follows "
-                f"several others; give each chain a module of its own."
+                f"fuse_modules: {', '.join(map(repr, self.names[module]))} are names of one module, which follows several "
+                f"others; create a separate module for each chain."
             )
         if name in self.taken:
             raise ValueError(
-                f"fuse_modules: {name!r} is in two chains: {_listed(self.taken[name])} and {_listed(chain)}."
+                f"fuse_modules: {name!r} is in two chains, {_listed(self.taken[name])} and {_listed(chain)}; put it in one."
             )
 
     def _modes(self, chain: tuple[str, ...]) -> None:
         modes = {name: "training" if self.modules[name].training else "eval" for name in chain}
         if len(set(modes.values())) > 1:
             words = ", ".join(f"{name} ({mode})" for name, mode in modes.items())
-            raise ValueError(f"fuse_modules: the modules of a chain must all be in one mode, got {words}.")
+            raise ValueError(
+                f"fuse_modules: the modules of a chain must be in the same mode, got {words}; call train() or eval()."
+            )
 
     def _order(self, chain: tuple[str, ...]) -> None:
         if tuple(_role_of(self.modules[name]) for name in chain) in (*ORDERS, *ORDERS_WITHOUT_LAYER):
@@ -120,14 +112,14 @@ class ChainRules:
 
 
 def _role_of(module: nn.Module) -> str:
-    qat_type, row = QAT_MODULES.get(type(module)), ROW_OF_MODULE.get(type(module))
+    qat_type = QAT_MODULES.get(type(module))
     if "forward" in vars(module):
         return "patched"
-    if qat_type is not None and qat_type.KIND in WEIGHTED_KINDS and "weight" in module._parameters:
+    if qat_type is not None and kind_of_type(qat_type).layer and "weight" in module._parameters:
         return "layer"
     if is_batch_norm(module):
         return "batch norm"
-    return "activation" if row is not None and row.kind in ACTIVATIONS else "other"
+    return "activation" if kind_of_module(module).activation else "other"
 
 
 def _listed(chain: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Constructors of float layers that build quantized ones: torch's own `__init__`, patched for a while and put back."""
+"""Constructors of float layers that build QAT layers: patches of `__init__` that can be removed."""
 
 import functools
 import threading
@@ -9,34 +9,32 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.rules import ModuleRules
-from qtoolkit.graph.passes.leaf_modules import become, keep_off_fast_paths, quantized_layer
+from qtoolkit.eager.replacement import TRANSFORMERS, keep_off_fast_paths, quantized_layer, replace_in_place
+from qtoolkit.eager.rules import ReplacementRules
 from qtoolkit.nn import QuantModule
-
-TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 Init = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What layers become when they are built.
+    """How layers are quantized when they are built.
 
     Attributes:
         rules: How each type is quantized.
-        ignore: Names of types that stay float, or what is asked with "" and each layer.
+        ignore: Names of types that stay in float, or a callable that is called with "" and each layer.
     """
 
-    rules: ModuleRules
+    rules: ReplacementRules
     ignore: tuple[str, ...] | Callable[[str, nn.Module], bool] = ()
 
     def finish(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        """Quantize a module that the constructor of a class has just built, unless it is of a subclass."""
-        if type(module) is cls and cls in self.rules.table and not self._ignores(module):
+        """Quantize a module after the constructor of `cls` ran, unless the module is an instance of a subclass."""
+        if type(module) is cls and cls in self.rules.rules.table and not self._ignores(module):
             qconfig = self.rules.decide(module).qconfig
             if qconfig is not None:
-                qat_type = self.rules.table[cls]
-                become(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
+                qat_type = self.rules.rules.table[cls]
+                replace_in_place(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
         if isinstance(module, TRANSFORMERS):
             keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
 
@@ -47,25 +45,25 @@ class Settings:
 
 
 class Construction:
-    """The one switch over constructors, for all threads.
+    """The patches of constructors, for all threads.
 
     Attributes:
-        settings: What holds now; None where constructors are torch's own.
+        settings: The current settings; None if constructors are not patched.
     """
 
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self._lock = threading.RLock()
         self._thread = threading.local()
-        self._patches: dict[type[nn.Module], tuple[Init, Init | None]] = {}  # the patch, and the class's own __init__
+        self._patches: dict[type[nn.Module], tuple[Init, Init | None]] = {}  # (patch, the class's own __init__)
 
     def switch(self, settings: Settings | None) -> None:
-        """Let these settings hold from now on."""
+        """Apply these settings from now on."""
         with self._lock:
             self.settings = settings
             for cls in list(self._patches):
                 self._restore(cls)
-            for cls in () if settings is None else (*settings.rules.table, *TRANSFORMERS):
+            for cls in () if settings is None else (*settings.rules.rules.table, *TRANSFORMERS):
                 if cls not in self._patches:
                     self._patch(cls)
 
@@ -75,7 +73,7 @@ class Construction:
         @functools.wraps(inherited)
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             inherited(module, *args, **kwargs)
-            settings = self.settings  # None once it is off, should others have kept this function
+            settings = self.settings  # None after `deactivate`, if other code has kept a reference to this function
             if settings is not None and not getattr(self._thread, "finishes", False):
                 self._finish(settings, module, cls)
 
@@ -83,7 +81,7 @@ class Construction:
         cls.__init__ = init  # type: ignore[assignment, method-assign]
 
     def _finish(self, settings: Settings, module: nn.Module, cls: type[nn.Module]) -> None:
-        self._thread.finishes = True  # what a `from_float` builds is its own affair
+        self._thread.finishes = True  # layers that `from_float` builds stay as it builds them
         try:
             settings.finish(module, cls)
         finally:
@@ -92,7 +90,7 @@ class Construction:
     def _restore(self, cls: type[nn.Module]) -> None:
         patch, own = self._patches.pop(cls)
         if vars(cls).get("__init__") is not patch:
-            return  # patched by others since, who call this patch: it does nothing more
+            return  # other code has patched it since and may call this patch, which then does nothing
         if own is None:
             del cls.__init__
         else:

@@ -1,12 +1,61 @@
-"""What module replacement has noted on a model."""
+"""EagerRecord: what `fuse_modules` and module replacement store on a model."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.rules import PLAN
-from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.plan import Plan, Verdict
+
+ATTRIBUTE = "_qtoolkit_record"  # an attribute of the model: its copies and pickles, and models that contain it, keep it
+
+
+@dataclasses.dataclass(frozen=True)
+class EagerRecord:
+    """What was stored on a model; names are dotted names in that model.
+
+    Attributes:
+        plan: What `quant_modules.replace` decided; None if it was not called.
+        chains: The chains of modules that `fuse_modules` was given.
+    """
+
+    plan: Plan | None = None
+    chains: tuple[tuple[str, ...], ...] = ()
+
+
+def record_of(model: nn.Module) -> EagerRecord:
+    """Return the record of a model itself, without those of its parts."""
+    record: EagerRecord = vars(model).get(ATTRIBUTE, EagerRecord())
+    return record
+
+
+def update_record(model: nn.Module, **fields: Any) -> None:
+    """Set fields of a model's record."""
+    setattr(model, ATTRIBUTE, dataclasses.replace(record_of(model), **fields))
+
+
+def records_in(model: nn.Module) -> Iterator[tuple[str, EagerRecord]]:
+    """Return the records of a model and of its parts, each with the part's dotted name."""
+    return ((name, record_of(module)) for name, module in model.named_modules() if ATTRIBUTE in vars(module))
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return what module replacement decided on a model, or first on a part of it; None where it was not asked to."""
-    plans = (vars(module).get(PLAN) for module in model.modules())
-    return next((plan for plan in plans if isinstance(plan, Plan)), None)
+    """Return the plan of a model, else the first plan of its parts; None if none was replaced."""
+    return next((record.plan for _, record in records_in(model) if record.plan is not None), None)
+
+
+def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the chains of a model and of its parts, by dotted names in the model."""
+    records = records_in(model)
+    return [tuple(_joined(part, name) for name in chain) for part, record in records for chain in record.chains]
+
+
+def verdicts_in(model: nn.Module) -> dict[str, Verdict]:
+    """Return the verdicts of earlier replacements of a model and of its parts, by dotted names in the model."""
+    plans = [(part, record.plan) for part, record in records_in(model) if record.plan is not None]
+    return {_joined(part, layer): verdict for part, plan in plans for layer, verdict in plan.inside.items()}
+
+
+def _joined(part: str, name: str) -> str:
+    return f"{part}.{name}".strip(".")

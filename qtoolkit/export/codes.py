@@ -1,6 +1,8 @@
-"""Integer codes side by side: how many differ, and which of a file's nodes stands for a quantizer."""
+"""Integer codes compared: those of a converted model with those that onnxruntime computes from the exported file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +13,22 @@ from torch import Tensor, nn
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.frozen import Grid
 
-# A convolution's sum may round differently in two runtimes, and so fall on the other side of a tie: one step, rarely.
+# The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
 TIE_SHARE = 1e-4
 TIES_IN_SMALL_TENSORS = 4
-TIE_BAND = 2**-10  # of a step: what float32 sums over a range of 255 steps differ by, and more
+TIE_BAND = 2**-10  # in steps; wider than the rounding error of float32 sums that span 255 steps
 
 
 @dataclass(frozen=True)
 class CodeCount:
-    """How many codes were compared, how many differ, and by how many steps at the most.
+    """Result of a comparison of codes.
 
-    `ties` of those that differ are of values within TIE_BAND of a rounding boundary. A linear resize of values on a grid, for
-    one, has every eighth value there.
+    Attributes:
+        compared: How many codes were compared.
+        differing: How many of them differ.
+        steps: The largest difference.
+        ties: How many of those that differ belong to values within TIE_BAND of a rounding boundary. A linear resize of
+            quantized values, for example, places every eighth value there.
     """
 
     compared: int = 0
@@ -45,77 +51,150 @@ class CodeCount:
 
     @classmethod
     def of(cls, ours: Any, theirs: Any, near: Any = False) -> "CodeCount":
-        """Count the differences between two arrays of codes; `near` says whose values are near a rounding boundary."""
+        """Compare two arrays of codes; `near` marks the values that are near a rounding boundary."""
         gap = np.abs(np.asarray(ours, np.int64) - np.asarray(theirs, np.int64))
         return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)), int(((gap > 0) & near).sum()))
 
     def are_ties(self) -> bool:
-        """Return whether rounding ties explain the differences: of one step, and but for few at rounding boundaries."""
+        """Return whether rounding ties explain the differences: one step each, and few away from rounding boundaries."""
         apart = self.differing - self.ties
         return self.steps <= 1 and apart <= max(TIES_IN_SMALL_TENSORS, TIE_SHARE * self.compared)
 
     def __str__(self) -> str:
-        return f"{self.differing} of {self.compared} differ ({self.share:.2e}, by {self.steps} steps at the most)"
+        return f"{self.differing} of {self.compared} differ ({self.share:.2e}, by at most {self.steps} steps)"
 
 
-def compare_layer(grid: Grid, x: Tensor, ours: Tensor, theirs: Any) -> CodeCount:
-    """Compare the codes of a layer's output x, as two runtimes compute it."""
+def sum_of(counts: Iterable[CodeCount]) -> CodeCount:
+    """Return the sum of several counts."""
+    return sum(counts, CodeCount())
+
+
+@dataclass(frozen=True)
+class NodeCodes:
+    """The codes that onnxruntime computes at one of a quantizer's nodes.
+
+    Attributes:
+        codes: The array.
+        is_constant: Whether they do not depend on the inputs of the model.
+    """
+
+    codes: Any
+    is_constant: bool
+
+
+def compare_codes(grid: Grid, x: Tensor, theirs: Any) -> CodeCount:
+    """Compare a quantizer's codes of x with onnxruntime's."""
+    ours = _codes_in_file(grid, x)
     count = CodeCount.of(ours, theirs)
     if not count.differing or grid.scale.numel() != 1:
         return count
     gap = TIE_BAND * grid.scale
-    near = grid.codes(x + gap) != grid.codes(x - gap)
-    return CodeCount.of(ours, theirs, near.cpu().numpy())
+    return CodeCount.of(ours, theirs, (_codes_in_file(grid, x + gap) != _codes_in_file(grid, x - gap)).numpy())
 
 
-def sum_of(counts: Iterable[CodeCount]) -> CodeCount:
-    """Return the count of all together."""
-    return sum(counts, CodeCount())
+def _codes_in_file(grid: Grid, x: Tensor) -> Tensor:
+    """Return the codes of x in the layout of the file, where a grouped weight is (groups * out, in * k...)."""
+    codes = grid.codes(x).cpu()
+    if grid.group == 1:
+        return codes
+    return codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def grid_of(model: nn.Module, name: str) -> Grid:
-    """Return a converted model's quantizer.
+def nearest_node(nodes: Iterable[NodeCodes], grid: Grid, x: Tensor) -> NodeCodes | None:
+    """Return the node whose codes equal a quantizer's codes of x up to rounding ties, or None.
+
+    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls. A node of another
+    quantizer with the same scale then has its codes.
+    """
+    shape = tuple(_codes_in_file(grid, x).shape)
+    counts = [(compare_codes(grid, x, node.codes), node) for node in nodes if node.codes.shape == shape]
+    count, nearest = min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
+    return nearest if count.are_ties() else None
+
+
+class CodeComparison:
+    """Compares the codes of a converted model with onnxruntime's, layer by layer.
+
+    After each activation quantizer the model continues with onnxruntime's codes, so that differences do not accumulate.
+
+    Args:
+        converted: The model.
+        nodes: The nodes of each quantizer by its dotted name, in the order of the file.
+
+    Attributes:
+        grids: Each quantizer that has nodes, by its dotted name.
+        weights: Quantizer and tensor of each quantized weight of a layer, by the dotted name of the quantizer.
+        counts: Comparison of each activation quantizer.
+        stored: Comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes.
+        missing: Quantizers that are executed but have no node, once for each call.
+        unreached: Quantizers that are not executed for the inputs.
 
     Raises:
         TypeError: The model was not converted.
     """
+
+    def __init__(self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]]) -> None:
+        self.converted, self.nodes = converted, nodes
+        self.names = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
+        self.grids = {name: _grid(converted, name) for name in nodes}
+        self.weights = _layer_weights(converted)
+        self.storages = {t.untyped_storage().data_ptr() for t in (*converted.parameters(), *converted.buffers())}
+        self.waiting: dict[Grid, Iterator[NodeCodes]] = {}
+        self.counts: dict[str, CodeCount] = {}
+        self.stored = CodeCount()
+        self.missing: list[str] = []
+        self.unreached: tuple[str, ...] = ()
+
+    def run(self, *inputs: Any) -> Any:
+        """Run the model twice, to count the calls and to compare; return the outputs of the first run."""
+        calls: Counter[nn.Module] = Counter()
+        with forward_hooks(self.names, lambda grid, *_: calls.update([grid])):
+            outputs = self.converted(*inputs)
+        self.unreached = tuple(name for grid, name in self.names.items() if not calls[grid])
+        counted = {self.grids[name]: nodes for name, nodes in self.nodes.items()}
+        self.waiting = {grid: iter(nodes) for grid, nodes in counted.items() if len(nodes) == calls[grid]}
+        in_layers = {grid for grid, _ in self.weights.values()}
+        with forward_hooks([grid for grid in self.names if grid not in in_layers], self._compare_call):
+            self.converted(*inputs)
+        for name, (grid, weight) in self.weights.items():
+            if name in self.nodes or calls[grid]:
+                self._compare_weight(name, grid, weight)
+        return outputs
+
+    def _compare_call(self, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
+        x, name = args[0], self.names[grid]
+        node = next(self.waiting[grid]) if grid in self.waiting else nearest_node(self._nodes_like(grid), grid, x)
+        if node is None:
+            self.missing.append(name)
+            return output
+        count = compare_codes(grid, x, node.codes)
+        if node.is_constant and x.untyped_storage().data_ptr() in self.storages:
+            self.stored += count
+        else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
+            self.counts[name] = self.counts.get(name, CodeCount()) + count
+        return output if node.is_constant else grid.values(torch.tensor(node.codes)).to(x.dtype)
+
+    def _compare_weight(self, name: str, grid: Grid, weight: Tensor) -> None:
+        nearest = None if name in self.nodes else nearest_node(self._nodes_like(grid), grid, weight)
+        nodes = self.nodes.get(name, () if nearest is None else (nearest,))
+        self.stored += sum_of(compare_codes(grid, weight, node.codes) for node in nodes)
+        if not nodes:
+            self.missing.append(name)
+
+    def _nodes_like(self, grid: Grid) -> Iterator[NodeCodes]:
+        return (node for name, nodes in self.nodes.items() if _same_grid(self.grids[name], grid) for node in nodes)
+
+
+def _grid(model: nn.Module, name: str) -> Grid:
     grid = model.get_submodule(name)
     if not isinstance(grid, Grid):
         raise TypeError(f"verify_onnx: {name!r} is a {type(grid).__name__}; pass what qtoolkit.convert returned.")
     return grid
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return each quantized weight by the dotted name of its quantizer."""
+def _layer_weights(model: nn.Module) -> dict[str, tuple[Any, Tensor]]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
-    return {f"{n}.{q}": weight for n, layer in layers for q, (_, weight) in layer.quantized_weights().items()}
-
-
-def compare_weight(model: nn.Module, name: str, weight: Tensor, codes: Mapping[str, Sequence[Any]]) -> CodeCount | None:
-    """Compare a weight's codes with those of its nodes, or, as the exporter stores equal weights once, of an equal one's."""
-    grid = grid_of(model, name)
-    ours = as_stored(grid, weight)
-    if name in codes:
-        return sum_of(CodeCount.of(ours, theirs) for theirs in codes[name])
-    equal = (theirs for other, of in codes.items() if _same_grid(grid_of(model, other), grid) for theirs in of)
-    return next((CodeCount.of(ours, theirs) for theirs in equal if np.array_equal(ours, theirs)), None)
-
-
-def twin_of(model: nn.Module, codes: Mapping[str, Sequence[Any]], grid: Grid, x: Tensor, ours: Tensor) -> Any:
-    """Return the codes of a node that stands for a call of a quantizer without one of its own, or None.
-
-    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls: then some node of an equal
-    grid has the very same codes, but for rounding ties of what was computed before it.
-    """
-    equal = (found for name, of in codes.items() if _same_grid(grid_of(model, name), grid) for found in of)
-    counts = [(compare_layer(grid, x, ours, found), found) for found in equal if found.shape == tuple(ours.shape)]
-    count, nearest = min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
-    return nearest if count.are_ties() else None
-
-
-def values_of(grid: Grid, codes: Any, like: Tensor) -> Tensor:
-    """Return the values of onnxruntime's codes, in the dtype of a tensor."""
-    return grid.values(torch.tensor(codes)).to(like.dtype)
+    return {f"{n}.{q}": quantized for n, layer in layers for q, quantized in layer.quantized_weights().items()}
 
 
 def _same_grid(one: Grid, other: Grid) -> bool:
@@ -124,10 +203,12 @@ def _same_grid(one: Grid, other: Grid) -> bool:
     return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def as_stored(grid: Grid, weight: Tensor) -> Tensor:
-    """Return a constant's codes in the shape in which the file has them."""
-    codes = grid.codes(weight).cpu()
-    if grid.group == 1:
-        return codes
-    # (groups * out, in * k...)
-    return codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
+@contextmanager
+def forward_hooks(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Register a forward hook on modules for the duration of a `with` block."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,4 +1,4 @@
-"""torch's two ONNX exporters: from a converted model to a file's graph, with nodes named by their quantizers."""
+"""torch's two ONNX exporters. Both return a ModelProto whose Q/DQ nodes carry the names of the model's quantizers."""
 
 import contextlib
 import inspect
@@ -14,16 +14,17 @@ from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.shared_modules import names_by_module
 
 if TYPE_CHECKING:
     import onnx_ir
 
-LEGACY_ROOT = "model"
+WRAPPED = "model"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What both exporters are asked for."""
+    """The arguments of both exporters."""
 
     model: nn.Module
     inputs: tuple[Any, ...]
@@ -39,7 +40,7 @@ def _export_dynamo(request: Request) -> Any:
     try:
         program = torch.onnx.export(
             request.model,
-            request.inputs,
+            _arguments(request.inputs),
             dynamo=True,
             opset_version=request.opset,
             custom_translation_table=dict(translation_table(request.opset)),
@@ -52,33 +53,32 @@ def _export_dynamo(request: Request) -> Any:
     except torch.onnx.OnnxExporterError as error:
         if isinstance(request.model, QuantizedGraphModule):
             raise
-        raise RuntimeError(_why_not(request.model, error)) from error
+        raise RuntimeError(_describe_failure(request.model, error)) from error
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
-    _name_by_quantizers(
-        program.model, _first_names(request.model)
-    )  # before the optimizer, which joins scales of equal value
+    # Before the optimizer, which merges scales of equal value.
+    _name_by_quantizers(program.model, _first_names(request.model))
     program.optimize()
     return program.model_proto
 
 
-def _why_not(model: nn.Module, error: Exception) -> str:
+def _describe_failure(model: nn.Module, error: Exception) -> str:
     reason = str(error.__cause__ or error).strip().partition("\n")[0]
     return (
-        f"export_onnx: torch.export cannot take {type(model).__name__} ({reason}). If its forward branches on values, "
-        f"exporter='torchscript' keeps the way that the example inputs take: write a file for each way."
+        f"export_onnx: torch.export cannot export {type(model).__name__} ({reason}). If its forward branches on values, "
+        f"use exporter='torchscript': it exports the branches that the example inputs take; export one file for each."
     )
 
 
-class _Plain(nn.Module):
-    """A model behind a plain module: the TorchScript exporter takes any `graph` attribute for its own."""
+class _Wrapper(nn.Module):
+    """Hides the `graph` attribute of a model, which the TorchScript exporter would take for a TorchScript graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.add_module(LEGACY_ROOT, model)
+        self.add_module(WRAPPED, model)
 
     def forward(self, *inputs: Any) -> Any:
-        return self.get_submodule(LEGACY_ROOT)(*inputs)
+        return self.get_submodule(WRAPPED)(*inputs)
 
 
 def _export_torchscript(request: Request) -> Any:
@@ -90,12 +90,12 @@ def _export_torchscript(request: Request) -> Any:
     register_symbolic(request.opset)
     names = list(request.input_names) if request.input_names else _argument_names(request.model, len(request.inputs))
     with _temporary_file() as path, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that the exporter is the older one is the caller's choice
+        warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
-        warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that it does without
+        warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
         torch.onnx.export(
-            _Plain(request.model).eval(),
-            request.inputs,
+            _Wrapper(request.model).eval(),
+            _arguments(request.inputs),
             str(path),
             dynamo=False,
             opset_version=request.opset,
@@ -105,8 +105,13 @@ def _export_torchscript(request: Request) -> Any:
         )
         model = onnx_ir.from_proto(onnx.load(str(path)))
         first = _first_names(request.model)
-        _name_by_quantizers(model, {f"{LEGACY_ROOT}.{name}": first[name] for name in first})
+        _name_by_quantizers(model, {f"{WRAPPED}.{name}": first[name] for name in first})
         return onnx_ir.to_proto(model)
+
+
+def _arguments(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    # torch.onnx.export takes a dict at the end for keyword arguments.
+    return (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
 
 
 def _argument_names(model: nn.Module, count: int) -> list[str]:
@@ -114,8 +119,8 @@ def _argument_names(model: nn.Module, count: int) -> list[str]:
         return [node.name for node in model.graph.nodes if node.op == "placeholder"]
     names: list[str] = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
-        several = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        names += [f"{name}_{i}" for i in range(count - len(names))] if several else [name]
+        variadic = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}_{i}" for i in range(count - len(names))] if variadic else [name]
     return names[:count]
 
 
@@ -131,14 +136,13 @@ def _dynamic_axes(names: Sequence[str], dynamic_shapes: Any) -> dict[str, dict[i
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return of each name of a quantizer its first one: exporters may take another where it has several."""
-    first = {module: name for name, module in model.named_modules()}
-    pairs = model.named_modules(remove_duplicate=False)
-    return {name: first[module] for name, module in pairs if isinstance(module, Grid)}
+    """Map every dotted name of each quantizer to its first one. Exporters may use any name of a shared module."""
+    quantizers = (names for module, names in names_by_module(model).items() if isinstance(module, Grid))
+    return {name: names[0] for names in quantizers for name in names}
 
 
 def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> None:
-    """Name the QuantizeLinear and DequantizeLinear nodes by the module that owns their scale."""
+    """Name each QuantizeLinear and DequantizeLinear node after the quantizer whose scale it reads."""
     for node in model.graph:
         scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
         owner = scale.name.removesuffix(".scale") if scale is not None and scale.name is not None else ""

@@ -1,4 +1,4 @@
-"""export_onnx(): a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, verified before it is left there."""
+"""export_onnx(): write a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, after verification."""
 
 import os
 from collections.abc import Sequence
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from qtoolkit.backends import backends
+from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
-from qtoolkit.files import write_whole
+from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import Plan
-from qtoolkit.modes import evaluating
+from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from qtoolkit.export.verify import Verification
 
 DEFAULT_OPSET = 18
-OPSETS = {"dynamo": (18, 23), "torchscript": (13, 20)}  # what torch's exporters write without conversion
-
+OPSETS = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exporters write without conversion
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -39,10 +37,10 @@ class ExportResult:
     Attributes:
         path: The file.
         opset: Its ONNX opset.
-        quantize_nodes: QuantizeLinear nodes in it.
-        dequantize_nodes: DequantizeLinear nodes in it.
-        bytes: Its size.
-        verification: How onnxruntime's codes compare, or None where it was not asked for.
+        quantize_nodes: Number of QuantizeLinear nodes.
+        dequantize_nodes: Number of DequantizeLinear nodes.
+        bytes: Size of the file.
+        verification: Comparison with onnxruntime's codes, or None with `verify=False`.
     """
 
     path: Path
@@ -74,36 +72,36 @@ def export_onnx(
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
-    Codes narrower than 8 bits are stored in 8, and clipped to their true bounds in the file. Nothing is left at `path` if
-    any step fails.
+    Codes of fewer than 8 bits are stored in 8, and the file clips them to their bounds. If any step fails, nothing is
+    written to `path`.
 
-    A file has one way through the model. Of a model without a graph, whose forward may branch on values, "dynamo" takes none
-    such; "torchscript" keeps the way that the example inputs take, and the verification names the quantizers that are not on
-    it: write a file for each way.
+    If forward branches on values, "dynamo" raises an error, and "torchscript" exports the branches that the example inputs
+    take; `verification.unreached` then names the quantizers of the other branches. Export one file for each branch.
 
     Args:
         model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned, or any other module
-            with quantizers; it is not changed.
-        example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor: for shapes and to verify.
+            with quantizers. It is not changed.
+        example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor. They give the shapes and are
+            the inputs of the verification.
         path: The file to write.
-        opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20); None takes 18, or 21 where codes of more than 8 bits or a
+        opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20). None means 18, or 21 if codes of more than 8 bits or a
             group_size need it.
         input_names: Names of the graph's inputs.
         output_names: Names of the graph's outputs.
-        dynamic_shapes: Dimensions that vary, as torch.export takes them: ({0: "batch"},) for one input.
+        dynamic_shapes: Dynamic dimensions in the format of torch.export: ({0: "batch"},) for one input.
         verify: Run the file in onnxruntime and compare all codes with the model's (see `verify_onnx`).
-        exporter: "dynamo" (torch.export-based) or "torchscript" (the older one, while torch has it).
-        integer_weights: Store weights as integers with DequantizeLinear alone; False keeps them as floats with both nodes;
-            None takes what the backend's table says (that of "tensorrt" where the model has no record of a backend).
+        exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
+        integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
+            nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
 
     Returns:
-        The path, counts of nodes, the size, and the verification.
+        The path, the opset, the number of nodes, the size and the verification.
 
     Raises:
-        RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot take the model, or onnxruntime's codes
-            differ.
-        ValueError: An option is not known or out of range, or a format is one that ONNX does not have.
-        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`.
+        RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, or onnxruntime's
+            codes differ.
+        ValueError: An option is unknown or out of range, or ONNX does not support a quantizer's format.
+        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -127,21 +125,21 @@ def export_onnx(
     with evaluating(converted):
         proto = EXPORTERS[exporter](Request(converted, inputs, chosen, input_names, output_names, dynamic_shapes))
     if integer_weights is None:
-        integer_weights = _plan_of(converted).backend.integer_weights
+        integer_weights = _backend_of(converted).integer_weights
     proto = _finish(proto, integer_weights)
     verification = verify_onnx(converted, proto, inputs) if verify else None
     if verification is not None:
         verification.check()
-    write_whole(proto.SerializeToString(), path)
+    write_atomically(proto.SerializeToString(), path)
     ops = [node.op_type for node in proto.graph.node]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, Path(path).stat().st_size, verification)
 
 
-def _plan_of(model: nn.Module) -> Plan:
-    """Return what was decided on a model; without a record, nothing for the default target."""
+def _backend_of(model: nn.Module) -> Backend:
+    """Return the backend that a model was prepared for, or the default one if the model records none."""
     plan = model.plan if isinstance(model, QuantizedGraphModule) else plan_of(model)
-    return Plan(backends["tensorrt"]) if plan is None else plan
+    return backends["tensorrt"] if plan is None else plan.backend
 
 
 def _require_extra() -> None:
@@ -150,15 +148,15 @@ def _require_extra() -> None:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"export_onnx needs {error.name}; type: pip install qtoolkit[onnx]") from None
+        raise ImportError(f"export_onnx needs {error.name}; run: pip install qtoolkit[onnx].") from None
 
 
 def _check_grids(converted: nn.Module) -> None:
     grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
     if not grids:
         raise ValueError(
-            "export_onnx: nothing in the model is quantized, so the file would be the float model's; "
-            "qtoolkit.quantization_report(prepared) says why. To export in float, use torch.onnx.export."
+            "export_onnx: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
+            "To export the float model, use torch.onnx.export."
         )
     for name, grid in grids.items():
         if grid.spec.format != "int":
@@ -179,7 +177,7 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
         other = "torchscript" if exporter == "dynamo" else "dynamo"
         raise ValueError(
             f"export_onnx: opset must lie in [{lowest}, {highest}] for exporter={exporter!r}, got {chosen}; "
-            f"exporter={other!r} takes {list(OPSETS[other])}."
+            f"exporter={other!r} supports {list(OPSETS[other])}."
         )
     if chosen < least:
         raise ValueError(
@@ -189,7 +187,7 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
 
 
 def _finish(proto: Any, integer_weights: bool) -> Any:
-    """Turn constant weights to integers if asked for, give each node a name of its own, and check the model."""
+    """Store weights as integers if requested, make the names of nodes unique, and check the model."""
     import onnx
     import onnx_ir
     import onnxscript.optimizer
@@ -199,7 +197,7 @@ def _finish(proto: Any, integer_weights: bool) -> Any:
         onnxscript.optimizer.fold_constants(model, should_fold=_is_weight_quantization)
         onnxscript.optimizer.remove_unused_nodes(model)
     for node in model.graph:
-        node.metadata_props.clear()  # the exporter's stack traces, larger than a small model
+        node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
     _make_names_unique(model)
     finished = onnx_ir.to_proto(model)
     onnx.checker.check_model(finished, full_check=True)
@@ -207,7 +205,7 @@ def _finish(proto: Any, integer_weights: bool) -> Any:
 
 
 def _is_weight_quantization(node: "onnx_ir.Node") -> bool:
-    # The data is constant, so it is a weight; dequantization is what the runtime has to see.
+    # Only constants are folded. A runtime finds quantized weights by their DequantizeLinear node, so it stays.
     return node.op_type != "DequantizeLinear"
 
 

@@ -1,8 +1,8 @@
-"""How fake_quant reads in ONNX, for both of torch's exporters: QuantizeLinear, Clip where needed, DequantizeLinear.
+"""Translation of fake_quant to ONNX for both of torch's exporters: QuantizeLinear, Clip where needed, DequantizeLinear.
 
-Codes narrower than their storage type are clipped between the two nodes, so that the file saturates where training did. The
-scales of a grouped transposed convolution run along two dimensions of its weight, which no single Q/DQ axis can say: the
-weight is brought to (groups * out, in * k...) around the pair, and back.
+Codes narrower than their storage type are clipped between the two nodes, so that the file saturates at the same codes as
+training. The scales of a grouped transposed convolution vary along two dimensions of its weight, which the axis attribute
+cannot express: the weight is reshaped to (groups * out, in * k...) before the two nodes, and back after them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,11 @@ import torch
 from qtoolkit.quantizers.frozen import code_dtype
 
 OP = "qtoolkit::fake_quant"
-
-
-BLOCKS_OPSET = 21
+BLOCKS_OPSET = 21  # the first whose QuantizeLinear has block_size
 
 
 def smallest_opset(qmin: int, qmax: int, block_size: int = 0) -> int:
-    """Return the first ONNX opset whose QuantizeLinear knows the dtype that holds these codes, and blocks if there are any.
+    """Return the first ONNX opset whose QuantizeLinear supports the dtype of these codes, and blocks if block_size > 0.
 
     Example:
         >>> smallest_opset(-8, 7), smallest_opset(0, 65535), smallest_opset(-8, 7, block_size=32)
@@ -33,7 +31,7 @@ def smallest_opset(qmin: int, qmax: int, block_size: int = 0) -> int:
 
 
 class _GridArguments(NamedTuple):
-    """The arguments of fake_quant that say which codes there are, and which elements share a scale."""
+    """The arguments of fake_quant that define the range of codes and which elements share a scale."""
 
     qmin: int
     qmax: int
@@ -43,7 +41,7 @@ class _GridArguments(NamedTuple):
 
 
 class _Writer(Protocol):
-    """What the lowering needs of an exporter."""
+    """Writes nodes in one exporter."""
 
     @property
     def version(self) -> int: ...
@@ -58,8 +56,8 @@ class _Writer(Protocol):
 
 
 @dataclass(frozen=True)
-class _Modern:
-    """Writes by onnxscript, in the torch.export-based exporter."""
+class _OnnxscriptWriter:
+    """Writes nodes with onnxscript, for the torch.export-based exporter."""
 
     opset: Any
 
@@ -81,8 +79,8 @@ class _Modern:
 
 
 @dataclass(frozen=True)
-class _Legacy:
-    """Writes by the graph context of the TorchScript exporter."""
+class _TorchScriptWriter:
+    """Writes nodes with the graph context of the TorchScript exporter."""
 
     graph: Any
     version: int
@@ -103,13 +101,13 @@ class _Legacy:
 
 
 def translation_table(opset: int) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """Return the `custom_translation_table` that torch.onnx.export takes, for one opset.
+    """Return the `custom_translation_table` of torch.onnx.export for one opset.
 
     Example:
         >>> list(translation_table(18))
         [<OpOverload(op='qtoolkit.fake_quant', overload='default')>]
     """
-    writer = _Modern(getattr(onnxscript, f"opset{opset}"))
+    writer = _OnnxscriptWriter(getattr(onnxscript, f"opset{opset}"))
 
     def fake_quant(
         x: Any,
@@ -123,7 +121,7 @@ def translation_table(opset: int) -> Mapping[Callable[..., Any], Callable[..., A
         grad_factor: float = 1.0,
         mask: bool = False,
     ) -> Any:
-        """Write one call; the exporter reads these parameters for the op's schema, so each is spelled out."""
+        """Write one call. The exporter matches these parameters with the op's schema, so all are listed."""
         grid = _GridArguments(qmin, qmax, axis, group, block_size)
         return _lower(writer, x, scale, zero_point, grid), _no_mask(writer)
 
@@ -131,7 +129,7 @@ def translation_table(opset: int) -> Mapping[Callable[..., Any], Callable[..., A
 
 
 def register_symbolic(opset: int) -> None:
-    """Teach the TorchScript exporter the op, for one opset."""
+    """Register the translation of the op with the TorchScript exporter for one opset."""
     from torch.onnx import symbolic_helper
 
     @symbolic_helper.parse_args("v", "v", "v", "i", "i", "i", "i", "i", "f", "b")
@@ -148,8 +146,8 @@ def register_symbolic(opset: int) -> None:
         factor: float,
         mask: bool,
     ) -> Any:
-        """Write one call; the exporter pairs its arguments with these parameters, so each is spelled out."""
-        writer, grid = _Legacy(g, opset), _GridArguments(qmin, qmax, axis, group, block_size)
+        """Write one call. The exporter passes the op's arguments by position, so all are listed."""
+        writer, grid = _TorchScriptWriter(g, opset), _GridArguments(qmin, qmax, axis, group, block_size)
         absent = zero_point.node().mustBeNone()
         y = _lower(writer, x, scale, None if absent else zero_point, grid)
         return y.setType(x.type()), _no_mask(writer)
@@ -167,8 +165,8 @@ def _lower(writer: _Writer, x: Any, scale: Any, zero_point: Any, grid: _GridArgu
         x = writer.node("Cast", x, to=onnx_ir.DataType.FLOAT)
     if grid.group > 1:
         shape = list(writer.shape(x))
-        rows = _group(writer, x, shape, grid.group)
-        y = _ungroup(writer, _pair(writer, rows, scale, zero_point, grid, {"axis": 0}), shape, grid.group)
+        rows = _to_rows(writer, x, shape, grid.group)
+        y = _from_rows(writer, _pair(writer, rows, scale, zero_point, grid, {"axis": 0}), shape, grid.group)
     elif grid.axis is None:
         y = _pair(writer, x, scale, zero_point, grid, {})
     elif grid.block_size > 0:
@@ -214,20 +212,20 @@ def _check_blocks(writer: _Writer, x: Any, scale: Any, axis: int, block_size: in
 def _clip(writer: _Writer, codes: Any, ends: tuple[int, int], dtype: Any) -> Any:
     if np.dtype(dtype).itemsize == 1:
         return writer.node("Clip", codes, *(writer.constant(np.array(end, dtype)) for end in ends))
-    # onnxruntime clips no 16-bit integers.
+    # onnxruntime's Clip does not support 16-bit integers.
     wide = writer.node("Cast", codes, to=onnx_ir.DataType.INT32)
     clipped = writer.node("Clip", wide, *(writer.constant(np.array(end, np.int32)) for end in ends))
     return writer.node("Cast", clipped, to=onnx_ir.DataType.from_numpy(np.dtype(dtype)))
 
 
-def _group(writer: _Writer, x: Any, shape: list[int], group: int) -> Any:
+def _to_rows(writer: _Writer, x: Any, shape: list[int], group: int) -> Any:
     inputs, outputs = shape[0] // group, shape[1]
     x = writer.node("Reshape", x, writer.constant(np.array([group, inputs, outputs, -1])))
     x = writer.node("Transpose", x, perm=[0, 2, 1, 3])
     return writer.node("Reshape", x, writer.constant(np.array([group * outputs, -1])))
 
 
-def _ungroup(writer: _Writer, y: Any, shape: list[int], group: int) -> Any:
+def _from_rows(writer: _Writer, y: Any, shape: list[int], group: int) -> Any:
     inputs, outputs = shape[0] // group, shape[1]
     y = writer.node("Reshape", y, writer.constant(np.array([group, outputs, inputs, -1])))
     y = writer.node("Transpose", y, perm=[0, 2, 1, 3])

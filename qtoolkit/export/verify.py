@@ -1,19 +1,16 @@
-"""Compare an exported file's integer codes, as onnxruntime computes them, with the model's own."""
+"""Verification: an exported file's integer codes, as onnxruntime computes them, compared with the model's own."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import nn
 
-from qtoolkit.export.codes import CodeCount, compare_weight, grid_of, sum_of, weights_of
-from qtoolkit.export.hooked import Hooked
-from qtoolkit.export.stepwise import Stepwise
+from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, compare_codes, sum_of
 from qtoolkit.model_inputs import tensors_of
-from qtoolkit.quantizers.tensor_quantizer import WEIGHT_HOLDER
 
 
 @dataclass(frozen=True)
@@ -21,15 +18,15 @@ class Verification:
     """How onnxruntime's results compare with the model's.
 
     Attributes:
-        weight_codes: Codes of all weights, and of other constants that are stored.
-        quantizer_codes: Codes of each activation quantizer, given the very input that onnxruntime's node had.
-        layer_codes: Codes of each activation quantizer, where the ops before it were computed by torch from the codes that
-            onnxruntime had at their inputs: differences are rounding ties of a layer's sums.
+        weight_codes: Codes of all weights, and of other parameters and buffers that are quantized.
+        quantizer_codes: Codes of each activation quantizer for exactly the input of its node in onnxruntime.
+        layer_codes: Codes of each activation quantizer when torch computes the ops before it from onnxruntime's codes at
+            their inputs. Differences are rounding ties of a layer's sums.
         by_quantizer: `layer_codes` of each quantizer.
-        output_difference: Largest absolute difference of the outputs end to end, where ties have spread.
-        missing: Quantizers that the file has no node for.
-        unreached: Quantizers of a model without a graph that the inputs do not come to, as they take another way: the file
-            computes the way of its example inputs alone.
+        output_difference: Largest absolute difference of the outputs end to end, where ties accumulate.
+        missing: Quantizers without a node in the file.
+        unreached: Quantizers that are not executed for these inputs, because forward branches on values. The file contains
+            only the branches that its example inputs take.
     """
 
     weight_codes: CodeCount
@@ -41,7 +38,11 @@ class Verification:
     unreached: tuple[str, ...] = field(default=())
 
     def check(self) -> None:
-        """Raise RuntimeError if codes differ where they must not, naming where."""
+        """Check that codes differ only where rounding ties explain it.
+
+        Raises:
+            RuntimeError: Other codes differ, or a quantizer has no node; the message names it.
+        """
         if self.missing:
             raise RuntimeError(f"export: the file has no QuantizeLinear for: {', '.join(self.missing)}.")
         if self.weight_codes.differing or self.quantizer_codes.differing:
@@ -52,7 +53,7 @@ class Verification:
         if not self.layer_codes.are_ties():
             worst = max(self.by_quantizer, key=lambda name: self.by_quantizer[name].share)
             raise RuntimeError(
-                f"export: layers compute other codes in onnxruntime than rounding ties explain: {self.layer_codes}; worst "
+                f"export: the codes of layers differ in onnxruntime by more than rounding ties: {self.layer_codes}; worst "
                 f"at {worst!r}: {self.by_quantizer[worst]}."
             )
 
@@ -63,14 +64,14 @@ class Verification:
             f"layer by layer:   {self.layer_codes}",
             f"outputs, end to end: largest difference {self.output_difference:.3g}",
         ]
-        lines += [f"not on the way that these inputs take: {', '.join(self.unreached)}"] if self.unreached else []
+        lines += [f"not executed for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
         return "\n".join(lines)
 
 
 def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
-    """Run a file in onnxruntime (graph optimizations off), and compare all its integer codes with the model's.
+    """Run a file in onnxruntime without graph optimizations, and compare all its integer codes with the model's.
 
-    Of a model without a graph, only the way that these inputs take is compared; the rest is `unreached`.
+    Where forward branches on values, only the branches that these inputs take are compared; the rest is `unreached`.
 
     Args:
         converted: What `qtoolkit.convert` returned.
@@ -78,67 +79,87 @@ def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor.
 
     Returns:
-        Counts of differing codes; `check()` raises where there must be none.
+        Counts of differing codes; call `check()` to raise an error where rounding ties do not explain them.
+
+    Raises:
+        TypeError: The model was not converted.
     """
     import onnx
 
     proto = model if isinstance(model, onnx.ModelProto) else onnx.load(str(model))
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    pairs = _find_pairs(proto)
-    found = _run(proto, inputs, [name for p in pairs for name in (p.source, p.codes)])
-    codes: dict[str, list[Any]] = defaultdict(list)
-    for pair in pairs:
-        codes[pair.quantizer].append(found[pair.codes])
-    step = _follower(converted, codes, pairs)
+    nodes = _quantizer_nodes(proto)
+    values = _run(proto, inputs, [name for node in nodes for name in (node.source, node.codes)])
+    codes: dict[str, list[NodeCodes]] = defaultdict(list)
+    for node in nodes:
+        codes[node.quantizer].append(NodeCodes(values[node.codes], node.is_constant))
     with torch.no_grad():
-        step.follow(*inputs)
-        outputs = converted(*inputs)
-        in_layers = weights_of(converted)
-        weights = {
-            name: compare_weight(converted, name, weight, codes)
-            for name, weight in in_layers.items()
-            if name in codes or name not in step.unreached
-        }
+        comparison = CodeComparison(converted, codes)
+        outputs = comparison.run(*inputs)
+        computed = [(comparison.grids[node.quantizer], node) for node in nodes if not node.is_stored]
         quantizer_codes = sum_of(
-            CodeCount.of(grid_of(converted, p.quantizer).codes(torch.tensor(found[p.source])), found[p.codes])
-            for p in pairs
-            if not p.is_constant and p.quantizer not in in_layers and not p.quantizer.startswith(WEIGHT_HOLDER)
+            compare_codes(grid, torch.tensor(values[node.source]), values[node.codes])
+            for grid, node in computed
+            if not (grid.of_weight or node.quantizer in comparison.weights)
         )
     return Verification(
-        sum_of(count for count in weights.values() if count is not None) + step.constants,
+        comparison.stored,
         quantizer_codes,
-        sum_of(step.counts.values()),
-        step.counts,
-        _largest_difference(outputs, [found[o.name] for o in proto.graph.output]),
-        (*step.missing, *(name for name, count in weights.items() if count is None)),
-        step.unreached,
+        sum_of(comparison.counts.values()),
+        comparison.counts,
+        _largest_difference(outputs, [values[o.name] for o in proto.graph.output]),
+        tuple(dict.fromkeys(comparison.missing)),
+        comparison.unreached,
     )
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """A quantizer's node in the file: the values that go in and the codes, or, of a constant, the codes alone."""
+class _QuantizerNode:
+    """A quantizer's node in the file, by the names of the tensors.
+
+    Attributes:
+        quantizer: Its dotted name in the model.
+        source: The values that are quantized, or the codes where the file stores them.
+        codes: The codes.
+        is_constant: Whether the codes do not depend on the inputs of the model.
+    """
 
     quantizer: str
     source: str
     codes: str
     is_constant: bool
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the file stores the codes themselves, without a QuantizeLinear node."""
+        return self.source == self.codes
 
-def _find_pairs(proto: Any) -> list[_Pair]:
+
+def _quantizer_nodes(proto: Any) -> list[_QuantizerNode]:
     made_by = {output: node for node in proto.graph.node for output in node.output}
-    pairs = []
+    varying = _varying(proto.graph)
+    found = []
     for node in proto.graph.node:
-        if node.op_type != "DequantizeLinear" or not node.name.split(".dequantize")[0]:
-            continue
         quantizer, _, _ = node.name.rpartition(".dequantize")
-        origin = made_by.get(node.input[0])
+        if node.op_type != "DequantizeLinear" or not quantizer:
+            continue
+        codes = node.input[0]
+        origin = made_by.get(codes)
         while origin is not None and origin.op_type in ("Clip", "Cast"):
             origin = made_by.get(origin.input[0])
-        quantize = origin if origin is not None and origin.op_type == "QuantizeLinear" else None
-        source = node.input[0] if quantize is None else quantize.input[0]
-        pairs.append(_Pair(quantizer, source, node.input[0], quantize is None))
-    return pairs
+        source = codes if origin is None or origin.op_type != "QuantizeLinear" else origin.input[0]
+        found.append(_QuantizerNode(quantizer, source, codes, codes not in varying))
+    return found
+
+
+def _varying(graph: Any) -> set[str]:
+    """Return the names of the tensors that depend on the inputs of a graph."""
+    varying = {value.name for value in graph.input}
+    for node in graph.node:
+        has_body = any(attribute.HasField("g") for attribute in node.attribute)  # a body may read any outer tensor
+        if has_body or varying.intersection(node.input):
+            varying.update(node.output)
+    return varying
 
 
 def _run(proto: Any, inputs: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
@@ -159,12 +180,6 @@ def _run(proto: Any, inputs: Sequence[Any], names: Sequence[str]) -> dict[str, A
     feeds = {i.name: x.detach().cpu().numpy() for i, x in zip(session.get_inputs(), tensors_of(inputs), strict=True)}
     outputs = [o.name for o in session.get_outputs()]
     return {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
-
-
-def _follower(converted: nn.Module, codes: Mapping[str, Sequence[Any]], pairs: Sequence[_Pair]) -> Stepwise | Hooked:
-    if isinstance(converted, fx.GraphModule):
-        return Stepwise(converted, codes)
-    return Hooked(converted, codes, {name: [p.is_constant for p in pairs if p.quantizer == name] for name in codes})
 
 
 def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:

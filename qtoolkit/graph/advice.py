@@ -1,16 +1,34 @@
-"""Advice on targets: quantized ops that integers make no faster there. A backend names the rules that hold for it."""
+"""Findings of lint, and advice: quantized ops that a target computes no faster in integers. A backend names its rules."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.finding import Finding
-from qtoolkit.graph.placement.roles import is_quantizer, weight_is_float
-from qtoolkit.op_kinds.nodes import kind_of, module_of, tensor_inputs
+from qtoolkit.graph.placement.traversal import AFTER_A_LAYER, origin
+from qtoolkit.op_kinds.nodes import has_float_weight, is_quantizer, kind_of, module_of, tensor_inputs
 
-LEAST_CHANNELS = 16  # what one instruction of its integer kernels takes
+LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels
 LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An edge or op that the target would not compute as planned.
+
+    Attributes:
+        where: The graph node.
+        rule: What the target asks for, and what is found instead.
+        remedy: What to change.
+    """
+
+    where: str
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.rule} {self.remedy}"
 
 
 def _few_channels(node: fx.Node, backend: Backend) -> Iterator[Finding]:
@@ -33,7 +51,8 @@ def _is_worth_it(node: fx.Node, layer: nn.Module) -> bool:
     """Return whether a small convolution has kernels of its own: the first, those by eights, and depthwise ones."""
     if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return False
-    first = all(_origin(source).op == "placeholder" for source in tensor_inputs(node))
+    origins = [_origin(source) for source in tensor_inputs(node)]
+    first = all(source is not None and source.op == "placeholder" for source in origins)
     if layer.groups > 1:
         return first or (layer.out_channels % 8 == 0 and min(layer.kernel_size) >= 3)
     by_eights = layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
@@ -44,11 +63,11 @@ def _deconvolution(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     """Find transposed convolutions that TensorRT computes otherwise than planned (NVIDIA/TensorRT #1934, #2597, #4668)."""
     layer = _quantized_layer(node)
     if is_quantizer(node):
-        origin = _origin(node.all_input_nodes[0])
-        if kind_of(origin) == "conv_transpose" and not weight_is_float(origin):
+        layer_node = _origin(node.all_input_nodes[0])
+        if layer_node is not None and kind_of(layer_node).name == "conv_transpose" and not has_float_weight(layer_node):
             yield Finding(
                 node.name,
-                f"{backend.name} quantizes the output of the transposed convolution {origin.name!r} in a step of its own.",
+                f"{backend.name} quantizes the output of the transposed convolution {layer_node.name!r} in a step of its own.",
                 "Measure it, and leave the op that takes it in float where that is faster.",
             )
     if not isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
@@ -67,14 +86,11 @@ def _deconvolution(node: fx.Node, backend: Backend) -> Iterator[Finding]:
 
 def _quantized_layer(node: fx.Node) -> nn.Module | None:
     is_layer = node.op == "call_module" and not is_quantizer(node)
-    return module_of(node) if is_layer and not weight_is_float(node) else None
+    return module_of(node) if is_layer and not has_float_weight(node) else None
 
 
-def _origin(node: fx.Node) -> fx.Node:
-    """Return the op that a tensor comes from, through quantizers, batch norm, its activation and dropout."""
-    while is_quantizer(node) or kind_of(node) in ("batch_norm", "identity", "relu"):
-        node = node.all_input_nodes[0]
-    return node
+def _origin(node: fx.Node) -> fx.Node | None:
+    return origin(node, (*AFTER_A_LAYER, "relu"))
 
 
 ADVICE: Mapping[str, Callable[[fx.Node, Backend], Iterator[Finding]]] = {

@@ -1,31 +1,27 @@
-"""QuantizedGraphModule: a GraphModule that keeps all of its model's names, and takes its plan and attributes into copies."""
+"""QuantizedGraphModule: a GraphModule that keeps all names of its model, and whose copies keep its plan and attributes."""
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from torch import fx, nn
 
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.op_kinds.rules import NUMBER
+from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
+from qtoolkit.shared_modules import names_by_module
 
-HELD = (
-    "_modules",
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "training",
-)  # what copies of a module take along
+# Attributes of a module that copies keep.
+HELD = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training")
 
 
 class Method:
-    """A method bound to a module; copies and pickles leave the module out, and `QuantizedGraphModule` binds them anew.
+    """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
     Args:
-        function: The function of the model's class.
-        owner: What it gets as `self`.
+        function: The function in the model's class.
+        owner: The module that the function gets as `self`.
     """
 
     def __init__(self, function: Callable[..., Any], owner: nn.Module | None = None) -> None:
@@ -40,15 +36,15 @@ class Method:
 
 
 class QuantizedGraphModule(fx.GraphModule):
-    """What `qtoolkit.prepare` and `qtoolkit.convert` return.
+    """The type of models that `qtoolkit.prepare` and `qtoolkit.convert` return.
 
-    torch's GraphModule drops what its graph does not use: this one keeps all parameters, buffers and submodules of the model
-    that it was traced from, by their names, and the attributes in `kept`.
+    torch's GraphModule drops everything that its graph does not use. This one keeps all parameters, buffers and submodules of
+    the traced model, under their names, and the attributes in `kept`.
 
     Attributes:
-        plan: What prepare decided; None until it has.
-        kept: Attributes to keep, by dotted name.
-        aliases: All names of the submodules that have several, by each of them.
+        plan: The decisions of prepare; None until they are made.
+        kept: Values of the attributes that copies keep, by dotted name.
+        aliases: All names of each shared submodule, by each of its names.
     """
 
     plan: Plan | None
@@ -64,7 +60,7 @@ class QuantizedGraphModule(fx.GraphModule):
         plan: Plan | None = None,
         kept: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Build one from a module and a graph that calls its submodules, parameters and buffers."""
+        """Return one for a module and a graph that uses its submodules, parameters and buffers."""
         result = cls(root, graph, name)
         _take_over(result, root)
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
@@ -73,12 +69,12 @@ class QuantizedGraphModule(fx.GraphModule):
         return result
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
-        """Put a module in place of another one, under all the names that one has: it stays shared."""
+        """Replace a submodule under each of its names, so that it stays shared."""
         for name in self.aliases.get(target, (target,)):
             super().set_submodule(name, module, strict)
 
     def delete_submodule(self, target: str) -> bool:
-        """Take a module out, under all the names that it has."""
+        """Delete a submodule under each of its names."""
         deleted = True
         for name in self.aliases.get(target, (target,)):
             deleted = super().delete_submodule(name) and deleted
@@ -90,7 +86,7 @@ class QuantizedGraphModule(fx.GraphModule):
         self.set_kept()
 
     def set_kept(self) -> None:
-        """Set the kept attributes, on the submodules as they are now. Layers and weights are kept by their names anyway."""
+        """Set the kept attributes on the current submodules, except for layers and weights, which are kept by their names."""
         for name, value in self.kept.items():
             owner_name, _, attribute = name.rpartition(".")
             owner = self.get_submodule(owner_name)
@@ -98,15 +94,22 @@ class QuantizedGraphModule(fx.GraphModule):
                 setattr(owner, attribute, Method(value.function, owner) if isinstance(value, Method) else value)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; and link layers to the batch norms that stand in their places now.
+        """Set the mode, and link layers to the batch norms that replaced those linked.
 
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm puts new ones there.
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones.
         """
-        for layer in self.modules():
-            bn = layer.batch_norm if isinstance(layer, QuantWeighted) else None
-            if isinstance(layer, QuantWeighted) and bn is not None and self.get_submodule(bn.name) is not bn:
-                self.set_submodule(bn.name, layer.replace_batch_norm(self.get_submodule(bn.name)))
+        for node, follower in self.linked_batch_norms():
+            name = str(follower.target)
+            layer, bn = self.get_submodule(str(node.target)), self.get_submodule(name)
+            if isinstance(layer, QuantWeighted) and layer.batch_norm is not bn and is_batch_norm(bn):
+                self.set_submodule(name, layer.replace_batch_norm(bn, name))
         return super().train(mode)
+
+    def linked_batch_norms(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Return the node of each QAT layer with a linked batch norm, with the node of that batch norm."""
+        calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
+        linked = (node for node, m in calls if isinstance(m, QuantWeighted) and m.batch_norm is not None)
+        return [(node, next(iter(node.users))) for node in linked]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedGraphModule":
         result = super().__deepcopy__(memo)
@@ -120,48 +123,48 @@ class QuantizedGraphModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
-        numbers = [node.name for node in self.graph.nodes if NUMBER in node.meta]
-        return _restore, (rebuild, arguments, type(self).__name__, self.plan, self.kept, numbers)
+        # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
+        facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
+        return restore_graph_module, (rebuild, arguments, type(self).__name__, self.plan, self.kept, facts)
 
 
-def _restore(
+def restore_graph_module(
     rebuild: Callable[..., fx.GraphModule],
     arguments: tuple[Any, ...],
     name: str,
     plan: Plan | None,
     kept: Mapping[str, Any],
-    numbers: Sequence[str],
+    facts: Mapping[str, NodeFacts],
 ) -> QuantizedGraphModule:
+    """Return a pickled QuantizedGraphModule, by the function of torch.fx that rebuilds a GraphModule from its attributes."""
     gm = rebuild(*arguments)
     for node in gm.graph.nodes:
-        if node.name in numbers:
-            node.meta[NUMBER] = True
+        if node.name in facts:
+            set_facts(node, **vars(facts[node.name]))
     return QuantizedGraphModule.of(_bare(arguments[0]), gm.graph, name, plan, kept)
 
 
 def _bare(state: Mapping[str, Any]) -> nn.Module:
-    """Return a plain module that holds what a GraphModule held: torch's copies drop the second name of what is shared."""
+    """Return a plain module with the attributes of a GraphModule: torch's copies drop the second name of a shared module."""
     module = nn.Module()
     vars(module).update(state)
     return module
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    names: dict[nn.Module, list[str]] = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        names[module].append(name)
-    return {name: tuple(several) for several in names.values() if len(several) > 1 for name in several}
+    shared = (names for names in names_by_module(model).values() if len(names) > 1)
+    return {name: tuple(names) for names in shared for name in names}
 
 
 def _take_over(target: nn.Module, source: nn.Module) -> None:
-    """Give a module what another one has and it has not: submodules, parameters, buffers, and the mode."""
+    """Add to a module the submodules, parameters and buffers that only another one has, and set its mode."""
     target.training = source.training
     for name, parameter in source.named_parameters(recurse=False, remove_duplicate=False):
         if name not in target._parameters:
             target.register_parameter(name, parameter)
     known = dict(source.named_buffers(recurse=False, remove_duplicate=False))
     for name, buffer in {**dict(target.named_buffers(recurse=False)), **known}.items():
-        # A constant that tracing found is a buffer too, so that it moves along; no checkpoint has it.
+        # A constant of the graph is a buffer too, so that it moves with the module; no checkpoint has it.
         kept = name in known and name not in source._non_persistent_buffers_set
         target.register_buffer(name, buffer, persistent=kept)
     for name, child in source._modules.items():

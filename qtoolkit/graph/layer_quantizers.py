@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from qtoolkit.graph.placement.roles import is_quantizer
 from qtoolkit.graph.plan import Edge
 from qtoolkit.nn import QuantModule
-from qtoolkit.nn.module import Quantizer
-from qtoolkit.op_kinds.nodes import module_of, tensor_inputs
-from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.op_kinds.nodes import is_quantizer, module_of, tensor_inputs
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.shared_modules import first_names
 
 INPUT = "input_quantizer"
 ITSELF = ""  # a quantizer that the model's own forward calls
@@ -21,12 +19,12 @@ class LayerQuantizer:
     """A quantizer that a layer holds.
 
     Attributes:
-        node: The node that calls the layer, or the submodule around it that is kept whole.
+        node: The node that calls the layer, or the leaf module around it.
         layer: The layer's dotted name, as the node has it.
         module: The layer.
-        attribute: The quantizer's name in the layer; "" where the layer is itself a quantizer, of the model's own.
+        attribute: The quantizer's name in the layer; "" where the layer is a quantizer of the model's own.
         quantizer: The quantizer.
-        name: Its dotted name in the model; the first where a layer has several.
+        name: Its first dotted name in the model.
     """
 
     node: fx.Node
@@ -38,24 +36,24 @@ class LayerQuantizer:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the layer is inside a submodule that is kept whole."""
+        """Whether the layer is inside a leaf module."""
         return self.layer != self.node.target
 
     @property
     def is_weights(self) -> bool:
         """Whether it quantizes a weight."""
-        return isinstance(self.module, QuantModule) and self.attribute in self.module.weight_quantizers()
+        return self.quantizer.of_weight
 
     @property
     def sources(self) -> list[str]:
-        """The tensors that it quantizes: the nodes that make them, or names of its own where no node does."""
+        """The tensors that it quantizes: the nodes that compute them; tensors of no node get a name of their own."""
         if self.attribute in (INPUT, ITSELF) and not self.is_inside:
             return [source.name for source in tensor_inputs(self.node)]
         return [f"{self.layer}.{self.attribute.removesuffix('_quantizer')}"]
 
     @property
     def consumers(self) -> tuple[str, ...]:
-        """What takes its values, by dotted names of layers inside a submodule, else by nodes."""
+        """What takes its values: the layer's dotted name inside a leaf module, else names of nodes."""
         if self.attribute == ITSELF:
             return tuple(user.name for user in self.node.users)
         return (self.layer if self.is_inside else self.node.name,)
@@ -69,8 +67,8 @@ class LayerQuantizer:
             return "a quantizer of the model's own"
         if self.attribute != INPUT:
             return f"{type(self.module).__name__} quantizes it between its ops"
-        where = "inside a submodule that is kept whole"
-        return f"the layer quantizes its input itself: it is {where if self.is_inside else f'called {where}, too'}"
+        where = "inside a leaf module" if self.is_inside else "called inside a leaf module, too"
+        return f"the layer quantizes its input itself: it is {where}"
 
     def edges(self) -> list[Edge]:
         """Return the edges of the plan that it quantizes."""
@@ -79,21 +77,21 @@ class LayerQuantizer:
 
 
 def layer_quantizers(gm: fx.GraphModule) -> list[LayerQuantizer]:
-    """Return the quantizers of the layers that a graph calls, and of those inside the submodules that are kept whole."""
-    names = {module: name for name, module in gm.named_modules()}
+    """Return the quantizers of the layers that a graph calls, and of those inside leaf modules."""
+    names = first_names(gm)
     nodes = [node for node in gm.graph.nodes if node.op == "call_module" and not is_quantizer(node)]
     return [_held(node, path, module, names[module]) for node in nodes for path, module in _quantizers_in(node)]
 
 
 def layer_edges(gm: fx.GraphModule) -> list[Edge]:
-    """Return the edges that layers quantize themselves, each once however often its submodule is called."""
+    """Return the edges that layers quantize themselves, each once, even if its module is called several times."""
     edges = [edge for held in layer_quantizers(gm) for edge in held.edges()]
     return list({(edge.source, edge.consumer, edge.quantizer): edge for edge in edges}.values())
 
 
 def _quantizers_in(node: fx.Node) -> list[tuple[str, Quantizer]]:
     parts = module_of(node).named_modules()
-    return [(path, part) for path, part in parts if isinstance(part, TensorQuantizer | Grid)]
+    return [(path, part) for path, part in parts if isinstance(part, Quantizer)]
 
 
 def _held(node: fx.Node, path: str, quantizer: Quantizer, name: str) -> LayerQuantizer:

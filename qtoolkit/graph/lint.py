@@ -6,18 +6,20 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QuantSpec
-from qtoolkit.graph.advice import ADVICE
-from qtoolkit.graph.finding import Finding
+from qtoolkit.graph.advice import ADVICE, Finding
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.placement.residual import FUSING_KINDS
-from qtoolkit.graph.placement.roles import is_quantizer, is_weight_quantizer, role_of, source_of, weight_is_float
-from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.placement.traversal import origin, quantizer_behind, source_of
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import MULTIPLYING_KINDS, WEIGHTED_KINDS, kind_of, module_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import (
+    has_float_weight,
+    is_quantizer,
+    is_weight_quantizer,
+    kind_of,
+    module_of,
+    tensor_inputs,
+)
 from qtoolkit.op_kinds.rules import argument
-from qtoolkit.op_kinds.table import ACTIVATIONS
-from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.quantizers.quantizer import Quantizer
 
 
 def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ...]:
@@ -53,18 +55,18 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
 
 
 def _residual_add(node: fx.Node, backend: Backend) -> Iterator[Finding]:
-    if kind_of(node) != "add" or backend.residual_add != "identity":
+    if kind_of(node).name != "add" or backend.residual_add != "identity":
         return
     inputs = tensor_inputs(node)
-    layers = [source for source in inputs if _comes_from(source, FUSING_KINDS)]
+    layers = [layer for source in inputs if (layer := _fusing_layer(source)) is not None]
     on_grid = [quantizer_behind(source, backend) is not None for source in inputs]
     if layers and all(on_grid):
         yield Finding(
             node.name,
             "both inputs of a residual add are quantized, so that no convolution fuses with it.",
-            f"Leave the branch of {_layer_before(layers[0]).name!r} without a quantizer.",
+            f"Leave the branch of {layers[0].name!r} without a quantizer.",
         )
-    if layers and not any(on_grid) and not weight_is_float(_layer_before(layers[0])):
+    if layers and not any(on_grid) and not has_float_weight(layers[0]):
         yield Finding(
             node.name,
             "no input of a residual add is quantized, so that the convolution before it returns floats.",
@@ -76,8 +78,8 @@ def _inside_a_unit(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     if not is_quantizer(node) or len(node.users) != 1:
         return
     source, user = node.all_input_nodes[0], next(iter(node.users))
-    joins = kind_of(user) == "batch_norm" or kind_of(user) in ACTIVATIONS
-    if joins and len(source.users) == 1 and kind_of(source) in (*WEIGHTED_KINDS, "batch_norm"):
+    joins = kind_of(user).activation or kind_of(user).name == "batch_norm"
+    if joins and len(source.users) == 1 and (kind_of(source).layer or kind_of(source).name == "batch_norm"):
         yield Finding(
             node.name,
             f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
@@ -87,14 +89,14 @@ def _inside_a_unit(node: fx.Node, backend: Backend) -> Iterator[Finding]:
 
 def _some_inputs(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     kind = kind_of(node)
-    if kind not in (*MULTIPLYING_KINDS, "attention") or role_of(node, backend) == "float":
+    if not kind.multiplies or backend.role(kind) == "float":
         return
     inputs = {source: quantizer_behind(source, backend) is not None for source in tensor_inputs(node)}
     if not backend.quantize_graph_inputs:
         inputs = {source: on_grid for source, on_grid in inputs.items() if source.op != "placeholder"}
     quantized = list(inputs.values())
-    if node.op == "call_module" and kind in WEIGHTED_KINDS:
-        quantized.append(not weight_is_float(node))
+    if node.op == "call_module" and kind.layer:
+        quantized.append(not has_float_weight(node))
     if any(quantized) and not all(quantized):
         missing = next((source.name for source, on_grid in inputs.items() if not on_grid), f"{node.name}.weight")
         yield Finding(
@@ -105,7 +107,7 @@ def _some_inputs(node: fx.Node, backend: Backend) -> Iterator[Finding]:
 
 
 def _concat(node: fx.Node, backend: Backend) -> Iterator[Finding]:
-    if role_of(node, backend) != "concat":
+    if backend.role(kind_of(node)) != "concat":
         return
     behind = [quantizer_behind(source, backend) for source in tensor_inputs(node)]
     if any(behind) and len({q and q.target for q in behind}) > 1:
@@ -118,9 +120,9 @@ def _concat(node: fx.Node, backend: Backend) -> Iterator[Finding]:
 
 def _in_and_out(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     kind = kind_of(node)
-    if not backend.integers_in_and_out or role_of(node, backend) not in ("compute", "merge"):
+    if not backend.integers_in_and_out or backend.role(kind) not in ("compute", "merge"):
         return
-    if kind in (*MULTIPLYING_KINDS, "attention") or any(_comes_from(s, FUSING_KINDS) for s in tensor_inputs(node)):
+    if kind.multiplies or any(_fusing_layer(source) is not None for source in tensor_inputs(node)):
         return
     takes = any(quantizer_behind(source, backend) is not None for source in tensor_inputs(node))
     if takes and not _output_is_quantized(node, backend):
@@ -132,7 +134,7 @@ def _in_and_out(node: fx.Node, backend: Backend) -> Iterator[Finding]:
 
 
 def _pad_before_quantizer(node: fx.Node, backend: Backend) -> Iterator[Finding]:
-    if is_quantizer(node) and kind_of(node.all_input_nodes[0]) == "zero_pad":
+    if is_quantizer(node) and kind_of(node.all_input_nodes[0]).name == "zero_pad":
         pad = node.all_input_nodes[0].name
         yield Finding(
             node.name,
@@ -152,7 +154,7 @@ def _two_quantizers(node: fx.Node, backend: Backend) -> Iterator[Finding]:
 
 
 def _grouped_conv_transpose(node: fx.Node, backend: Backend) -> Iterator[Finding]:
-    if kind_of(node) != "conv_transpose" or backend.grouped_conv_transpose or weight_is_float(node):
+    if kind_of(node).name != "conv_transpose" or backend.grouped_conv_transpose or has_float_weight(node):
         return
     groups = argument(node, 6, "groups", 1)
     if groups > 1:
@@ -178,23 +180,13 @@ def _weight_spec(node: fx.Node) -> QuantSpec | None:
     module = module_of(node)
     if isinstance(module, QuantModule):
         return next((quantizer.spec for quantizer in module.weight_quantizers().values()), None)
-    return module.spec if is_weight_quantizer(node) and isinstance(module, TensorQuantizer | Grid) else None
+    return module.spec if is_weight_quantizer(node) and isinstance(module, Quantizer) else None
 
 
-def _layer_before(node: fx.Node) -> fx.Node:
-    """Return the op that a tensor comes from, through quantizers, batch norm and dropout."""
-    while is_quantizer(node) or kind_of(node) in ("batch_norm", "identity"):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _comes_from(node: fx.Node, kinds: tuple[str, ...]) -> bool:
-    """Return whether a tensor comes straight from a layer of these kinds, which nothing else takes."""
-    alone = len(node.users) == 1
-    while alone and (is_quantizer(node) or kind_of(node) in ("batch_norm", "identity")):
-        node = node.all_input_nodes[0]
-        alone = len(node.users) == 1
-    return alone and kind_of(node) in kinds
+def _fusing_layer(node: fx.Node) -> fx.Node | None:
+    """Return the layer that computes a tensor and can compute an add with it, where it has no other user."""
+    layer = origin(node, sole_user=True)
+    return layer if layer is not None and kind_of(layer).fuses_add else None
 
 
 def _output_is_quantized(node: fx.Node, backend: Backend) -> bool:
@@ -204,8 +196,8 @@ def _output_is_quantized(node: fx.Node, backend: Backend) -> bool:
         user = waiting.pop()
         if is_quantizer(user):
             return True
-        joins = kind_of(user) in ACTIVATIONS and source_of(user) is node and len(node.users) == 1
-        if joins or role_of(user, backend) in ("transparent", "concat"):
+        joins = kind_of(user).activation and source_of(user) is node and len(node.users) == 1
+        if joins or backend.role(kind_of(user)) in ("transparent", "concat"):
             waiting += user.users
     return False
 

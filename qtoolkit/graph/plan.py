@@ -1,15 +1,65 @@
-"""What prepare decided, as data: of each op its status, and every quantized edge with the reason."""
+"""What prepare decided, as data: the status of each op with its cause, and every quantized edge with its rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
 from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QuantSpec
 
-Status = Literal["quantized", "fused", "transparent", "float"]
+
+class Status(StrEnum):
+    """What becomes of an op or a layer."""
+
+    QUANTIZED = "quantized"
+    FUSED = "fused"  # computed as one op with the op before it
+    TRANSPARENT = "transparent"  # moves values, on the grid of its input
+    FLOAT = "float"
+
+
+class Cause(StrEnum):
+    """Why an op or a layer has its status."""
+
+    COMPUTED = "computed on quantized tensors"
+    REPLACED = "replaced by a QAT layer, without a graph"
+    CONTAINS = "a leaf module with quantized layers in it"
+    FOLDED = "a batch norm that the layer before it folds"
+    OWN_QUANTIZER = "calls a quantizer of its own"
+    OUTPUT = "its output is quantized"
+    JOINED = "one op with the op before it"
+    MOVES = "moves values"
+    CONFIG = "the user's config"
+    IGNORED = "the user's ignore argument"
+    TARGET = "a rule of the target"
+    NO_QAT_TYPE = "no QAT type"
+    NOT_FOLDED = "a batch norm that no layer folds"
+    NOT_QUANTIZED_AROUND = "no quantized tensor reaches it, or none is taken from it"
+    NOT_AN_OP = "an input, an output or a constant"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The status of an op or a layer, with its cause, and a sentence for people where there is more to say."""
+
+    status: Status
+    cause: Cause
+    text: str = ""
+
+    @classmethod
+    def quantized(cls, cause: Cause = Cause.COMPUTED, text: str = "") -> "Verdict":
+        """Return the verdict on a quantized op."""
+        return cls(Status.QUANTIZED, cause, text)
+
+    @classmethod
+    def left_float(cls, cause: Cause, why: str) -> "Verdict":
+        """Return the verdict on an op in float; `why` completes "float: ..."."""
+        return cls(Status.FLOAT, cause, f"float: {why}")
+
+
+BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping says so")
 
 
 @dataclass(frozen=True)
@@ -17,11 +67,11 @@ class Edge:
     """A quantized tensor on its way into an op.
 
     Attributes:
-        source: The graph node that makes the tensor, or the name of a layer's weight, or of a tensor inside a layer or a
-            submodule that is kept whole: `attn.softmax`, `block.conv.input`.
-        consumer: The graph node that takes it, directly or through ops that only move values, or the dotted name of a layer
-            inside a submodule that is kept whole.
-        quantizer: Name of the quantizer; edges with the same one share its scale.
+        source: The graph node that makes the tensor; or the name of a layer's weight, or of a tensor inside a layer or a leaf
+            module: `attn.softmax`, `block.conv.input`.
+        consumer: The graph node that takes it, directly or through ops that only move values; or the dotted name of a layer
+            inside a leaf module.
+        quantizer: Name of the quantizer. Edges with one quantizer share its scale.
         spec: How it quantizes.
         why: The rule that asks for it, in words.
     """
@@ -41,8 +91,8 @@ class Tracing:
     """The options of `qtoolkit.graph.capture.trace.run` that the model was traced with.
 
     Attributes:
-        leaf_modules: Types of submodules that were kept whole.
-        skip: Dotted names of submodules that were kept whole.
+        leaf_modules: Types of leaf modules.
+        skip: Dotted names of leaf modules.
         concrete_args: Values of arguments of forward that were fixed.
         measured: Whether example inputs decided on sizes.
     """
@@ -59,14 +109,14 @@ class Plan:
 
     Attributes:
         backend: The target.
-        status: Of each node, by name: its status and, where there is something to say, the reason.
-        edges: Every quantized edge: weights, and tensors inside layers and submodules that are kept whole, included.
-        inside: The status of each layer inside submodules that were kept whole, by dotted name.
+        status: The verdict on each node, by its name.
+        edges: Every quantized edge: weights, and tensors inside layers and leaf modules, included.
+        inside: The verdict on each layer inside a leaf module, or of a model without a graph, by its dotted name.
         tracing: How the model was traced.
     """
 
     backend: Backend
-    status: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
+    status: Mapping[str, Verdict] = field(default_factory=dict)
     edges: tuple[Edge, ...] = ()
-    inside: Mapping[str, tuple[Status, str]] = field(default_factory=dict)
+    inside: Mapping[str, Verdict] = field(default_factory=dict)
     tracing: Tracing = Tracing()

@@ -1,7 +1,16 @@
 """QAT modules: torch modules with quantizers inside; parameters keep their names and identity."""
 
-from qtoolkit.nn.attention import QuantMultiheadAttention
-from qtoolkit.nn.batch_norm import LinkedBatchNorm, freeze_batch_norm, unfreeze_batch_norm
+from qtoolkit.nn.attention import QuantMultiheadAttention, stop_fast_path
+from qtoolkit.nn.batch_norm import (
+    LinkedBatchNorm,
+    QuantBatchNorm1d,
+    QuantBatchNorm2d,
+    QuantBatchNorm3d,
+    QuantFrozenBatchNorm,
+    QuantSyncBatchNorm,
+    freeze_batch_norm,
+    unfreeze_batch_norm,
+)
 from qtoolkit.nn.cells import QuantGRUCell, QuantLSTMCell, QuantRecurrent
 from qtoolkit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from qtoolkit.nn.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
@@ -33,9 +42,10 @@ from qtoolkit.nn.merge import (
     QuantMatMul,
     QuantMul,
 )
-from qtoolkit.nn.module import QuantModule
+from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
 from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.public import publish
 
 # Float type -> QAT type: the layers that the swap pass replaces.
 QAT_MODULES: dict[type, type[QuantModule]] = {
@@ -96,6 +106,9 @@ __all__ = [
     "QuantAvgPool1d",
     "QuantAvgPool2d",
     "QuantAvgPool3d",
+    "QuantBatchNorm1d",
+    "QuantBatchNorm2d",
+    "QuantBatchNorm3d",
     "QuantCat",
     "QuantConv1d",
     "QuantConv2d",
@@ -105,6 +118,7 @@ __all__ = [
     "QuantConvTranspose3d",
     "QuantEmbedding",
     "QuantEmbeddingBag",
+    "QuantFrozenBatchNorm",
     "QuantGRU",
     "QuantGRUCell",
     "QuantInput",
@@ -123,8 +137,16 @@ __all__ = [
     "QuantMultiheadAttention",
     "QuantRecurrent",
     "QuantScaledDotProductAttention",
+    "QuantSyncBatchNorm",
     "QuantWeighted",
     "ScaledDotProductAttention",
     "freeze_batch_norm",
     "unfreeze_batch_norm",
 ]
+publish(
+    __name__,
+    *(value for value in list(globals().values()) if isinstance(value, type)),
+    quantize_output,  # hooks on modules
+    reset_after_loading,
+    stop_fast_path,
+)

@@ -1,17 +1,16 @@
-"""Batch norms that are folded into the preceding layer, and the strategies of folding them in training.
+"""Batch norms that are linked to the QAT layer before them, and the strategies of computing both in training.
 
-In eval mode, and for a frozen batch norm, all strategies are equal: the layer computes with the folded weight and bias, as
-the converted model does, and the batch norm returns its input. In training mode (numbers: strategies of MQBench,
-arXiv 2111.03759):
+In eval mode, or frozen, all strategies are the same: the layer computes with the folded weight and bias, as it does after
+conversion, and the batch norm returns its input. In training mode (numbers: strategies of MQBench, arXiv 2111.03759):
 
-- "unscale" (4, the default): one convolution with the quantized weight * gamma / running std. Its output is divided by that
-  factor, and the batch norm normalizes it with the statistics of the quantized convolution.
-- "frozen" (1): fold with the running statistics at each step. The statistics are constant; gamma and beta train.
-- "two_convolutions" (2; arXiv 1712.05877, section 3.2): a float convolution gives the batch's statistics, which fold the
-  quantized weight of the second convolution.
-- "std_correction" (3; arXiv 1806.08342, section 3.2.2): like "two_convolutions", but the quantized weight is folded with the
-  running std, which varies less between batches, and the output is multiplied by running std / batch std. Freeze it
-  (`freeze_batch_norm`) once the statistics are stable.
+- "unscale" (4, the default): one convolution with the weight times gamma / running std, quantized. Its output is divided by
+  that factor and goes to the batch norm, which normalizes it by the statistics of the quantized convolution.
+- "frozen" (1): fold with the running statistics at each step. They do not change; gamma and beta are trained.
+- "two_convolutions" (2; arXiv 1712.05877, section 3.2): a float convolution gives the batch statistics. They are folded into
+  the weight of the second convolution, which is quantized.
+- "std_correction" (3; arXiv 1806.08342, section 3.2.2): as before, but the quantized weight is folded with the running std, so
+  that it does not jitter from batch to batch, and the output is multiplied by running std / batch std. Call
+  `freeze_batch_norm` after the statistics have converged.
 """
 
 from collections.abc import Callable
@@ -34,12 +33,12 @@ Compute = Callable[[Tensor, Tensor | None], Tensor]  # (weight, bias) -> output
 
 
 class LinkedBatchNorm(nn.Module):
-    """A batch norm behind a QAT layer, which computes it wherever it can be folded; then this one passes its input on.
+    """A batch norm that is linked to the QAT layer before it. If the layer computes it, forward returns its input.
 
     Attributes:
-        name: Its dotted name in the model.
-        strategy: What the layer does in training, one of `STRATEGIES`.
-        frozen: Whether it stays in eval mode, whatever `train()` says.
+        strategy: The computation in training, one of `STRATEGIES`.
+        frozen: Whether it stays in eval mode when `train()` is called.
+        float_type: The type that `to_float` returns.
     """
 
     KIND: ClassVar[str] = "batch_norm"
@@ -49,7 +48,6 @@ class LinkedBatchNorm(nn.Module):
     running_mean: Any
     running_var: Any
     eps: float
-    name: str
     strategy: str
     frozen: bool
     float_type: type[nn.Module]
@@ -60,17 +58,17 @@ class LinkedBatchNorm(nn.Module):
         return not self.training or self.strategy == "frozen"
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize, unless the layer before has done so."""
+        """Normalize the input, unless the layer before has done so."""
         absorbed = self.folded or self.strategy in NEEDS_BATCH_STATISTICS
         return input if absorbed else super().forward(input)
 
     def take_in(self, x: Tensor) -> None:
-        """Update the running statistics by those of x."""
+        """Update the running statistics with those of x."""
         with torch.no_grad():
             super().forward(x.detach())
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; one that is frozen stays in eval mode."""
+        """Set the mode; a frozen batch norm stays in eval mode."""
         return super().train(mode and not self.frozen)
 
     def freeze(self, frozen: bool) -> None:
@@ -79,9 +77,9 @@ class LinkedBatchNorm(nn.Module):
         self.train(not frozen)
 
     def to_float(self) -> nn.Module:
-        """Return the batch norm of the type that it was, with the same parameters and buffers."""
+        """Return the batch norm of its float type, with the same parameters and buffers."""
         bn = shallow_copy_as(self.float_type, self)
-        for name in ("name", "strategy", "frozen", "float_type"):
+        for name in ("strategy", "frozen", "float_type"):
             del bn.__dict__[name]
         return bn
 
@@ -103,17 +101,16 @@ class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
 
 
 class QuantFrozenBatchNorm(LinkedBatchNorm):
-    """A FrozenBatchNorm2d (of torchvision or detectron2) behind a QAT layer, which folds it in both modes."""
+    """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes."""
 
     @property
     def folded(self) -> bool:
-        """Always: its statistics are constants."""
+        """True, because its statistics are constants."""
         return True
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.pop(
-            prefix + "num_batches_tracked", None
-        )  # of a checkpoint of real batch norms, as torchvision takes it
+        # A checkpoint of a model with nn.BatchNorm2d has this key; torchvision's class ignores it too.
+        state_dict.pop(prefix + "num_batches_tracked", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -128,37 +125,42 @@ FROZEN_BUFFERS = {"weight", "bias", "running_mean", "running_var"}
 
 
 def is_frozen_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a FrozenBatchNorm of any package: by its class name, its buffers and its eps."""
+    """Return whether a module is a FrozenBatchNorm of any package, by its type's name, its buffers and its eps."""
     named = type(module).__name__ in FROZEN_NAMES
     return named and {n for n, _ in module.named_buffers()} == FROZEN_BUFFERS and hasattr(module, "eps")
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm of a type that can be folded."""
+    """Return whether a module is a batch norm that can be folded."""
     return isinstance(module, LinkedBatchNorm) or type(module) in BATCH_NORMS or is_frozen_batch_norm(module)
 
 
 def linked(bn: nn.Module, strategy: str, name: str) -> LinkedBatchNorm:
-    """Return a batch norm, of a type of the table or frozen, in the form that stands behind a QAT layer.
+    """Return a batch norm as LinkedBatchNorm, with the same parameters and buffers.
+
+    Args:
+        bn: A batch norm for which `is_batch_norm` is true.
+        strategy: The computation in training.
+        name: Its dotted name, for errors.
 
     Raises:
-        ValueError: The strategy is not known, or cannot be had with this type.
+        ValueError: The strategy is not known, or does not support this type.
     """
     check_known("batch norm strategy", strategy, STRATEGIES)
     if isinstance(bn, LinkedBatchNorm):
         return bn
     if isinstance(bn, nn.SyncBatchNorm) and strategy in NEEDS_BATCH_STATISTICS:
         raise ValueError(
-            f"batch norm {name!r}: strategy {strategy!r} needs the statistics of the whole batch, which a "
-            f'SyncBatchNorm shares with no one; take Backend.batch_norm="unscale" or "frozen".'
+            f"batch norm {name!r}: strategy {strategy!r} needs the statistics of the whole batch, which a SyncBatchNorm does "
+            f'not expose; set Backend.batch_norm to "unscale" or "frozen".'
         )
     new = shallow_copy_as(BATCH_NORMS.get(type(bn), QuantFrozenBatchNorm), bn)
-    new.name, new.strategy, new.frozen, new.float_type = name, strategy, False, type(bn)
+    new.strategy, new.frozen, new.float_type = strategy, False, type(bn)
     return new
 
 
 def identity_of(bn: nn.Module) -> nn.Identity:
-    """Return what stands in the place of a batch norm that is folded, with its hooks and submodules, but no tensors."""
+    """Return an Identity with the hooks and submodules of a batch norm, but no tensors, to replace it after folding."""
     identity = nn.Identity()
     tensors = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
     kept = vars(identity).keys() - tensors
@@ -169,15 +171,15 @@ def identity_of(bn: nn.Module) -> nn.Identity:
 def freeze_batch_norm(model: nn.Module) -> None:
     """Freeze the running statistics of the batch norms in a prepared or replaced model.
 
-    The batch norms stay in eval mode when `model.train()` is called, and are folded at each step; gamma and beta still
-    train. Strategy "std_correction" needs this as its second phase; other strategies can use it too.
+    The batch norms stay in eval mode when `model.train()` is called, and are folded at each step; gamma and beta are still
+    trained. This is the second phase of training with strategy "std_correction", and can follow any other strategy.
 
     Args:
-        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or a part of it. Batch norms that follow
-            no QAT layer do not change.
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that are not
+            linked to a QAT layer are not changed.
 
     Raises:
-        ValueError: No batch norm in it belongs to a QAT layer.
+        ValueError: No batch norm in the model is linked to a QAT layer.
 
     Example:
         >>> from torch import nn
@@ -190,10 +192,10 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 
 def unfreeze_batch_norm(model: nn.Module) -> None:
-    """Train the batch norms that `freeze_batch_norm` froze again.
+    """Undo `freeze_batch_norm`: the batch norms follow `model.train()` again.
 
     Raises:
-        ValueError: No batch norm in it belongs to a QAT layer.
+        ValueError: No batch norm in the model is linked to a QAT layer.
     """
     _set_frozen(model, False)
 
@@ -202,8 +204,8 @@ def _set_frozen(model: nn.Module, frozen: bool) -> None:
     found = [module for module in model.modules() if isinstance(module, LinkedBatchNorm)]
     if not found:
         raise ValueError(
-            f"freeze_batch_norm: no batch norm in this {type(model).__name__} belongs to a QAT layer; pass what "
-            f"qtoolkit.prepare or quant_modules.replace returned for a model in training mode."
+            f"freeze_batch_norm: no batch norm in this {type(model).__name__} is linked to a QAT layer; pass the result of "
+            f"qtoolkit.prepare or qtoolkit.quant_modules.replace for a model in training mode."
         )
     for bn in found:
         bn.freeze(frozen)
@@ -213,7 +215,7 @@ def _set_frozen(model: nn.Module, frozen: bool) -> None:
 
 
 def running_variance(bn: Any) -> Tensor:
-    """Return the running variance; in compiled code a copy, which backward needs."""
+    """Return the running variance; in compiled code a copy, which backward uses after forward has updated the buffer."""
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
     variance: Tensor = ops.snapshot(bn.running_var) if torch.compiler.is_compiling() else bn.running_var
@@ -226,7 +228,7 @@ def factor_of(bn: nn.Module) -> Tensor:
 
 
 def divisor_of(bn: nn.Module) -> Tensor:
-    """Return the factor with zeros replaced by 1, as a divisor, and for the ranges of channels with gamma 0."""
+    """Return the factor with zeros replaced by 1, as a divisor, and so that a channel with gamma 0 still has a range."""
     factor = factor_of(bn)
     return torch.where(factor == 0, torch.ones_like(factor), factor)
 
@@ -239,7 +241,7 @@ def folded_bias(bn: Any, bias: Tensor | None, factor: Tensor, mean: Tensor | Non
 
 
 def forward_with(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
-    """Compute a layer with its linked batch norm, by the batch norm's mode and strategy."""
+    """Compute a layer with its linked batch norm, by the mode and the strategy of the batch norm."""
     if bn.folded:
         return _folded(layer, bn, compute)
     if bn.strategy in NEEDS_BATCH_STATISTICS:
@@ -255,7 +257,7 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     factor = factor_of(bn)
     weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, divisor_of(bn)))
-    weight = layer.scale_output_channels(weight, (factor != 0).to(weight.dtype))  # gamma 0 folds to zero
+    weight = layer.scale_output_channels(weight, (factor != 0).to(weight.dtype))  # with gamma 0 the folded weight is 0
     return compute(weight, folded_bias(bn, layer.bias, factor))
 
 

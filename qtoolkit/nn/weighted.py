@@ -88,10 +88,10 @@ class QuantWeighted(QuantModule):
         self._batch_norm = (bn,)  # in a tuple: as a submodule it would add its parameters to the state dict twice
         self.reset_weight_range()
 
-    def replace_batch_norm(self, bn: nn.Module) -> LinkedBatchNorm:
-        """Link another batch norm instead, and return it as a LinkedBatchNorm."""
+    def replace_batch_norm(self, bn: nn.Module, name: str) -> LinkedBatchNorm:
+        """Link to another batch norm, of this dotted name, instead; return it as LinkedBatchNorm."""
         (old,) = self._batch_norm
-        new = batch_norm.linked(bn, old.strategy, old.name)
+        new = batch_norm.linked(bn, old.strategy, name)
         new.frozen = old.frozen
         self._batch_norm = (new,)
         return new

@@ -1,4 +1,4 @@
-"""What kind of op a node is, by one table of modules, functions, operators and methods, so that passes never special-case."""
+"""What kind of op a graph node, a module or a QAT type is."""
 
 import operator
 from collections.abc import Iterable
@@ -7,86 +7,79 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.graph.capture.mode import is_mode
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.rules import OTHER, gives_tuple, is_number
+from qtoolkit.op_kinds.recorded import is_mode
+from qtoolkit.op_kinds.rules import gives_tuple, is_number
 from qtoolkit.op_kinds.table import (
     FOREIGN,
     KINDS,
-    ROW_OF_FUNCTION,
-    ROW_OF_KIND,
-    ROW_OF_METHOD,
-    ROW_OF_MODULE,
+    NO_OPS,
+    OF_FUNCTION,
+    OF_METHOD,
+    OF_MODULE,
+    OTHER,
     WEIGHTED,
-    Row,
+    Entry,
+    Form,
+    OpKind,
+    kind_named,
 )
-
-# The layers that have weights; the others have inputs alone.
-WEIGHTED_KINDS = ("conv", "conv_transpose", "linear")
-# Ops that multiply by what can be a weight, when they are called as functions.
-MULTIPLYING_KINDS = (*WEIGHTED_KINDS, "matmul")
-# The kinds of all ops that return one tensor; of ops that can return several, `gives_tuple` tells.
-GIVE_ONE_TENSOR = {kind for kind in KINDS if kind not in ("attention", "recurrent", "split")}
-
-__all__ = [
-    "KINDS",
-    "MULTIPLYING_KINDS",
-    "OTHER",
-    "WEIGHTED_KINDS",
-    "kind_of",
-    "kind_of_module",
-    "module_of",
-    "object_type_of",
-    "parameters_in",
-    "tensor_inputs",
-]
+from qtoolkit.quantizers.quantizer import Quantizer
 
 
-def kind_of(node: fx.Node) -> str:
-    """Return the kind of a node: one of the table's, "other", or the node's own op for inputs, outputs, constants."""
-    if node.op not in ("call_module", "call_function", "call_method"):
-        return node.op
-    row = row_of(node)
-    if row is None or is_number(node):
+def kind_of(node: fx.Node) -> OpKind:
+    """Return the kind of a node: one of the table's, OTHER, or one of NO_OPS for inputs, outputs and constants."""
+    if node.op in NO_OPS:
+        return NO_OPS[node.op]
+    entry = _entry_of(node)
+    if entry is None or is_number(node):
         return OTHER
-    kind = row.kind if row.refine is None else row.refine(node)
-    return "slice" if kind == OTHER and _picks_one(node) else kind
+    kind, form = entry
+    if form.refine is not None:
+        kind = kind_named(form.refine(node))
+    return KINDS["slice"] if kind is OTHER and _picks_one(node) else kind
 
 
 def _picks_one(node: fx.Node) -> bool:
-    """Return whether a node takes x[0] of what is known to be one tensor, and no tuple."""
+    """Return whether a node takes x[0] of a single tensor, not of a tuple."""
     if node.target is not operator.getitem or not isinstance(node.args[1], int):
         return False
     source = node.args[0]
-    return isinstance(source, fx.Node) and not gives_tuple(source) and kind_of(source) in GIVE_ONE_TENSOR
+    return isinstance(source, fx.Node) and not gives_tuple(source) and kind_of(source).one_tensor
 
 
-def row_of(node: fx.Node) -> Row | None:
-    """Return the table's row of a node, or None."""
+def _entry_of(node: fx.Node) -> Entry | None:
     if node.op == "call_module":
-        return _row_of_module(module_of(node))
+        return _entry_of_module(module_of(node))
     if node.op == "call_method":
-        return ROW_OF_METHOD.get(str(node.target))
+        return OF_METHOD.get(str(node.target))
     if not callable(node.target):
         return None
     name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
-    return ROW_OF_FUNCTION.get(node.target) or FOREIGN.get(name)
+    return OF_FUNCTION.get(node.target) or FOREIGN.get(name)
 
 
-def kind_of_module(module: nn.Module) -> str:
-    """Return the kind of a module that no graph calls."""
-    row = _row_of_module(module)
-    return OTHER if row is None else row.kind
+def kind_of_module(module: nn.Module) -> OpKind:
+    """Return the kind of a module, whether a graph calls it or not."""
+    entry = _entry_of_module(module)
+    return OTHER if entry is None else entry[0]
 
 
-def _row_of_module(module: nn.Module) -> Row | None:
-    # By exact type: a subclass of a float layer may compute anything. A QAT module says itself what it is.
+def kind_of_type(qat_type: type[Any]) -> OpKind:
+    """Return the kind that a QAT type declares; OTHER for a type of the user's own that declares none."""
+    return kind_named(getattr(qat_type, "KIND", OTHER.name))
+
+
+def _entry_of_module(module: nn.Module) -> Entry | None:
+    # By exact type: a subclass of a float layer may compute anything. A QAT module declares its kind.
     if isinstance(module, QuantModule):
-        return ROW_OF_KIND.get(module.KIND)
+        kind = kind_of_type(type(module))
+        forms = sorted(kind.forms, key=lambda form: not form.modules)
+        return kind, Form(operands=forms[0].operands) if forms else Form()
     if is_batch_norm(module):
-        return ROW_OF_KIND["batch_norm"]
-    return ROW_OF_MODULE.get(type(module)) or FOREIGN.get((type(module).__module__, type(module).__name__))
+        return KINDS["batch_norm"], KINDS["batch_norm"].forms[0]
+    return OF_MODULE.get(type(module)) or FOREIGN.get((type(module).__module__, type(module).__name__))
 
 
 def float_type(module: nn.Module) -> type[nn.Module]:
@@ -103,6 +96,11 @@ def object_type_of(node: fx.Node) -> Any:
     return getattr(torch.Tensor, str(node.target), node.target) if node.op == "call_method" else node.target
 
 
+def name_of(node: fx.Node) -> str:
+    """Return what a QConfigMapping calls a node: the dotted name of its module, or its own name."""
+    return str(node.target) if node.op == "call_module" else node.name
+
+
 def module_of(node: fx.Node) -> nn.Module:
     """Return the module that a call_module node calls."""
     owner = node.graph.owning_module
@@ -112,12 +110,13 @@ def module_of(node: fx.Node) -> nn.Module:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that feed an op's data inputs, weights of functions among them, each once, in order; no numbers.
+    """Return the nodes that an op takes as data, each once, in order: weights of functions too, numbers not.
 
-    Of an op that the table does not know, all its inputs.
+    For an op that the table does not know, these are all its inputs.
     """
-    row = row_of(node)
-    sources = node.all_input_nodes if row is None or is_number(node) else dict.fromkeys(_nodes_in(_data(node, row)))
+    entry = _entry_of(node)
+    known = entry is not None and entry[0] is not OTHER and not is_number(node)
+    sources = dict.fromkeys(_nodes_in(_data(node, entry[1]))) if entry is not None and known else node.all_input_nodes
     return [source for source in sources if not (is_mode(source) or is_number(source))]
 
 
@@ -131,16 +130,16 @@ def parameters_in(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _data(node: fx.Node, row: Row) -> Iterable[Any]:
-    # A module owns its weight: a further argument, such as output_size, is no data.
-    operands = row.operands[:1] if node.op == "call_module" and row.operands == WEIGHTED else row.operands
+def _data(node: fx.Node, form: Form) -> Iterable[Any]:
+    # A module owns its weight. A further argument, such as output_size, is no data.
+    operands = form.operands[:1] if node.op == "call_module" and form.operands == WEIGHTED else form.operands
     for position, names in enumerate(operands):
         keywords = [node.kwargs[name] for name in names if name in node.kwargs]
         if names and len(node.args) > position:
             yield node.args[position]
         yield from keywords
-    if row.rest:
-        yield from node.args[len(row.operands) :]
+    if form.rest:
+        yield from node.args[len(form.operands) :]
 
 
 def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
@@ -149,3 +148,29 @@ def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _nodes_in(value)
+
+
+def is_quantizer(node: fx.Node) -> bool:
+    """Return whether a node is a quantizer that a pass inserted."""
+    module = module_of(node) if node.op == "call_module" else None
+    return isinstance(module, Quantizer) and module.inserted
+
+
+def is_weight_quantizer(node: fx.Node) -> bool:
+    """Return whether a node is a quantizer that a pass inserted for the weight of a function."""
+    module = module_of(node) if node.op == "call_module" else None
+    return isinstance(module, Quantizer) and module.inserted and module.of_weight
+
+
+def has_float_weight(node: fx.Node) -> bool:
+    """Return whether a node is a layer or an attention module whose weights stay float."""
+    kind = kind_of(node)
+    if node.op != "call_module" or not (kind.multiplies and kind.has_weight):
+        return False
+    layer = module_of(node)
+    return not isinstance(layer, QuantModule) or not layer.weight_quantizers()
+
+
+def quantizes_its_input(node: fx.Node) -> bool:
+    """Return whether a node is a layer with a quantizer of its input, as one that is also called inside a leaf module."""
+    return node.op == "call_module" and getattr(module_of(node), "input_quantizer", None) is not None

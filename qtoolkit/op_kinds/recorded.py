@@ -1,4 +1,4 @@
-"""Functions that tracing puts into a graph, to run with the model."""
+"""Functions and modules that tracing puts into a graph, to run with the model."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sized
@@ -6,35 +6,55 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import fx, nn
+
+from qtoolkit.public import publish
+
+
+class TrainingMode(nn.Module):
+    """Returns whether it is in training mode, as the submodule that it belongs to is."""
+
+    def forward(self) -> bool:
+        """Return the mode."""
+        return self.training
+
+
+def is_mode(node: fx.Node) -> bool:
+    """Return whether a node of a GraphModule reads a training mode."""
+    gm = node.graph.owning_module
+    return node.op == "call_module" and gm is not None and isinstance(gm.get_submodule(str(node.target)), TrainingMode)
 
 
 def check_size(value: Any, expected: Any, where: str) -> None:
-    """Raise ValueError where a decision that tracing took by the example inputs would now be another one."""
+    """Raise ValueError if a value that decided a branch at tracing is another one now."""
     if (bool(value) if isinstance(expected, bool) else value) != expected:
         raise ValueError(
-            f"this model was prepared for inputs of other sizes: it decides at {where}, by {expected!r} then, {value!r} now. "
-            f"Call qtoolkit.prepare with example_inputs of these sizes, or keep that submodule whole with skip."
+            f"the model was prepared for inputs of other sizes: a value that Python uses is {value!r} now and was "
+            f"{expected!r} for the example inputs, at {where}. Call qtoolkit.prepare with example_inputs of these sizes, or "
+            f"make that submodule a leaf module with skip."
         )
 
 
 def check_none(value: Any, message: str) -> None:
-    """Raise ValueError where an argument that was fixed at None is given."""
+    """Raise ValueError if an argument that was fixed at None is given."""
     if value is not None:
-        raise ValueError(f"{message}: pass it in example_inputs of qtoolkit.prepare, so that it stays an argument.")
+        raise ValueError(
+            f"{message}: to pass a value, give one in the example_inputs of qtoolkit.prepare, so that it stays an argument."
+        )
 
 
 def call_scripted(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that torch.jit.script has compiled: it has no name of its own that a pickle could hold."""
+    """Call a function compiled by torch.jit.script, by its module and name: the function itself cannot be pickled."""
     return getattr(import_module(module), name)(*args, **kwargs)
 
 
 def length_of(value: Sized) -> int:
-    """Return how many items a value has."""
+    """Return the number of items of a value."""
     return len(value)
 
 
 def items_of(value: Iterable[Any]) -> list[Any]:
-    """Return a value's items in order: those of a dict, or of a view of one, have no number."""
+    """Return the items of a value in order, so that they can be indexed: those of a dict or of its views cannot."""
     return list(value)
 
 
@@ -44,7 +64,8 @@ def set_item(tensor: Any, index: Any, value: Any) -> Any:
     return tensor
 
 
-# What a pickle, which is traced again when it is loaded, must not run then.
+# Functions that are single nodes of a graph: torch.fx traces a graph again when it is unpickled, and must not run them then.
 RECORDED = (check_size, check_none, call_scripted, length_of, items_of, set_item)
-# What no runtime computes with: checks, and values put together or taken apart.
+# Functions that no runtime computes: checks, and those that build or take apart containers.
 BOOKKEEPING = (check_size, check_none, length_of, items_of, torch._assert, getattr, OrderedDict)
+publish("qtoolkit.graph", TrainingMode, *RECORDED)

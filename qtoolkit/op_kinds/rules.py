@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import length_of
 
 OTHER = "other"
@@ -36,7 +37,6 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-NUMBER = "number"  # in the meta of a node that gave no tensor at tracing
 READ_NUMBERS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "item")
 SIZES = ("shape", "ndim")
 ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
@@ -50,7 +50,7 @@ def is_number(node: fx.Node) -> bool:
 def _is_number(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     if node not in known:
         known[node] = (
-            NUMBER in node.meta or _reads_numbers(node) or (_computes_plainly(node) and _all_numbers(node, known))
+            facts_of(node).is_number or _reads_numbers(node) or (_computes_plainly(node) and _all_numbers(node, known))
         )
     return known[node]
 

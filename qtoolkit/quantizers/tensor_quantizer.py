@@ -13,9 +13,6 @@ from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS, QuantizerKind
 
-# The submodules of a prepared model that hold inserted quantizers: of activations, and of weights passed to functions.
-HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
-
 
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     """Observe a tensor's range, quantize it, or both, with a scale that is fixed or trained.

@@ -1,4 +1,4 @@
-"""quantization_report: what is quantized and how, what stays float and why."""
+"""quantization_report(): what is quantized and how, what stays in float and why."""
 
 from torch import nn
 
@@ -11,17 +11,17 @@ __all__ = ["LayerLine", "QuantizationReport", "TensorLine", "quantization_report
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
-    """Tell of each op of a prepared, replaced or converted model how it is quantized, or why it is not.
+    """Report how each op of a prepared, replaced or converted model is quantized, or why it is not.
 
-    A model without a graph has a line for each of its layers, replaced or not, and for each module that calls quantizers in
-    its own forward.
+    A model without a graph has a line for each layer, replaced or not, and for each module whose own forward calls
+    quantizers.
 
     Args:
         model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned, or any other model
             with quantizers.
 
     Returns:
-        A report with one line for each op and each quantized tensor; `print` it, or read its fields.
+        A report with a line for each op and each quantized tensor; print it, or read its fields.
 
     Raises:
         TypeError: The model was neither prepared nor replaced, and has no quantizer.
@@ -29,7 +29,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
         >>> report = qt.quantization_report(prepared)
-        >>> [(line.name, line.status, line.reason) for line in report.layers]
+        >>> [(line.name, str(line.status), line.reason) for line in report.layers]
         [('0', 'quantized', ''), ('1', 'float', 'float: a softmax, which tensorrt computes in float')]
     """
     return report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)

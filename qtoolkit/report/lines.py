@@ -1,53 +1,62 @@
-"""What a report consists of: a line for each layer or op, and one for each quantized tensor."""
+"""The lines of a report: one for each layer or op, and one for each quantized tensor."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from qtoolkit.graph.plan import Status
+from qtoolkit.graph.plan import Status, Verdict
 from qtoolkit.nn import QuantModule
-from qtoolkit.nn.module import Quantizer
-from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.tables import table
-
-QUANTIZERS = (TensorQuantizer, Grid)
+from qtoolkit.quantizers.quantizer import Quantizer
 
 
 @dataclass(frozen=True)
 class LayerLine:
-    """One layer or op: its name, kind, how its weight and inputs are quantized, and why it is float where it is.
+    """One layer or op.
 
     Attributes:
-        name: The layer's or op's name.
+        name: Name of the layer or op.
         kind: The kind of op.
-        weight: How the weight is quantized.
-        inputs: The quantizers of what it takes; of a layer outside a graph, of all tensors that it quantizes itself.
-        status: Whether it is quantized.
-        reason: Why it is float, or what else there is to say.
-        quantizers: All quantizers that its config decides on: of its weights, its inputs, and between its own ops.
+        weight: The spec of its weight.
+        inputs: The quantizers of its inputs; for a layer outside a graph, of all tensors that it quantizes itself.
+        verdict: Whether it is quantized, with the cause.
+        quantizers: All quantizers that its config controls: those of its weights, its inputs, and between its internal ops.
     """
 
     name: str
     kind: str
     weight: str
     inputs: tuple[str, ...]
-    status: Status
-    reason: str
+    verdict: Verdict
     quantizers: tuple[str, ...] = ()
 
+    @property
+    def status(self) -> Status:
+        """Whether it is quantized; compares equal to "quantized", "fused", "transparent" or "float"."""
+        return self.verdict.status
+
+    @property
+    def reason(self) -> str:
+        """Why it is float, or what else there is to say."""
+        return self.verdict.text
+
     def within(self, name: str) -> "LayerLine":
-        """Return the line as a model has it that holds this one under a name, and whose config decides on none of it."""
+        """Return the line for a model that contains this one as submodule `name`, and whose config does not control it."""
         inputs = tuple(f"{name}.{quantizer}" for quantizer in self.inputs)
         return replace(self, name=f"{name}.{self.name}", inputs=inputs, quantizers=())
 
 
 @dataclass(frozen=True)
 class TensorLine:
-    """One quantized tensor: its quantizer, the op that makes it, the ops that take it, and how it is quantized.
+    """One quantized tensor.
 
-    Of a tensor that no op of the graph makes, `source` is a name of its own: `attn.softmax`, `block.conv.input`.
-    `shares_scale_with` are the ops whose tensors have the same quantizer.
+    Attributes:
+        quantizer: Its quantizer.
+        source: The op that computes it. A tensor that no op of the graph computes has a name such as `attn.softmax` or
+            `block.conv.input`.
+        consumers: The ops that use it.
+        spec: How it is quantized.
+        shares_scale_with: Sources of the other tensors with the same quantizer.
     """
 
     quantizer: str
@@ -57,17 +66,17 @@ class TensorLine:
     shares_scale_with: tuple[str, ...] = ()
 
     def within(self, name: str) -> "TensorLine":
-        """Return the line as a model has it that holds this one under a name."""
+        """Return the line for a model that contains this one as submodule `name`."""
         consumers, others = (tuple(f"{name}.{op}" for op in ops) for ops in (self.consumers, self.shares_scale_with))
         return TensorLine(f"{name}.{self.quantizer}", f"{name}.{self.source}", consumers, self.spec, others)
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What `quantization_report` returns: data, and a table when printed.
+    """Result of `quantization_report`; prints as a table.
 
     Attributes:
-        layers: Every op of the model, in order; of a model without a graph, its layers.
+        layers: Every op of the model in order; for a model without a graph, its layers.
         tensors: Every quantized activation: those of the graph, then those that layers quantize themselves.
     """
 
@@ -77,12 +86,12 @@ class QuantizationReport:
     @property
     def quantized(self) -> tuple[LayerLine, ...]:
         """The quantized ops."""
-        return tuple(line for line in self.layers if line.status == "quantized")
+        return tuple(line for line in self.layers if line.status is Status.QUANTIZED)
 
     @property
     def left_float(self) -> tuple[LayerLine, ...]:
         """The ops that stay in float."""
-        return tuple(line for line in self.layers if line.status == "float")
+        return tuple(line for line in self.layers if line.status is Status.FLOAT)
 
     def __str__(self) -> str:
         rows = [("layer", "kind", "weight", "inputs", "status")]
@@ -97,16 +106,27 @@ class QuantizationReport:
 
 
 def quantizers_in(layer: nn.Module) -> dict[str, Quantizer]:
-    """Return the quantizers in a layer by their names in it."""
-    return {path: part for path, part in layer.named_modules() if isinstance(part, QUANTIZERS)}
+    """Return the quantizers in a module by their names relative to it."""
+    return {path: part for path, part in layer.named_modules() if isinstance(part, Quantizer)}
 
 
 def weight_of(layer: nn.Module) -> str:
-    """Return how a layer's weights are quantized; nothing where they are not."""
+    """Return the specs of a layer's weights in short form, or "" if they are float."""
     quantizers = layer.weight_quantizers().values() if isinstance(layer, QuantModule) else ()
     return ", ".join(dict.fromkeys(spec_of(quantizer) for quantizer in quantizers))
 
 
 def spec_of(quantizer: nn.Module | None) -> str:
-    """Return a quantizer's spec in short."""
-    return quantizer.spec.describe() if isinstance(quantizer, QUANTIZERS) else "float"
+    """Return the spec of a quantizer in short form."""
+    return quantizer.spec.describe() if isinstance(quantizer, Quantizer) else "float"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return one line per row, with columns as wide as their widest cell.
+
+    Example:
+        >>> table([("layer", "bits"), ("conv1", "8")])
+        ['layer  bits', 'conv1  8']
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -6,18 +6,28 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
-from qtoolkit.graph.capture.mode import is_mode
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
-from qtoolkit.graph.passes.swap import name_of
-from qtoolkit.graph.placement.roles import is_quantizer, is_weight_quantizer, quantizes_its_input
 from qtoolkit.graph.placement.traversal import quantizer_behind
-from qtoolkit.graph.plan import Status
+from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import OTHER, kind_of, kind_of_module, module_of, tensor_inputs
-from qtoolkit.op_kinds.recorded import BOOKKEEPING
+from qtoolkit.op_kinds.nodes import (
+    is_quantizer,
+    is_weight_quantizer,
+    kind_of,
+    kind_of_module,
+    module_of,
+    name_of,
+    quantizes_its_input,
+    tensor_inputs,
+)
+from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number
+from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, quantizers_in, spec_of, weight_of
+from qtoolkit.shared_modules import first_names
+
+NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
 
 
 def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
@@ -42,12 +52,12 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
 
 def _has_line(node: fx.Node) -> bool:
     is_op = node.op in ("call_module", "call_function", "call_method")
-    bookkeeping = (kind_of(node) == OTHER and _only_arranges(node)) or is_number(node) or is_mode(node)
+    bookkeeping = (kind_of(node) is OTHER and _only_arranges(node)) or is_number(node) or is_mode(node)
     return is_op and not is_quantizer(node) and not bookkeeping
 
 
 def _only_arranges(node: fx.Node) -> bool:
-    """Return whether an op that the table does not know takes an item out of others, or puts values together."""
+    """Return whether an op without a row in the table only selects items or builds tuples."""
     if node.target is operator.getitem:
         return isinstance(node.args[1], int | str)
     makes_tuple = isinstance(node.target, type) and issubclass(node.target, tuple)
@@ -56,7 +66,7 @@ def _only_arranges(node: fx.Node) -> bool:
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer]) -> LayerLine:
     plan = model.plan
-    recorded: tuple[Status, str] = ("float", "not planned yet") if plan is None else plan.status[node.name]
+    verdict = NOT_PLANNED if plan is None else plan.status[node.name]
     behind = [] if plan is None else [quantizer_behind(n, plan.backend) for n in tensor_inputs(node)]
     weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
     inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))
@@ -66,10 +76,10 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[Layer
     weight = ", ".join(spec_of(model.get_submodule(name)) for name in weights)
     return LayerLine(
         name_of(node),
-        kind_of(node),
+        str(kind_of(node)),
         weight_of(module_of(node)) if is_layer else weight,
         inputs,
-        *recorded,
+        verdict,
         tuple(dict.fromkeys((*weights, *own, *inputs))),
     )
 
@@ -82,20 +92,21 @@ def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str])
 
 
 def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
-    """Return the lines of the layers inside submodules that are kept whole."""
-    names = {module: name for name, module in model.named_modules()}
+    """Return the lines of the layers inside leaf modules."""
+    names = first_names(model)
     inside = {} if model.plan is None else model.plan.inside
-    return [_line_inside(name, model.get_submodule(name), *inside[name], names) for name in inside]
+    return [_line_inside(name, model.get_submodule(name), inside[name], names) for name in inside]
 
 
-def _line_inside(name: str, layer: nn.Module, status: Status, reason: str, names: Mapping[nn.Module, str]) -> LayerLine:
+def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[nn.Module, str]) -> LayerLine:
     quantizers = {path: names[quantizer] for path, quantizer in quantizers_in(layer).items()}
     inputs = (quantizers[INPUT],) if INPUT in quantizers else ()
-    return LayerLine(name, kind_of_module(layer), weight_of(layer), inputs, status, reason, tuple(quantizers.values()))
+    kind = str(kind_of_module(layer))
+    return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()))
 
 
 def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:
-    """Return the lines of the tensors that a layer quantizes itself, by a quantizer of these and maybe more."""
+    """Return the lines of the tensors that a layer quantizes itself with one quantizer, which others may share."""
     how = spec_of(held.quantizer)
     consumers = held.consumers if held.attribute == ITSELF else (held.layer,)
     return [

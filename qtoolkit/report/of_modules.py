@@ -1,4 +1,4 @@
-"""The report of a model without a graph: replaced by `qtoolkit.quant_modules`, or with quantizers of its user's."""
+"""The report of a model without a graph: replaced by `qtoolkit.quant_modules`, or with quantizers of custom modules."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -6,17 +6,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtoolkit.eager.chains import chains_of
-from qtoolkit.eager.record import plan_of
-from qtoolkit.eager.rules import statuses_in
+from qtoolkit.eager.record import chains_of, plan_of, verdicts_in
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import Status
+from qtoolkit.graph.passes.record import FOLDED
+from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
-from qtoolkit.nn.module import Quantizer
 from qtoolkit.op_kinds.nodes import kind_of_module
 from qtoolkit.quantizers.legacy import LegacyQuantizer
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.report.lines import (
-    QUANTIZERS,
     LayerLine,
     QuantizationReport,
     TensorLine,
@@ -25,16 +23,17 @@ from qtoolkit.report.lines import (
     weight_of,
 )
 from qtoolkit.report.of_graph import report_of_graph
+from qtoolkit.shared_modules import first_names
 
-# Quantizers of what a module gives: `quant_modules.replace(quantize="outputs")` puts them there.
+# Quantizers of the output of a module, which `quant_modules.replace(quantize="outputs")` adds.
 OUTPUTS = ("output_quantizer", "activation_post_process")
 
 
 def report_of_modules(model: nn.Module) -> QuantizationReport:
-    """Return the report of a model without a graph; of a part that was prepared by itself, what its graph tells.
+    """Return the report of a model without a graph. A submodule that was prepared separately is reported from its graph.
 
     Raises:
-        TypeError: It was not replaced, and has no quantizer.
+        TypeError: The model was not replaced and has no quantizers.
     """
     if plan_of(model) is None and not any(
         isinstance(module, QuantModule) or _owns(module) for module in model.modules()
@@ -43,13 +42,13 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
             f"quantization_report: model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert "
             f"returned, got a {type(model).__name__} without quantizers."
         )
-    recorded = statuses_in(model)
-    names = {module: name for name, module in model.named_modules()}
+    recorded = verdicts_in(model)
+    names = first_names(model)
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():
-        status = _status(module) if _is_legacy(module) else recorded.get(name) or _status(module)
-        layers.append(_line(name, module, status, name in recorded, names))
+        verdict = _verdict(module) if _is_legacy(module) else recorded.get(name) or _verdict(module)
+        layers.append(_line(name, module, verdict, name in recorded, names))
     layers = _joined(layers, chains_of(model))
     tensors = list(_tensor_lines(found, names))
     for part, name in names.items():
@@ -61,7 +60,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
 
 
 def _joined(layers: Sequence[LayerLine], chains: Sequence[tuple[str, ...]]) -> list[LayerLine]:
-    """Return the lines with a chain's quantizers at its first layer, whose config decides on the output of its last, too."""
+    """Move the quantizers of each chain to its first layer, whose config also controls the output of the last one."""
     heads = {name: chain[0] for chain in chains for name in chain[1:]}
     given: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for line in layers:
@@ -70,12 +69,12 @@ def _joined(layers: Sequence[LayerLine], chains: Sequence[tuple[str, ...]]) -> l
 
 
 def _layers_in(model: nn.Module, recorded: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Return what has a line, each by its first name: layers, and modules that call quantizers of their own."""
+    """Yield the layers, and the modules that call quantizers themselves, each with its first name."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, (QuantModule, QuantizedGraphModule, *QUANTIZERS)):
+        if isinstance(module, (QuantModule, QuantizedGraphModule, Quantizer)):
             inside.update(part for part in module.modules() if part is not module)
-        apart = module in inside or isinstance(module, (QuantizedGraphModule, *QUANTIZERS))
+        apart = module in inside or isinstance(module, (QuantizedGraphModule, Quantizer))
         if not apart and (name in recorded or _is_layer(module)):
             yield name, module
 
@@ -86,18 +85,18 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _owns(module: nn.Module) -> bool:
-    """Return whether a module, itself no list of others, holds quantizers."""
-    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict, *QUANTIZERS))
+    """Return whether a module that is not a container of modules holds quantizers."""
+    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict, Quantizer))
     return has_forward and (bool(_quantizers_of(module)) or _is_legacy(module))
 
 
 def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
-    """Return the quantizers that a module calls, by their names in it: a QAT layer's all, else those right in it."""
+    """Return the quantizers that a module calls, by relative name: all of a QAT layer, direct children of other modules."""
     if isinstance(module, QuantModule):
         return quantizers_in(module)
     found: dict[str, Quantizer] = {}
     for name, part in module.named_children():
-        if isinstance(part, QUANTIZERS):
+        if isinstance(part, Quantizer):
             found[name] = part
         elif isinstance(part, nn.ModuleList | nn.ModuleDict):
             found |= {f"{name}.{path}": quantizer for path, quantizer in _quantizers_of(part).items()}
@@ -113,35 +112,35 @@ def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:
     return module.weight_quantizers() if isinstance(module, QuantModule) else {}
 
 
-def _line(
-    name: str, module: nn.Module, status: tuple[Status, str], recorded: bool, names: Mapping[nn.Module, str]
-) -> LayerLine:
+def _line(name: str, module: nn.Module, verdict: Verdict, recorded: bool, names: Mapping[nn.Module, str]) -> LayerLine:
     quantizers = {path: names[quantizer] for path, quantizer in _quantizers_of(module).items()}
     inputs = tuple(dict.fromkeys(full for path, full in quantizers.items() if path not in _weights_in(module)))
     decided = quantizers.values() if recorded or isinstance(module, QuantModule) else ()
-    return LayerLine(name, kind_of_module(module), weight_of(module), inputs, *status, tuple(decided))
+    return LayerLine(name, str(kind_of_module(module)), weight_of(module), inputs, verdict, tuple(decided))
 
 
-def _status(module: nn.Module) -> tuple[Status, str]:
-    """Return the status of a module of which there is no record."""
+def _verdict(module: nn.Module) -> Verdict:
+    """Return the verdict on a module without a recorded one."""
     kind = type(module).__name__
     if _is_legacy(module):
-        return "quantized", "by the quantizers of qtoolkit.compat.pytorch_quantization"
+        return Verdict.quantized(Cause.REPLACED, "by the quantizers of qtoolkit.compat.pytorch_quantization")
     if isinstance(module, LinkedBatchNorm):
-        return "quantized", "folded into the layer before it"
+        return FOLDED
     if _quantizers_of(module):
-        by = "module replacement" if isinstance(module, QuantModule) else f"quantizers that {kind} calls itself"
-        return "quantized", f"by {by}"
+        if isinstance(module, QuantModule):
+            return Verdict.quantized(Cause.REPLACED, "by module replacement")
+        return Verdict.quantized(Cause.OWN_QUANTIZER, f"by quantizers that {kind} calls itself")
     if type(module) in REPLACED_MODULES or isinstance(module, QuantModule):
-        return "float", "float: built while replacement was off, or ignored, or put in since"
+        return Verdict.left_float(Cause.IGNORED, "built while replacement was off, or ignored, or put in since")
     bases = [base.__name__ for base in REPLACED_MODULES if isinstance(module, base)]
     if bases:
-        return "float", f"float: {kind} is a subclass of {bases[0]}, whose forward may compute anything"
-    return "float", f"float: no QAT module for {kind}"
+        why = f"{kind} is a subclass of {bases[0]}, whose forward may compute anything"
+        return Verdict.left_float(Cause.NO_QAT_TYPE, why)
+    return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {kind}")
 
 
 def _tensor_lines(layers: Mapping[str, nn.Module], names: Mapping[nn.Module, str]) -> Iterator[TensorLine]:
-    """Yield a line for each tensor that a layer quantizes; they have names of their own."""
+    """Yield a line for each tensor that a layer quantizes."""
     found = [
         (layer, path, quantizer)
         for layer, module in layers.items()
@@ -155,5 +154,5 @@ def _tensor_lines(layers: Mapping[str, nn.Module], names: Mapping[nn.Module, str
 
 
 def _source(layer: str, path: str) -> str:
-    """Return a name for a tensor that a layer quantizes: its own for what it gives."""
+    """Return a name for a tensor that a layer quantizes; its output has the name of the layer."""
     return layer if path in OUTPUTS else f"{layer}.{path.removesuffix('_quantizer')}".lstrip(".")

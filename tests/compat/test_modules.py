@@ -324,6 +324,9 @@ def test_the_helper_works_as_scripts_use_it():
 
 PATHS = [
     "calib",
+    "calib.calibrator",
+    "calib.histogram",
+    "calib.max",
     "nn",
     "nn.functional",
     "nn.modules",

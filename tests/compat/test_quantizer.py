@@ -195,7 +195,7 @@ def test_amax_keeps_its_shape():
     assert quantizer.amax.tolist() == [[3], [4]]
     with pytest.raises(RuntimeError, match="Changing shape when setting amax is not allowed."):
         quantizer.amax = 1.0
-    with pytest.warns(UserWarning, match="setting amax to None does nothing"):
+    with pytest.warns(UserWarning, match="setting amax to None has no effect"):
         quantizer.amax = None
     del quantizer._amax
     quantizer.amax = 1.0

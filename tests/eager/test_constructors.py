@@ -127,7 +127,7 @@ def test_subclasses_and_lazy_layers_stay_float() -> None:
         assert type(lazy) is nn.Linear
 
 
-def test_a_type_of_ones_own() -> None:
+def test_custom_types_are_built_quantized() -> None:
     with initialize(custom={Mine: QuantMine}):
         assert type(Mine()) is QuantMine
         assert type(nn.Linear(4, 2)) is qt.nn.QuantLinear
@@ -144,21 +144,21 @@ class Rebuilt(nn.Module):
         return new
 
 
-def test_what_from_float_builds_is_left_to_it() -> None:
+def test_layers_that_from_float_builds_are_not_quantized_again() -> None:
     with initialize(custom={nn.Linear: Rebuilt}):
         for _ in range(2):
             layer = nn.Linear(4, 2)
             assert (type(layer), type(layer.layer)) == (Rebuilt, nn.Linear)
 
 
-def test_quantized_layers_are_built_as_ever() -> None:
+def test_constructors_of_qat_layers_do_not_change() -> None:
     with initialize():
         layer = qt.nn.QuantLinear(4, 2)
     assert (layer.weight_quantizer, layer.input_quantizer) == (None, None)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_what_their_originals_are(copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_copies_keep_their_types(copied: Callable[[nn.Module], nn.Module]) -> None:
     plain = nn.Linear(4, 2)
     with initialize():
         layer = nn.Linear(4, 2)
@@ -182,7 +182,7 @@ def test_layers_without_storage() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*nested")
 @pytest.mark.parametrize("ignore", [None, "MultiheadAttention"])
-def test_transformers_do_not_pass_by_the_quantizers(ignore: str | None) -> None:
+def test_fast_paths_of_transformers_are_disabled(ignore: str | None) -> None:
     with initialize(ignore=ignore):
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 2)
@@ -201,7 +201,7 @@ def test_transformers_do_not_pass_by_the_quantizers(ignore: str | None) -> None:
 # ---- when
 
 
-def test_it_acts_at_once_until_it_is_put_back() -> None:
+def test_initialize_takes_effect_until_deactivate() -> None:
     initialize()
     assert kind() is qt.nn.QuantLinear
     deactivate()
@@ -209,7 +209,7 @@ def test_it_acts_at_once_until_it_is_put_back() -> None:
     assert kind() is nn.Linear
 
 
-def test_calling_it_twice_is_calling_it_once() -> None:
+def test_a_second_call_with_equal_arguments_has_no_effect() -> None:
     initialize(w(4), ["Conv2d"])
     inits = {cls: cls.__init__ for cls in QAT}
     initialize(w(4), ["Conv2d"])
@@ -220,14 +220,14 @@ def test_calling_it_twice_is_calling_it_once() -> None:
     assert all(cls.__init__ is not inits[cls] for cls in inits)
 
 
-def test_other_arguments_hold_from_then_on() -> None:
+def test_a_second_call_with_other_arguments_replaces_the_settings() -> None:
     initialize(w(4), "Conv2d")
     initialize(w(6))
     assert bits() == 6
     assert type(nn.Conv2d(3, 3, 1)) is qt.nn.QuantConv2d
 
 
-def test_blocks_nest_and_give_back_what_was_before() -> None:
+def test_blocks_nest_and_restore_the_settings_from_before() -> None:
     with initialize(w(4)):
         assert bits() == 4
         with initialize(w(6)):
@@ -240,7 +240,7 @@ def test_blocks_nest_and_give_back_what_was_before() -> None:
     assert bits() == 3
 
 
-def test_one_object_is_entered_again_and_inside_itself() -> None:
+def test_one_context_manager_can_be_entered_again_and_nested() -> None:
     active = initialize(w(4))
     with active:
         with active:
@@ -256,7 +256,7 @@ def test_one_object_is_entered_again_and_inside_itself() -> None:
     assert bits() == 6
 
 
-def test_what_happens_inside_does_not_outlast_a_block() -> None:
+def test_changes_inside_a_block_end_with_it() -> None:
     with initialize(w(4)):
         deactivate()
         assert bits() is None
@@ -270,7 +270,7 @@ def test_what_happens_inside_does_not_outlast_a_block() -> None:
     assert bits() == 6
 
 
-def test_a_layer_that_cannot_be_built_leaves_all_as_it_was() -> None:
+def test_a_constructor_that_raises_changes_nothing() -> None:
     wrong = qt.QConfigMapping().set_object_type(nn.Linear, qt.QConfig(None, qt.QuantSpec(axis=5)))
     with pytest.raises(ValueError, match="layer 'Linear': the axis of a weight of 2 dimensions"), initialize(wrong):
         nn.Linear(4, 2)
@@ -281,7 +281,7 @@ def test_a_layer_that_cannot_be_built_leaves_all_as_it_was() -> None:
         assert kind() is qt.nn.QuantLinear
 
 
-def test_all_threads_see_it() -> None:
+def test_all_threads_build_quantized_layers() -> None:
     found: list[type] = []
     with initialize():
         thread = threading.Thread(target=lambda: found.append(kind()))
@@ -290,7 +290,7 @@ def test_all_threads_see_it() -> None:
     assert found == [qt.nn.QuantLinear]
 
 
-def test_constructors_that_others_patched_meanwhile_stay_theirs(monkeypatch) -> None:
+def test_constructors_patched_by_other_code_stay_patched(monkeypatch) -> None:
     calls: list[type] = []
     initialize()
     ours = nn.Linear.__init__
@@ -312,7 +312,7 @@ def test_constructors_that_others_patched_meanwhile_stay_theirs(monkeypatch) -> 
         nn.Linear.__init__ = ORIGINALS[nn.Linear]
 
 
-def test_a_mapping_that_changes_later_does_not_count() -> None:
+def test_later_changes_of_the_mapping_have_no_effect() -> None:
     mapping = w(4)
     initialize(mapping)
     mapping.set_global(None)
@@ -350,7 +350,7 @@ def test_bad_arguments_change_nothing() -> None:
         qt.QConfigMapping().set_module_name("fc", None),
         qt.QConfigMapping().set_module_name_regex("fc", None),
     ):
-        with pytest.raises(ValueError, match=r"a rule for the name 'fc', but layers have no names yet .*replace"):
+        with pytest.raises(ValueError, match=r"a rule for the name 'fc', but layers have no names when .*replace"):
             initialize(mapping)
     with pytest.raises(ValueError, match="initialize: ignore: unknown layer type 'Linar'; did you mean 'Linear'"):
         initialize(ignore="Linar")

@@ -39,6 +39,7 @@ def initializers(path: Path) -> dict[str, np.ndarray]:
     return {t.name: numpy_helper.to_array(t) for t in onnx.load(str(path)).graph.initializer}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -159,7 +160,7 @@ def test_groups_where_the_opset_has_no_blocks(tmp_path) -> None:
         ValueError, match="opset must be at least 21 for codes of more than 8 bits or a group_size, got 20"
     ):
         qt.export_onnx(model, x, tmp_path / "m.onnx", opset=20)
-    with pytest.raises(ValueError, match=r"exporter='torchscript', got 21; exporter='dynamo' takes \[18, 23\]"):
+    with pytest.raises(ValueError, match=r"exporter='torchscript', got 21; exporter='dynamo' supports \[18, 23\]"):
         qt.export_onnx(model, x, tmp_path / "m.onnx", exporter="torchscript")
 
 
@@ -270,6 +271,27 @@ def test_inputs_in_lists_are_verified(tmp_path) -> None:
     assert codes.quantizer_codes.compared == sum(x.numel() + 4 * x[:, 0].numel() for x in inputs[0])
 
 
+class OfDict(nn.Module):
+    """A layer whose inputs are in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, maps: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.fc(maps["a"] - maps["b"])
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_inputs_in_a_dict_are_verified(tmp_path, exporter: str) -> None:
+    inputs = ({"a": torch.randn(2, 8), "b": torch.randn(2, 8)},)
+    prepared = qt.prepare(OfDict().eval(), inputs, backend="onnxruntime")
+    qt.calibrate(prepared, [inputs], progress=False)
+    codes = qt.export_onnx(prepared, inputs, tmp_path / "model.onnx", exporter=exporter).verification
+    assert codes.quantizer_codes.differing == 0
+    assert codes.by_quantizer["activation_quantizers.sub"].compared == 2 * 8
+
+
 def test_half_precision_inputs_pass_through_float32(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval()
     prepared = qt.prepare(model, backend="onnxruntime")
@@ -337,7 +359,7 @@ def test_a_changed_layer_is_noticed(tmp_path) -> None:
     model.get_submodule("conv2").bias.data += 0.3
     found = qt.export.verify_onnx(model, result.path, x)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0
-    with pytest.raises(RuntimeError, match="other codes in onnxruntime than rounding ties explain"):
+    with pytest.raises(RuntimeError, match="codes of layers differ in onnxruntime by more than rounding ties"):
         found.check()
 
 
@@ -364,7 +386,7 @@ def test_a_failure_keeps_the_file_that_was_there(tmp_path) -> None:
     ("kwargs", "error", "words"),
     [
         ({"opset": 12}, ValueError, "opset must lie in [18, 23]"),
-        ({"opset": 17}, ValueError, "exporter='torchscript' takes [13, 20]"),
+        ({"opset": 17}, ValueError, "exporter='torchscript' supports [13, 20]"),
         ({"exporter": "torchscrip"}, ValueError, "did you mean 'torchscript'"),
     ],
 )

@@ -81,6 +81,7 @@ OPS: dict[str, tuple[Any, int]] = {
 INTEGER = [name for name, backend in qt.backends.items() if backend.qconfig.activation.format == "int"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino", "vitis"])
 @pytest.mark.parametrize("name", OPS)
 def test_codes_of_each_kind(tmp_path, name: str, backend: str) -> None:
@@ -88,6 +89,7 @@ def test_codes_of_each_kind(tmp_path, name: str, backend: str) -> None:
     exported(Op(op, channels), IMAGE, tmp_path, backend)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("net", "backend"),
     [(net, name) for net in (UNet, Inception, Block) for name in INTEGER if (net, name) not in CONVOLUTIONS_ALONE],

@@ -1,13 +1,12 @@
-"""Verification of exported files: quantizers without nodes of their own, and why."""
+"""Verification of exported files: missing nodes, nodes that several quantizers share, and rounding ties."""
 
-import numpy as np
 import onnx
 import pytest
 import torch
 from torch import fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.codes import CodeCount, compare_layer, twin_of
+from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, compare_codes
 from qtoolkit.export.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
 
@@ -16,9 +15,9 @@ X = torch.randn(4, 8)
 
 def converted_pair() -> fx.GraphModule:
     """Two layers with equal weights, and one that reads the same tensor as the first."""
-    first, twin, third = (nn.Linear(8, 8) for _ in range(3))
-    twin.load_state_dict(first.state_dict())
-    prepared = qt.prepare(nn.Sequential(first, nn.ReLU(), twin, nn.ReLU(), third).eval(), X)
+    first, equal, third = (nn.Linear(8, 8) for _ in range(3))
+    equal.load_state_dict(first.state_dict())
+    prepared = qt.prepare(nn.Sequential(first, nn.ReLU(), equal, nn.ReLU(), third).eval(), X)
     qt.calibrate(prepared, [X], progress=False)
     return qt.convert(prepared)
 
@@ -44,20 +43,62 @@ def test_a_weight_without_a_node_is_missing(tmp_path) -> None:
         found.check()
 
 
+class Gates(nn.Module):
+    """Two parameters of equal values, each quantized by a quantizer of its own through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(2))
+        self.quantizers = nn.ModuleList(qt.TensorQuantizer(qt.QuantSpec()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate, quantizer in zip(self.gates, self.quantizers, strict=True):
+            x = x * quantizer(gate.view(1, 8))
+        return x
+
+
+@pytest.mark.parametrize("integer_weights", [True, False])
+def test_views_of_equal_parameters_are_compared_exactly_at_one_node(tmp_path, integer_weights: bool) -> None:
+    model = Gates().eval()
+    qt.calibrate(model, [X], progress=False)
+    converted = qt.convert(model)
+    result = qt.export_onnx(converted, X, tmp_path / "model.onnx", integer_weights=integer_weights)
+    nodes = [node for node in onnx.load(str(result.path)).graph.node if node.op_type == "DequantizeLinear"]
+    assert len(nodes) == 1
+    assert result.verification.weight_codes == CodeCount(2 * 8)
+    assert result.verification.by_quantizer == {}
+    with torch.no_grad():
+        converted.gates[0][3] += 0.02
+    changed = verify_onnx(converted, result.path, X)
+    assert changed.weight_codes.differing > 0
+    with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
+        changed.check()
+
+
+class CallsOne(nn.Module):
+    """Three quantizers, two of them with equal scales, of which forward calls one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (Grid(torch.tensor(s), None, qt.QuantSpec()) for s in (0.5, 0.5, 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x)
+
+
 def test_a_shared_node_answers_for_both_within_rounding_ties() -> None:
-    grid, same, other = (Grid(torch.tensor(s), None, qt.QuantSpec()) for s in (0.5, 0.5, 0.25))
-    graph = fx.Graph()
-    placeholder = graph.placeholder("x")
-    graph.output([graph.call_module(name, (placeholder,)) for name in "abc"])
-    model = fx.GraphModule({"a": grid, "b": same, "c": other}, graph)
     codes = torch.arange(-50, 50, dtype=torch.int8)
-    x = codes * 0.5
-    nodes = {"a": [codes.numpy()], "c": [codes.numpy() + 1]}
-    assert np.array_equal(twin_of(model, nodes, same, x, codes), codes)
+    nodes = {"a": [NodeCodes(codes.numpy(), False)], "c": [NodeCodes(codes.numpy() + 1, False)]}
     flipped = codes.clone()
     flipped[3] += 1
-    assert np.array_equal(twin_of(model, nodes, same, x, flipped), codes)
-    assert twin_of(model, nodes, same, x, codes + 1) is None  # the node of another grid is none of its own
+    for ours, differing in ((codes, 0), (flipped, 1)):
+        comparison = CodeComparison(CallsOne(), nodes)
+        comparison.run(ours * 0.5)
+        assert comparison.counts == {"b": CodeCount(100, differing, differing)}
+        assert (comparison.missing, comparison.unreached) == ([], ("a", "c"))
+    comparison = CodeComparison(CallsOne(), nodes)
+    comparison.run((codes + 1) * 0.5)  # the codes of "c", which has another scale
+    assert (comparison.missing, comparison.counts) == (["b"], {})
 
 
 class Calls(nn.Module):
@@ -71,7 +112,7 @@ class Calls(nn.Module):
         return self.fc(x) + self.fc(x) * self.fc(x + 1)
 
 
-def test_fewer_nodes_than_calls_in_a_submodule_that_is_kept_whole(tmp_path) -> None:
+def test_fewer_nodes_than_calls_in_a_leaf_module(tmp_path) -> None:
     prepared = qt.prepare(nn.Sequential(Calls(), nn.ReLU(), nn.Linear(8, 2)).eval(), X, skip=["0"])
     qt.calibrate(prepared, [X], progress=False)
     result = qt.export_onnx(prepared, X, tmp_path / "model.onnx")
@@ -87,15 +128,15 @@ def test_differences_at_rounding_boundaries_are_ties_however_many() -> None:
     x = torch.arange(-20, 20) * 0.5 + 0.25  # each between two codes
     ours = grid.codes(x)
     other = torch.floor(x / 0.5).to(torch.int8)
-    count = compare_layer(grid, x, ours, other.numpy())
+    count = compare_codes(grid, x, other.numpy())
     assert count == CodeCount(40, 20, 1, 20)
     assert count.are_ties()
     assert CodeCount.of(ours, other).ties == 0
     assert not CodeCount.of(ours, other).are_ties()
-    aside = compare_layer(grid, x + 0.001, grid.codes(x + 0.001), other.numpy())  # 2 thousandths of a step beyond
+    aside = compare_codes(grid, x + 0.001, other.numpy())  # 2 thousandths of a step beyond
     assert aside == CodeCount(40, 40, 1, 0)
     assert not aside.are_ties()
-    assert not compare_layer(grid, x, ours, ours.numpy() + 2).are_ties()
+    assert not compare_codes(grid, x, ours.numpy() + 2).are_ties()
 
 
 class Decoder(nn.Module):

@@ -97,7 +97,7 @@ def test_a_converted_model_is_checked_too() -> None:
 def insert(prepared: nn.Module, after: str, target: str = "extra") -> None:
     """Put one more quantizer after a node, for all its users."""
     node = next(n for n in prepared.graph.nodes if n.name == after)
-    prepared.add_submodule(f"activation_quantizers.{target}", qt.TensorQuantizer(qt.QuantSpec()))
+    prepared.add_submodule(f"activation_quantizers.{target}", qt.TensorQuantizer(qt.QuantSpec(), inserted=True))
     users = list(node.users)
     with prepared.graph.inserting_after(node):
         quantizer = prepared.graph.call_module(f"activation_quantizers.{target}", (node,))
@@ -172,7 +172,7 @@ def test_a_quantizer_after_a_pad() -> None:
 def test_two_quantizers_on_one_tensor() -> None:
     prepared = qt.prepare(UNet())
     source = next(n for n in prepared.graph.nodes if n.name == "x")
-    prepared.add_submodule("activation_quantizers.extra", qt.TensorQuantizer(qt.QuantSpec()))
+    prepared.add_submodule("activation_quantizers.extra", qt.TensorQuantizer(qt.QuantSpec(), inserted=True))
     with prepared.graph.inserting_after(source):
         extra = prepared.graph.call_module("activation_quantizers.extra", (source,))
     skip = next(n for n in prepared.graph.nodes if n.name == "skip")

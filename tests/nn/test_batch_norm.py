@@ -185,7 +185,9 @@ def test_frozen_batch_norms_keep_their_statistics_and_train_gamma(strategy: str,
 
 
 def test_freezing_a_model_without_linked_batch_norms_is_an_error() -> None:
-    with pytest.raises(ValueError, match="freeze_batch_norm: no batch norm in this Sequential belongs to a QAT layer"):
+    with pytest.raises(
+        ValueError, match="freeze_batch_norm: no batch norm in this Sequential is linked to a QAT layer"
+    ):
         qt.freeze_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
 
 
@@ -254,7 +256,7 @@ def test_without_affine_parameters(training: bool) -> None:
     assert torch.equal(prepared.eval()(x), qt.convert(prepared)(x))
 
 
-def test_without_running_statistics_it_stays_apart_and_is_reported() -> None:
+def test_a_batch_norm_without_running_statistics_is_not_linked_and_is_reported() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, track_running_stats=False))
     for training in (True, False):
         prepared = qt.prepare(model.train(training))
@@ -314,6 +316,32 @@ def test_converting_to_sync_batch_norm_after_prepare(strategy: str) -> None:
     assert torch.equal(twin(x), prepared(x))
     assert torch.equal(twin.eval()(x), prepared.eval()(x))
     assert torch.equal(qt.convert(twin)(x), qt.convert(prepared)(x))
+
+
+class TwoNames(nn.Module):
+    """A batch norm with two names, of which forward calls the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.part = nn.BatchNorm2d(6), nn.Conv2d(3, 6, 1), nn.Module()
+        self.part.bn = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part.bn(self.conv(x))
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_layers_are_relinked_in_parts_of_a_larger_model_and_under_all_names(copied) -> None:
+    x = torch.randn(2, 3, 4, 4)
+    prepared = qt.prepare(nets.trained(TwoNames(), 2, 3, 4, 4))
+    qt.calibrate(prepared, [x], progress=False)
+    expected = prepared.eval()(x)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copied(nn.ModuleDict({"body": prepared}))).train()
+    part = model["body"]
+    linked = part.get_submodule("conv").batch_norm
+    assert isinstance(linked, nn.SyncBatchNorm)
+    assert linked is part.get_submodule("first") is part.get_submodule("part.bn")
+    assert torch.equal(model.eval()["body"](x), expected)
 
 
 def test_back_to_float() -> None:

@@ -139,6 +139,7 @@ class Branches(nn.Module):
         return [branch(x) for branch in self.blocks]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_matrix_in_onnxruntime(tmp_path, dims: int, training: bool) -> None:
@@ -162,6 +163,7 @@ def test_the_matrix_in_onnxruntime(tmp_path, dims: int, training: bool) -> None:
         assert [a.i for a in node.attribute if a.name == "axis"] == [1 if groups == 1 else 0]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, dims: int, groups: int) -> None:

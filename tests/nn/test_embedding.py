@@ -165,5 +165,5 @@ def test_a_bag_with_weights_of_samples_and_its_float_form() -> None:
 
 def test_a_bag_in_a_model_is_quantized_where_the_target_has_it() -> None:
     model = nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 2))
-    status = {name: qt.prepare(model, backend=name).plan.status["_0"][0] for name in ("onnxruntime", "tensorrt")}
+    status = {name: qt.prepare(model, backend=name).plan.status["_0"].status for name in ("onnxruntime", "tensorrt")}
     assert status == {"onnxruntime": "quantized", "tensorrt": "float"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.graph.passes.leaf_modules import replace_layers
+from qtoolkit.eager.replacement import replace_layers
 from tests import reference
 
 # Float layer, its arguments, and the shape of an input.

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.op_kinds.rules import written_out
-from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES, ROW_OF_FUNCTION, ROWS
+from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES, OF_FUNCTION
 
 CONCATS = ("cat", "stack")
 ROLES = dict.fromkeys(KINDS, "compute")
@@ -233,7 +234,7 @@ def test_nothing_comes_between_a_layer_and_its_activation(kind: str, op: Op) -> 
     name = the_op(kind, after_a_layer)
     assert edges(Probe(after_a_layer)) == {("x", "first"), (name, "probe")}
     status = qt.prepare(Probe(after_a_layer), backend=TARGET).plan.status
-    assert status[name] == ("fused", "one op with first")
+    assert status[name] == Verdict(Status.FUSED, Cause.JOINED, "one op with first")
 
 
 @pytest.mark.parametrize("op", UNKNOWN)
@@ -250,7 +251,7 @@ def test_every_kind_has_a_case() -> None:
 
 # ---- modules, by the same table
 
-MODULES = [(row.kind, module) for row in ROWS for module in row.modules]
+MODULES = [(kind.name, module) for kind in KINDS.values() for form in kind.forms for module in form.modules]
 ARGUMENTS: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.Unflatten: (1, (2, 2)),
     nn.Upsample: (None, 2),
@@ -291,7 +292,7 @@ def test_modules(kind: str, module: type[nn.Module], keyword: bool) -> None:
         expected = {("x", "first"), ("layer", "probe")}
     else:
         model = Probe(lambda m, x, y: m.layer(input=x) if keyword else m.layer(x), build(kind, module))
-        expected = {("x", "probe")} if kind in MOVES or module in (nn.Upsample, nn.UpsamplingNearest2d) else None
+        expected = {("x", "probe")} if kind in MOVES and module is not nn.UpsamplingBilinear2d else None
     assert edges(model) == (expected or {("x", "layer"), ("layer", "probe")})
 
 
@@ -326,10 +327,8 @@ def test_an_einsum_that_sums_nothing_is_no_matmul() -> None:
 
 
 def test_no_function_has_two_kinds() -> None:
-    functions = [function for row in ROWS for function in row.functions]
-    assert len({id(f) for f in functions}) == len(ROW_OF_FUNCTION)
-    kinds = {function: {row.kind for row in ROWS if function in row.functions} for function in functions}
-    assert all(len(of) == 1 for of in kinds.values())
+    pairs = {(function, kind.name) for kind in KINDS.values() for form in kind.forms for function in form.functions}
+    assert len(pairs) == len(OF_FUNCTION)
 
 
 def on_sizes(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ def check_sums(grad: Tensor, x: Tensor, s: Tensor, z: Tensor, channels: Channels
     assert_sum(dz, z, wanted.dz, wanted.dz_mass, x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_every_layout(layout, channels, dtype):
@@ -113,6 +114,7 @@ def test_sizes(size):
     check_everything(floats(torch.float32)(size), Channels())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_backward(layout, channels, dtype):
@@ -182,6 +184,7 @@ def test_observe_fake_quant(momentum, channels, symmetric):
             assert_same(gpu, cpu)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_in_place(layout, channels, dtype):

@@ -96,13 +96,14 @@ def assert_rows(y: Tensor, row: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("_memory")
-@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.sweep), 1])
 def test_quantize_more_than_an_int_counts(axis: int | None) -> None:
     row, count = floats(torch.bfloat16)(COLUMNS), 1 if axis is None else COLUMNS
     q = ops.quantize(repeated(row), scales(count), zero_points(count), axis=axis)
     assert_rows(q, ops.quantize(row[None], scales(count), zero_points(count), axis=axis)[0])
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_memory")
 def test_quantize_more_than_an_int_counts_with_a_scale_a_row() -> None:
     row, scale = floats(torch.bfloat16)(COLUMNS), scales(ROWS)
@@ -124,6 +125,7 @@ def test_fake_quant_and_its_gradient_of_more_than_an_int_counts() -> None:
     assert_rows(dx, native.fake_quant_backward(grad, bits, []))
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_memory")
 def test_learned_gradients_of_more_than_an_int_counts() -> None:
     """Dyadic numbers, so that all sums are exact: they are those of a row, times the rows."""

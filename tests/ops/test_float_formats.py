@@ -115,6 +115,7 @@ def test_what_saturates():
         assert_same(ops.fake_quant_float(x, ONE, format), torch.tensor([most, -most, most, torch.nan]))
 
 
+@pytest.mark.sweep(2)
 @all_formats
 @dtypes
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
@@ -189,6 +190,7 @@ def test_float64_is_rounded_once():
 # ---- gradients --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @all_formats
 @dtypes
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())

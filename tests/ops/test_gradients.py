@@ -77,6 +77,7 @@ def check_gradients(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor |
 # ---- against the oracle -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_every_layout(layout, channels, dtype):
@@ -121,6 +122,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("large", LARGE)
 def test_large_results(large, dtype):
@@ -146,6 +148,7 @@ GRADS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", [name for name, f in LAYOUTS.items() if f(torch.empty).shape == (4, 6, 5, 7)])
 @pytest.mark.parametrize("grad", GRADS)
 @pytest.mark.parametrize("channels", CHANNELS.values(), ids=CHANNELS)
@@ -193,6 +196,7 @@ def test_inside_is_judged_after_rounding():
     assert fixed_gradient(torch.ones(5), x, torch.tensor(0.1), None).tolist() == [1, 0, 0, 1, 0]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_backward_op(layout, channels, dtype):

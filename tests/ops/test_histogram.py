@@ -263,6 +263,7 @@ def searched(found: Histogram, codes: tuple[int, int], method: str, symmetric: b
     return lo.item(), hi.item()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("method", ["mse", "l2", "entropy"])
 @pytest.mark.parametrize("name", SAMPLES)
@@ -282,6 +283,7 @@ def test_symmetric_search_finds_the_best_of_all_edges(name: str, method: str, co
     assert costs[chosen - 1] <= least + 1e-9 * (h.counts * h.edges[1:] ** 2).sum() * (method != "entropy") + 1e-10
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("bins", "codes", "slack"),
     [(40, (-128, 127), 1e-9), (60, (0, 255), 1e-9), (60, (-8, 7), 1e-9), (200, (-8, 7), 0.01)],
@@ -303,6 +305,7 @@ def test_affine_search_finds_the_best_of_all_pairs(
     assert chosen <= least * (1 + slack) + 1e-9
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("codes", [(-128, 127), (0, 255)], ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("percent", [1.0, 50.0, 99.0, 99.99, 100.0])

@@ -40,6 +40,7 @@ def check_values(x: Tensor, channels: Channels) -> None:
         assert torch.equal(bits, mask)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), WRITABLE)
 def test_every_layout(layout, channels, dtype):

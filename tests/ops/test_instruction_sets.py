@@ -30,6 +30,7 @@ from tests.cases import (
 )
 
 NAMES = ("avx512", "avx2", "plain")
+TELL = "from qtoolkit import ops, _C; print(_C.instruction_set())"
 native = torch.ops.qtoolkit
 
 
@@ -102,6 +103,7 @@ def digests() -> Iterator[str]:
     yield f"codes {hashlib.sha256(ops.dequantize(codes(torch.int32)(100003), scales(1)).numpy()).hexdigest()}"
 
 
+@functools.cache
 def with_instruction_set(name: str, program: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"QTOOLKIT_CPU": name}
     root = Path(__file__).parents[2]
@@ -113,12 +115,11 @@ def with_instruction_set(name: str, program: str) -> subprocess.CompletedProcess
 @functools.cache
 def lines_of(name: str) -> list[str]:
     """What this processor computes with an instruction set, or a skip where it has none such."""
-    program = "from qtoolkit import ops, _C; print(_C.instruction_set())"
-    told = with_instruction_set(name, program)
+    told = with_instruction_set(name, TELL)
     if told.returncode != 0 and "must name an instruction set of this processor" in told.stderr:
         pytest.skip(f"this processor has no {name}")
     assert told.stdout.strip() == name
-    ran = with_instruction_set(name, "from tests import test_ops_instruction_sets as t; print(*t.digests(), sep='\\n')")
+    ran = with_instruction_set(name, "from tests.ops import test_instruction_sets as t; print(*t.digests(), sep='\\n')")
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout.splitlines()
 
@@ -143,14 +144,8 @@ def test_minmax_of_zeros_of_both_signs():
 
 
 def test_the_widest_is_the_default():
-    has = [
-        n
-        for n in NAMES
-        if with_instruction_set(n, "from qtoolkit import ops, _C; _C.instruction_set()").returncode == 0
-    ]
-    assert (
-        with_instruction_set("", "from qtoolkit import ops, _C; print(_C.instruction_set())").stdout.strip() == has[0]
-    )
+    has = [n for n in NAMES if with_instruction_set(n, TELL).returncode == 0]
+    assert with_instruction_set("", TELL).stdout.strip() == has[0]
 
 
 @pytest.mark.parametrize("program", ["_C.instruction_set()", "ops.fake_quant(torch.ones(3), torch.ones(1))"])

@@ -47,6 +47,7 @@ def check(x: Tensor, scale: Tensor, zero_point: Tensor | None, channels: Channel
     assert values.is_contiguous()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_every_layout(layout, channels, dtype):

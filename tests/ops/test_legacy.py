@@ -90,6 +90,7 @@ def test_ranges_of_codes(grid, dtype):
     assert (codes.min().item(), codes.max().item()) == tuple(torch.tensor([low, high]).to(dtype).tolist())
 
 
+@pytest.mark.sweep(2)
 @dtypes
 @pytest.mark.parametrize(("layout", "axis"), layout_cases())
 def test_layouts(layout, axis, dtype):
@@ -158,6 +159,7 @@ def test_shapes_of_amax():
 # ---- gradients --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @dtypes
 @pytest.mark.parametrize(("layout", "axis"), layout_cases())
 def test_gradient(layout, axis, dtype):

@@ -119,6 +119,7 @@ def check(batches: list[Tensor], channels: Channels, kept=torch.float32, symmetr
         assert_same(*gradients)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_every_layout(layout, channels, dtype):

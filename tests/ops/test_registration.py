@@ -248,6 +248,7 @@ def check_compiled(job: str, backend: str, layouts: tuple[str, ...], dynamic: bo
                 assert got.stride() == wanted.stride()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("job", JOBS)

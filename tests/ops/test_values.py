@@ -64,6 +64,7 @@ def check_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, channels
 # ---- every layout, dtype and way to see channels ----------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_fake_quant(layout, channels, dtype):
@@ -89,6 +90,7 @@ def test_flushed_denormals_are_the_same_wherever_they_stand(dtype):
     assert torch.equal(few, ops.fake_quant(x, torch.tensor(2**-24), None, -(2**20), 2**20))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_quantize(layout, channels, dtype):
@@ -97,6 +99,7 @@ def test_quantize(layout, channels, dtype):
         check_quantize(x, scales(channels.count(x)), zero_points(channels.count(x)), channels, code)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_dequantize(layout, channels, dtype):
@@ -108,6 +111,7 @@ def test_dequantize(layout, channels, dtype):
         assert_laid_out_as(y, q, channels.group)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases(empty=False))
 def test_minmax(layout, channels, dtype):
@@ -121,6 +125,7 @@ def new_ranges(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.full((count,), torch.inf, dtype=dtype), torch.full((count,), -torch.inf, dtype=dtype)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize(("layout", "channels"), layout_cases())
 def test_observe_minmax(layout, channels, dtype):

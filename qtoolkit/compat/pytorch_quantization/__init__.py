@@ -1,20 +1,61 @@
 """NVIDIA's pytorch-quantization: the same names, defaults, numbers and errors over qtoolkit's ops and modules.
 
-`import qtoolkit.compat.pytorch_quantization as pytorch_quantization` is the one line of a script that changes. For imports
-of submodules (`from pytorch_quantization import nn as quant_nn`) call `install()` first, or change each. What differs is in
-docs/migration.md.
+Scripts change one line: `import qtoolkit.compat.pytorch_quantization as pytorch_quantization`. For imports of submodules
+(`from pytorch_quantization import nn as quant_nn`) call `install()` first. docs/migration.md lists the differences.
 """
 
 import sys
 
 from qtoolkit.compat.pytorch_quantization import calib, nn, optim, quant_modules, reduction, tensor_quant
-from qtoolkit.compat.pytorch_quantization.install import install
+from qtoolkit.compat.pytorch_quantization.nn import functional
+from qtoolkit.compat.pytorch_quantization.nn.modules import layers, mixins
 from qtoolkit.compat.pytorch_quantization.quant_modules import deactivate, enable_onnx_export, initialize
 
-__version__ = "2.2.1"  # whose behaviour this is
+__version__ = "2.2.1"  # the release whose behaviour this is
 
 utils = reduction
-sys.modules[f"{__name__}.utils"] = utils
+_NAME = "pytorch_quantization"
+_ALIASES = {  # pytorch-quantization's file -> the module that has its names
+    "calib.max": calib.calibrator,
+    "nn.modules._utils": mixins,
+    "nn.modules.clip": functional,
+    "nn.modules.quant_conv": layers,
+    "nn.modules.quant_instancenorm": layers,
+    "nn.modules.quant_linear": layers,
+    "nn.modules.quant_pooling": layers,
+    "optim.helper": optim,
+    "utils": reduction,
+}
+
+for _path, _module in _ALIASES.items():
+    _parent, _, _attribute = f"{__name__}.{_path}".rpartition(".")
+    setattr(sys.modules[_parent], _attribute, _module)
+    sys.modules[f"{__name__}.{_path}"] = _module
+
+
+def install() -> None:
+    """Make `import pytorch_quantization`, and imports of its submodules, return this package.
+
+    A second call has no effect.
+
+    Raises:
+        RuntimeError: NVIDIA's package is imported already.
+
+    Example:
+        >>> install()
+        >>> from pytorch_quantization import nn as quant_nn
+        >>> quant_nn.QuantConv2d.__module__
+        'qtoolkit.compat.pytorch_quantization.nn.modules.layers'
+    """
+    ours = {name: module for name, module in sys.modules.items() if name == __name__ or name.startswith(f"{__name__}.")}
+    imported = sys.modules.get(_NAME)
+    if imported is not None and imported is not ours[__name__]:
+        raise RuntimeError(
+            f"install: {_NAME} is imported already, from {getattr(imported, '__file__', None)}; call install() before its "
+            f"import."
+        )
+    sys.modules.update({_NAME + name.removeprefix(__name__): module for name, module in ours.items()})
+
 
 __all__ = [
     "__version__",

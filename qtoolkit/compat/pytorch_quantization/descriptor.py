@@ -1,4 +1,4 @@
-"""pytorch_quantization's QuantDescriptor: how a TensorQuantizer quantizes, and the predefined ones."""
+"""pytorch_quantization's QuantDescriptor, which says how a TensorQuantizer quantizes, and the predefined descriptors."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -17,19 +17,20 @@ class ScaledQuantDescriptor:
 
     Args:
         num_bits: Bits of a code, or (4, 3) for the float format E4M3.
-        name: A name for people.
-        fake_quant: Quantize and dequantize; False leaves codes.
-        axis: The axes that keep a range of their own, or None for one range. Negative ones count from the end.
-        amax: The range, or None to calibrate it or take it from each input. It is kept as a float32 array.
-        learn_amax: Train the ends of one range, as of PACT.
-        scale_amax: A factor on the range, or None.
+        name: A label; it does not affect quantization.
+        fake_quant: Quantize and dequantize; False returns codes.
+        axis: Axes along which each index has its own range; None for one range. Negative axes count from the end.
+        amax: The range, kept as a float32 array; None to calibrate it, or to take it from each input.
+        learn_amax: Train the ends of one range, as PACT does.
+        scale_amax: Factor on the range, or None; it does not apply to a trained range.
         calib_method: How to calibrate: "max" or "histogram".
-        unsigned: Codes from 0 on.
-        narrow_range: Of signed codes, leave out the lowest.
+        unsigned: Whether the lowest code is 0.
+        narrow_range: Leave out the lowest of the signed codes.
 
     Raises:
         ValueError: num_bits is an int below 1, or calib_method is unknown.
-        TypeError: num_bits, name, axis or amax has another type, learn_amax goes with an axis, or an argument is unknown.
+        TypeError: num_bits, name, axis or amax has another type, learn_amax is given with an axis, or an argument is
+            unknown.
 
     Example:
         >>> QuantDescriptor(num_bits=4, axis=(0,), narrow_range=True).dict()
@@ -41,7 +42,7 @@ class ScaledQuantDescriptor:
     _: KW_ONLY
     fake_quant: bool = True
     axis: int | tuple[int, ...] | None = None
-    amax: Any = None  # an array once made
+    amax: Any = None  # __post_init__ makes it an array
     learn_amax: bool = False
     scale_amax: float | None = None
     calib_method: str = "max"
@@ -49,7 +50,10 @@ class ScaledQuantDescriptor:
     narrow_range: bool = False
 
     def __post_init__(self) -> None:
-        _check_num_bits(self.num_bits)
+        if isinstance(self.num_bits, int) and self.num_bits < 1:
+            raise ValueError(f"QuantDescriptor: num_bits must be 1 or more, got {self.num_bits}.")
+        if not isinstance(self.num_bits, int) and self.num_bits != (4, 3):
+            raise TypeError(f"QuantDescriptor: num_bits must be an int or (4, 3), got {self.num_bits!r}.")
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"QuantDescriptor: name must be a string or None, got a {type(self.name).__name__}.")
         object.__setattr__(self, "axis", _axes(self.axis))
@@ -65,13 +69,13 @@ class ScaledQuantDescriptor:
         return hash(str(self.dict()))
 
     def dict(self) -> dict[str, Any]:
-        """Return the arguments that make it, without those that have their default; an amax as (nested lists of) floats."""
+        """Return the arguments that differ from their defaults; amax as a float or nested lists of floats."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["amax"] = None if self.amax is None else self.amax.tolist()
         return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
 
     def to_yaml(self) -> str:
-        """Return `dict()` as YAML, with lists for tuples; needs PyYAML."""
+        """Return `dict()` as YAML, with tuples as lists; needs PyYAML."""
         listed = {name: list(value) if isinstance(value, tuple) else value for name, value in self.dict().items()}
         return str(_yaml().safe_dump(listed))
 
@@ -80,8 +84,8 @@ class ScaledQuantDescriptor:
         """Return the descriptor that `to_yaml` wrote; needs PyYAML.
 
         Raises:
-            TypeError: The text is no mapping, or an argument is unknown or has a wrong type.
-            ValueError: A value does not fit.
+            TypeError: The text is not a mapping, or an argument is unknown or has a wrong type.
+            ValueError: As the constructor raises it.
         """
         values = _yaml().safe_load(yaml_str)
         if not isinstance(values, dict):
@@ -91,14 +95,6 @@ class ScaledQuantDescriptor:
 
 
 QuantDescriptor = ScaledQuantDescriptor
-
-
-def _check_num_bits(num_bits: object) -> None:
-    if isinstance(num_bits, int):
-        if num_bits < 1:
-            raise ValueError(f"QuantDescriptor: num_bits must be 1 or more, got {num_bits}.")
-    elif num_bits != (4, 3):
-        raise TypeError(f"QuantDescriptor: num_bits must be an int or (4, 3), got {num_bits!r}.")
 
 
 def _axes(axis: object) -> int | tuple[int, ...] | None:
@@ -113,7 +109,7 @@ def _array(amax: object) -> np.ndarray[Any, Any] | None:
     if amax is None:
         return None
     if not isinstance(amax, float | list | np.ndarray):
-        raise TypeError(f"amax must be float, list or ndarray, got a {type(amax).__name__}.")
+        raise TypeError(f"QuantDescriptor: amax must be float, list or ndarray, got a {type(amax).__name__}.")
     return np.array(amax, dtype=np.float32)
 
 
@@ -126,14 +122,14 @@ def _yaml() -> ModuleType:
         ) from error
 
 
-_ROWS, _TRANSPOSED = QuantDescriptor(axis=0), QuantDescriptor(axis=1)
-
 QUANT_DESC_8BIT_PER_TENSOR = QuantDescriptor()
 QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR = QuantDescriptor(unsigned=True)
-QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL = _ROWS
-QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL = _ROWS
-QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL = _ROWS
-QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW = _ROWS
-QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL = _TRANSPOSED  # (in, out / groups, k...): outputs are axis 1
-QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL = _TRANSPOSED
-QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL = _TRANSPOSED
+QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW = QuantDescriptor(axis=0)
+QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL = QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL = QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL = QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL = QuantDescriptor(axis=1)  # of (in, out / groups, k...)
+QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL = QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL
+QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL = QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL
+
+__all__ = [name for name in globals() if name.startswith("QUANT_DESC") or name.endswith("QuantDescriptor")]

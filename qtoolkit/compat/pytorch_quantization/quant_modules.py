@@ -1,6 +1,8 @@
-"""pytorch_quantization.quant_modules: names of torch.nn that stand for quantized layers while it is active.
+"""pytorch_quantization.quant_modules: while it is active, names of torch.nn refer to quantized layers.
 
-For new work take `qtoolkit.quant_modules`, which converts models that exist and leaves torch.nn's names as they are.
+For new work use `qtoolkit.quant_modules`, which patches constructors and leaves the names of torch.nn alone. The adapter
+rebinds names because scripts rely on it: they compare `torch.nn.Conv2d` with `quant_nn.QuantConv2d`, derive from it, pass
+`quant_desc_input` to it, and rebind names of other modules by `custom_quant_modules`.
 """
 
 import warnings
@@ -14,86 +16,68 @@ from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
 from qtoolkit.errors import unknown
 
+_Custom = Sequence[tuple[Any, str, type[torch.nn.Module]]]
+
 
 class QuantEntry(NamedTuple):
-    """A class that is replaced: the module (or namespace) that names it, its name, and what stands for it."""
+    """A name to rebind: the module (or namespace) that has it, the name, and the class that it shall refer to."""
 
     orig_mod: Any
     mod_name: str
     replace_mod: type[torch.nn.Module]
 
 
+_FLOAT = ("QuantMaxPool", "QuantInstanceNorm")  # quantized classes that initialize() does not use
 _DEFAULT_QUANT_MAP = [
-    QuantEntry(torch.nn, "Conv1d", quant_nn.QuantConv1d),
-    QuantEntry(torch.nn, "Conv2d", quant_nn.QuantConv2d),
-    QuantEntry(torch.nn, "Conv3d", quant_nn.QuantConv3d),
-    QuantEntry(torch.nn, "ConvTranspose1d", quant_nn.QuantConvTranspose1d),
-    QuantEntry(torch.nn, "ConvTranspose2d", quant_nn.QuantConvTranspose2d),
-    QuantEntry(torch.nn, "ConvTranspose3d", quant_nn.QuantConvTranspose3d),
-    QuantEntry(torch.nn, "Linear", quant_nn.QuantLinear),
-    QuantEntry(torch.nn, "LSTM", quant_nn.QuantLSTM),
-    QuantEntry(torch.nn, "LSTMCell", quant_nn.QuantLSTMCell),
-    QuantEntry(torch.nn, "AvgPool1d", quant_nn.QuantAvgPool1d),
-    QuantEntry(torch.nn, "AvgPool2d", quant_nn.QuantAvgPool2d),
-    QuantEntry(torch.nn, "AvgPool3d", quant_nn.QuantAvgPool3d),
-    QuantEntry(torch.nn, "AdaptiveAvgPool1d", quant_nn.QuantAdaptiveAvgPool1d),
-    QuantEntry(torch.nn, "AdaptiveAvgPool2d", quant_nn.QuantAdaptiveAvgPool2d),
-    QuantEntry(torch.nn, "AdaptiveAvgPool3d", quant_nn.QuantAdaptiveAvgPool3d),
+    QuantEntry(torch.nn, name.removeprefix("Quant"), cls)
+    for name, cls in quant_nn.QUANTIZED.items()
+    if not name.startswith(_FLOAT)
 ]
 
 
 class QuantModuleReplacementHelper:
-    """What is replaced, and the classes that were there before."""
+    """The names to rebind, and the classes that they referred to before."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[int, str], QuantEntry] = {}
-        self.originals: dict[tuple[int, str], QuantEntry] = {}
+        self.entries: list[QuantEntry] = []
+        self.originals: list[QuantEntry] = []
 
-    def prepare_state(
-        self,
-        float_module_list: Sequence[str] | None = None,
-        custom_map: Sequence[tuple[Any, str, type[torch.nn.Module]]] | None = None,
-    ) -> None:
-        """Set what `apply_quant_modules` is to replace: the table and the custom map, without the names left float."""
+    def prepare_state(self, float_module_list: Sequence[str] | None = None, custom_map: _Custom | None = None) -> None:
+        """Set the names that `apply_quant_modules` rebinds: the table and the custom map, without those that stay float."""
         table = [*_DEFAULT_QUANT_MAP, *(QuantEntry(*entry) for entry in custom_map or ())]
         names = {entry.mod_name for entry in table}
         for name in float_module_list or ():
             if name not in names:
                 warnings.warn(f"quant_modules: {unknown('float module', name, names)}", stacklevel=3)
-        kept = [entry for entry in table if entry.mod_name not in (float_module_list or ())]
-        self.entries = {(id(entry.orig_mod), entry.mod_name): entry for entry in kept}
+        self.entries = [entry for entry in table if entry.mod_name not in (float_module_list or ())]
 
     def apply_quant_modules(self) -> None:
-        """Put the quantized classes in; those of an earlier call that are not to be replaced any more go back."""
+        """Rebind the names, after those of an earlier call were restored."""
         self.restore_float_modules()
-        for key, entry in self.entries.items():
-            original = getattr(entry.orig_mod, entry.mod_name)
-            self.originals[key] = QuantEntry(entry.orig_mod, entry.mod_name, original)
-            setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
+        for module, name, cls in self.entries:
+            self.originals.append(QuantEntry(module, name, getattr(module, name)))
+            setattr(module, name, cls)
 
     def restore_float_modules(self) -> None:
-        """Put the original classes back."""
+        """Restore the original classes."""
         while self.originals:
-            _, entry = self.originals.popitem()
-            setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
+            module, name, cls = self.originals.pop()
+            setattr(module, name, cls)
 
 
 _quant_module_helper_object = QuantModuleReplacementHelper()
 
 
-def initialize(
-    float_module_list: Sequence[str] | None = None,
-    custom_quant_modules: Sequence[tuple[Any, str, type[torch.nn.Module]]] | None = None,
-) -> None:
-    """Let names of torch.nn stand for quantized layers; models that are built from now on have them.
+def initialize(float_module_list: Sequence[str] | None = None, custom_quant_modules: _Custom | None = None) -> None:
+    """Make names of torch.nn refer to quantized layers, for models that are built from now on.
 
-    Called again, it replaces by the new arguments alone. Names that were imported earlier (`from torch.nn import Linear`) and
-    models that exist are not touched: `qtoolkit.quant_modules.replace` converts those. While it is active
+    A second call replaces the arguments of the first. Names that were imported earlier (`from torch.nn import Linear`) and
+    existing models do not change: `qtoolkit.quant_modules.replace` converts those. While it is active,
     `isinstance(layer, torch.nn.Conv2d)` is false for float layers, and classes derived from torch.nn.Conv2d are quantized.
 
     Args:
-        float_module_list: Names that stay float, such as ["Linear"]. One that is not in the table is warned of.
-        custom_quant_modules: Further classes as (module, "ClassName", quantized class).
+        float_module_list: Names that stay float, such as ["Linear"]. Unknown names cause a warning.
+        custom_quant_modules: Further names to rebind, as (module, "ClassName", quantized class).
 
     Example:
         >>> initialize(float_module_list=["Linear"])
@@ -108,15 +92,15 @@ def initialize(
 
 
 def deactivate() -> None:
-    """Give the names of torch.nn back to the float layers; called again, it does nothing."""
+    """Restore the names of torch.nn; a second call has no effect."""
     _quant_module_helper_object.restore_float_modules()
 
 
 @contextmanager
 def enable_onnx_export() -> Iterator[None]:
-    """Let quantizers compute what exporters turn into Q/DQ pairs, and check that they can.
+    """Let quantizers compute ops that exporters turn into Q/DQ pairs, and check that they can.
 
-    A quantizer that is not disabled must have 8 bits, an `amax` and no signed narrow range (`LegacyExportError`).
+    Each enabled quantizer must have 8 bits, an `amax`, and narrow_range=False if it is signed (`LegacyExportError`).
 
     Example:
         >>> quantizer = quant_nn.TensorQuantizer()

@@ -1,9 +1,11 @@
-"""reduce_amax, which scripts know from pytorch_quantization.utils."""
+"""Largest magnitudes along axes; scripts import reduce_amax from pytorch_quantization.utils."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+Axis = int | Sequence[int] | None
 
 
 @torch.no_grad()
@@ -12,11 +14,11 @@ def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims
 
     Args:
         input: Any tensor with elements.
-        axis: Axes that are reduced; None for all of them.
+        axis: Axes to reduce; None for all of them.
         keepdims: Keep the reduced axes, with size 1.
 
     Returns:
-        The magnitudes; 0-d where that is one element.
+        The magnitudes; 0-d if there is one element.
 
     Raises:
         ValueError: There are more axes than the tensor has.
@@ -32,5 +34,17 @@ def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims
             f"Cannot reduce more axes than tensor's dim. Got the axes {list(axes)} for {input.dim()} dimensions."
         )
     magnitudes = input.abs()
-    reduced = magnitudes.amax(axes, keepdim=keepdims) if axes else magnitudes  # amax takes no axes for all axes
+    reduced = magnitudes.amax(axes, keepdim=keepdims) if axes else magnitudes  # amax(()) would reduce all axes
     return reduced.reshape(()) if reduced.numel() == 1 else reduced
+
+
+def kept_axes(axis: Axis, dims: int) -> tuple[int, ...]:
+    """Return the axes along which each index has its own range, as non-negative numbers; () for None."""
+    axes = () if axis is None else (axis,) if isinstance(axis, int) else axis
+    return tuple(sorted({a % dims for a in axes}))
+
+
+def amax_along(x: Tensor, axis: Axis) -> Tensor:
+    """Return the largest magnitude for each index of the axes, with x's dimensions; one magnitude for None."""
+    kept = kept_axes(axis, x.dim())
+    return reduce_amax(x, [d for d in range(x.dim()) if d not in kept])

@@ -1,4 +1,8 @@
-"""pytorch_quantization.tensor_quant: quantization by the largest magnitude, and its descriptors."""
+"""pytorch_quantization.tensor_quant: quantization by the largest magnitude, and the descriptors.
+
+`qtoolkit.ops` computes for 2 to 16 bits and an amax along one dimension. Scripts may use 1 bit, more than 16 bits or an amax
+along several dimensions; torch's own ops compute these.
+"""
 
 from typing import Any
 
@@ -6,30 +10,18 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
-from qtoolkit.compat.pytorch_quantization.descriptor import (
-    QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW,
-    QUANT_DESC_8BIT_PER_TENSOR,
-    QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR,
-    QuantDescriptor,
-    ScaledQuantDescriptor,
-)
+from qtoolkit.compat.pytorch_quantization.descriptor import *  # noqa: F403  # names that scripts import from here
 
 TINY = 2.0**-24  # ranges up to here count as zero
 E4M3_MAX = 448.0
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Give values for x, whose gradient is that of x where a mask says so, and zero elsewhere."""
+    """Return `values` in forward; pass the gradient to x where the mask `passed` is true."""
 
     @staticmethod
     def forward(x: Tensor, values: Tensor, passed: Tensor) -> Tensor:
-        return values.view_as(values)  # autograd's outputs must not be its inputs
+        return values.view_as(values)  # an output of autograd must not be an input
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -47,14 +39,14 @@ def tensor_quant(
     """Return codes, stored as floats, and their multiplier.
 
     `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax` and `maxb = 2^(num_bits - 1 + unsigned) - 1`.
-    Half types are computed in float32. The gradient in x passes where |x| <= amax; amax has none.
+    The gradient passes to x where |x| <= amax; amax has none.
 
     Args:
         x: Input of any shape, of a floating dtype.
-        amax: Largest magnitude, broadcast to x's shape. 2^-24 or less gives zeros, and the multiplier 1.
-        num_bits: Bits of a code.
-        unsigned: Codes from 0 on.
-        narrow_range: Of signed codes, leave out the lowest.
+        amax: Largest magnitude, a number or a tensor that broadcasts to x's shape. 2^-24 or less gives zeros.
+        num_bits: Bits of a code, 1 or more.
+        unsigned: Whether the lowest code is 0.
+        narrow_range: Leave out the lowest of the signed codes.
 
     Returns:
         Codes with x's shape and dtype, and the multiplier with amax's shape and x's dtype.
@@ -65,7 +57,7 @@ def tensor_quant(
             multiplier is too large for float16.
 
     Example:
-        >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), torch.tensor(1.0), 4)
+        >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), 1.0, 4)
         (tensor([-7.,  2.,  7.]), tensor(7.))
     """
     amax = _as_tensor(amax, x)
@@ -81,12 +73,7 @@ def tensor_quant(
 def fake_tensor_quant(
     x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> Tensor:
-    """Round x to the grid of `tensor_quant` and back: codes divided by their multiplier.
-
-    Arguments, gradient and errors as of `tensor_quant`.
-
-    Returns:
-        A tensor with x's shape and dtype.
+    """Return the codes of `tensor_quant`, with its arguments and errors, divided by their multiplier.
 
     Example:
         >>> x = torch.tensor([0.5043, 0.8178, 0.4798, 0.9201])
@@ -102,7 +89,7 @@ def fake_tensor_quant(
 def legacy_fake_tensor_quant(
     x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> Tensor:
-    """Compute `fake_tensor_quant` by torch's own ops: amax may have several dimensions other than 1.
+    """Compute `fake_tensor_quant` by torch's own ops.
 
     Example:
         >>> legacy_fake_tensor_quant(torch.tensor([[0.3, 2.0]]), torch.tensor([[1.0, 4.0]]), 3)
@@ -118,9 +105,7 @@ def fake_affine_tensor_quant(
 ) -> Tensor:
     """Round x to an affine grid of signed codes over [min_range, max_range], and back.
 
-    `step = (max - min) / (2^num_bits - 1)`, `zero = round(min / step) - minb`, `q = clamp(round(x / step) - zero, minb, maxb)`
-    and `y = (q + zero) * step` with `minb = -2^(num_bits - 1)`, `maxb = -minb - 1`. The gradient in x passes where
-    min_range <= x <= max_range.
+    The step is `(max_range - min_range) / (2^num_bits - 1)`. The gradient passes to x where min_range <= x <= max_range.
 
     Args:
         x: Input of any shape, of a floating dtype.
@@ -135,7 +120,7 @@ def fake_affine_tensor_quant(
         ValueError: The upper end is not above the lower one (checked on CPU tensors), or num_bits is below 1.
 
     Example:
-        >>> fake_affine_tensor_quant(torch.tensor([-2.0, 0.1, 0.9]), torch.tensor(-1.0), torch.tensor(2.0), 2)
+        >>> fake_affine_tensor_quant(torch.tensor([-2.0, 0.1, 0.9]), -1.0, 2.0, 2)
         tensor([-1.,  0.,  1.])
     """
     _check_bits("fake_affine_tensor_quant", num_bits)
@@ -153,14 +138,13 @@ def fake_affine_tensor_quant(
 
 
 def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3) -> Tensor:  # noqa: N803
-    """Round x to the float format E4M3 and back, with amax as its largest number, 448.
+    """Round x to the float format E4M3 and back, scaled so that amax becomes its largest number, 448.
 
-    `y = e4m3(x * scale) / scale` with `scale = 448 / amax`, saturating; |x| < 2^-24 gives 0. The gradient in x passes where
-    |x| <= amax.
+    Larger values saturate; |x| < 2^-24 gives 0. The gradient passes to x where |x| <= amax.
 
     Args:
         x: Input of any shape, of a floating dtype.
-        amax: Largest magnitude, broadcast to x's shape; None for 448, the format itself. 2^-24 or less gives zeros.
+        amax: Largest magnitude, broadcast to x's shape; None for 448, which does not scale. 2^-24 or less gives zeros.
         E: Bits of the exponent: 4.
         M: Bits of the mantissa: 3.
 
@@ -179,17 +163,15 @@ def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: in
         raise NotImplementedError(
             f"scaled_e4m3: E, M must be 4, 3, got {E}, {M}; other float formats are not supported."
         )
-    wide = _wide(x).detach()
-    amax = _as_tensor(E4M3_MAX if amax is None else amax, x)
+    wide, amax = _wide(x).detach(), _as_tensor(E4M3_MAX if amax is None else amax, x)
     _check_signs(x, amax, unsigned=False)
     largest = amax.detach().to(wide.dtype)
-    scale = torch.where(largest <= TINY, torch.ones_like(largest), E4M3_MAX / largest)
+    scale = torch.where(largest <= TINY, 1.0, E4M3_MAX / largest)
     values = ops.fake_quant_float(wide * scale, wide.new_ones(()), "e4m3") / scale
-    zeros = (wide.abs() < TINY) | (largest <= TINY)
-    return _straight_through(x, torch.where(zeros, torch.zeros_like(values), values), amax)
+    return _straight_through(x, values.masked_fill((wide.abs() < TINY) | (largest <= TINY), 0), amax)
 
 
-# ---- what they share
+# ---- what the functions share
 
 
 def _as_tensor(amax: Tensor | float, x: Tensor) -> Tensor:
@@ -197,11 +179,12 @@ def _as_tensor(amax: Tensor | float, x: Tensor) -> Tensor:
 
 
 def _has_kernel(amax: Tensor, num_bits: int) -> bool:
+    """Return whether the native op supports these bits and this shape of amax."""
     return 2 <= num_bits <= 16 and sum(size != 1 for size in amax.shape) <= 1
 
 
 def _has_values(*tensors: Tensor) -> bool:
-    """Return whether values can be checked: a GPU would have to be waited for, and compilers have none."""
+    """Return whether values can be checked: not while compiling, and not on a GPU, for which the check would wait."""
     return not torch.compiler.is_compiling() and all(t.device.type == "cpu" for t in tensors)
 
 
@@ -227,37 +210,16 @@ def _codes(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range:
     _check_bits("tensor_quant", num_bits)
     _check_signs(x, amax, unsigned)
     wide = _wide(x).detach()
-    largest = amax.detach().to(wide.dtype)
     high = 2.0 ** (num_bits - 1 + unsigned) - 1
     low = 0.0 if unsigned else -high if narrow_range else -high - 1
-    none = largest <= TINY
-    bound = torch.full_like(largest, high)  # a number divided by a tensor would be multiplied by its reciprocal
-    scale = torch.where(none, torch.ones_like(largest), bound / largest)
-    codes = torch.round(wide * scale).clamp(low, high) + 0.0  # and no negative zero
-    return torch.where(none, torch.zeros_like(codes), codes), scale
+    largest = amax.detach().to(wide.dtype)
+    bound = torch.full_like(largest, high)  # torch multiplies a number by the reciprocal of the tensor that divides it
+    scale = torch.where(largest <= TINY, 1.0, bound / largest)
+    codes = torch.round(wide * scale).clamp(low, high) + 0.0  # no negative zeros
+    return codes.masked_fill(largest <= TINY, 0), scale
 
 
 def _straight_through(x: Tensor, values: Tensor, amax: Tensor) -> Tensor:
     wide = _wide(x).detach()
     passed = wide.abs() <= amax.detach().to(wide.dtype)
     return _StraightThrough.apply(x, values.to(x.dtype), passed)  # type: ignore[no-any-return]
-
-
-__all__ = [
-    "QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW",
-    "QUANT_DESC_8BIT_PER_TENSOR",
-    "QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR",
-    "QuantDescriptor",
-    "ScaledQuantDescriptor",
-    "fake_affine_tensor_quant",
-    "fake_tensor_quant",
-    "legacy_fake_tensor_quant",
-    "scaled_e4m3",
-    "tensor_quant",
-]

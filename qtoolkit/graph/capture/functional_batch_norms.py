@@ -1,41 +1,43 @@
-"""Batch norms whose subclass calls the function: make them modules, so that the layer before them can take them over.
+"""Batch norms of a subclass that calls F.batch_norm: they become modules, so that the layer before them can fuse with them.
 
-timm's BatchNormAct2d, for one, calls torch.nn.functional.batch_norm with its own parameters, and then its activation.
+For example, timm's BatchNormAct2d calls torch.nn.functional.batch_norm with its own parameters, and then its activation.
 """
 
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from qtoolkit.graph.capture.mode import is_mode
-from qtoolkit.graph.capture.subclasses import replace_module
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.op_kinds.rules import argument
+from qtoolkit.shared_modules import replace_everywhere
 
 TENSORS = ("running_mean", "running_var", "weight", "bias")
 
 
-def run(model: nn.Module, graph: fx.Graph) -> None:
-    """Replace F.batch_norm by a call of the module that owns all its arguments, which becomes torch's own type.
+def run(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.Node]) -> None:
+    """Replace calls of F.batch_norm by calls of the module that owns all their arguments, and the module by torch's type.
 
-    What such a module holds besides, an activation say, stays in it, by its name.
+    The module keeps its submodules, such as an activation, under their names.
 
     Args:
         model: The model that was traced, which is changed.
         graph: Its graph.
+        modes: The node that reads the training mode of each submodule.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
-            owner = _owner(model, node)
+            owner = _owner(model, node, modes)
             if owner is not None:
                 _call_module(model, node, owner)
 
 
-def _owner(model: nn.Module, node: fx.Node) -> str | None:
-    """Return the name of the module that a batch norm's arguments are of, all of them; None where there is none."""
+def _owner(model: nn.Module, node: fx.Node, modes: Mapping[nn.Module, fx.Node]) -> str | None:
+    """Return the name of the module that owns all arguments of a batch norm, or None."""
     mean = argument(node, 1, "running_mean")
     name = str(mean.target).rpartition(".")[0] if isinstance(mean, fx.Node) and mean.op == "get_attr" else ""
     module = model.get_submodule(name)
@@ -46,7 +48,9 @@ def _owner(model: nn.Module, node: fx.Node) -> str | None:
     numbers = argument(node, 6, "momentum", 0.1), argument(node, 7, "eps", 1e-5)
     if numbers != own or any(_value(model, t) is not getattr(module, of) for of, t in tensors.items()):
         return None
-    return name if _follows_mode(argument(node, 5, "training", False), module, name) else None
+    training = argument(node, 5, "training", False)
+    follows_mode = modes.get(module) is training if isinstance(training, fx.Node) else bool(training) == module.training
+    return name if follows_mode else None
 
 
 def _torch_type(module: nn.Module) -> type[nn.Module] | None:
@@ -54,25 +58,17 @@ def _torch_type(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _value(model: nn.Module, operand: Any) -> Any:
-    if not isinstance(operand, fx.Node) or operand.op != "get_attr":
-        return operand
-    owner, _, name = str(operand.target).rpartition(".")
-    return getattr(model.get_submodule(owner), name)
-
-
-def _follows_mode(training: Any, module: nn.Module, name: str) -> bool:
-    if isinstance(training, fx.Node):
-        return is_mode(training) and str(training.target).rpartition(".")[0] == name
-    return bool(training) == module.training
+    is_attribute = isinstance(operand, fx.Node) and operand.op == "get_attr"
+    return attrgetter(operand.target)(model) if is_attribute else operand
 
 
 def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
     module, source = model.get_submodule(name), node.all_input_nodes[0]
     torch_type = _torch_type(module)
     if torch_type is None:
-        raise TypeError(f"{name!r} is no batch norm.")
-    plain, graph = shallow_copy_as(torch_type, module), node.graph
-    replace_module(model, module, plain)
+        raise TypeError(f"{name!r} is not a batch norm.")
+    replace_everywhere(model, module, shallow_copy_as(torch_type, module))
+    graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_module(name, (source,))
     node.replace_all_uses_with(new)
@@ -80,12 +76,12 @@ def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
     graph.erase_node(node)
     for unused in (tensor for tensor in tensors if not tensor.users):
         graph.erase_node(unused)
-    _forget_dimension_checks(source)
-    _forget_counting(graph, name)
+    _erase_dimension_checks(source)
+    _erase_batch_counter(graph, name)
 
 
-def _forget_dimension_checks(source: fx.Node) -> None:
-    """Erase assertions on the input's number of dimensions, which torch's own batch norms check."""
+def _erase_dimension_checks(source: fx.Node) -> None:
+    """Erase assertions on the number of dimensions of the input: torch's batch norms check it themselves."""
     for dims in [user for user in source.users if _reads_dimensions(user)]:
         conditions = list(dims.users)
         checks = [check for condition in conditions for check in condition.users]
@@ -98,8 +94,8 @@ def _reads_dimensions(node: fx.Node) -> bool:
     return (node.target is getattr and node.args[1:] == ("ndim",)) or (node.op, node.target) == ("call_method", "dim")
 
 
-def _forget_counting(graph: fx.Graph, name: str) -> None:
-    """Erase what counts the batches, which torch's own batch norms do."""
+def _erase_batch_counter(graph: fx.Graph, name: str) -> None:
+    """Erase the nodes that count batches: torch's batch norms count them themselves."""
     for counter in graph.find_nodes(op="get_attr", target=f"{name}.num_batches_tracked"):
         if all(user.target == "add_" and not user.users for user in counter.users):
             for user in list(counter.users):

@@ -1,6 +1,6 @@
-"""Ops that work in place: whatever reads the changed tensor later takes the op's result, so that edges say what happens.
+"""In-place ops: later readers of the changed tensor read the op's result, so that edges of the graph show the data flow.
 
-A quantizer on an edge makes a new tensor. Were `x.add_(y)` read later as x, the sum would be lost in the one before.
+A quantizer on an edge makes a new tensor: after it, a reader of x in `x.add_(y)` would read the tensor without the sum.
 """
 
 import inspect
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
+from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.nodes import parameters_in
 from qtoolkit.op_kinds.recorded import set_item
 from qtoolkit.op_kinds.rules import is_number
@@ -18,20 +19,19 @@ VIEWS = (
     "chunk", "detach", "expand", "getitem", "narrow", "permute", "select", "split", "squeeze", "t", "transpose", "unbind",
     "unsqueeze", "view", "view_as",
 )  # fmt: skip
-ASSIGNS = "assigns"  # what the tracer notes of += and its like
 OPERATORS = tuple(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
 )
 
 
 def run(graph: fx.Graph, model: nn.Module) -> None:
-    """Let later readers of what an op changes in place take its result. A second time this changes nothing.
+    """Make later readers of a tensor that an op changes in place read the op's result. A second run changes nothing.
 
     Raises:
-        ValueError: A tensor is changed through a view of it, or a view of it is read after it was changed.
+        ValueError: A tensor is changed through a view, or a view is read after its base was changed.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
-    constant = parameters_in(graph)  # a bias, say, that is written piece by piece: no activation to quantize
+    constant = parameters_in(graph)  # such as a bias that is written piece by piece; it is never quantized
     for node in list(graph.nodes):
         changed = _changed_by(node, model)
         if changed is None:
@@ -48,7 +48,7 @@ def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     first = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(first, fx.Node) or not _works_in_place(node, model):
         return None
-    return None if is_number(first) else first  # += makes a new number
+    return None if is_number(first) else first  # += on a number makes a new number
 
 
 def _works_in_place(node: fx.Node, model: nn.Module) -> bool:
@@ -60,7 +60,7 @@ def _works_in_place(node: fx.Node, model: nn.Module) -> bool:
     if name.endswith("_") and not name.startswith("_") and name != "requires_grad_":
         return True
     return (
-        ASSIGNS in node.meta
+        facts_of(node).assigns_in_place
         or node.target in OPERATORS
         or (name.startswith("__i") and name.endswith("__"))
         or _inplace_argument(node)
@@ -72,7 +72,7 @@ def _inplace_argument(node: fx.Node) -> bool:
         return node.kwargs.get("inplace") is True
     try:
         names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]  # a function
-    except (TypeError, ValueError):  # torch's built-in functions have none, and no such argument
+    except (TypeError, ValueError):  # torch's built-in functions have no signature and no such argument
         return False
     place = names.index("inplace") if "inplace" in names else len(node.args)
     return place < len(node.args) and node.args[place] is True
@@ -85,19 +85,18 @@ def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]) -> 
         later = [reader for reader in readers if not _writes_back(reader, view, base, node)]
         if _is_view(view) and view is not node and order[view] < order[node] and later:
             raise ValueError(
-                f"prepare: {node.name!r} changes {changed.name!r} in place, and {later[0].name!r} reads it afterwards as "
-                f"{read.name!r}, which shares its memory; a quantizer between them would lose the change. Use the op that is "
-                f"not in place there."
+                f"prepare: {node.name!r} changes {changed.name!r} in place, and {later[0].name!r} then reads {read.name!r}, "
+                f"which shares its memory; a quantizer between them would lose the change. Use the out-of-place op instead."
             )
 
 
 def _writes_back(reader: fx.Node, view: fx.Node, base: fx.Node, result: fx.Node) -> bool:
-    """Return whether a reader puts an op's result where the view was taken: `x[1:] += y` reads, adds and writes."""
+    """Return whether a reader writes the result back to where the view came from: `x[1:] += y` reads, adds and writes."""
     return reader.target is set_item and reader.args == (base, view.args[-1], result)
 
 
 def _bases(node: fx.Node) -> Iterator[fx.Node]:
-    """Return the tensors that a view is a part of."""
+    """Return the tensors whose memory a view shares."""
     while _is_view(node):
         node = node.all_input_nodes[0]
         yield node

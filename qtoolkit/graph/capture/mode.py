@@ -1,55 +1,49 @@
-"""A model's mode in its graph: what a forward hands on of `self.training` follows the mode that the model is in at each run."""
+"""Training modes in a graph: where a forward passes on `self.training`, the graph reads the mode at each run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
 from torch import fx, nn
 
+from qtoolkit.op_kinds.recorded import TrainingMode
+
 NAME = "training_mode"
 
 
-class DecidesOnModeError(Exception):
-    """Python decides on the mode in a submodule that can be kept whole instead."""
-
-
-class TrainingMode(nn.Module):
-    """Returns whether the submodule that it is in is in training mode."""
-
-    def forward(self) -> bool:
-        """Return the mode."""
-        return self.training
+class BranchesOnModeError(Exception):
+    """Python branches on the mode of a submodule that can be a leaf module instead."""
 
 
 class Mode(int):
-    """A submodule's `training` while it is traced: the same flag, that knows where it comes from.
+    """The flag `training` of a submodule while it is traced, with a reference to the submodule.
 
     Attributes:
         module: The submodule.
-        decided: Called with the submodule where Python decides on the flag.
+        on_branch: Called with the submodule where Python branches on the flag.
     """
 
     module: nn.Module
-    decided: Callable[[nn.Module], None]
+    on_branch: Callable[[nn.Module], None]
 
     @classmethod
-    def of(cls, module: nn.Module, decided: Callable[[nn.Module], None]) -> Self:
-        """Return a submodule's mode."""
+    def of(cls, module: nn.Module, on_branch: Callable[[nn.Module], None]) -> Self:
+        """Return the mode of a submodule."""
         mode = cls(module.training)
-        mode.module, mode.decided = module, decided
+        mode.module, mode.on_branch = module, on_branch
         return mode
 
     def __bool__(self) -> bool:
-        self.decided(self.module)
+        self.on_branch(self.module)
         return self != 0
 
 
 @contextmanager
-def marked(model: nn.Module, decided: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Let the submodules' `training` be a Mode in a block."""
+def traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Make `training` of each submodule a Mode in a block."""
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:
-        vars(module)["training"] = Mode.of(module, decided)
+        vars(module)["training"] = Mode.of(module, on_branch)
     try:
         yield
     finally:
@@ -57,20 +51,30 @@ def marked(model: nn.Module, decided: Callable[[nn.Module], None]) -> Iterator[N
             vars(module)["training"] = training
 
 
-def holds_nothing(module: nn.Module) -> bool:
+def has_no_state(module: nn.Module) -> bool:
     """Return whether a module has no parameters, buffers and submodules."""
     return not (module._parameters or module._buffers or module._modules)
 
 
-def add_modes(model: nn.Module, graph: fx.Graph) -> None:
-    """Put a TrainingMode into each submodule whose mode a graph reads."""
-    for node in graph.nodes:
-        owner, _, name = str(node.target).rpartition(".")
-        if node.op == "call_module" and name == NAME:
+def name_in(module: nn.Module) -> str:
+    """Return the name for a TrainingMode in a module: the one that is there, or a name that no other submodule has."""
+    name = NAME
+    while not isinstance(module._modules.get(name, TrainingMode()), TrainingMode):
+        name += "_"
+    return name
+
+
+def add_modes(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.Node]) -> None:
+    """Add a TrainingMode to each submodule whose mode a graph reads.
+
+    Args:
+        model: The model, which is changed.
+        graph: Its graph.
+        modes: The node that reads the mode of each submodule.
+    """
+    nodes = set(graph.nodes)
+    for node in modes.values():
+        if node in nodes:
+            owner, _, name = str(node.target).rpartition(".")
             module = model.get_submodule(owner)
-            module.register_module(NAME, TrainingMode().train(module.training))
-
-
-def is_mode(node: fx.Node) -> bool:
-    """Return whether a node reads a mode."""
-    return node.op == "call_module" and str(node.target).rpartition(".")[2] == NAME
+            module.register_module(name, TrainingMode().train(module.training))

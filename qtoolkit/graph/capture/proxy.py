@@ -1,4 +1,4 @@
-"""The proxy: what a model's forward is run with in place of its tensors."""
+"""The proxy that stands for a tensor, or another value, while the model's forward is traced."""
 
 import operator
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from qtoolkit.graph.capture.in_place import ASSIGNS
-from qtoolkit.graph.capture.sizes import UNKNOWN
+from qtoolkit.graph.capture.shapes import UNKNOWN
+from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import length_of, set_item
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class SizedProxy(fx.Proxy):
-    """A proxy whose size, where the example inputs tell it, Python can decide on."""
+    """A proxy whose sizes, where the example inputs determine them, Python can use."""
 
     tracer: "ModelTracer"
-    _is_param = _is_buffer = False  # what torch.nn.Parameter and Buffer ask whoever says to be a tensor
+    _is_param = _is_buffer = False  # torch.nn.Parameter and Buffer read these of every instance of Tensor
 
     @property
-    def __class__(self) -> type:  # what isinstance sees
+    def __class__(self) -> type:  # isinstance reads it
         return Tensor if isinstance(self.tracer.value_of(self), Tensor) else SizedProxy
 
     @__class__.setter
@@ -29,9 +29,7 @@ class SizedProxy(fx.Proxy):
         raise TypeError("the class of a proxy cannot be set.")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith(
-            "__"
-        ):  # a protocol that somebody asks for, and a proxy does not have
+        if name.startswith("__") and name.endswith("__"):  # a protocol that proxies do not implement
             raise AttributeError(f"a traced value has no {name}.")
         value = self.tracer.value_of(self)
         if value is UNKNOWN or callable(getattr(value, name, _missing)):
@@ -44,32 +42,32 @@ class SizedProxy(fx.Proxy):
             return super().__len__()
         if not hasattr(value, "__len__"):
             raise TypeError(f"a value of type {type(value).__name__} has no length.")
-        return int(self.tracer.decide(self.tracer.create_proxy("call_function", length_of, (self,), {})))
+        return int(self.tracer.guard(self.tracer.create_proxy("call_function", length_of, (self,), {})))
 
     def __int__(self) -> int:
-        return int(self.tracer.decide(self))
+        return int(self.tracer.guard(self))
 
     def __index__(self) -> int:
-        return int(self.tracer.decide(self))
+        return int(self.tracer.guard(self))
 
     def __float__(self) -> float:
-        return float(self.tracer.decide(self))
+        return float(self.tracer.guard(self))
 
     def __contains__(self, item: Any) -> bool:
-        return item in self.tracer.decide(self)
+        return item in self.tracer.guard(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         new = self.tracer.create_proxy("call_function", set_item, (self, index, value), {})
         self.tracer.rebound.append((self, self.node))
-        self.node = new.node  # who takes the tensor from now on takes it after the assignment
+        self.node = new.node  # later readers of the tensor read it after the assignment
 
 
 def _assigning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what += (say) does: torch.fx records it as +, and forgets that the tensor itself is changed."""
+    """Return the method of an augmented assignment such as +=, which torch.fx records as + on a new tensor."""
 
     def assign(proxy: SizedProxy, other: Any) -> fx.Proxy:
         result = proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
-        result.node.meta[ASSIGNS] = True
+        set_facts(result.node, assigns_in_place=True)
         return result
 
     return assign
@@ -80,4 +78,4 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 
 
 def _missing() -> None:
-    """Stand for an attribute that a value does not have: fx's proxies take any name for a method."""
+    """Stand for an attribute that a value does not have: torch.fx treats every attribute as a method."""

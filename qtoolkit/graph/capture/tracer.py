@@ -1,35 +1,29 @@
-"""The tracer: fx.Tracer with more leaves, that decides on sizes by example inputs and refuses what a graph would lose."""
+"""The tracer: fx.Tracer with more leaf modules, shape propagation, and errors for what a graph would lose."""
 
-import inspect
-import linecache
-import os
-import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from qtoolkit.graph.capture.mode import NAME, DecidesOnModeError, Mode, holds_nothing
+from qtoolkit.graph.capture.functions import is_foreign, is_weight, torchvision_ops
+from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in
 from qtoolkit.graph.capture.proxy import SizedProxy
-from qtoolkit.graph.capture.sizes import UNKNOWN, Sizes, is_plain
-from qtoolkit.graph.capture.subclasses import plain_type
+from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, is_plain
+from qtoolkit.graph.capture.subclasses import equivalent_type
+from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.recorded import RECORDED, call_scripted, check_none, check_size, items_of
-from qtoolkit.op_kinds.rules import NUMBER
+from qtoolkit.op_kinds.facts import set_facts
+from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, check_none, check_size, items_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-OWN_FOLDERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
-
-LEAVES = (QuantModule, TensorQuantizer, Grid, torch.jit.ScriptModule)
-# torch.nn's own containers: their forward is traced, so that the graph sees what is in them.
+LEAVES = (QuantModule, TensorQuantizer, Grid, TrainingMode, torch.jit.ScriptModule)
+# Containers of torch.nn, which are traced, so that the graph has their layers.
 CONTAINERS = (
     nn.Sequential,
     nn.Transformer,
@@ -40,152 +34,146 @@ CONTAINERS = (
 )
 
 
-def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Return the innermost of some frames that is neither torch's nor the tracer's."""
-    foreign = [f for f in frames if not f.filename.startswith(OWN_FOLDERS)]
-    return foreign[-1] if foreign else None
+class Checkpoint(NamedTuple):
+    """The state of a trace, to which `ModelTracer` can roll back.
 
+    Attributes:
+        last: The last node.
+        module_stack: The stack of modules of torch.fx, which does not restore it after an error.
+        rebound: The number of proxies that were rebound.
+    """
 
-def describe_line(frame: traceback.FrameSummary) -> str:
-    """Return file, line, function and source of a frame."""
-    source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"{frame.filename}, line {frame.lineno}, in {frame.name}: `{source}`"
+    last: fx.Node
+    module_stack: Any
+    rebound: int
 
 
 class ModelTracer(fx.Tracer):
-    """fx.Tracer with more leaves, that knows which submodule it is in.
+    """fx.Tracer with more leaf modules, shape propagation, and a record of the submodule that is being traced.
 
     Args:
-        leaf_modules: Types of submodules to keep whole.
-        whole: Submodules to keep whole.
-        sizes: Values of nodes by example inputs, or None.
-        scripted: Of compiled functions: module and name, by id.
+        leaf_modules: Types of leaf modules.
+        leaf_submodules: Submodules that are leaf modules.
+        shapes: Values of nodes for the example inputs, or None.
+        scripted: Module and name of each function compiled by torch.jit.script.
 
     Attributes:
-        path: The submodules that are being traced, outermost first; an error leaves it as it was then.
-        decisive: The submodules that decided on their mode, and did so for good.
+        path: Names and modules of the submodules that are being traced, outermost first; after an error, those of the error.
+        modes: The node that reads the training mode of each submodule.
+        branching: The submodules whose Python branches on their mode; the graph has the branch of this mode only.
+        rebound: Proxies that an assignment to an item has bound to a new node, each with its former node.
+        inlined: Nodes that return the result of an inlined function.
     """
 
-    proxy_buffer_attributes = True  # else what is computed from buffers alone would be a constant of the graph
+    proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
 
-    # The defaults are for torch.fx, which makes a tracer of this class when it unpickles a GraphModule.
+    # torch.fx calls the constructor without arguments when it unpickles a GraphModule.
     def __init__(
         self,
         leaf_modules: Sequence[type[nn.Module]] = (),
-        whole: Collection[nn.Module] = (),
-        sizes: Sizes | None = None,
+        leaf_submodules: Collection[nn.Module] = (),
+        shapes: ShapePropagation | None = None,
         scripted: Mapping[Any, tuple[str, str]] | None = None,
     ) -> None:
         self.scripted = dict(scripted or {})
-        self.whole_functions = (*RECORDED, *self.scripted, *_whole_functions())
-        super().__init__(autowrap_functions=self.whole_functions)
-        self.leaf_modules, self.whole, self.sizes = tuple(leaf_modules), set(whole), sizes
+        self.leaf_functions = (*RECORDED, *self.scripted, *torchvision_ops())
+        super().__init__(autowrap_functions=self.leaf_functions)
+        self.leaf_modules, self.leaf_submodules, self.shapes = tuple(leaf_modules), set(leaf_submodules), shapes
         self.path: list[tuple[str, nn.Module]] = []
-        self.mode = _mode()
-        self.measuring = False
-        self.modes: dict[str, fx.Node] = {}
-        self.decisive: dict[nn.Module, None] = {}
+        self.torch_modes = _torch_modes()
+        self.propagating = False
+        self.modes: dict[nn.Module, fx.Node] = {}
+        self.branching: dict[nn.Module, None] = {}
         self.rebound: list[tuple[SizedProxy, fx.Node]] = []
-        self.seen_through: list[fx.Node] = []
+        self.inlined: list[fx.Node] = []
 
-    # ---- leaves
+    # ---- modules
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a submodule becomes one node."""
-        if m in self.whole or isinstance(m, (*LEAVES, *self.leaf_modules)):
+        if m in self.leaf_submodules or isinstance(m, (*LEAVES, *self.leaf_modules)):
             return True
-        if is_batch_norm(m) or plain_type(m) is not None:  # FrozenBatchNorm is of no torch package
+        if is_batch_norm(m) or equivalent_type(m) is not None:  # FrozenBatchNorm is not in a torch package
             return True
         return type(m) not in CONTAINERS and super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a submodule, or make it a node; `path` says which one it is meanwhile."""
-        if self.measuring:
+        """Trace a submodule, or make it a node; `path` has the submodule meanwhile."""
+        if self.propagating:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)
         self.path.append((name, m))
         check_hooks(m)
-        before = self._mark()
+        before = self._checkpoint()
         try:
             result = super().call_module(m, forward, args, kwargs)
-        except DecidesOnModeError:
-            self._go_back(before)
+        except BranchesOnModeError:
+            self._roll_back(before)
             result = self.create_proxy("call_module", name, args, kwargs)
         self.path.pop()
         return result
 
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
-        """Make a node, or, for a Python function that weights are handed to, trace what it does with them.
-
-        torch.fx.wrap makes such a function one op, in which its layers would stay in float unseen.
-        """
-        hides = kind == "call_function" and self._hides_layers(target, (args, kwargs))
-        seen = self._see_through(target, args, kwargs) if hides else None
-        return super().create_proxy(kind, target, args, kwargs, *rest, **more) if seen is None else seen
-
-    def _see_through(self, function: FunctionType, args: Any, kwargs: Any) -> fx.Proxy | None:
-        before, random = self._mark(), torch.get_rng_state()
-        try:
-            result = function(*args, **kwargs)
-        except Exception:  # whatever it raises on proxies: then it stays one op, as its author asks
-            result = None
-        if isinstance(result, SizedProxy) and torch.equal(random, torch.get_rng_state()):
-            self.seen_through.append(result.node)
-            return result
-        torch.set_rng_state(random)
-        self._go_back(before)
-        return None
-
-    def _hides_layers(self, target: Any, arguments: Any) -> bool:
-        if self.sizes is None or not isinstance(target, FunctionType) or target in self.whole_functions:
-            return False
-        if (target.__module__ or "").partition(".")[0] == "torch":
-            return False
-        proxies: list[Any] = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
-        return any(_is_weight(p.node, self.sizes[p.node]) for p in proxies)
-
-    def _mark(self) -> tuple[fx.Node, Any, int]:
-        return next(iter(reversed(self.graph.nodes))), self.module_stack.copy(), len(self.rebound)
-
-    def _go_back(self, mark: tuple[fx.Node, Any, int]) -> None:
-        """Undo what was traced since a mark."""
-        last, self.module_stack, count = mark  # fx does not take its stack back on an error
-        for proxy, node in reversed(self.rebound[count:]):
-            proxy.node = node
-        del self.rebound[count:]
-        for node in reversed(list(self.graph.nodes)):
-            if node is last:
-                break
-            self.graph.erase_node(node)
-        self.modes = {path: node for path, node in self.modes.items() if node in self.graph.nodes}
-
-    def decided_on_mode(self, module: nn.Module) -> None:
-        """Keep the submodule that is traced whole, where that loses nothing, or note it: it decides on its mode.
-
-        Raises:
-            DecidesOnModeError: So it is.
-        """
-        if self.path and self.path[-1][1] is module and holds_nothing(module):
-            raise DecidesOnModeError
-        if not type(module).__module__.startswith("torch."):  # whose own decisions are on how to compute the same
-            self.decisive[module] = None
-
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Return a proxy for a parameter or buffer of the model."""
-        return attr_val if self.measuring else super().getattr(attr, attr_val, parameter_proxy_cache)
+        return attr_val if self.propagating else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    # ---- functions
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
+        """Make a node, or inline a Python function that takes weights.
+
+        torch.fx.wrap makes such a function one op, in which its layers would stay in float without a report.
+        """
+        takes_weights = kind == "call_function" and self._takes_weights(target, (args, kwargs))
+        inlined = self._inline(target, args, kwargs) if takes_weights else None
+        return super().create_proxy(kind, target, args, kwargs, *rest, **more) if inlined is None else inlined
+
+    def _takes_weights(self, target: Any, arguments: Any) -> bool:
+        if self.shapes is None or not is_foreign(target) or target in self.leaf_functions:
+            return False
+        proxies: list[Any] = [a for a in tree_leaves(arguments) if isinstance(a, fx.Proxy)]
+        return any(is_weight(p.node, self.shapes[p.node]) for p in proxies)
+
+    def _inline(self, function: Any, args: Any, kwargs: Any) -> fx.Proxy | None:
+        before, random = self._checkpoint(), torch.get_rng_state()
+        try:
+            result = function(*args, **kwargs)
+        except Exception:  # the function cannot be traced: it stays one op
+            result = None
+        if isinstance(result, SizedProxy) and torch.equal(random, torch.get_rng_state()):
+            self.inlined.append(result.node)
+            return result
+        torch.set_rng_state(random)
+        self._roll_back(before)
+        return None
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(next(iter(reversed(self.graph.nodes))), self.module_stack.copy(), len(self.rebound))
+
+    def _roll_back(self, to: Checkpoint) -> None:
+        self.module_stack = to.module_stack
+        for proxy, node in reversed(self.rebound[to.rebound :]):
+            proxy.node = node
+        del self.rebound[to.rebound :]
+        for node in reversed(list(self.graph.nodes)):
+            if node is to.last:
+                break
+            self.graph.erase_node(node)
+        self.modes = {module: node for module, node in self.modes.items() if node in self.graph.nodes}
 
     # ---- nodes
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return what stands for a node in the user's code."""
+        """Return the proxy of a node."""
         return SizedProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """Return a value as a node's argument.
+        """Return a value as the argument of a node.
 
-        A proxy that says to be a tensor is no constant, an OrderedDict stays one, and a mode is read at each run.
+        torch.fx would take a proxy that is an instance of Tensor for a constant, an OrderedDict for a dict and a mode for an
+        int.
         """
         if isinstance(a, fx.Proxy):
             return a.node
@@ -198,68 +186,81 @@ class ModelTracer(fx.Tracer):
         return super().create_arg(a)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Node:
-        """Make a node, and compute its value if there are example inputs.
+        """Make a node, and propagate shapes through it if there are example inputs.
 
         Raises:
-            RuntimeError: It is made in a mode that a graph does not keep.
+            RuntimeError: The code is in a torch.no_grad, inference_mode or autocast block.
         """
-        if kind not in ("placeholder", "output") and _mode() != self.mode:
+        if kind not in ("placeholder", "output") and _torch_modes() != self.torch_modes:
             raise RuntimeError(
-                "torch.no_grad, inference_mode or autocast is entered here, which a graph does not keep."
+                "torch.no_grad, inference_mode or autocast is entered here, which a graph does not record."
             )
         if kind == "call_function":
-            target, args = self._with_home(target, args)
+            target, args = self._picklable_call(target, args)
         node = super().create_node(kind, target, args, kwargs, *rest, **more)
-        if self.sizes is not None and kind != "output":
-            self.measuring = True
-            self.sizes.add(node)
-            self.measuring = False
-            if is_plain(self.sizes[node]) and not isinstance(self.sizes[node], str | None):
-                node.meta[NUMBER] = True
+        if self.shapes is not None and kind != "output":
+            self.propagating = True
+            self.shapes.add(node)
+            self.propagating = False
+            if is_plain(self.shapes[node]) and not isinstance(self.shapes[node], str | None):
+                set_facts(node, is_number=True)
         return node
 
-    def _read_mode(self, mode: Mode) -> fx.Node:
-        path = self.path_of_module(mode.module) if mode.module is not self.root else ""
-        if path not in self.modes:
-            self.modes[path] = self.create_node("call_module", f"{path}.{NAME}".removeprefix("."), (), {})
-            if self.sizes is not None:
-                self.sizes.values[self.modes[path]] = mode != 0
-        return self.modes[path]
-
-    def _with_home(self, target: Any, args: Any) -> tuple[Any, Any]:
-        """Return a function that a pickle can find again, with its arguments."""
+    def _picklable_call(self, target: Any, args: Any) -> tuple[Any, Any]:
+        """Return a call of a function that a pickle can name: the function and its arguments."""
         if target in self.scripted:
             return call_scripted, (*self.scripted[target], *args)
-        # After a pickle with fx's own check of a fixed argument was loaded, fx can trace no more (torch 2.14).
+        # torch.fx cannot trace any more after a pickle with its own check of a None argument was loaded (torch 2.14).
         return (check_none if getattr(target, "__name__", "") == "_assert_is_none" else target), args
 
-    # ---- decisions
+    # ---- training modes
 
-    def value_of(self, proxy: fx.Proxy) -> Any:
-        """Return what a proxy stands for in the example, with tensors on the meta device; UNKNOWN where data decides."""
-        return UNKNOWN if self.sizes is None else self.sizes[proxy.node]
+    def _read_mode(self, mode: Mode) -> fx.Node:
+        module = mode.module
+        if module not in self.modes:
+            path = "" if module is self.root else f"{self.path_of_module(module)}."
+            self.modes[module] = self.create_node("call_module", f"{path}{name_in(module)}", (), {})
+            if self.shapes is not None:
+                self.shapes.values[self.modes[module]] = mode != 0
+        return self.modes[module]
 
-    def decide(self, proxy: fx.Proxy, kind: type = object) -> Any:
-        """Return what a proxy stands for, and have the graph check that it stays so.
+    def branch_on_mode(self, module: nn.Module) -> None:
+        """Make the submodule that is traced a leaf module if it has no state; otherwise note that it branches on its mode.
 
         Raises:
-            TraceError: It depends on data.
+            BranchesOnModeError: The submodule becomes a leaf module.
+        """
+        if self.path and self.path[-1][1] is module and has_no_state(module):
+            raise BranchesOnModeError
+        if not type(module).__module__.startswith("torch."):  # torch's modules compute the same in all branches
+            self.branching[module] = None
+
+    # ---- values that Python uses
+
+    def value_of(self, proxy: fx.Proxy) -> Any:
+        """Return the example value of a proxy, with tensors on the meta device; UNKNOWN if it depends on data."""
+        return UNKNOWN if self.shapes is None else self.shapes[proxy.node]
+
+    def guard(self, proxy: fx.Proxy, kind: type = object) -> Any:
+        """Return the example value of a proxy, and add a check to the graph that the value stays the same.
+
+        Raises:
+            TraceError: The value depends on data.
         """
         value = self.value_of(proxy)
         if not is_plain(value):
             return super().to_bool(proxy)  # raises
         expected = bool(value) if kind is bool else value
-        frame = user_line(traceback.extract_stack())
-        where = describe_line(frame) if frame is not None else "its forward"
+        where = describe_line(user_line(traceback.extract_stack()))
         self.create_proxy("call_function", check_size, (proxy, expected, where), {})
         return expected
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Return which way a condition goes."""
-        return bool(self.decide(obj, bool))
+        """Return whether a condition holds."""
+        return bool(self.guard(obj, bool))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Return the items of a proxy, where their number is known."""
+        """Return the items of a proxy, if their number is known."""
         value = self.value_of(obj)
         if value is UNKNOWN:
             return super().iter(obj)
@@ -269,47 +270,24 @@ class ModelTracer(fx.Tracer):
         return (items[i] for i in range(len(items)))
 
 
-def _is_weight(node: fx.Node, value: Any) -> bool:
-    return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1
-
-
 def check_hooks(module: nn.Module) -> None:
-    """Raise RuntimeError for a module with forward hooks, which would see proxies once, at tracing, and then be lost."""
+    """Raise RuntimeError for a module with forward hooks: they would run once, on proxies, and then be lost."""
     if any(module.__dict__.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")):
-        raise RuntimeError("this module has forward hooks, which a graph does not keep; remove them first.")
+        raise RuntimeError("this module has forward hooks, which a graph does not record; remove them first.")
 
 
 def check_assigned(model: nn.Module) -> None:
-    """Raise RuntimeError where a forward has put a traced value in place of a buffer."""
+    """Raise RuntimeError if a forward has assigned a traced value to a buffer."""
     for name, module in model.named_modules():
         for buffer, value in module._buffers.items():
             if isinstance(value, fx.Proxy):
                 raise RuntimeError(
-                    f"buffer {buffer!r} of {name or 'the model'!r} is assigned to, which a graph does not keep; write into it "
-                    f"with copy_ or add_."
+                    f"the forward assigns to buffer {buffer!r} of {name or 'the model'!r}, which a graph does not record; "
+                    f"write into the buffer with copy_ or add_."
                 )
 
 
-def _mode() -> tuple[bool, bool, bool, bool]:
-    """Return the modes that a block of a forward may switch."""
+def _torch_modes() -> tuple[bool, bool, bool, bool]:
+    """Return the modes of torch that a block in a forward may change."""
     autocast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
-
-
-def scripted_functions(model: nn.Module) -> dict[Any, tuple[str, str]]:
-    """Return the functions compiled by torch.jit.script that a model's forwards can see, with their module and name."""
-    forwards = [inspect.getattr_static(type(m), "forward", None) for m in model.modules()]
-    spaces = [space for forward in forwards if (space := getattr(forward, "__globals__", None))]
-    return {
-        value: (space["__name__"], name)
-        for space in {id(s): s for s in spaces}.values()
-        for name, value in space.items()
-        if isinstance(value, torch.jit.ScriptFunction)
-    }
-
-
-def _whole_functions() -> tuple[FunctionType, ...]:
-    """Return torchvision's ops, which look at the types of their arguments. Where it is not loaded, no model has them."""
-    ops = sys.modules.get("torchvision.ops")
-    found = [getattr(ops, name) for name in getattr(ops, "__all__", ())]
-    return tuple(f for f in found if isinstance(f, FunctionType))

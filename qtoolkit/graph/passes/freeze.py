@@ -4,9 +4,9 @@ from typing import TypeVar
 
 from torch import nn
 
+from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes import link_batch_norms as fuse
-from qtoolkit.graph.passes.leaf_modules import become
+from qtoolkit.graph.passes.link_batch_norms import fold
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -34,8 +34,8 @@ def run(model: M) -> M:
 
 
 def _run_on_graph(gm: QuantizedGraphModule) -> None:
-    for node, follower in fuse.linked_pairs(gm):
-        fuse.fold(gm, node, follower)
+    for node, follower in gm.linked_batch_norms():
+        fold(gm, node, follower)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())
     gm.graph.lint()
@@ -47,7 +47,7 @@ def _run_on_modules(model: nn.Module) -> None:
         if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
             bn = layer.batch_norm
             layer.fold_batch_norm(bn)
-            become(bn, identity_of(bn))
+            replace_in_place(bn, identity_of(bn))
     for name, quantizer in quantizers_of(model).items():
         quantizer.name = name  # what an error calls it
-        become(quantizer, quantizer.to_grid())
+        replace_in_place(quantizer, quantizer.to_grid())

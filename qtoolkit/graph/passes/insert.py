@@ -1,82 +1,93 @@
-"""Insert quantizers: one on each tensor that is to be quantized, shared where concats tie tensors; weights of functions too."""
+"""Insert quantizers: one on each tensor to be quantized, shared where concats join tensors; on weights of functions too."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, count
 
 import torch
 from torch import fx, nn
 
-from qtoolkit.backends import Backend
-from qtoolkit.config import QConfigMapping
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import layer_edges
 from qtoolkit.graph.placement import decide
-from qtoolkit.graph.placement.decide import Decisions, Group, Want
-from qtoolkit.graph.placement.roles import Roles, is_quantizer
-from qtoolkit.graph.plan import Edge, Plan, Status
-from qtoolkit.quantizers.tensor_quantizer import HOLDER, WEIGHT_HOLDER, TensorQuantizer
+from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
+from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.plan import Edge, Plan
+from qtoolkit.layer_rules import LayerRules
+from qtoolkit.op_kinds.nodes import is_quantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
+# The submodules of a prepared model that hold the quantizers of its graph's tensors, and of weights that functions take.
+HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
 
-def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
-    """Insert a quantizer on every tensor that the backend wants quantized, one for all its consumers.
+
+def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
+    """Insert a quantizer on every tensor that the target wants quantized, one for all its consumers.
 
     The quantizer of node `relu` is the submodule `activation_quantizers.relu`; the one that the inputs of the concat `cat`
-    share is `activation_quantizers.cat`; that of the weight of the function `linear` is `weight_quantizers.linear`. Where
-    consumers ask for different specs, the one with most bits holds. Nothing is inserted where quantizers are already.
-    The plan gets every edge.
+    share is `activation_quantizers.cat`; that of the weight of the function `linear` is `weight_quantizers.linear`. In a model
+    with a submodule of such a name the quantizers are in `activation_quantizers_1`. Where consumers ask for different specs,
+    the one with most bits holds. A graph with inserted quantizers stays as it is. The plan gets every edge.
 
     Raises:
         ValueError: A spec does not fit a function's weight.
     """
     if any(is_quantizer(node) for node in gm.graph.nodes):
         return gm
-    decisions = decide.run(Roles(gm, backend, mapping), gm.graph)
-    _insert_all(gm, decisions)
-    edges = [edge for group in decisions.groups for edge in _edges_of(group)]
-    edges += [_weight_edge(want) for want in decisions.weights] + layer_edges(gm)
-    plan = gm.plan or Plan(backend)
-    left: dict[str, tuple[Status, str]] = {name: ("float", reason) for name, reason in decisions.left.items()}
-    gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
+    decisions = decide.run(Roles(gm.graph, rules), gm.graph)
+    weights = list(_insert_weights(gm, decisions.weights))  # first: their values are computed by the graph as it is
+    edges = [*_insert_activations(gm, decisions.quantizers), *weights, *layer_edges(gm)]
+    plan = gm.plan or Plan(rules.backend)
+    gm.plan = replace(plan, status={**decisions.left, **plan.status}, edges=tuple(edges))
     gm.graph.lint()
     gm.recompile()
     return gm
 
 
-def _insert_all(gm: QuantizedGraphModule, decisions: Decisions) -> None:
+def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuantizer]) -> Iterator[Edge]:
     device = next((p.device for p in gm.parameters()), torch.device("cpu"))
-    for holder, wanted in ((HOLDER, decisions.groups), (WEIGHT_HOLDER, decisions.weights)):
-        if wanted:
-            gm.add_module(holder, nn.Module())
-    values = _values_of(gm, [want.anchor for want in decisions.weights])
-    for want in decisions.weights:
-        _insert_weight(gm, want, values[want.anchor])
-    for group in decisions.groups:
-        _insert_group(gm, group, device)
+    holder = _add_holder(gm, HOLDER) if planned else HOLDER
+    for each in planned:
+        target = f"{holder}.{each.name}"
+        quantizer = TensorQuantizer(each.spec, name=target, inserted=True)
+        gm.add_submodule(target, quantizer.to(device).train(gm.training))
+        for producer in each.producers:
+            _insert_behind(gm, producer, target, each.requests)
+        for request in each.requests:
+            yield Edge(request.producer.name, request.consumer.name, target, each.spec, request.why)
 
 
-def _insert_group(gm: QuantizedGraphModule, group: Group, device: torch.device) -> None:
-    target = f"{HOLDER}.{group.name}"
-    quantizer = TensorQuantizer(group.spec, name=target, inserted=True)
-    gm.add_submodule(target, quantizer.to(device))
-    quantizer.train(gm.training)
-    for anchor in group.anchors:
-        on_the_way = {n for want in group.wants if want.anchor is anchor for n in (*want.through, want.consumer)}
-        users = [user for user in anchor.users if user in on_the_way]
-        with gm.graph.inserting_after(anchor):
-            node = gm.graph.call_module(target, (anchor,))
-        for user in users:
-            user.replace_input_with(anchor, node)
+def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, requests: Iterable[Request]) -> None:
+    served = [request for request in requests if request.producer is producer]
+    on_the_way = {node for request in served for node in (*request.through, request.consumer)}
+    users = [user for user in producer.users if user in on_the_way]
+    with gm.graph.inserting_after(producer):
+        node = gm.graph.call_module(target, (producer,))
+    for user in users:
+        user.replace_input_with(producer, node)
 
 
-def _insert_weight(gm: QuantizedGraphModule, want: Want, weight: torch.Tensor) -> None:
-    target = f"{WEIGHT_HOLDER}.{want.consumer.name}"
-    group = decide.conv_groups(want.consumer, want.spec)
-    quantizer = weight_quantizer(weight, want.spec, want.consumer.name, group, target, inserted=True)
-    gm.add_submodule(target, quantizer)
-    quantizer.train(gm.training)
-    with gm.graph.inserting_before(want.consumer):
-        node = gm.graph.call_module(target, (want.anchor,))
-    want.consumer.replace_input_with(want.anchor, node)
+def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> Iterator[Edge]:
+    values = _values_of(gm, [request.producer for request in requests])
+    holder = _add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
+    for request in requests:
+        producer, consumer, spec = request.producer, request.consumer, request.spec
+        target, groups = f"{holder}.{consumer.name}", decide.conv_groups(consumer, spec)
+        quantizer = weight_quantizer(values[producer], spec, consumer.name, groups, target, inserted=True)
+        gm.add_submodule(target, quantizer.train(gm.training))
+        with gm.graph.inserting_before(consumer):
+            node = gm.graph.call_module(target, (producer,))
+        consumer.replace_input_with(producer, node)
+        source = str(producer.target) if producer.op == "get_attr" else producer.name
+        yield Edge(source, consumer.name, target, spec, request.why)
+
+
+def _add_holder(gm: QuantizedGraphModule, name: str) -> str:
+    """Add an empty submodule, and return its name: one that the model does not have yet."""
+    free = next(free for free in chain([name], (f"{name}_{i}" for i in count(1))) if not hasattr(gm, free))
+    gm.add_module(free, nn.Module())
+    return free
 
 
 def _values_of(gm: QuantizedGraphModule, nodes: list[fx.Node]) -> dict[fx.Node, torch.Tensor]:
@@ -92,13 +103,3 @@ def _values_of(gm: QuantizedGraphModule, nodes: list[fx.Node]) -> dict[fx.Node, 
             if node in needed:
                 interpreter.env[node] = interpreter.run_node(node)
     return {node: interpreter.env[node] for node in nodes}
-
-
-def _edges_of(group: Group) -> list[Edge]:
-    target = f"{HOLDER}.{group.name}"
-    return [Edge(want.anchor.name, want.consumer.name, target, group.spec, want.why) for want in group.wants]
-
-
-def _weight_edge(want: Want) -> Edge:
-    source = str(want.anchor.target) if want.anchor.op == "get_attr" else want.anchor.name
-    return Edge(source, want.consumer.name, f"{WEIGHT_HOLDER}.{want.consumer.name}", want.spec, want.why)

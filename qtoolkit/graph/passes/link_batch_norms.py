@@ -1,31 +1,29 @@
-"""Find layers with the batch norm behind them. Training: the layer takes it over. Eval: it is folded into the weight."""
+"""Find layers with a batch norm after them. In training mode the layer takes it over; in eval mode it is folded at once."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
-from qtoolkit.backends import Backend
-from qtoolkit.config import QConfigMapping
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.swap import config_of
+from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
-from qtoolkit.op_kinds.nodes import WEIGHTED_KINDS, kind_of, module_of
+from qtoolkit.op_kinds.nodes import kind_of, module_of
 
 
-def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | None = None) -> QuantizedGraphModule:
-    """Let each QAT layer take over the batch norm that follows it, or fold that one where the model is in eval mode.
+def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
+    """Let each QAT layer take over the batch norm after it, or fold it into the layer where the model is in eval mode.
 
     Raises:
         ValueError: The backend's strategy for batch norms is not known, or does not fit one of them.
     """
     calls = calls_of(gm)
     for node, follower in list(batch_norms(gm)):
-        if reason_apart(node, follower, calls, backend, mapping) is not None:
+        if why_apart(node, follower, calls, rules) is not None:
             continue
         if gm.training:
-            _link(gm, node, follower, backend.batch_norm)
+            _link(gm, node, follower, rules.backend.batch_norm)
         else:
             fold(gm, node, follower)
     gm.recompile()
@@ -35,7 +33,7 @@ def run(gm: QuantizedGraphModule, backend: Backend, mapping: QConfigMapping | No
 def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Return each layer, or function, with the batch norm that takes its output."""
     for follower in gm.graph.nodes:
-        if kind_of(follower) == "batch_norm" and kind_of(follower.all_input_nodes[0]) in WEIGHTED_KINDS:
+        if kind_of(follower).name == "batch_norm" and kind_of(follower.all_input_nodes[0]).layer:
             yield follower.all_input_nodes[0], follower
 
 
@@ -44,14 +42,8 @@ def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
 
 
-def reason_apart(
-    node: fx.Node,
-    follower: fx.Node,
-    calls: Mapping[str, int],
-    backend: Backend,
-    mapping: QConfigMapping | None = None,
-) -> str | None:
-    """Return why a layer does not take over the batch norm behind it, or None where it does."""
+def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules: LayerRules) -> str | None:
+    """Return why a layer does not take over the batch norm after it, or None where it does."""
     if len(node.users) > 1:
         return "its layer's output has a second user"
     layer = module_of(node) if node.op == "call_module" else None
@@ -63,22 +55,12 @@ def reason_apart(
     if calls[str(node.target)] > 1 or calls[str(follower.target)] > 1:
         return "it or its layer is called more than once"
     if layer.input_quantizer is not None:
-        return "its layer is also called inside a submodule that is kept whole"
+        return "its layer is also called inside a leaf module"
     if bn.running_mean is None or bn.running_var is None:
         return "it has no running statistics: track_running_stats=False"
     if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
         return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
-    return "the qconfig_mapping says so" if config_of(follower, backend, mapping) is None else None
-
-
-def linked_pairs(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """Return each QAT layer with the batch norm that it has taken over."""
-    pairs = []
-    for node in gm.graph.nodes:
-        layer = module_of(node) if node.op == "call_module" else None
-        if isinstance(layer, QuantWeighted) and layer.batch_norm is not None:
-            pairs.append((node, next(iter(node.users))))
-    return pairs
+    return "the qconfig_mapping says so" if rules.of_node(follower).qconfig is None else None
 
 
 def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: str) -> None:
@@ -93,7 +75,9 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
     """Fold a batch norm into the layer before it, and take it out of the graph."""
     layer = module_of(node)
     if not isinstance(layer, QuantWeighted):
-        raise TypeError(f"{node.name!r} is no QAT layer, so {follower.name!r} cannot be folded into it.")
+        raise TypeError(
+            f"{node.name!r} is not a QAT layer, so the batch norm {follower.name!r} cannot be folded into it."
+        )
     bn, name = module_of(follower), str(follower.target)
     layer.fold_batch_norm(bn)
     follower.replace_all_uses_with(node)

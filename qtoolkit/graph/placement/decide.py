@@ -1,37 +1,33 @@
-"""Decide which edges are quantized, by roles alone, once for the whole graph; nothing is changed here."""
+"""Decide which edges are quantized, by roles alone, once for the whole graph. Nothing is changed here."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
 from qtoolkit.graph.placement.residual import free_branch, fuses
-from qtoolkit.graph.placement.roles import HEADS, Roles, quantizes_its_input, role_of, weight_is_float
-from qtoolkit.op_kinds.nodes import MULTIPLYING_KINDS, kind_of, tensor_inputs
+from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.plan import Cause, Verdict
+from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, quantizes_its_input, tensor_inputs
 from qtoolkit.op_kinds.rules import argument, written_out
-from qtoolkit.op_kinds.table import MOVES
-
-NOT_NEGATIVE = ("relu", "relu6", "sigmoid", "hardsigmoid", "softmax", "softplus")
-STAY_SO = ("avg_pool", "mean", "upsample_linear", "add", "mul", "div", "cat", "stack")
-WITH_CONSTANT = ("scale", "shift")
-NEEDS_OUTPUT = "float: its output is taken in float, and {} computes it in integers only between two quantized tensors"
 
 
 @dataclass(frozen=True)
-class Want:
-    """A tensor that an op wants quantized.
+class Request:
+    """An op's request for a quantized tensor.
 
     Attributes:
-        anchor: The op that makes the tensor: the quantizer comes right after it; or a concat, whose inputs are quantized.
-        through: The ops that only move values between it and the consumer.
-        consumer: The op that wants it.
+        producer: The op that computes the tensor, which the quantizer follows; or a concat, whose inputs are quantized.
+        through: The ops that only move values between the producer and the consumer.
+        consumer: The op that asks.
         spec: How the consumer's config quantizes it.
         why: The rule.
     """
 
-    anchor: fx.Node
+    producer: fx.Node
     through: tuple[fx.Node, ...]
     consumer: fx.Node
     spec: QuantSpec
@@ -39,20 +35,21 @@ class Want:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Tensors with one quantizer between them.
+class PlannedQuantizer:
+    """One quantizer, and the tensors that it quantizes.
 
     Attributes:
-        name: The concat that ties them, or the one tensor's node.
-        anchors: The ops that make them.
-        spec: The finest that a consumer asks for, unsigned where none of them is ever negative and the target allows it.
-        wants: Who wants them.
+        name: The name of the tensor's node, or of the concat whose inputs share the quantizer.
+        producers: The ops that compute the tensors.
+        spec: The spec with most bits that a consumer asks for; unsigned where no tensor is ever negative and the target
+            allows it.
+        requests: The requests that it serves.
     """
 
     name: str
-    anchors: tuple[fx.Node, ...]
+    producers: tuple[fx.Node, ...]
     spec: QuantSpec
-    wants: tuple[Want, ...]
+    requests: tuple[Request, ...]
 
 
 @dataclass
@@ -60,79 +57,77 @@ class Decisions:
     """What is quantized, and why an op that could be is not.
 
     Attributes:
-        groups: The activation quantizers.
-        weights: Weights of functions, each on its way into its op.
-        left: Of each op left in float by a rule of the target, the reason.
+        quantizers: The activation quantizers.
+        weights: The weights of functions.
+        left: The verdict on each op that a rule of the target leaves in float, by the op's name.
     """
 
-    groups: list[Group] = field(default_factory=list)
-    weights: list[Want] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    quantizers: list[PlannedQuantizer] = field(default_factory=list)
+    weights: list[Request] = field(default_factory=list)
+    left: dict[str, Verdict] = field(default_factory=dict)
 
 
 def run(roles: Roles, graph: fx.Graph) -> Decisions:
-    """Decide on every edge, from the outputs back, so that an op knows whether its output will be quantized."""
+    """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized."""
     collector = _Collector(roles)
     for node in reversed(graph.nodes):
         if node.op == "output":
             collector.take_outputs(node)
-        elif node not in roles.head:
+        elif node not in roles.unit:
             collector.take_weights(node)
-            if roles[node] in HEADS:
+            if roles[node] in QUANTIZED_ROLES:
                 collector.take(node)
     unsigned = _never_negative(graph) if roles.backend.unsigned_after_relu else set()
     order = {node: i for i, node in enumerate(graph.nodes)}
-    groups = sorted(collector.groups(unsigned), key=lambda group: order[group.anchors[0]])
-    return Decisions(groups, collector.weights, collector.left)
+    quantizers = sorted(collector.quantizers(unsigned), key=lambda quantizer: order[quantizer.producers[0]])
+    return Decisions(quantizers, collector.weights, collector.left)
 
 
 class _Collector:
-    """Collects wants, from the last op to the first."""
+    """Collects requests, from the last op to the first."""
 
     def __init__(self, roles: Roles) -> None:
         self.roles, self.backend = roles, roles.backend
-        self.wants: dict[tuple[fx.Node, fx.Node], Want] = {}
-        self.weights: list[Want] = []
-        self.left: dict[str, str] = {}
-        self.tied: dict[fx.Node, fx.Node] = {}  # union-find over anchors: each one's parent
+        self.requests: dict[tuple[fx.Node, fx.Node], Request] = {}
+        self.weights: list[Request] = []
+        self.left: dict[str, Verdict] = {}
+        self.shares_with: dict[fx.Node, fx.Node] = {}  # union-find over producers: each one's parent
         self.on_grid: set[fx.Node] = set()  # tensors that will be quantized
 
     def take_outputs(self, output: fx.Node) -> None:
-        """Quantize what the graph returns, where the policy says so and a quantized op makes it."""
+        """Quantize what the graph returns, where the target says so and a quantized op computes it."""
         for source in output.all_input_nodes if self.backend.quantize_graph_outputs else ():
-            head = self._head(source)
-            qconfig = None if head is None else self._quantized_by(head)
+            qconfig = self._quantized_by(self._first_in_unit(source))
             if qconfig is not None and qconfig.activation is not None:
-                self.want(source, output, qconfig.activation, "a graph output, which the target returns as integers")
+                self.request(source, output, qconfig.activation, "a graph output, which the target returns as integers")
 
     def take(self, node: fx.Node) -> None:
-        """Collect what one op wants."""
+        """Collect the requests of one op."""
         qconfig = self._quantized_by(node)
         if qconfig is None or qconfig.activation is None:
             return
         if self.roles[node] != "concat":
-            reason = self._reason_left(node)
-            if reason is not None:
-                self.left[node.name] = reason
+            verdict = self._left_by_target(node)
+            if verdict is not None:
+                self.left[node.name] = verdict
                 return
             if not quantizes_its_input(node):
-                self._take_inputs(node, qconfig)
+                self._take_inputs(node, qconfig.activation)
         if self.backend.quantize_outputs:
             self._take_users(node, qconfig.activation)
 
     def take_weights(self, node: fx.Node) -> None:
-        """Collect the weights of an op that is called as a function; they are quantized with or without its other inputs."""
-        qconfig = self.roles.config(node)
-        if qconfig is None or qconfig.weight is None or not self._multiplies_on_target(node):
+        """Collect the weights of an op called as a function; they are quantized with or without its other inputs."""
+        rule, kind = self.roles.rule(node), kind_of(node)
+        spec = self.roles.rules.weight_spec(rule, kind)
+        if spec is None or not (self.backend.quantizes(kind) or rule.is_explicit):
             return
         for weight in self.roles.weights_of(node):
-            spec = qconfig.weight
-            if self.roles.rule(node) is None:
-                spec = _on_output_channels(node, weight, spec, self.backend.conv_transpose_axis)
-            self.weights.append(Want(weight, (), node, spec, f"weight of a {kind_of(node)} called as a function"))
+            own = spec if rule.is_explicit else _along_columns(node, weight, spec)
+            self.weights.append(Request(weight, (), node, own, f"weight of a {kind} called as a function"))
 
-    def want(self, source: fx.Node, consumer: fx.Node, spec: QuantSpec, why: str) -> fx.Node | None:
-        """Note that a consumer wants a tensor quantized; return the anchor."""
+    def request(self, source: fx.Node, consumer: fx.Node, spec: QuantSpec, why: str) -> fx.Node | None:
+        """Note that a consumer asks for a quantized tensor; return its producer."""
         through: list[fx.Node] = []
         while (moved := self.roles.moves_from(source)) is not None:
             through.append(source)
@@ -140,67 +135,67 @@ class _Collector:
         if source.op == "placeholder" and not self.backend.quantize_graph_inputs:
             return None
         self.on_grid.update(through, (source,))
-        known = self.wants.get((source, consumer))
+        known = self.requests.get((source, consumer))
         if known is not None:
             through = list(dict.fromkeys([*known.through, *through]))
             spec, why = max(known.spec, spec, key=lambda s: s.bits), known.why
-        self.wants[source, consumer] = Want(source, tuple(through), consumer, spec, why)
+        self.requests[source, consumer] = Request(source, tuple(through), consumer, spec, why)
         if self.roles[source] == "concat" and known is None:
-            self._tie(source, spec)
+            self._share(source, spec)
         return source
 
-    def groups(self, unsigned: set[fx.Node]) -> list[Group]:
-        """Return the quantizers: one for each anchor, or for all that concats tie together."""
-        by_root: dict[fx.Node, list[Want]] = defaultdict(list)
-        for want in reversed(self.wants.values()):
-            by_root[self._root(want.anchor)].append(want)
-        groups = [self._group(wants, unsigned) for wants in by_root.values()]
-        return [group for group in groups if group.anchors]
+    def quantizers(self, unsigned: set[fx.Node]) -> list[PlannedQuantizer]:
+        """Return the quantizers: one for each producer, or for all whose tensors concats join."""
+        by_root: dict[fx.Node, list[Request]] = defaultdict(list)
+        for request in reversed(self.requests.values()):
+            by_root[self._root(request.producer)].append(request)
+        planned = [self._planned(requests, unsigned) for requests in by_root.values()]
+        return [quantizer for quantizer in planned if quantizer.producers]
 
-    def _group(self, wants: list[Want], unsigned: set[fx.Node]) -> Group:
-        anchors = list(dict.fromkeys(want.anchor for want in wants))
-        made = [anchor for anchor in anchors if self.roles[anchor] != "concat"]
-        name = next((anchor.name for anchor in anchors if anchor not in made), anchors[0].name)
-        spec = max((want.spec for want in wants), key=lambda s: s.bits)
+    def _planned(self, requests: list[Request], unsigned: set[fx.Node]) -> PlannedQuantizer:
+        producers = list(dict.fromkeys(request.producer for request in requests))
+        made = [producer for producer in producers if self.roles[producer] != "concat"]
+        name = next((producer.name for producer in producers if producer not in made), producers[0].name)
+        spec = max((request.spec for request in requests), key=lambda s: s.bits)
         if spec.signed and spec.symmetric and unsigned.issuperset(made):
             spec = replace(spec, signed=False, narrow=False)
-        return Group(name, tuple(made), spec, tuple(wants))
+        return PlannedQuantizer(name, tuple(made), spec, tuple(requests))
 
-    # ---- what an op wants
-
-    def _multiplies_on_target(self, node: fx.Node) -> bool:
-        """Return whether an op's weights can be quantized: the target has it, or a rule of the user's own asks for it."""
-        return role_of(node, self.backend) in HEADS or self.roles.rule(node) is not None
+    # ---- what an op asks for
 
     def _quantized_by(self, node: fx.Node) -> QConfig | None:
         """Return the config of an op that is to be quantized, None of others."""
-        if self.roles[node] not in HEADS or weight_is_float(node):
+        if self.roles[node] not in QUANTIZED_ROLES or has_float_weight(node):
             return None
-        qconfig = self.roles.config(node)
+        qconfig = self.roles.rule(node).qconfig
         # A function whose weight stays float computes in float, as a layer does.
         return None if qconfig is None or (self.roles.weights_of(node) and qconfig.weight is None) else qconfig
 
-    def _reason_left(self, node: fx.Node) -> str | None:
-        """Return why an op stays in float by a rule of the target; a rule of the user's own holds against all of them."""
-        if self.roles.rule(node) is not None:
+    def _left_by_target(self, node: fx.Node) -> Verdict | None:
+        """Return the verdict on an op that a rule of the target leaves in float; an explicit rule of the user's wins."""
+        if self.roles.has_rule(node):
             return None
         if are_masked_scores(node, self.roles):
             return MASKED
-        return NEEDS_OUTPUT.format(self.backend.name) if self._needs_output(node) else None
+        return self._without_quantized_output(node)
 
-    def _needs_output(self, node: fx.Node) -> bool:
-        exempt = (*MULTIPLYING_KINDS, "attention", *(("add",) if self.backend.residual_add == "both" else ()))
-        if not self.backend.integers_in_and_out or kind_of(node) in exempt:
-            return False
-        return self.roles.end_of(node) not in self.on_grid and not fuses(node, self.roles)
+    def _without_quantized_output(self, node: fx.Node) -> Verdict | None:
+        kind = kind_of(node)
+        exempt = kind.multiplies or (kind.name == "add" and self.backend.residual_add == "both")
+        if not self.backend.integers_in_and_out or exempt:
+            return None
+        if self.roles.last_in_unit(node) in self.on_grid or fuses(node, self.roles):
+            return None
+        name = self.backend.name
+        why = f"its output is taken in float, and {name} computes it in integers only between two quantized tensors"
+        return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, why)
 
-    def _take_inputs(self, node: fx.Node, qconfig: QConfig) -> None:
+    def _take_inputs(self, node: fx.Node, spec: QuantSpec) -> None:
         free, weights = free_branch(node, self.roles), self.roles.weights_of(node)
         for source in tensor_inputs(node):
-            if kind_of(node) in WITH_CONSTANT and source in self.roles.parameters:
-                continue
-            if source not in weights and source is not free and qconfig.activation is not None:
-                self.want(source, node, qconfig.activation, self._why(node, free))
+            is_constant = kind_of(node).with_constant and source in self.roles.parameters
+            if not is_constant and source not in weights and source is not free:
+                self.request(source, node, spec, self._why(node, free))
 
     def _why(self, node: fx.Node, free: fx.Node | None) -> str:
         if free is not None:
@@ -209,39 +204,34 @@ class _Collector:
         return f"{kind_of(node)} {words} quantized inputs"
 
     def _take_users(self, node: fx.Node, spec: QuantSpec) -> None:
-        end = self.roles.end_of(node)
-        for user in end.users:
-            if user.op != "output" and (end, user) not in self.wants:
-                self.want(
-                    end, user, spec, f"output of {node.name}: {self.backend.name} computes in integers throughout"
-                )
+        last = self.roles.last_in_unit(node)
+        why = f"output of {node.name}: {self.backend.name} computes in integers throughout"
+        for user in last.users:
+            if user.op != "output" and (last, user) not in self.requests:
+                self.request(last, user, spec, why)
 
-    def _head(self, source: fx.Node) -> fx.Node | None:
+    def _first_in_unit(self, source: fx.Node) -> fx.Node:
         while (moved := self.roles.moves_from(source)) is not None:
             source = moved
-        return self.roles.head.get(source, source)
+        return self.roles.unit.get(source, source)
 
     # ---- concats
 
-    def _tie(self, concat: fx.Node, spec: QuantSpec) -> None:
+    def _share(self, concat: fx.Node, spec: QuantSpec) -> None:
         for source in tensor_inputs(concat):
-            anchor = self.want(source, concat, spec, f"shares the scale of {concat.name}")
-            if anchor is not None:
-                self.tied[self._root(anchor)] = self._root(concat)
+            producer = self.request(source, concat, spec, f"shares the scale of {concat.name}")
+            if producer is not None:
+                self.shares_with[self._root(producer)] = self._root(concat)
 
-    def _root(self, anchor: fx.Node) -> fx.Node:
-        while (parent := self.tied.get(anchor, anchor)) is not anchor:
-            anchor = parent
-        return anchor
+    def _root(self, producer: fx.Node) -> fx.Node:
+        while (parent := self.shares_with.get(producer, producer)) is not producer:
+            producer = parent
+        return producer
 
 
-def _on_output_channels(node: fx.Node, weight: fx.Node, spec: QuantSpec, conv_transpose_axis: int) -> QuantSpec:
-    """Return a weight's spec with the axis of the op's output channels, for which axis 0 stands in a general config."""
-    if spec.axis != 0:
-        return spec
-    if kind_of(node) == "conv_transpose":
-        return replace(spec, axis=conv_transpose_axis)
-    if kind_of(node) != "matmul":
+def _along_columns(node: fx.Node, weight: fx.Node, spec: QuantSpec) -> QuantSpec:
+    """Return the spec of a weight in a matrix product with axis 0 replaced by the axis of its columns, or of its rows."""
+    if spec.axis != 0 or kind_of(node).name != "matmul":
         return spec
     if isinstance(node.args[0] if node.args else None, str):
         return replace(spec, axis=_einsum_axis(node, weight))
@@ -249,7 +239,7 @@ def _on_output_channels(node: fx.Node, weight: fx.Node, spec: QuantSpec, conv_tr
 
 
 def _einsum_axis(node: fx.Node, weight: fx.Node) -> int | None:
-    """Return the axis of the last letter that only this operand and the result have; None, a single scale, without one."""
+    """Return the axis of the last letter that this operand shares with the result alone; None (one scale) without one."""
     equation = written_out(str(node.args[0]))
     terms = equation.split("->")[0].split(",")
     operands = node.args[1:]
@@ -261,7 +251,7 @@ def _einsum_axis(node: fx.Node, weight: fx.Node) -> int | None:
 
 def conv_groups(node: fx.Node, spec: QuantSpec) -> int:
     """Return the groups whose output channels have scales of their own: those of a transposed convolution along axis 1."""
-    along_outputs = kind_of(node) == "conv_transpose" and spec.axis == 1
+    along_outputs = kind_of(node).name == "conv_transpose" and spec.axis == 1
     return int(argument(node, 6, "groups", 1)) if along_outputs else 1
 
 
@@ -269,7 +259,6 @@ def _never_negative(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         kind = kind_of(node)
-        keeps = kind in (*STAY_SO, *MOVES) and found.issuperset(tensor_inputs(node))
-        if kind in NOT_NEGATIVE or keeps:
+        if kind.never_negative or (kind.keeps_sign and found.issuperset(tensor_inputs(node))):
             found.add(node)
     return found

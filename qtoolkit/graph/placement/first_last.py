@@ -6,19 +6,19 @@ from dataclasses import replace
 from torch import fx
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.op_kinds.nodes import MULTIPLYING_KINDS, kind_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
 
 
-def at_ends(node: fx.Node, qconfig: QConfig | None, bits: int) -> QConfig | None:
-    """Return a node's config, with at least so many bits where it is a first or a last layer."""
-    if qconfig is None or not is_end(node):
+def with_least_bits(node: fx.Node, qconfig: QConfig | None, bits: int) -> QConfig | None:
+    """Return the config of a node, with at least `bits` bits if it is a first or a last layer."""
+    if qconfig is None or not _is_first_or_last(node):
         return qconfig
     return QConfig(_widen(qconfig.activation, bits), _widen(qconfig.weight, bits))
 
 
-def is_end(node: fx.Node) -> bool:
+def _is_first_or_last(node: fx.Node) -> bool:
     """Return whether a layer takes a graph input, or makes a graph output, with no other layer in between."""
-    if kind_of(node) not in MULTIPLYING_KINDS:
+    if not kind_of(node).weight_argument:
         return False
     return _reaches(node, "placeholder", tensor_inputs) or _reaches(node, "output", lambda n: n.users)
 
@@ -29,7 +29,7 @@ def _reaches(start: fx.Node, op: str, step: Callable[[fx.Node], Iterable[fx.Node
         node = waiting.pop()
         if node.op == op:
             return True
-        if node not in seen and kind_of(node) not in MULTIPLYING_KINDS:
+        if node not in seen and not kind_of(node).weight_argument:
             seen.add(node)
             waiting += step(node)
     return False

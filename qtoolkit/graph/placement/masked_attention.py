@@ -1,21 +1,21 @@
-"""Sums of attention's scores with a mask or a bias: float, as a mask's large negative values would take all their codes."""
+"""Sums of attention scores with a mask or a bias. They stay float: a mask's large negative values would take all codes."""
 
 from torch import fx
 
 from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
-from qtoolkit.op_kinds.table import MOVES
 
-SUMS = ("add", "sub")
-CASTS = ("float", "double", "to", "type_as")  # methods: models take the softmax in float32
-KEEP_SCORES = (*MOVES, *SUMS, "scale", "shift")
-MASKED = "float: attention's scores with a mask or a bias; a mask's large negative values would leave them few codes"
+MASKED = Verdict.left_float(
+    Cause.TARGET, "attention's scores with a mask or a bias; a mask's large negative values would leave them few codes"
+)
+CASTS = ("float", "double", "to", "type_as")  # methods: models compute the softmax in float32
 
 
 def are_masked_scores(node: fx.Node, roles: Roles) -> bool:
-    """Return whether a node adds to a product of two activations what a softmax in float alone takes."""
+    """Return whether a node adds to a product of two activations, and only a softmax in float takes the sum."""
     return (
-        kind_of(node) in SUMS
+        kind_of(node).sums
         and any(_is_score(source, roles) for source in tensor_inputs(node))
         and _only_softmax_takes(node, roles)
     )
@@ -24,16 +24,16 @@ def are_masked_scores(node: fx.Node, roles: Roles) -> bool:
 def _is_score(node: fx.Node, roles: Roles) -> bool:
     while _keeps_scores(node):
         inputs = tensor_inputs(node) or node.all_input_nodes
-        if kind_of(node) in SUMS:
+        if kind_of(node).sums:
             return any(_is_score(source, roles) for source in inputs)
         node = inputs[0]
-    return kind_of(node) == "matmul" and not roles.weights_of(node)
+    return kind_of(node).name == "matmul" and not roles.weights_of(node)
 
 
 def _only_softmax_takes(node: fx.Node, roles: Roles) -> bool:
     while len(users := _users_of_values(node)) == 1:
         node = users[0]
-        if kind_of(node) == "softmax":
+        if kind_of(node).name == "softmax":
             return roles[node] == "float"
         if not _keeps_scores(node):
             return False
@@ -41,13 +41,13 @@ def _only_softmax_takes(node: fx.Node, roles: Roles) -> bool:
 
 
 def _users_of_values(node: fx.Node) -> list[fx.Node]:
-    return [
-        user for user in node.users if not _is_cast(user) or user.args[0] is node
-    ]  # x.type_as(node) reads its dtype
+    # x.type_as(node) reads the dtype of node, not its values.
+    return [user for user in node.users if not _is_cast(user) or user.args[0] is node]
 
 
 def _keeps_scores(node: fx.Node) -> bool:
-    return kind_of(node) in KEEP_SCORES or _is_cast(node)
+    kind = kind_of(node)
+    return kind.moves or kind.sums or kind.with_constant or _is_cast(node)
 
 
 def _is_cast(node: fx.Node) -> bool:

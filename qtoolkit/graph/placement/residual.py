@@ -4,15 +4,14 @@ import heapq
 
 from torch import fx
 
-from qtoolkit.graph.placement.roles import Roles, weight_is_float
-from qtoolkit.op_kinds.nodes import WEIGHTED_KINDS, kind_of, tensor_inputs
-
-FUSING_KINDS = ("conv", "conv_transpose")
+from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.placement.traversal import origin
+from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, tensor_inputs
 
 
 def free_branch(node: fx.Node, roles: Roles) -> fx.Node | None:
-    """Return the input of a residual add that stays unquantized, or None."""
-    if roles.backend.residual_add == "both" or kind_of(node) != "add":
+    """Return the input of a residual add that stays unquantized; None for other ops and other targets."""
+    if roles.backend.residual_add == "both" or kind_of(node).name != "add":
         return None
     branches = [source for source in tensor_inputs(node) if layer_before(source) is not None]
     if len(branches) < 2:
@@ -23,26 +22,20 @@ def free_branch(node: fx.Node, roles: Roles) -> fx.Node | None:
 
 
 def fuses(node: fx.Node, roles: Roles) -> bool:
-    """Return whether a residual add becomes part of a convolution."""
+    """Return whether the target computes a residual add as part of a convolution."""
     free = free_branch(node, roles)
     layer = None if free is None else layer_before(free)
-    return layer is not None and kind_of(layer) in FUSING_KINDS
+    return layer is not None and kind_of(layer).fuses_add
 
 
 def layer_before(node: fx.Node) -> fx.Node | None:
-    """Return the quantized layer that a tensor comes straight from (but for batch norm and dropout), if it alone takes it."""
-    while len(node.users) == 1:
-        kind = kind_of(node)
-        if kind in WEIGHTED_KINDS:
-            return None if weight_is_float(node) else node
-        if kind not in ("batch_norm", "identity"):
-            return None
-        node = tensor_inputs(node)[0]
-    return None
+    """Return the quantized layer that computes a tensor, alone or with its batch norm, and that has no other user."""
+    layer = origin(node, sole_user=True)
+    return layer if layer is not None and kind_of(layer).layer and not has_float_weight(layer) else None
 
 
 def lengths_from_fork(first: fx.Node, second: fx.Node) -> tuple[int, int]:
-    """Count the nodes on each of two branches that the other does not share, back to where they part."""
+    """Return how many nodes each of two branches has that the other does not share, back to where they fork."""
     order = {node: -i for i, node in enumerate(first.graph.nodes)}
     reached = {first: {0}, second: {1}}
     waiting = [(order[node], i) for i, node in enumerate((first, second))]

@@ -1,30 +1,55 @@
-"""Which quantizer's grid a tensor of a prepared or converted graph lies on."""
+"""Where a tensor of a graph comes from: the op that computes it, and the quantizer whose grid it lies on."""
 
 from torch import fx
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.placement.roles import is_quantizer, role_of, source_of
-from qtoolkit.op_kinds.nodes import tensor_inputs
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, tensor_inputs
+
+# Kinds between a layer and what takes its output, which targets compute as part of the layer or drop.
+AFTER_A_LAYER = ("batch_norm", "identity")
+
+
+def source_of(node: fx.Node) -> fx.Node | None:
+    """Return the first tensor that an op takes; None where it takes none that could be quantized."""
+    inputs = tensor_inputs(node)
+    return inputs[0] if inputs else None
+
+
+def origin(
+    node: fx.Node, through: tuple[str, ...] = AFTER_A_LAYER, quantizers: bool = True, sole_user: bool = False
+) -> fx.Node | None:
+    """Return the op that computes a tensor, back through ops of some kinds.
+
+    Args:
+        node: The node whose output the tensor is.
+        through: The kinds to go back through.
+        quantizers: Whether to go back through quantizers too.
+        sole_user: Return None where a tensor on the way has other users.
+    """
+    while not sole_user or len(node.users) == 1:
+        if not ((quantizers and is_quantizer(node)) or kind_of(node).name in through):
+            return node
+        node = node.all_input_nodes[0]
+    return None
 
 
 def quantizer_behind(node: fx.Node, backend: Backend) -> fx.Node | None:
     """Return the quantizer node that a tensor comes from, through ops that only move values; None where it is float.
 
-    Of a concat whose inputs share a scale, the first input's.
+    For a concat whose inputs share a scale, it is the first input's.
     """
-    while True:
-        if is_quantizer(node):
-            return node
-        role = role_of(node, backend)
+    while not is_quantizer(node):
+        role = backend.role(kind_of(node))
         if role == "concat":
-            return _of_concat(node, backend)
+            return _behind_concat(node, backend)
         source = source_of(node) if role == "transparent" else None
         if source is None:
             return None
         node = source
+    return node
 
 
-def _of_concat(node: fx.Node, backend: Backend) -> fx.Node | None:
+def _behind_concat(node: fx.Node, backend: Backend) -> fx.Node | None:
     found = [quantizer_behind(source, backend) for source in tensor_inputs(node)]
     quantizers = [quantizer for quantizer in found if quantizer is not None]
     one_grid = len(quantizers) == len(found) and len({quantizer.target for quantizer in quantizers}) == 1

@@ -1,4 +1,4 @@
-"""Batch norms whose subclass calls the function, with what else such a module holds."""
+"""Batch norms of a subclass that calls F.batch_norm: they become modules, and keep their submodules."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import qtoolkit as qt
 
 
 class NormAct(nn.BatchNorm2d):
-    """A batch norm with an activation in it, that checks its input and counts batches in Python, as timm's does."""
+    """A batch norm with an activation, which checks its input and counts batches in Python, as timm's does."""
 
     def __init__(self, channels: int, act: nn.Module) -> None:
         super().__init__(channels)
@@ -29,7 +29,7 @@ class NormAct(nn.BatchNorm2d):
 
 
 class HandsOn(NormAct):
-    """The same, with the mode handed on as it is."""
+    """The same, with the mode passed on unchanged."""
 
     def forward(self, x: Tensor) -> Tensor:
         statistics = self.running_mean, self.running_var
@@ -58,7 +58,7 @@ def settled(norm: Callable[..., nn.Module]) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("norm", [NormAct, HandsOn])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_it_is_taken_over_and_its_activation_stays(norm: type[nn.Module], training: bool) -> None:
+def test_the_layer_before_it_fuses_with_it_and_its_activation_stays(norm: type[nn.Module], training: bool) -> None:
     model, x = settled(norm)
     prepared = qt.prepare(model.train(training), (x,), "onnxruntime")
     report = qt.quantization_report(prepared)
@@ -91,7 +91,7 @@ def test_it_trains_as_before() -> None:
 
 
 class Odd(NormAct):
-    """A batch norm with another epsilon than its own."""
+    """A batch norm that computes with another epsilon than its attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, 1e-2)
@@ -105,7 +105,7 @@ class Frozen(NormAct):
 
 
 @pytest.mark.parametrize("norm", [Odd, Frozen])
-def test_what_computes_otherwise_stays_a_function(norm: type[nn.Module]) -> None:
+def test_a_batch_norm_that_computes_something_else_stays_a_function(norm: type[nn.Module]) -> None:
     model, x = settled(norm)
     prepared = qt.prepare(model.train(), (x,), "onnxruntime")
     (line,) = [line for line in qt.quantization_report(prepared).left_float if line.kind == "batch_norm"]

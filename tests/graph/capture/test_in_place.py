@@ -1,4 +1,4 @@
-"""Ops that work in place and whose results nobody takes: what is read later is the changed tensor."""
+"""In-place ops whose results the forward does not use: later readers of the tensor read the changed one."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ import qtoolkit as qt
 
 
 class Net(nn.Module):
-    """Two layers, and something between them on the first one's output and on the input."""
+    """Two layers, with a function of the first one's output and the input between them."""
 
     def __init__(self, between: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def plus_equals(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
 
 
 def around(m: nn.Module, y: Tensor, x: Tensor) -> Tensor:
-    """Read before and after."""
+    """Read y before and after the change."""
     before = m.head.weight.sum() + y * 2
     m.relu(y)
     return torch.cat([y, before], 0) + torch.cat([y, y], 0)
@@ -69,7 +69,7 @@ SHAPE = (2, 4, 6, 6)
 
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "snpe", "tvm"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_read_later_is_the_changed_tensor(name: str, backend: str) -> None:
+def test_later_readers_read_the_changed_tensor(name: str, backend: str) -> None:
     x, outputs = torch.randn(SHAPE), []
     for between in CASES[name]:
         model = Net(between).eval()
@@ -132,7 +132,7 @@ def test_a_view_that_is_read_after_the_change_is_an_error_that_names_the_node() 
         return view
 
     for between in (through_a_view, before_the_change):
-        with pytest.raises(ValueError, match=r"prepare: 'add_' changes .* in place, and 'head' reads it afterwards as"):
+        with pytest.raises(ValueError, match=r"prepare: 'add_' changes .* in place, and 'head' then reads '"):
             qt.prepare(Net(between))
 
 

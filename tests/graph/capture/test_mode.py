@@ -1,4 +1,4 @@
-"""What a forward hands on of self.training follows the mode of the prepared model; what decides on it alone is kept whole."""
+"""self.training in a forward follows the mode of the prepared model; a submodule that only branches on it is a leaf module."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ class Drops(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth in Python, as timm writes it: it has no parameters, and decides on the mode."""
+    """Stochastic depth in Python, as timm writes it: it has no parameters and branches on the mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         doubled = x * 2
@@ -43,8 +43,8 @@ class DropPath(nn.Module):
         return doubled * torch.empty_like(x).bernoulli_(0.5)
 
 
-class Decides(nn.Module):
-    """The same inside a sequence, after a layer, twice."""
+class Branches(nn.Module):
+    """DropPath in a sequence after a layer, and called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Decides(nn.Module):
         return self.drop(self.drop(self.body(x)))
 
 
-@pytest.mark.parametrize("kind", [Drops, Decides])
+@pytest.mark.parametrize("kind", [Drops, Branches])
 @pytest.mark.parametrize("training", [True, False], ids=["prepared in train", "in eval"])
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
 def test_the_mode_is_the_prepared_models(kind: type[nn.Module], training: bool, measured: bool) -> None:
@@ -85,6 +85,26 @@ def test_a_submodule_has_its_own_mode() -> None:
         assert torch.equal(y, model(x))
 
 
+class Named(nn.Module):
+    """Has a submodule with the name that prepare gives to the module that reads the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_mode = linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.training_mode(x), 0.5, self.training)
+
+
+def test_a_submodule_of_the_users_named_training_mode_stays() -> None:
+    model, x = Named().train(), torch.rand(16, 4)
+    prepared = qt.prepare(model, (x,))
+    assert set(model.state_dict()) <= set(prepared.state_dict())
+    with qt.disable_quantization(prepared), torch.no_grad():
+        assert torch.equal(prepared.eval()(x), model.eval()(x))
+        assert not torch.equal(prepared.train()(x), prepared(x))
+
+
 def test_converted_and_reported_without_the_mode() -> None:
     x = torch.rand(16, 4)
     prepared = qt.prepare(Drops().train(), (x,), "onnxruntime")
@@ -94,8 +114,8 @@ def test_converted_and_reported_without_the_mode() -> None:
     assert [line.name for line in qt.quantization_report(prepared).layers] == ["block.fc", "dropout", "fc", "dropout_1"]
 
 
-def test_what_decides_is_one_node_and_nothing_of_it_is_left_over() -> None:
-    traced = trace.run(Decides().train(), example_inputs=torch.rand(2, 4))
+def test_a_submodule_without_state_that_branches_is_a_leaf_module() -> None:
+    traced = trace.run(Branches().train(), example_inputs=torch.rand(2, 4))
     assert [str(n.target) for n in traced.graph.nodes] == ["x", "body.0", "body.1", "drop", "drop", "output"]
 
 
@@ -110,7 +130,7 @@ def test_tracing_leaves_the_mode_a_bool() -> None:
 
 
 class TwoHeads(nn.Module):
-    """Has a head for training alone, as GoogLeNet does."""
+    """Has a head for training only, as GoogLeNet does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,16 +142,18 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("training", "words"), [(True, "in training mode, in eval mode too"), (False, "in eval mode, in training")]
+    ("training", "words"), [(True, "of training mode in eval mode too"), (False, "of eval mode in training mode too")]
 )
-def test_what_is_decided_for_good_is_said(training: bool, words: str) -> None:
+def test_a_branch_that_the_graph_fixes_is_warned_of(training: bool, words: str) -> None:
     model = nn.Sequential(TwoHeads()).train(training)
-    with pytest.warns(UserWarning, match=f"prepare: 0 decides on self.training in Python: .* {words}"):
+    with pytest.warns(
+        UserWarning, match=f"prepare: Python branches on self.training in 0; the graph computes the branch {words}"
+    ):
         prepared = qt.prepare(model, (torch.rand(2, 4),), backend="onnxruntime")
     with qt.disable_quantization(prepared):
         assert isinstance(prepared.train(not training)(torch.rand(2, 4)), tuple) == training
 
 
-def test_what_follows_the_mode_is_no_matter(recwarn) -> None:
-    qt.prepare(Decides().train(), (torch.rand(2, 4),), backend="onnxruntime")
+def test_a_mode_that_the_graph_follows_is_not_warned_of(recwarn) -> None:
+    qt.prepare(Branches().train(), (torch.rand(2, 4),), backend="onnxruntime")
     assert not [w for w in recwarn if "self.training" in str(w.message)]

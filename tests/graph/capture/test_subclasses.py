@@ -1,4 +1,4 @@
-"""Subclasses of torch's layers: those that compute alike are quantized as they are, those that do not as what they do."""
+"""Subclasses of torch's layers: those that compute the same become torch's type, the others are traced."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.graph.capture.subclasses import plain_type
+from qtoolkit.graph.capture.subclasses import equivalent_type
 from tests import nets
 
 
 class Narrow(nn.Conv2d):
-    """A convolution with a constructor and a static method of its own, as torchvision's video models have it."""
+    """A convolution that adds a constructor and a static method, as in torchvision's video models."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(3, channels, 3, bias=False)
@@ -33,7 +33,7 @@ class Scaled(nn.Conv2d):
 
 
 class Wraps(nn.Linear):
-    """A linear layer with a weight of its own making."""
+    """A linear layer that loads its weight in another way."""
 
     def _load_from_state_dict(self, *args: object) -> None:
         raise NotImplementedError
@@ -49,12 +49,14 @@ class Wraps(nn.Linear):
         (nn.ReLU(), None),
     ],
 )
-def test_only_what_overrides_nothing_is_torchs_own(module: nn.Module, kind: type[nn.Module] | None) -> None:
-    assert plain_type(module) is kind
+def test_only_a_subclass_that_overrides_nothing_has_an_equivalent_type(
+    module: nn.Module, kind: type[nn.Module] | None
+) -> None:
+    assert equivalent_type(module) is kind
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_its_batch_norm_is_taken_over(training: bool) -> None:
+def test_such_a_layer_fuses_with_its_batch_norm(training: bool) -> None:
     model = nets.trained(nn.Sequential(Narrow(4), Norm(4), nn.ReLU(), Scaled(4, 2, 1)), 2, 3, 8, 8).train(training)
     x = torch.randn(2, 3, 8, 8)
     prepared = qt.prepare(model, (x,), "onnxruntime")
@@ -65,7 +67,7 @@ def test_its_batch_norm_is_taken_over(training: bool) -> None:
         torch.testing.assert_close(prepared.eval()(x), model.eval()(x))
 
 
-def test_a_leaf_type_of_the_users_stays_as_it_is() -> None:
+def test_a_type_in_leaf_modules_stays_as_it_is() -> None:
     prepared = qt.prepare(nn.Sequential(Narrow(4)), leaf_modules=[Narrow])
     assert type(prepared.get_submodule("0")) is Narrow
 

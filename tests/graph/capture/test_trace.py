@@ -1,4 +1,4 @@
-"""The trace pass: outputs and names kept, sizes decided by example, what a graph would lose refused, and the remedies."""
+"""The trace pass: it keeps outputs and names, follows branches on sizes, and keeps arguments and attributes."""
 
 import copy
 import pickle
@@ -47,7 +47,7 @@ def test_trace_keeps_outputs_and_parameter_names(case: str, training: bool) -> N
         assert module.training == training
 
 
-def test_float_functionals_of_torch_are_seen_through() -> None:
+def test_float_functionals_of_torch_are_traced() -> None:
     quantized = pytest.importorskip("torch.ao.nn.quantized")
 
     class Residual(nn.Module):
@@ -85,25 +85,28 @@ def test_a_shared_module_is_one_module_under_both_names() -> None:
 # ---- decisions on sizes
 
 
-def test_sizes_are_decided_by_the_example_and_checked_at_run_time() -> None:
+def test_example_inputs_select_branches_on_sizes_and_the_graph_checks_them() -> None:
     traced = trace.run(OnSizes(), example_inputs=(torch.randn(2, 6),))
     model = OnSizes()
     model.load_state_dict(traced.state_dict())
-    for batch in (1, 5):  # what no decision hangs on may vary
+    for batch in (1, 5):  # no branch depends on the batch size
         x = torch.randn(batch, 6)
         assert torch.equal(traced(x), model(x))
     with pytest.raises(
-        ValueError, match=r"prepared for inputs of other sizes: it decides at .*`if x\.shape\[-1\] % 8 != 0:`"
+        ValueError,
+        match=r"prepared for inputs of other sizes: .* is False now and was True .*, at .*`if x\.shape\[-1\] % 8 != 0:`",
     ):
         traced(torch.randn(2, 8))
 
 
 def test_without_example_inputs_the_error_asks_for_them() -> None:
-    with pytest.raises(qt.UntraceableError, match="pass example_inputs, so that decisions on sizes are taken by them"):
+    with pytest.raises(
+        qt.UntraceableError, match="pass example_inputs, which determine the sizes that Python branches on"
+    ):
         trace.run(OnSizes())
 
 
-def test_example_values_are_never_looked_at() -> None:
+def test_example_values_are_never_used() -> None:
     with pytest.raises(qt.UntraceableError, match="if x.sum\\(\\) > 0"):
         qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),))
 
@@ -189,7 +192,10 @@ def test_arguments_left_out_are_fixed_at_their_defaults() -> None:
     prepared = trace.run(copy.deepcopy(model), example_inputs=(x,))
     assert torch.equal(prepared(x), model(x))
     assert torch.equal(prepared(x=x, mask=None, double=False), model(x))
-    with pytest.raises(ValueError, match="mask has been specialized to have value None .* pass it in example_inputs"):
+    with pytest.raises(
+        ValueError,
+        match="mask has been specialized to have value None .* to pass a value, give one in the example_inputs",
+    ):
         prepared(x, mask=torch.ones(4))
     with pytest.raises(AssertionError, match="double has been specialized to have value False"):
         prepared(x, double=True)

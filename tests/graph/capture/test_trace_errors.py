@@ -1,4 +1,4 @@
-"""What the trace pass refuses, and whether the remedies that it names help."""
+"""Models and arguments that the trace pass refuses, and whether the remedies in its errors help."""
 
 import re
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def test_wrapped_submodules_are_named() -> None:
         qt.prepare(model)
 
 
-def test_scripted_submodules_are_kept_whole() -> None:
+def test_scripted_submodules_are_leaf_modules() -> None:
     model = nn.Sequential(linear_of(), torch.jit.script(linear_of()))
     x = torch.randn(2, 4)
     prepared = qt.prepare(model, inplace=True)
@@ -101,17 +101,20 @@ def with_own_forward() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Draws, "random numbers are drawn that would be the same ones at every run"),
+        (Draws, "draws random numbers that every run of the graph would repeat"),
         (NoGrad, r"no_grad, inference_mode or autocast is entered here.*line \d+, in forward: `y = x \* 2`"),
         (Autocast, r"autocast is entered here.*`return x @ x\.t\(\)`"),
-        (Counts, "buffer 'count' .*is assigned to, which a graph does not keep; write into it with copy_ or add_"),
+        (
+            Counts,
+            "assigns to buffer 'count' .*, which a graph does not record; write into the buffer with copy_ or add_",
+        ),
         (
             lambda: hooked("register_forward_hook"),
-            "submodule '0' .*forward hooks, which a graph does not keep; remove them",
+            "submodule '0' .*forward hooks, which a graph does not record; remove them",
         ),
         (lambda: hooked("register_forward_pre_hook"), "submodule '0' .*forward hooks"),
         (lambda: hooked("register_forward_hook")[0], "Sequential.forward: this module has forward hooks"),
-        (with_own_forward, "Linear.forward was replaced on this one model; make it a method of the class"),
+        (with_own_forward, "forward was replaced on this instance of Linear; define forward in the class"),
         (lambda: nn.LazyLinear(3), "parameter 'weight' has no shape yet; run the model once on a batch first"),
         (nn.Module, "forward"),
     ],
@@ -125,7 +128,7 @@ def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], word
     ("kwargs", "error", "words"),
     [
         ({"skip": ["bloc"]}, ValueError, "skip: unknown submodule 'bloc'; did you mean 'block'"),
-        ({"skip": [""]}, ValueError, 'skip: "" is the model itself, of which nothing would be left to trace'),
+        ({"skip": [""]}, ValueError, 'skip must name submodules, got "", which is the model itself'),
         (
             {"skip": "block"},
             TypeError,
@@ -134,10 +137,18 @@ def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], word
         (
             {"leaf_modules": ["block"]},
             TypeError,
-            "leaf_modules must hold types of torch.nn.Module, got 'block'; name one",
+            "leaf_modules must contain subclasses of torch.nn.Module, got 'block'; name a submodule in skip",
         ),
-        ({"leaf_modules": [torch.relu]}, TypeError, "leaf_modules must hold types of torch.nn.Module, got <built-in"),
-        ({"leaf_modules": [nn.ReLU()]}, TypeError, r"leaf_modules must hold types of torch.nn.Module, got ReLU\(\)"),
+        (
+            {"leaf_modules": [torch.relu]},
+            TypeError,
+            "leaf_modules must contain subclasses of torch.nn.Module, got <built-in",
+        ),
+        (
+            {"leaf_modules": [nn.ReLU()]},
+            TypeError,
+            r"leaf_modules must contain subclasses of torch.nn.Module, got ReLU\(\)",
+        ),
         (
             {"concrete_args": {"y": 1}},
             ValueError,
@@ -149,9 +160,9 @@ def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], word
         (
             {"example_inputs": (1, 2)},
             TypeError,
-            r"example_inputs do not fit ControlFlow.forward\(x: .*too many positional",
+            r"example_inputs do not match ControlFlow.forward\(x: .*too many positional",
         ),
-        ({"example_inputs": {"y": 2}}, TypeError, "example_inputs do not fit .*missing a required argument: 'x'"),
+        ({"example_inputs": {"y": 2}}, TypeError, "example_inputs do not match .*missing a required argument: 'x'"),
     ],
 )
 def test_bad_arguments_are_named(kwargs: dict[str, object], error: type[Exception], words: str) -> None:
@@ -168,7 +179,7 @@ def test_following_the_advice_ends_in_success(example: object) -> None:
     for _ in range(3):
         with pytest.raises(qt.UntraceableError) as error:
             qt.prepare(nets.TwoBad(), example, skip=skip)
-        assert f"keep that submodule whole with skip=[{error.value.skip!r}]" in str(error.value)
+        assert f"make that submodule a leaf module with skip=[{error.value.skip!r}]" in str(error.value)
         skip.append(error.value.skip)
     assert skip == ["loops.block", "loops", "stage.0"]
     prepared = qt.prepare(nets.TwoBad(), example, skip=skip)
@@ -205,7 +216,7 @@ def test_a_function_at_fault_can_be_wrapped() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return bends(x)
 
-    with pytest.raises(qt.UntraceableError, match=r"record it as one op with torch\.fx\.wrap\('bends'\)"):
+    with pytest.raises(qt.UntraceableError, match=r"make it a single op with torch\.fx\.wrap\('bends'\)"):
         qt.prepare(Calls())
 
 

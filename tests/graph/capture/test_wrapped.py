@@ -1,4 +1,4 @@
-"""Functions that torch.fx.wrap makes one op: traced where weights are handed to them; and assignment to parts of tensors."""
+"""Functions wrapped by torch.fx.wrap: they are inlined if they take weights. Assignments to items of tensors."""
 
 import copy
 import pickle
@@ -96,12 +96,12 @@ def test_without_example_inputs_it_stays_one_op() -> None:
     assert [n.name for n in prepared.graph.nodes if n.op == "call_function"] == ["attention_of"]
     (line,) = [line for line in qt.quantization_report(prepared).left_float if line.name == "attention_of"]
     assert line.reason == (
-        "float: a function that weights are handed to and tracing stopped at: pass example_inputs, or make it a module"
+        "float: a function that takes weights and is not traced: pass example_inputs, or make it a module"
     )
 
 
 class Writes(nn.Module):
-    """Writes into a tensor that a layer takes before and after."""
+    """Writes into a tensor that a layer reads before and after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
-def test_assignment_is_seen_by_who_takes_the_tensor_later(measured: bool) -> None:
+def test_later_readers_of_the_tensor_see_an_assignment(measured: bool) -> None:
     model, x = Writes().eval(), torch.rand(3, 4)
     prepared = qt.prepare(model, (x,) if measured else None, "onnxruntime")
     with qt.disable_quantization(prepared), torch.no_grad():
@@ -129,12 +129,12 @@ def test_assignment_is_seen_by_who_takes_the_tensor_later(measured: bool) -> Non
 
 
 def sides_of(x: Tensor, least: int) -> list[int]:
-    """Return sizes by a way of counting that a graph does not see."""
+    """Return sizes that a function computes."""
     return [max(int(side), least) for side in x.shape]
 
 
 def even(sides: list[int]) -> list[int]:
-    """Return the list that it is given, changed."""
+    """Change a list, and return it."""
     sides[0] += sides[0] % 2
     return sides
 
@@ -170,7 +170,7 @@ def test_a_function_may_write_into_its_lists(tmp_path) -> None:
     assert qt.export_onnx(prepared, x, tmp_path / "model.onnx").verification.quantizer_codes.compared == x.numel()
 
 
-def test_numbers_that_a_function_gives_are_no_tensors() -> None:
+def test_numbers_that_a_function_returns_are_not_tensors() -> None:
     model, inputs = Sides().eval(), (torch.rand(3, 4), 0.5)
     prepared = qt.prepare(model, inputs, "onnxruntime")
     qt.calibrate(prepared, [inputs], progress=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.graph.plan import Cause, Status, Verdict
 from tests import nets
 from tests.nn import test_attention
 from tests.op_kinds.test_nodes import Probe, edges
@@ -177,7 +178,7 @@ def test_the_plan_lists_the_tensors_between_the_ops_of_attention() -> None:
 def test_the_plan_lists_what_is_quantized_inside_a_submodule_kept_whole() -> None:
     prepared = qt.prepare(KeptWhole(), skip=["block"], backend="onnxruntime")
     planned = own_edges(prepared)
-    inside = "the layer quantizes its input itself: it is inside a submodule that is kept whole"
+    inside = "the layer quantizes its input itself: it is inside a leaf module"
     for layer in ("block.0.linear1", "block.0.linear2"):
         assert planned[f"{layer}.input", layer] == (f"{layer}.input_quantizer", inside)
         assert planned[f"{layer}.weight", layer] == (f"{layer}.weight_quantizer", "weight of a linear")
@@ -227,7 +228,7 @@ def test_a_batch_norm_of_its_own_and_its_relu_are_one_unit(training: bool) -> No
 
     prepared = qt.prepare(PreActivation().train(training), backend="snpe")
     assert list(activations(prepared)) == ["x", "y", "cat", "relu", "conv"]  # none between the batch norm and its ReLU
-    assert prepared.plan.status["relu"] == ("fused", "one op with norm")
+    assert prepared.plan.status["relu"] == Verdict(Status.FUSED, Cause.JOINED, "one op with norm")
     planned = {(edge.source, edge.consumer) for edge in prepared.plan.edges}
     assert ("relu", "conv") in planned
     assert not any(source == "norm" for source, _ in planned)
@@ -259,20 +260,20 @@ def test_the_first_and_last_layers_keep_their_bits(bits: int) -> None:
 @pytest.mark.parametrize("op", [lambda m, x, y: x / 3, lambda m, x, y: x * m.row])
 def test_an_op_by_a_constant(backend: str, op: Any) -> None:
     plan = qt.prepare(Probe(op), backend=backend).plan
-    (name,) = (name for name, (_, why) in plan.status.items() if name in ("truediv", "mul"))
+    (name,) = (name for name in plan.status if name in ("truediv", "mul"))
     if backend in ("openvino", "snpe", "qnn", "vitis", "ppl", "ppl-w8a16", "stpu", "tengine", "tvm"):
-        assert plan.status[name] == ("quantized", "")
+        assert plan.status[name] == Verdict.quantized()
         assert {(e.source, e.consumer) for e in plan.edges} >= {("x", name), (name, "probe")}
         assert all(e.source != "row" for e in plan.edges)  # the constant stays as it is
     else:
-        assert plan.status[name][0] == "float"
+        assert plan.status[name].status is Status.FLOAT
 
 
 @pytest.mark.parametrize("backend", list(qt.backends))
 def test_a_sum_with_a_constant_stays_in_float(backend: str) -> None:
     """Masks are such sums, of -inf or -1e4, which would take all of a range."""
     plan = qt.prepare(Probe(lambda m, x, y: 1 - x), backend=backend).plan
-    assert [status for name, (status, _) in plan.status.items() if name in ("rsub", "sub")] == ["float"]
+    assert [v.status for name, v in plan.status.items() if name in ("rsub", "sub")] == [Status.FLOAT]
 
 
 # ---- unsigned
@@ -552,7 +553,7 @@ def test_padding_with_minus_infinity_is_not_quantized() -> None:
 def test_an_identity_before_an_activation_does_not_part_it_from_its_layer(backend: str) -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.Dropout(0.1), nn.ReLU())
     prepared = qt.prepare(nn.Sequential(*body, nn.Conv2d(4, 2, 1)), backend=backend)
-    assert prepared.plan.status["_4"] == ("fused", "one op with _0")
+    assert prepared.plan.status["_4"] == Verdict(Status.FUSED, Cause.JOINED, "one op with _0")
     assert "activation_quantizers._4" in qt.quantizers_of(prepared)
     assert "activation_quantizers._1" not in qt.quantizers_of(prepared)
 
@@ -560,7 +561,7 @@ def test_an_identity_before_an_activation_does_not_part_it_from_its_layer(backen
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 def test_a_linear_resize_is_quantized_on_tensorrt_only_between_quantized_tensors(backend: str) -> None:
     resize = lambda m, x, y: F.interpolate(x, scale_factor=2, mode="bilinear")  # noqa: E731
-    status = qt.prepare(Probe(resize), backend=backend).plan.status["interpolate"][0]
+    status = qt.prepare(Probe(resize), backend=backend).plan.status["interpolate"].status
     assert status == "quantized"  # the probe's layer takes its output
 
     class Last(nn.Module):
@@ -571,7 +572,7 @@ def test_a_linear_resize_is_quantized_on_tensorrt_only_between_quantized_tensors
         def forward(self, x: Tensor) -> Tensor:
             return F.interpolate(self.conv(x), scale_factor=2, mode="bilinear")
 
-    status = qt.prepare(Last(), backend=backend).plan.status["interpolate"][0]
+    status = qt.prepare(Last(), backend=backend).plan.status["interpolate"].status
     assert status == ("float" if backend == "tensorrt" else "quantized")
 
 
@@ -588,6 +589,6 @@ def test_a_quantizer_of_the_models_own_is_in_the_plan_and_the_report() -> None:
     (edge,) = (edge for edge in prepared.plan.edges if edge.quantizer == "own")
     assert (edge.source, edge.consumer, edge.spec.bits) == ("fc", "tanh", 4)
     assert edge.why == "a quantizer of the model's own"
-    assert prepared.plan.status["own"] == ("quantized", "a quantizer of the model's own")
+    assert prepared.plan.status["own"] == Verdict.quantized(Cause.OWN_QUANTIZER, "a quantizer of the model's own")
     (line,) = (line for line in qt.quantization_report(prepared).tensors if line.quantizer == "own")
     assert (line.source, line.consumers) == ("fc", ("tanh",))

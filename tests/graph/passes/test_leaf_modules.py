@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.eager.replacement import replace_layers
 from qtoolkit.graph.passes import swap
-from qtoolkit.graph.passes.leaf_modules import become, replace_layers, run
-from qtoolkit.model_state import unchanged_on_error
+from qtoolkit.graph.passes.leaf_modules import run
+from qtoolkit.layer_rules import LayerRules
 from tests import nets, reference
 
 
@@ -75,10 +76,10 @@ def test_the_report_has_a_line_for_each_layer_inside() -> None:
     prepared = prepared_net()
     for model in (prepared, qt.convert(prepared), pickle.loads(pickle.dumps(prepared))):
         lines = {line.name: line for line in qt.quantization_report(model).layers}
-        assert "2 of 5 layers in it quantized, by module replacement" in lines["block"].reason
+        assert "2 of 5 layers in it are quantized, by module replacement" in lines["block"].reason
         for name in LAYERS:
             assert lines[name].status == "quantized"
-            assert lines[name].reason == "by module replacement, inside 'block', which is kept whole"
+            assert lines[name].reason == "by module replacement, inside the leaf module 'block'"
             assert lines[name].inputs == (f"{name}.input_quantizer",)
             assert lines[name].weight.startswith("int8 per-channel")
         for name in ("block.bn", "block.act", "block.odd"):
@@ -188,7 +189,7 @@ def test_what_the_mapping_leaves_in_float_is_reported() -> None:
     mapping = qt.QConfigMapping().set_module_name("block", None)
     report = qt.quantization_report(qt.prepare(Net(), qconfig_mapping=mapping, skip=["block"]))
     reasons = {line.name: line.reason for line in report.left_float}
-    assert reasons["block"] == "float: kept whole, and no layer in it is quantized"
+    assert reasons["block"] == "float: a leaf module in which no layer is quantized"
     assert reasons["block.conv"] == "float: the qconfig_mapping says so"
 
 
@@ -224,7 +225,7 @@ def test_a_leaf_without_layers_is_float() -> None:
 
     model = nn.Sequential(nn.Linear(3, 3), Scale())
     lines = {x.name: x for x in qt.quantization_report(qt.prepare(model, leaf_modules=[Scale])).layers}
-    assert lines["1"].reason == "float: kept whole, and no layer in it is quantized"
+    assert lines["1"].reason == "float: a leaf module in which no layer is quantized"
     assert lines["1.act"].status == "float"
 
 
@@ -259,7 +260,7 @@ def test_shared_layers_stay_shared(training: bool) -> None:
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared.eval()(x), model.eval()(x), rtol=1e-6, atol=1e-6)
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
-    assert "its layer is also called inside a submodule that is kept whole" in reasons["bn"]
+    assert "its layer is also called inside a leaf module" in reasons["bn"]
     qt.calibrate(prepared, [x], progress=False)
     assert qt.convert(prepared).get_submodule("fc") is not prepared.get_submodule("fc")
 
@@ -294,9 +295,9 @@ def test_a_whole_model_is_replaced_without_a_graph() -> None:
 
 
 def test_replacing_twice_changes_nothing() -> None:
-    prepared, backend = prepared_net(), qt.backends["onnxruntime"]
+    prepared, rules = prepared_net(), LayerRules(qt.backends["onnxruntime"], table=qt.nn.QAT_MODULES)
     before, modules, report = str(prepared.graph), list(prepared.modules()), str(qt.quantization_report(prepared))
-    swap.run(run(prepared, backend), backend)
+    swap.run(run(prepared, rules), rules)
     assert str(prepared.graph) == before
     assert all(a is b for a, b in zip(modules, prepared.modules(), strict=True))
     assert str(qt.quantization_report(prepared)) == report
@@ -333,7 +334,7 @@ def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: 
     assert line.inputs == ("first.input_quantizer",)
     edge, inside = (edge for edge in prepared.plan.edges if edge.quantizer == "first.input_quantizer")
     assert (edge.source, edge.consumer) == ("x", "first")
-    assert "inside a submodule that is kept whole, too" in edge.why
+    assert "inside a leaf module, too" in edge.why
     assert (inside.source, inside.consumer) == ("block.fc.input", "block.fc")
 
 
@@ -355,122 +356,3 @@ def test_quantizers_that_the_exporter_joins_are_found_in_the_one_node(tmp_path) 
     result = qt.export_onnx(prepared, x, tmp_path / "model.onnx")
     assert result.quantize_nodes == 1
     assert set(result.verification.by_quantizer) == {"activation_quantizers.x", "block.0.input_quantizer"}
-
-
-# ---- a module becomes another one
-
-
-def test_what_refers_to_a_layer_refers_to_the_quantized_one() -> None:
-    model = nets.LinearNet()
-    layer, calls = model.fc1, []
-    held, names = [layer], {"fc1": layer}
-    handle = layer.register_forward_hook(lambda m, args, y: calls.append(m))
-    become(layer, qt.nn.QuantLinear.from_float(layer, qt.QuantSpec(axis=0)))
-    assert type(held[0]) is qt.nn.QuantLinear
-    assert held[0] is names["fc1"] is model.fc1
-    model(torch.randn(3, 6))
-    assert calls == [layer]
-    handle.remove()
-    model(torch.randn(3, 6))
-    assert calls == [layer]
-
-
-def test_a_model_that_is_a_layer_is_replaced() -> None:
-    model = nn.Linear(4, 2)
-    weight = model.weight
-    assert replace_layers(model, [""], lambda *_: qt.backends["tensorrt"].qconfig, qt.nn.QAT_MODULES) == [""]
-    assert type(model) is qt.nn.QuantLinear
-    assert model.weight is weight
-    become(model, model.to_float())
-    assert type(model) is nn.Linear
-    assert set(model.state_dict()) == {"weight", "bias"}
-
-
-def test_a_module_becomes_what_wraps_it() -> None:
-    class Doubled(nn.Module):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * self.layer(x)
-
-    model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4)
-    layer, y, calls = model[0], model(x), []
-    handle = layer.register_forward_hook(lambda m, args, out: calls.append(type(m)))
-    become(layer, Doubled(layer))
-    assert model[0] is layer
-    assert torch.equal(model(x), 2 * y)
-    assert calls == [nn.Linear]
-    assert [name for name, _ in model.named_parameters()] == ["0.layer.weight", "0.layer.bias"]
-    handle.remove()
-    model(x)
-    assert calls == [nn.Linear]
-
-
-def test_a_module_that_becomes_itself_stays_as_it_is() -> None:
-    layer = nn.Linear(4, 2)
-    before = dict(vars(layer))
-    become(layer, layer)
-    assert vars(layer) == before
-
-
-def test_types_that_python_cannot_turn_into_each_other_are_named() -> None:
-    class Slotted(nn.Module):
-        __slots__ = ("extra",)
-
-    layer = nn.Linear(4, 2)
-    before = dict(vars(layer))
-    with pytest.raises(TypeError, match="a Linear cannot become a Slotted in place"):
-        become(layer, Slotted())
-    assert (type(layer), vars(layer)) == (nn.Linear, before)
-
-
-def test_a_failed_change_in_place_is_undone_with_types_and_handles() -> None:
-    model = nets.LinearNet()
-    fired = []
-    handle = model.fc1.register_forward_hook(lambda *_: fired.append(1))
-    modules, state = list(model.modules()), {n: id(p) for n, p in model.named_parameters()}
-
-    def choose(name: str, module: nn.Module, kind: type[nn.Module]) -> qt.QConfig:
-        if name == "fc2":
-            raise RuntimeError("no config")
-        return qt.backends["tensorrt"].qconfig
-
-    with pytest.raises(RuntimeError, match="no config"), unchanged_on_error(model):
-        replace_layers(model, [""], choose, qt.nn.QAT_MODULES)
-    assert [type(m) for m in modules] == [nets.LinearNet, nn.Linear, nn.BatchNorm1d, nn.Linear]
-    assert {n: id(p) for n, p in model.named_parameters()} == state
-    model(torch.randn(3, 6))
-    handle.remove()
-    model(torch.randn(3, 6))
-    assert fired == [1]
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors")
-def test_padded_batches_go_through_a_replaced_encoder() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2).eval()
-    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
-    y = encoder(x, src_key_padding_mask=padding)
-    replace_layers(encoder, [""], lambda *_: qt.backends["tensorrt"].qconfig, qt.nn.QAT_MODULES)
-    with qt.disable_quantization(encoder):
-        ours = encoder(x, src_key_padding_mask=padding)
-    torch.testing.assert_close(ours[~padding], y[~padding], rtol=1e-5, atol=1e-6)
-    report = qt.calibrate(encoder, [{"src": x, "src_key_padding_mask": padding}], progress=False)
-    assert report.unreached == ()
-    assert len(encoder.layers[0]._forward_pre_hooks) == 1
-
-
-def test_quantizers_of_layers_without_parameters_are_where_the_model_is() -> None:
-    class Pool(qt.nn.QuantModule, nn.AvgPool2d):
-        FLOAT, KIND = nn.AvgPool2d, "avg_pool"
-
-        def add_quantizers(self, *args: object) -> None:
-            self.input_quantizer = None
-
-        def own_attributes(self) -> tuple[str, ...]:
-            return ("input_quantizer",)
-
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.AvgPool2d(2)).to("meta")
-    replace_layers(model, [""], lambda *_: qt.backends["tensorrt"].qconfig, {nn.AvgPool2d: Pool})
-    assert model[1].input_quantizer.scale.device.type == "meta"

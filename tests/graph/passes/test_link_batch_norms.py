@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.graph.capture import trace
-from qtoolkit.graph.passes import fuse_patterns as patterns
-from qtoolkit.graph.passes import link_batch_norms as fuse
-from qtoolkit.graph.passes import swap
+from qtoolkit.graph.passes import fuse_patterns, link_batch_norms, swap
+from qtoolkit.layer_rules import LayerRules
 from tests import nets
 
 HEADS = {
@@ -137,11 +136,11 @@ def test_a_layer_or_batch_norm_that_is_called_twice_stays_apart(training: bool) 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_swapping_and_fusing_twice_changes_nothing(training: bool) -> None:
-    backend = qt.backends["tensorrt"]
+    rules = LayerRules(qt.backends["tensorrt"], table=qt.nn.QAT_MODULES)
     model = nets.trained(nets.ConvNet(), 4, 3, 8, 8).train(training)
-    once = fuse.run(swap.run(trace.run(copy.deepcopy(model)), backend), backend)
+    once = link_batch_norms.run(swap.run(trace.run(copy.deepcopy(model)), rules), rules)
     before, modules, state = str(once.graph), dict(once.named_modules()), copy.deepcopy(once.state_dict())
-    again = fuse.run(swap.run(once, backend), backend)
+    again = link_batch_norms.run(swap.run(once, rules), rules)
     assert str(again.graph) == before
     assert dict(again.named_modules()) == modules
     assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
@@ -262,8 +261,8 @@ def test_bad_patterns_leave_the_model_untouched(given: object, error: type[Excep
 
 
 def test_a_pattern_is_looked_for_once() -> None:
-    gm = patterns.run(trace.run(Stack(), leaf_modules=[Scale]), {PATTERN: into_linear})
+    gm = fuse_patterns.run(trace.run(Stack(), leaf_modules=[Scale]), {PATTERN: into_linear})
     before = str(gm.graph)
     with pytest.raises(ValueError, match="matches no chain"):
-        patterns.run(gm, {PATTERN: into_linear})
+        fuse_patterns.run(gm, {PATTERN: into_linear})
     assert str(gm.graph) == before

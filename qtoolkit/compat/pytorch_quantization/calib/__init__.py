@@ -1,7 +1,6 @@
 """Calibrators with pytorch-quantization's numbers: the largest magnitude, or a range chosen from a histogram."""
 
-from qtoolkit.compat.pytorch_quantization.calib.calibrator import _Calibrator
+from qtoolkit.compat.pytorch_quantization.calib.calibrator import MaxCalibrator, _Calibrator
 from qtoolkit.compat.pytorch_quantization.calib.histogram import HistogramCalibrator, calibrate_weights
-from qtoolkit.compat.pytorch_quantization.calib.max import MaxCalibrator
 
 __all__ = ["HistogramCalibrator", "MaxCalibrator", "_Calibrator", "calibrate_weights"]

@@ -1,21 +1,22 @@
-"""What all calibrators have: a place for what they collect, and a range made from it."""
+"""The base class of calibrators, and the one that keeps the largest magnitude."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-Axis = int | Sequence[int] | None
+from qtoolkit.compat.pytorch_quantization.reduction import Axis, amax_along
 
 
 class _Calibrator:
-    """A collector of magnitudes; to be subclassed.
+    """A collector of magnitudes, from which it computes a range; to be subclassed.
 
     Args:
-        num_bits: Bits of a code, or (4, 3) for the float format.
-        axis: Axes that keep their own range; None for one range.
-        unsigned: Whether codes begin at 0.
+        num_bits: Bits of a code, or (4, 3) for the float format E4M3.
+        axis: Axes along which each index has its own range; None for one range.
+        unsigned: Whether the lowest code is 0.
     """
 
     def __init__(self, num_bits: int | tuple[int, int], axis: Axis, unsigned: bool) -> None:
@@ -26,25 +27,85 @@ class _Calibrator:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Discard what was collected."""
         raise NotImplementedError
 
     def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the largest magnitude to quantize; None where nothing was collected."""
+        """Return the largest magnitude to quantize, or None if nothing was collected."""
         raise NotImplementedError
 
-    def kept_axes(self, x: Tensor) -> tuple[int, ...]:
-        """Return the axes of x that keep their own range, counted from the first."""
-        axes = () if self._axis is None else (self._axis,) if isinstance(self._axis, int) else self._axis
-        return tuple(sorted({axis % x.dim() for axis in axes}))
-
     def check_finite(self, x: Tensor) -> None:
-        """Raise ValueError where x has NaN or infinities. Waits for the device."""
+        """Raise ValueError if x has NaN or infinities. Waits for the device."""
         if not bool(torch.isfinite(x).all()):
             raise ValueError(
                 f"{type(self).__name__}: the values to calibrate with must be finite, got NaN or infinities; look for the "
-                f"layer before this quantizer that makes them."
+                f"layer before this quantizer that produces them."
             )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_bits={self._num_bits}, axis={self._axis}, unsigned={self._unsigned})"
+
+
+def check_shape(old: Sequence[int], new: Sequence[int]) -> None:
+    """Raise RuntimeError if the shape of the ranges changes between tensors."""
+    if list(old) != list(new):
+        raise RuntimeError(f"amax shape changed! It was {list(old)}, got {list(new)}.")
+
+
+class MaxCalibrator(_Calibrator):
+    """The running maximum of magnitudes.
+
+    Args:
+        num_bits: Not used: the largest magnitude does not depend on it.
+        axis: Axes along which each index has its own range; None for one range.
+        unsigned: Not used, likewise.
+        track_amax: Keep the largest magnitudes of every tensor in `amaxs`.
+
+    Example:
+        >>> calibrator = MaxCalibrator(8, 0, False)
+        >>> calibrator.collect(torch.tensor([[1.0, -2.0], [0.5, 0.0]]))
+        >>> calibrator.compute_amax()
+        tensor([[2.0000],
+                [0.5000]])
+    """
+
+    _calib_amax: Tensor | None
+    _amaxs: list[np.ndarray]
+
+    def __init__(self, num_bits: int | tuple[int, int], axis: Axis, unsigned: bool, track_amax: bool = False) -> None:
+        super().__init__(num_bits, axis, unsigned)
+        self._track_amax = track_amax
+        self.reset()
+
+    @property
+    def amaxs(self) -> list[np.ndarray]:
+        """The largest magnitudes of each tensor, if they are tracked."""
+        return self._amaxs
+
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        """Update the maximum with the magnitudes of x.
+
+        Raises:
+            RuntimeError: x has another number of channels than the tensors before.
+            ValueError: x has NaN or infinities.
+        """
+        amax = amax_along(x, self._axis)
+        self.check_finite(amax)
+        if self._track_amax:
+            self._amaxs.append(amax.float().cpu().numpy())
+        if self._calib_amax is not None:
+            check_shape(self._calib_amax.shape, amax.shape)
+            amax = torch.maximum(self._calib_amax, amax)
+        self._calib_amax = amax
+
+    def reset(self) -> None:
+        """Discard the maximum."""
+        self._calib_amax, self._amaxs = None, []
+
+    def compute_amax(self) -> Tensor | None:
+        """Return the largest magnitudes, or None if nothing was collected."""
+        return self._calib_amax
+
+    def __str__(self) -> str:
+        return f"MaxCalibrator(track_amax={self._track_amax})"

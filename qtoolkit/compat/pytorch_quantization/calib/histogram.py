@@ -1,35 +1,50 @@
-"""A range chosen from a histogram of magnitudes, by entropy, squared error or percentile."""
+"""A range chosen from a histogram of magnitudes, by entropy, squared error or percentile.
 
+The formulas are pytorch-quantization's. `qtoolkit.ops.observe_histogram_` and `search_range` differ from them:
+
+- counting: the bins have the width that the first tensor sets, and more of them are appended; the native histogram has a
+  fixed number of bins, whose width is a power of two and doubles.
+- entropy: `stride` and `start_bin` choose the candidates. The native search scores every edge that has at least as many bins
+  below it as there are levels; with stride 1 and start_bin equal to the number of levels, both choose the same edge.
+- mse: the candidates are centers of bins, and values are rounded in float32 by `tensor_quant`'s multiplier. The native
+  candidates are edges of bins, and it rounds by a step.
+- percentile: the result is the left edge of a bin, and shares are compared without tolerance (99.9 / 100 is above 0.999 in
+  float64). The native search interpolates within the bin, and allows for the rounding of shares.
+"""
+
+import copy
 import warnings
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.compat.pytorch_quantization.calib.calibrator import Axis, _Calibrator
-from qtoolkit.compat.pytorch_quantization.calib.max import MaxCalibrator
-from qtoolkit.compat.pytorch_quantization.calib.search import by_entropy, by_mse, by_percentile
+from qtoolkit.compat.pytorch_quantization.calib.calibrator import MaxCalibrator, _Calibrator, check_shape
+from qtoolkit.compat.pytorch_quantization.reduction import Axis, kept_axes
+from qtoolkit.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
 
 HISTC_EXACT = 1 << 24  # torch.histc counts in float32
+ROWS = 256  # candidates that are scored together
 CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+NumBits = int | tuple[int, int]
 
 
 class HistogramCalibrator(_Calibrator):
     """A running histogram of magnitudes, or one for each channel.
 
-    The first tensor's histogram has `num_bins` bins from 0 to its largest magnitude. Where a later one has larger magnitudes,
-    bins of the same width are added.
+    The first tensor's histogram has `num_bins` bins from 0 to its largest magnitude. For larger magnitudes in later tensors,
+    bins of the same width are appended.
 
     Args:
-        num_bits: Bits of a code.
-        axis: Axes that keep their own range; None for one range. (In pytorch-quantization: None alone.)
-        unsigned: Whether codes begin at 0.
-        num_bins: Bins of the first histogram.
-        grow_method: Deprecated, and without effect.
+        num_bits: Bits of a code, or (4, 3) for the float format E4M3.
+        axis: Axes along which each index has its own range; None for one range. (pytorch-quantization takes None only.)
+        unsigned: Whether the lowest code is 0.
+        num_bins: Number of bins of the first histogram.
+        grow_method: Deprecated; has no effect.
         skip_zeros: Do not count zeros.
-        torch_hist: Kept for its place. (In pytorch-quantization, False counts with NumPy, and loses what is smaller than all
-            that the first tensor has.)
+        torch_hist: False has no effect besides a warning. (pytorch-quantization then counts with NumPy, from the smallest
+            magnitude of the first tensor on.)
 
     Example:
         >>> calibrator = HistogramCalibrator(8, None, False, num_bins=4)
@@ -40,7 +55,7 @@ class HistogramCalibrator(_Calibrator):
 
     def __init__(
         self,
-        num_bits: int | tuple[int, int],
+        num_bits: NumBits,
         axis: Axis,
         unsigned: bool,
         num_bins: int = 2048,
@@ -51,12 +66,15 @@ class HistogramCalibrator(_Calibrator):
         super().__init__(num_bits, axis, unsigned)
         if grow_method is not None:
             warnings.warn(f"grow_method is deprecated and ignored, got {grow_method!r}.", DeprecationWarning, 2)
-        self._first_num_bins = self._num_bins = num_bins
-        self._skip_zeros, self._torch_hist = skip_zeros, torch_hist
+        if not torch_hist:
+            warnings.warn(
+                "HistogramCalibrator: torch_hist=False is ignored; torch counts, in bins from 0 on.", stacklevel=2
+            )
+        self._first_num_bins, self._skip_zeros = num_bins, skip_zeros
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Discard the counts."""
         self._num_bins = self._first_num_bins
         self._calib_hist: Tensor | None = None
         self._calib_bin_edges: Tensor | None = None
@@ -68,11 +86,11 @@ class HistogramCalibrator(_Calibrator):
         """Count the magnitudes of x.
 
         Raises:
-            RuntimeError: x has channels of another number than before.
+            RuntimeError: x has another number of channels than the tensors before.
             ValueError: x has NaN or infinities.
         """
         self.check_finite(x)
-        kept = self.kept_axes(x)
+        kept = kept_axes(self._axis, x.dim())
         if kept:
             self._collect_channels(x, kept)
             return
@@ -83,23 +101,24 @@ class HistogramCalibrator(_Calibrator):
 
     def _collect_channels(self, x: Tensor, kept: tuple[int, ...]) -> None:
         shape = [size if axis in kept else 1 for axis, size in enumerate(x.shape)]
-        if self._channels and shape != self._amax_shape:
-            raise RuntimeError(f"amax shape changed! It was {self._amax_shape}, got {shape}.")
         rows = x.movedim(kept, tuple(range(len(kept)))).flatten(0, len(kept) - 1)
-        if not self._channels:
-            self._channels, self._amax_shape = [self._of_one_channel() for _ in rows], shape
+        if self._channels:
+            check_shape(self._amax_shape, shape)
+        else:
+            self._channels, self._amax_shape = [self._for_one_channel() for _ in rows], shape
         for channel, row in zip(self._channels, rows, strict=True):
             channel.collect(row)
 
-    def _of_one_channel(self) -> "HistogramCalibrator":
-        how = (self._num_bits, None, self._unsigned, self._num_bins)
-        return HistogramCalibrator(*how, skip_zeros=self._skip_zeros, torch_hist=self._torch_hist)
+    def _for_one_channel(self) -> "HistogramCalibrator":
+        channel = copy.copy(self)
+        channel._axis = None
+        channel.reset()
+        return channel
 
     def _count(self, values: Tensor) -> None:
-        largest, edges = float(values.max()), self._calib_bin_edges
-        old = self._calib_hist
-        if edges is None or float(edges[-1]) == 0:  # nothing but zeros so far: there is no width yet
-            edges = torch.linspace(0, largest, self._num_bins + 1, device=values.device)
+        largest, edges, old = float(values.max()), self._calib_bin_edges, self._calib_hist
+        if edges is None or float(edges[-1]) == 0:  # only zeros so far: the width of a bin is not known yet
+            edges = torch.linspace(0, largest, self._num_bins + 1, dtype=torch.float32, device=values.device)
         elif largest > float(edges[-1]):
             width = edges[1] - edges[0]
             self._num_bins = int((values.max() / width).ceil())
@@ -113,39 +132,35 @@ class HistogramCalibrator(_Calibrator):
     def compute_amax(
         self, method: str = "percentile", *, stride: int = 1, start_bin: int = 128, percentile: float = 99.99
     ) -> Tensor | None:
-        """Return the magnitude that a method chooses.
+        """Return the largest magnitude to quantize, as a method chooses it.
 
         Args:
             method: "entropy", "mse" or "percentile".
-            stride: Of "entropy" and "mse": bins from one candidate to the next.
-            start_bin: Of "entropy" and "mse": the first candidate.
-            percentile: Of "percentile": the share of the values to keep, in [0, 100].
+            stride: For "entropy" and "mse": bins from one candidate to the next.
+            start_bin: For "entropy" and "mse": the first candidate.
+            percentile: For "percentile": the share of the values to keep, in [0, 100].
 
         Returns:
-            The magnitude, 0-d, or one a channel, with x's dimensions; None where nothing was collected.
+            The magnitude, 0-d, or one a channel, with x's dimensions; None if nothing was collected.
 
         Raises:
-            TypeError: The method is none of the three.
+            TypeError: The method is unknown.
             ValueError: The percentile is out of range, or there are fewer bins than start_bin.
         """
-        choices: dict[str, Any] = {
-            "entropy": partial(by_entropy, stride=stride, start_bin=start_bin),
-            "mse": partial(by_mse, stride=stride, start_bin=start_bin),
-            "percentile": partial(by_percentile, percentile=percentile),
-        }
-        if method not in choices:
-            raise TypeError(f"Unknown calibration method {method!r}; it must be one of {', '.join(choices)}.")
+        if method not in _SEARCHES:
+            raise TypeError(f"Unknown calibration method {method!r}; it must be one of {', '.join(_SEARCHES)}.")
         if self._channels:
             options: Any = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
             amaxs = [channel.compute_amax(method, **options) for channel in self._channels]
             seen = [amax for amax in amaxs if amax is not None]
-            full = [seen[0].new_zeros(()) if amax is None else amax for amax in amaxs] if seen else []
+            full = [torch.zeros_like(seen[0]) if amax is None else amax for amax in amaxs] if seen else []
             return torch.stack(full).reshape(self._amax_shape) if seen else None
         counts, edges = self._calib_hist, self._calib_bin_edges
         if counts is None or edges is None:
             return None
-        nothing_but_zeros = float(edges[-1]) == 0
-        amax: float = 0.0 if nothing_but_zeros else choices[method](counts, edges, self._num_bits, self._unsigned)
+        how = (percentile,) if method == "percentile" else (stride, start_bin)
+        only_zeros = float(edges[-1]) == 0
+        amax = 0.0 if only_zeros else _SEARCHES[method](counts, edges, self._num_bits, self._unsigned, *how)
         return torch.tensor(amax, dtype=torch.float32, device=counts.device)
 
     def __str__(self) -> str:
@@ -155,14 +170,84 @@ class HistogramCalibrator(_Calibrator):
 
 
 def _counts_of(values: Tensor, bins: int, end: float) -> Tensor:
-    """Return the counts of values in equal bins over [0, end], exactly."""
+    """Return the exact counts of values in equal bins over [0, end]."""
     if end == 0:
-        counts = values.new_zeros(bins, dtype=torch.int64)
-        counts[0] = values.numel()
-        return counts
-    inside = values.clamp(max=end)  # the largest may lie beyond the last edge by a rounding
+        return torch.bincount(values.long(), minlength=bins)
+    inside = values.clamp(max=end)  # rounding may put the largest value beyond the last edge
     parts = [torch.histc(part, bins, 0, end).to(torch.int64) for part in torch.split(inside, HISTC_EXACT)]
     return torch.stack(parts).sum(0)
+
+
+# ---- searches: each takes counts, edges of the bins, num_bits, unsigned and its options, and returns a magnitude
+
+
+def by_entropy(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int, start_bin: int) -> float:
+    """Return the last of the edges with the least KL divergence between the clipped histogram P and its quantized form Q.
+
+    With `i` bins inside: P is these bins, with all counts beyond added to the last one. Q is the same bins mapped uniformly
+    to 2^(num_bits - 1 + unsigned) levels; the counts of a level are spread evenly over its bins that are not empty. The
+    first bin, which holds the zeros, takes the count of the second one.
+    """
+    if not isinstance(num_bits, int):
+        raise TypeError(f"entropy needs integer codes, got num_bits={num_bits}; use mse, percentile or max.")
+    bins = counts.cpu().numpy().astype(np.float64)
+    candidates = _candidates(len(bins), len(bins), stride, start_bin).numpy()
+    bins[:1] = bins[1:2] if len(bins) > 1 else bins[:1]
+    scores = np.array([_divergence(bins, i, 1 << (num_bits - 1 + int(unsigned))) for i in candidates])
+    return float(edges[candidates[scores == scores.min()][-1]])
+
+
+def _divergence(bins: np.ndarray[Any, Any], i: int, levels: int) -> float:
+    inside = bins[:i]
+    full = inside > 0
+    p = inside.copy()
+    p[-1] += bins[i:].sum()
+    if not full.any() or (p[~full] > 0).any():
+        return float("inf")
+    level = (np.searchsorted(np.linspace(0, i, levels + 1), np.arange(i), "right") - 1)[full]
+    q = (np.bincount(level, inside[full], levels) / np.maximum(np.bincount(level, minlength=levels), 1))[level]
+    p, q = p[full] / p.sum(), q / q.sum()
+    return float((p * np.log(p / q)).sum())
+
+
+def by_mse(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int, start_bin: int) -> float:
+    """Return the first of the bins' centers with the least squared error of all centers, weighted by their counts."""
+    centers = (edges[1:] + edges[:-1]) / 2
+    candidates = centers[_candidates(len(centers), len(centers) - 1, stride, start_bin)]
+    parts = [_errors(centers, part[:, None], num_bits, unsigned) for part in torch.split(candidates, ROWS)]
+    scores = torch.cat([(counts * part).mean(1) for part in parts])
+    return float(candidates[int(scores.cpu().numpy().argmin())])
+
+
+def _errors(x: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool) -> Tensor:
+    """Return the squared error of each value (columns) for each amax (rows)."""
+    rows = x.expand(amax.size(0), -1)
+    if isinstance(num_bits, tuple):
+        return (scaled_e4m3(rows, amax, *num_bits) - x).double().square()
+    return (fake_tensor_quant(rows, amax, num_bits, unsigned) - x).double().square()
+
+
+def by_percentile(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, percentile: float) -> float:
+    """Return the left edge of the first bin up to which there is at least that share of the values."""
+    if not 0 <= percentile <= 100:
+        raise ValueError(f"Invalid percentile. Must be in range 0 <= percentile <= 100, got {percentile}.")
+    shares = counts.cpu().numpy().cumsum() / int(counts.sum())
+    return float(edges[int(np.searchsorted(shares, percentile / 100))])
+
+
+_SEARCHES: dict[str, Any] = {"entropy": by_entropy, "mse": by_mse, "percentile": by_percentile}
+
+
+def _candidates(bins: int, last: int, stride: int, start_bin: int) -> Tensor:
+    if not 0 < start_bin <= last:
+        raise ValueError(
+            f"start_bin must lie in [1, {last}] for a histogram of {bins} bins, got {start_bin}; use a smaller start_bin, or "
+            f"more bins (num_bins)."
+        )
+    return torch.arange(start_bin, last + 1, stride)
+
+
+# ---- weights
 
 
 def calibrate_weights(
@@ -177,12 +262,12 @@ def calibrate_weights(
     Args:
         model: A model whose layers have `weight` and `weight_quantizer`.
         method: "percentile", "mse" or "max".
-        perchannel: A range for each output channel: axis 1 of a transposed convolution, else axis 0.
-        percentile: Of "percentile": the share of the values to keep, in [0, 100].
-        num_bins: Bins of the histograms.
+        perchannel: One range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers.
+        percentile: For "percentile": the share of the values to keep, in [0, 100].
+        num_bins: Number of bins of the histograms.
 
     Raises:
-        TypeError: The method is none of the three.
+        TypeError: The method is unknown.
         ValueError: The percentile is out of range.
     """
     if method not in ("percentile", "mse", "max"):

@@ -1,9 +1,9 @@
-"""pytorch_quantization.nn.functional: a clamp with gradients for its bounds."""
+"""pytorch_quantization.nn.functional: a clamp with gradients for its bounds, and the module `Clip`."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Clip(torch.autograd.Function):
@@ -25,10 +25,9 @@ class _Clip(torch.autograd.Function):
 
 
 def clip(inputs: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor | float) -> Tensor:
-    """Clamp to bounds that may have gradients.
+    """Clamp to bounds that may require gradients.
 
-    The gradient of the input is that of the result strictly between the bounds and 0 elsewhere; a bound has the sum of
-    those at or beyond it.
+    The gradient passes to the input strictly between the bounds. Each bound gets the sum of the gradients at or beyond it.
 
     Args:
         inputs: Any tensor.
@@ -54,3 +53,48 @@ def clip(inputs: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor 
             raise ValueError(f"clip: {name} can be learned as one number only, got the shape {list(bound.shape)}.")
         bounds.append(bound.to(inputs.dtype))
     return _Clip.apply(inputs, *bounds)  # type: ignore[no-any-return]  # a Tensor
+
+
+class Clip(nn.Module):
+    """Clamp to [clip_value_min, clip_value_max].
+
+    Args:
+        clip_value_min: Lower bound, a number or a tensor that broadcasts to the input.
+        clip_value_max: Upper bound, likewise.
+        learn_min: Make the lower bound a Parameter; it must be one number.
+        learn_max: Make the upper bound a Parameter; it must be one number.
+
+    Raises:
+        ValueError: A bound to be trained has several elements.
+
+    Example:
+        >>> Clip(-1.0, 2.0, learn_max=True)(torch.tensor([-3.0, 1.0, 3.0])).tolist()
+        [-1.0, 1.0, 2.0]
+    """
+
+    clip_value_min: Tensor
+    clip_value_max: Tensor
+
+    def __init__(
+        self,
+        clip_value_min: Tensor | float,
+        clip_value_max: Tensor | float,
+        learn_min: bool = False,
+        learn_max: bool = False,
+    ) -> None:
+        super().__init__()
+        self._add_bound("clip_value_min", clip_value_min, learn_min)
+        self._add_bound("clip_value_max", clip_value_max, learn_max)
+
+    def _add_bound(self, name: str, value: Tensor | float, learn: bool) -> None:
+        bound = torch.as_tensor(value, dtype=torch.float32).detach().clone()
+        if not learn:
+            self.register_buffer(name, bound)
+        elif bound.numel() == 1:
+            self.register_parameter(name, nn.Parameter(bound))
+        else:
+            raise ValueError(f"Clip: {name} can be trained as one number only, got shape {list(bound.shape)}.")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the clamped input."""
+        return clip(inputs, self.clip_value_min, self.clip_value_max)

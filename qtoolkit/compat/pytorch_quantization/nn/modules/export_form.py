@@ -1,27 +1,23 @@
-"""What a quantizer computes for the exporters: torch's fake-quantize ops, which both turn into Q/DQ pairs."""
+"""What a quantizer computes for exporters: torch's fake-quantize ops, which become Q/DQ pairs in ONNX."""
 
 import torch
 from torch import Tensor
 
 
 class LegacyExportError(ValueError, AssertionError):
-    """A quantizer has no Q/DQ form. pytorch-quantization raised AssertionError."""
+    """A quantizer has no Q/DQ form. pytorch-quantization raises AssertionError."""
 
 
 def check_exportable(num_bits: int | tuple[int, int], unsigned: bool, narrow_range: bool, has_range: bool) -> None:
-    """Check that a quantizer has a Q/DQ form.
-
-    Raises:
-        LegacyExportError: It has other than 8 bits, no range, or a signed narrow one.
-    """
+    """Raise LegacyExportError unless a quantizer has 8 bits, a range, and all codes if they are signed."""
     if num_bits != 8:
         raise LegacyExportError(
-            f"enable_onnx_export: quantizers must have 8 bits, got num_bits={num_bits}; disable the others, or take "
+            f"enable_onnx_export: quantizers must have 8 bits, got num_bits={num_bits}; disable the others, or use "
             f"qtoolkit.quant_modules.replace and qtoolkit.export_onnx, which write more formats."
         )
     if not has_range:
         raise LegacyExportError(
-            "enable_onnx_export: a quantizer has no amax; calibrate and load_calib_amax() first, or disable() it."
+            "enable_onnx_export: a quantizer has no amax; calibrate and call load_calib_amax() first, or disable() it."
         )
     if narrow_range and not unsigned:
         raise LegacyExportError(
@@ -30,16 +26,16 @@ def check_exportable(num_bits: int | tuple[int, int], unsigned: bool, narrow_ran
 
 
 def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool) -> Tensor:
-    """Fake-quantize x by steps of `amax / bound` over all codes: [-bound - 1, bound], or [0, bound] where unsigned.
+    """Fake-quantize x with the step `amax / bound` and the codes [-bound - 1, bound], or [0, bound] if unsigned.
 
     Args:
         x: Input, of a floating dtype; half types are computed in float32.
-        amax: Largest magnitude: one element, or several along one dimension. 0 has the step 1.
+        amax: Largest magnitude: one element, or several along one dimension. 0 gives the step 1.
         num_bits: Bits of a code.
-        unsigned: Codes from 0 on.
+        unsigned: Whether the lowest code is 0.
 
     Raises:
-        LegacyExportError: amax has several dimensions of sizes other than 1.
+        LegacyExportError: amax has more than one element along several dimensions.
     """
     axes = [d - amax.dim() + x.dim() for d, size in enumerate(amax.shape) if size != 1]
     if len(axes) > 1:
@@ -51,7 +47,7 @@ def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool) -> Tenso
     largest = amax.detach().float().reshape(-1 if axes else ())
     scale = torch.where(largest == 0, 1.0, largest / bound)
     zeros = torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
-    wide = x if x.dtype == torch.float32 else x.float()  # no cast where the file needs none
+    wide = x if x.dtype == torch.float32 else x.float()  # the exported file gets no cast of float32
     if axes:
         y = torch.fake_quantize_per_channel_affine(wide, scale, zeros, axes[0], lowest, bound)
     else:

@@ -1,32 +1,20 @@
-"""Layers with quantized inputs and weights, by pytorch-quantization's names, numerics and defaults."""
+"""Layers with quantized inputs and weights, with pytorch-quantization's names, numerics and defaults."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from qtoolkit import nn as qnn
-from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import (
-    QuantInputMixin,
-    QuantMixin,
-    take_quant_desc,
-)
-from qtoolkit.compat.pytorch_quantization.tensor_quant import (
-    QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL,
-    QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW,
-)
+from qtoolkit.compat.pytorch_quantization import descriptor
+from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantInputMixin, QuantMixin, take_quant_desc
 from qtoolkit.config import QuantSpec
 
 
-class _QuantLayer(QuantMixin):
-    """The road from torch's arguments, with `quant_desc_input` and `quant_desc_weight`, to a layer of `qtoolkit.nn`.
+class QuantLayer(QuantMixin):
+    """Mixed into a layer of `qtoolkit.nn`, which computes; its quantizers follow from descriptors.
 
-    forward reads nothing but the two quantizers and what torch's layer has, as scripts make layers without `__init__`.
+    forward uses only the two quantizers and the attributes of torch's layer: scripts create layers without `__init__`.
     """
 
     weight: Any
@@ -39,24 +27,28 @@ class _QuantLayer(QuantMixin):
         self.init_quantizer(*descs)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add none: they follow from descriptors."""
+        """Add no quantizers: they follow from descriptors."""
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float layer."""
-        return ("_input_quantizer", "_weight_quantizer")
+        """Return the names of attributes that the float layer does not have."""
+        return ("_input_quantizer", "_weight_quantizer", "_input_quantizers", "_weight_quantizers")
+
+    def quantized_weights(self) -> Mapping[str, Any]:
+        """Return no quantizers, so that qtoolkit's passes do not change them."""
+        return {}
 
     def weight_quantizers(self) -> Mapping[str, Any]:
-        """Return none: qtoolkit's own passes leave these quantizers alone."""
+        """Return no quantizers, likewise."""
         return {}
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer with its quantized input and weight; further arguments as torch's layer takes them."""
+        """Compute the layer with its quantized input and weight; further arguments are those of torch's layer."""
         x, weight = self._input_quantizer(input), self._weight_quantizer(self.weight)
         return self.compute(x, weight, self.bias, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class _QuantInputLayer(QuantInputMixin):
-    """The same for a layer without a weight, on torch's own class."""
+    """Mixed into a layer of torch that has no weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         desc = take_quant_desc(type(self), kwargs, input_only=True)
@@ -65,94 +57,39 @@ class _QuantInputLayer(QuantInputMixin):
 
     def forward(self, input: Tensor) -> Any:
         """Compute the layer with its quantized input."""
-        return super().forward(self._input_quantizer(input))  # type: ignore[misc]  # torch's class comes next
+        return super().forward(self._input_quantizer(input))  # type: ignore[misc]  # of torch's class
 
 
-class QuantConv1d(_QuantLayer, qnn.QuantConv1d):  # type: ignore[misc]  # quantizers by descriptors, not by specs
-    """torch.nn.Conv1d with quantized input and weight; the weight has a range for each output channel."""
-
-    default_quant_desc_weight = QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL
+def _layer(name: str, bases: tuple[type, ...], doc: str, **attributes: Any) -> type[nn.Module]:
+    return type(f"Quant{name}", bases, {"__module__": __name__, "__doc__": doc, **attributes})
 
 
-class QuantConv2d(_QuantLayer, qnn.QuantConv2d):  # type: ignore[misc]  # quantizers by descriptors, not by specs
-    """torch.nn.Conv2d with quantized input and weight; the weight has a range for each output channel."""
+_WEIGHTED = {
+    "Linear": descriptor.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW,
+    "Conv1d": descriptor.QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL,
+    "Conv2d": descriptor.QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL,
+    "Conv3d": descriptor.QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL,
+    "ConvTranspose1d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL,
+    "ConvTranspose2d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL,
+    "ConvTranspose3d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL,
+}
+_KINDS = ("MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm")
 
-    default_quant_desc_weight = QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL
+LAYERS = {
+    f"Quant{name}": _layer(
+        name,
+        (QuantLayer, getattr(qnn, f"Quant{name}")),
+        f"torch.nn.{name} with quantized input and weight; by default the weight has a range for each index of axis "
+        f"{desc.axis}.",
+        default_quant_desc_weight=desc,
+    )
+    for name, desc in _WEIGHTED.items()
+} | {
+    f"Quant{name}": _layer(name, (_QuantInputLayer, getattr(nn, name)), f"torch.nn.{name} with a quantized input.")
+    for name in (f"{kind}{dims}d" for kind in _KINDS for dims in (1, 2, 3))
+}
+globals().update(LAYERS)  # pickle and scripts find the classes here
 
+if TYPE_CHECKING:
 
-class QuantConv3d(_QuantLayer, qnn.QuantConv3d):  # type: ignore[misc]  # quantizers by descriptors, not by specs
-    """torch.nn.Conv3d with quantized input and weight; the weight has a range for each output channel."""
-
-    default_quant_desc_weight = QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL
-
-
-class QuantConvTranspose1d(_QuantLayer, qnn.QuantConvTranspose1d):  # type: ignore[misc]  # quantizers by descriptors, not by specs
-    """torch.nn.ConvTranspose1d with quantized input and weight; axis 1 has ranges, which groups share."""
-
-    default_quant_desc_weight = QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL
-
-
-class QuantConvTranspose2d(_QuantLayer, qnn.QuantConvTranspose2d):  # type: ignore[misc]  # quantizers by descriptors, not by specs
-    """torch.nn.ConvTranspose2d with quantized input and weight; axis 1 has ranges, which groups share."""
-
-    default_quant_desc_weight = QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL
-
-
-class QuantConvTranspose3d(_QuantLayer, qnn.QuantConvTranspose3d):  # type: ignore[misc]  # quantizers by descriptors, not by specs
-    """torch.nn.ConvTranspose3d with quantized input and weight; axis 1 has ranges, which groups share."""
-
-    default_quant_desc_weight = QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL
-
-
-class QuantLinear(_QuantLayer, qnn.QuantLinear):  # type: ignore[misc]  # quantizers by descriptors, not by specs
-    """torch.nn.Linear with quantized input and weight; the weight has a range for each output feature."""
-
-    default_quant_desc_weight = QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
-
-
-class QuantMaxPool1d(_QuantInputLayer, nn.MaxPool1d):
-    """torch.nn.MaxPool1d with a quantized input."""
-
-
-class QuantMaxPool2d(_QuantInputLayer, nn.MaxPool2d):
-    """torch.nn.MaxPool2d with a quantized input."""
-
-
-class QuantMaxPool3d(_QuantInputLayer, nn.MaxPool3d):
-    """torch.nn.MaxPool3d with a quantized input."""
-
-
-class QuantAvgPool1d(_QuantInputLayer, nn.AvgPool1d):
-    """torch.nn.AvgPool1d with a quantized input."""
-
-
-class QuantAvgPool2d(_QuantInputLayer, nn.AvgPool2d):
-    """torch.nn.AvgPool2d with a quantized input."""
-
-
-class QuantAvgPool3d(_QuantInputLayer, nn.AvgPool3d):
-    """torch.nn.AvgPool3d with a quantized input."""
-
-
-class QuantAdaptiveAvgPool1d(_QuantInputLayer, nn.AdaptiveAvgPool1d):
-    """torch.nn.AdaptiveAvgPool1d with a quantized input."""
-
-
-class QuantAdaptiveAvgPool2d(_QuantInputLayer, nn.AdaptiveAvgPool2d):
-    """torch.nn.AdaptiveAvgPool2d with a quantized input."""
-
-
-class QuantAdaptiveAvgPool3d(_QuantInputLayer, nn.AdaptiveAvgPool3d):
-    """torch.nn.AdaptiveAvgPool3d with a quantized input."""
-
-
-class QuantInstanceNorm1d(_QuantInputLayer, nn.InstanceNorm1d):
-    """torch.nn.InstanceNorm1d with a quantized input."""
-
-
-class QuantInstanceNorm2d(_QuantInputLayer, nn.InstanceNorm2d):
-    """torch.nn.InstanceNorm2d with a quantized input."""
-
-
-class QuantInstanceNorm3d(_QuantInputLayer, nn.InstanceNorm3d):
-    """torch.nn.InstanceNorm3d with a quantized input."""
+    def __getattr__(name: str) -> Any: ...

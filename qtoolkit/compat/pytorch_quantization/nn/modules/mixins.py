@@ -1,4 +1,4 @@
-"""Mixins that give a layer its quantizers; scripts know this module as `nn.modules._utils`."""
+"""Mixins that add quantizers to a layer; scripts import this module as `nn.modules._utils`."""
 
 import inspect
 from copy import deepcopy
@@ -6,11 +6,28 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
 from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
-from qtoolkit.compat.pytorch_quantization.tensor_quant import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
 
 
-class QuantInputMixin:
+class _QuantizesInput:
+    """What both mixins share; scripts distinguish them by isinstance, so neither derives from the other."""
+
+    default_quant_desc_input: ClassVar[QuantDescriptor] = QUANT_DESC_8BIT_PER_TENSOR
+    _input_quantizer: TensorQuantizer
+
+    @classmethod
+    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
+        """Set the default for inputs of this class and its subclasses; ValueError unless it is a descriptor."""
+        cls.default_quant_desc_input = _copy_of_default(value)
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the input."""
+        return self._input_quantizer
+
+
+class QuantInputMixin(_QuantizesInput):
     """A quantizer for the input, `_input_quantizer`.
 
     Example:
@@ -25,53 +42,34 @@ class QuantInputMixin:
         [0.0, 1.0]
     """
 
-    default_quant_desc_input: ClassVar[QuantDescriptor] = QUANT_DESC_8BIT_PER_TENSOR
-    _input_quantizer: TensorQuantizer
-
-    @classmethod
-    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Set what this class, and those derived from it, quantize inputs by; ValueError for other than a descriptor."""
-        cls.default_quant_desc_input = _checked(value)
-
     def init_quantizer(self, quant_desc_input: QuantDescriptor) -> None:
-        """Put the quantizer in; to be called in `__init__` (TypeError elsewhere).
-
-        Raises:
-            ValueError: The descriptor is not one of fake quantization.
-        """
+        """Create the quantizer; TypeError unless called in `__init__`, ValueError without fake quantization."""
         _check_caller()
         self._input_quantizer = _quantizer(quant_desc_input)
 
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the input."""
-        return self._input_quantizer
 
+class QuantMixin(_QuantizesInput):
+    """Quantizers for the input and the weight: `_input_quantizer` and `_weight_quantizer`, or lists with plural names."""
 
-class QuantMixin:
-    """Quantizers for the input and the weight: `_input_quantizer`, `_weight_quantizer`; or lists of them, in plural."""
-
-    default_quant_desc_input: ClassVar[QuantDescriptor] = QUANT_DESC_8BIT_PER_TENSOR
     default_quant_desc_weight: ClassVar[QuantDescriptor] = QUANT_DESC_8BIT_PER_TENSOR
-    _input_quantizer: TensorQuantizer
     _weight_quantizer: TensorQuantizer
     _input_quantizers: nn.ModuleList
     _weight_quantizers: nn.ModuleList
 
     @classmethod
-    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Set what this class, and those derived from it, quantize inputs by; ValueError for other than a descriptor."""
-        cls.default_quant_desc_input = _checked(value)
-
-    @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
-        """Set what this class, and those derived from it, quantize weights by; ValueError for other than a descriptor."""
-        cls.default_quant_desc_weight = _checked(value)
+        """Set the default for weights of this class and its subclasses; ValueError unless it is a descriptor."""
+        cls.default_quant_desc_weight = _copy_of_default(value)
+
+    @property
+    def weight_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the weight."""
+        return self._weight_quantizer
 
     def init_quantizer(
         self, quant_desc_input: QuantDescriptor, quant_desc_weight: QuantDescriptor, num_layers: int | None = None
     ) -> None:
-        """Put the quantizers in; to be called in `__init__` (TypeError elsewhere).
+        """Create the quantizers.
 
         Args:
             quant_desc_input: How to quantize inputs.
@@ -79,7 +77,8 @@ class QuantMixin:
             num_layers: None for one quantizer each, or the length of the lists `_input_quantizers`, `_weight_quantizers`.
 
         Raises:
-            ValueError: A descriptor is not one of fake quantization.
+            TypeError: The caller is not an `__init__`.
+            ValueError: A descriptor has fake_quant=False.
         """
         _check_caller()
         if num_layers is None:
@@ -88,19 +87,9 @@ class QuantMixin:
         self._input_quantizers = nn.ModuleList(_quantizer(quant_desc_input) for _ in range(num_layers))
         self._weight_quantizers = nn.ModuleList(_quantizer(quant_desc_weight) for _ in range(num_layers))
 
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the input."""
-        return self._input_quantizer
-
-    @property
-    def weight_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the weight."""
-        return self._weight_quantizer
-
 
 def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
-    """Return a class's descriptor of inputs, or those of inputs and weights: from the arguments, else its defaults.
+    """Return the descriptor of inputs, or those of inputs and weights: the arguments, or the defaults of a class.
 
     Raises:
         TypeError: There are other arguments.
@@ -114,12 +103,12 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
 
 
 def take_quant_desc(quant_cls: Any, kwargs: dict[str, Any], input_only: bool = False) -> Any:
-    """Take the descriptors out of a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does."""
+    """Remove the descriptors from a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does."""
     given = {name: kwargs.pop(name) for name in tuple(kwargs) if name.startswith("quant_desc_")}
     return pop_quant_desc_in_kwargs(quant_cls, input_only, **given)
 
 
-def _checked(value: object) -> QuantDescriptor:
+def _copy_of_default(value: object) -> QuantDescriptor:
     if not isinstance(value, QuantDescriptor):
         raise ValueError(f"A default must be a QuantDescriptor, got a {type(value).__name__}.")
     return deepcopy(value)
@@ -127,7 +116,7 @@ def _checked(value: object) -> QuantDescriptor:
 
 def _quantizer(desc: QuantDescriptor) -> TensorQuantizer:
     if not desc.fake_quant:
-        raise ValueError("Only fake quantization is supported! Take a QuantDescriptor with fake_quant=True.")
+        raise ValueError("Only fake quantization is supported! Use a QuantDescriptor with fake_quant=True.")
     return TensorQuantizer(desc)
 
 

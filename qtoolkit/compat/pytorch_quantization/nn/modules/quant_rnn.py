@@ -1,6 +1,5 @@
-"""LSTM and its cell with quantized operands, by pytorch-quantization's names, numerics and defaults."""
+"""LSTM and its cell with quantized operands, with pytorch-quantization's names, numerics and defaults."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,31 +7,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import nn as qnn
+from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+from qtoolkit.compat.pytorch_quantization.nn.modules.layers import QuantLayer
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantMixin, take_quant_desc
-from qtoolkit.compat.pytorch_quantization.tensor_quant import QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
-from qtoolkit.config import QuantSpec
 from qtoolkit.nn.recurrent import State, Step
 
 
-def _split(both: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return the first columns and the others."""
-    return both[:, :first], both[:, first:]
+def _split(quantizer: nn.Module, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two matrices after their concatenation was quantized."""
+    both = quantizer(torch.cat([first, second], 1))
+    return both[:, : first.size(1)], both[:, first.size(1) :]
 
 
-class QuantLSTM(QuantMixin, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers by descriptors, not by specs
+class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers follow from descriptors, not from specs
     """torch.nn.LSTM with a quantizer of cat([x, h], 1) and one of cat([w_ih, w_hh], 1) for each layer and direction.
 
-    They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed on its own;
-    `qtoolkit.nn.QuantLSTM` also computes with the fused kernel.
+    They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed separately;
+    `qtoolkit.nn.QuantLSTM` can use the fused kernel for all steps.
 
     Args:
-        *args: As torch.nn.LSTM takes them.
+        *args: Arguments of torch.nn.LSTM.
         quant_desc_input: How to quantize inputs and hidden states.
         quant_desc_weight: How to quantize weights; by default each row has a range.
-        **kwargs: As torch.nn.LSTM takes them.
+        **kwargs: Arguments of torch.nn.LSTM.
 
     Raises:
-        ValueError: proj_size is given.
+        ValueError: proj_size is not 0.
 
     Example:
         >>> y, (h, c) = QuantLSTM(4, 3, bidirectional=True)(torch.zeros(7, 2, 4))
@@ -51,19 +51,8 @@ class QuantLSTM(QuantMixin, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
             )
         self.init_quantizer(of_input, of_weight, len(self.keys()))
 
-    def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add none: they follow from descriptors."""
-
-    def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of what it holds beyond the float layer."""
-        return ("_input_quantizers", "_weight_quantizers")
-
-    def quantized_weights(self) -> Mapping[str, Any]:
-        """Return none: qtoolkit's own passes leave these quantizers alone."""
-        return {}
-
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """Compute all layers and steps; arguments and results as of torch.nn.LSTM."""
+        """Compute all layers and steps; arguments and results are those of torch.nn.LSTM."""
         return self.by_steps(input, hx)
 
     def _between(self, x: Tensor, layer: int) -> Tensor:
@@ -71,14 +60,13 @@ class QuantLSTM(QuantMixin, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
 
     def _step(self, key: str) -> Step:
         number = self.keys().index(key)
-        quantizer = self._input_quantizers[number]
-        w_ih, w_hh = getattr(self, f"weight_ih_{key}"), getattr(self, f"weight_hh_{key}")
-        weights = _split(self._weight_quantizers[number](torch.cat([w_ih, w_hh], 1)), w_ih.size(1))
+        quantizer, of_weight = self._input_quantizers[number], self._weight_quantizers[number]
+        weights = _split(of_weight, getattr(self, f"weight_ih_{key}"), getattr(self, f"weight_hh_{key}"))
         biases = self.biases(key)
 
         def step(x: Tensor, state: State) -> State:
-            quantized_x, h = _split(quantizer(torch.cat([x, state[0]], 1)), x.size(1))
-            return torch.lstm_cell(quantized_x, (h, state[1]), *weights, *biases)
+            x, h = _split(quantizer, x, state[0])
+            return torch.lstm_cell(x, (h, state[1]), *weights, *biases)
 
         return step
 
@@ -86,11 +74,7 @@ class QuantLSTM(QuantMixin, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
 class QuantLSTMCell(QuantMixin, nn.LSTMCell):
     """torch.nn.LSTMCell with a quantizer of cat([x, h], 1), `_input_quantizer`, and one of cat([w_ih, w_hh], 1).
 
-    Args:
-        *args: As torch.nn.LSTMCell takes them.
-        quant_desc_input: How to quantize inputs and hidden states.
-        quant_desc_weight: How to quantize weights; by default each row has a range.
-        **kwargs: As torch.nn.LSTMCell takes them.
+    Arguments are those of torch.nn.LSTMCell, and the descriptors of `QuantLSTM`.
 
     Example:
         >>> h, c = QuantLSTMCell(4, 3)(torch.zeros(2, 4))
@@ -106,12 +90,12 @@ class QuantLSTMCell(QuantMixin, nn.LSTMCell):
         self.init_quantizer(*descs)
 
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Take one step; arguments and results as of torch.nn.LSTMCell."""
+        """Compute one step; arguments and results are those of torch.nn.LSTMCell."""
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
         zeros = x.new_zeros(x.size(0), self.hidden_size)
         h, c = (zeros, zeros) if hx is None else hx if batched else (hx[0].unsqueeze(0), hx[1].unsqueeze(0))
-        x, h = _split(self._input_quantizer(torch.cat([x, h], 1)), self.input_size)
-        weights = _split(self._weight_quantizer(torch.cat([self.weight_ih, self.weight_hh], 1)), self.input_size)
+        x, h = _split(self._input_quantizer, x, h)
+        weights = _split(self._weight_quantizer, self.weight_ih, self.weight_hh)
         h, c = torch.lstm_cell(x, (h, c), *weights, self.bias_ih, self.bias_hh)
         return (h, c) if batched else (h.squeeze(0), c.squeeze(0))

@@ -1,43 +1,43 @@
 """pytorch_quantization's TensorQuantizer."""
 
 import warnings
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from qtoolkit.compat.pytorch_quantization import calib
-from qtoolkit.compat.pytorch_quantization.nn.modules.clip import Clip
+from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
+from qtoolkit.compat.pytorch_quantization.nn.functional import Clip
 from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_form, check_exportable
-from qtoolkit.compat.pytorch_quantization.nn.modules.quantizer_settings import QuantizerSettings, float32
-from qtoolkit.compat.pytorch_quantization.reduction import reduce_amax
-from qtoolkit.compat.pytorch_quantization.tensor_quant import (
-    QUANT_DESC_8BIT_PER_TENSOR,
-    QuantDescriptor,
-    fake_tensor_quant,
-    scaled_e4m3,
-    tensor_quant,
-)
+from qtoolkit.compat.pytorch_quantization.reduction import amax_along
+from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
 from qtoolkit.quantizers.legacy import LegacyQuantizer
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
-_BUFFERS = ("_amax", "_pre_quant_scale")  # they exist once they have a value, as scripts ask by hasattr
+_BUFFERS = ("_amax", "_pre_quant_scale")  # registered with their first value, as scripts ask for them by hasattr
 
 
-class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
-    """Multiply by `pre_quant_scale`, collect for the calibrator, clip, and quantize: each where it is switched on.
+def _setting(name: str, doc: str, writable: bool = False) -> Any:
+    """Return a property that reads an attribute, and writes it if `writable`."""
+    return property(attrgetter(name), (lambda self, value: setattr(self, name, value)) if writable else None, doc=doc)
 
-    Without a range each input is quantized by its own. For new work take `qtoolkit.TensorQuantizer`.
+
+class TensorQuantizer(LegacyQuantizer):
+    """Multiply by `pre_quant_scale`, calibrate, clip and quantize; the last three have switches.
+
+    Without a range, each input is quantized by its own largest magnitude. For new work use `qtoolkit.TensorQuantizer`.
 
     Args:
         quant_desc: How to quantize.
-        disabled: Pass inputs through.
+        disabled: Return inputs unchanged.
         if_quant: Quantize.
         if_clip: Clip to the trained bounds.
         if_calib: Let the calibrator collect.
 
     Raises:
-        ValueError: if_clip without learn_amax.
+        ValueError: if_clip is given without learn_amax.
 
     Example:
         >>> quantizer = TensorQuantizer(QuantDescriptor(num_bits=4))
@@ -48,6 +48,15 @@ class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
 
     use_fb_fake_quant: ClassVar[bool] = False  # compute torch's own ops, which exporters know
     _enable_onnx_export: ClassVar[bool] = False  # the same, with checks
+
+    _amax: Tensor
+    _pre_quant_scale: Tensor
+
+    num_bits = _setting("_num_bits", "Bits of a code, or (4, 3) for E4M3.", writable=True)
+    unsigned = _setting("_unsigned", "Whether the lowest code is 0.", writable=True)
+    narrow_range = _setting("_narrow_range", "Whether the lowest of the signed codes is left out.", writable=True)
+    axis = _setting("_axis", "The axes along which each index has its own range.")
+    fake_quant = _setting("_fake_quant", "Whether codes are dequantized.")
 
     def __init__(
         self,
@@ -62,7 +71,7 @@ class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
         self._fake_quant, self._learn_amax = quant_desc.fake_quant, quant_desc.learn_amax
         self._unsigned, self._narrow_range = quant_desc.unsigned, quant_desc.narrow_range
         self._scale_amax = quant_desc.scale_amax
-        self._scale = None
+        self._scale: Tensor | None = None
         self._disabled, self._if_quant, self._if_clip, self._if_calib = disabled, if_quant, False, if_calib
         if quant_desc.amax is not None:
             self.register_buffer("_amax", torch.tensor(quant_desc.amax))
@@ -71,28 +80,118 @@ class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
             self.clip = Clip(-bound, bound, learn_min=True, learn_max=True)
         if self._learn_amax or if_clip:
             self.enable_clip()
-        self._calibrator = _CALIBRATORS[quant_desc.calib_method](
-            num_bits=self._num_bits, axis=self._axis, unsigned=self._unsigned
-        )
+        self._calibrator: Any = _CALIBRATORS[quant_desc.calib_method](self._num_bits, self._axis, self._unsigned)
 
-    # ---- ranges
+    # ---- switches
+
+    def enable(self) -> None:
+        """Apply the steps that are switched on."""
+        self._disabled = False
+
+    def disable(self) -> None:
+        """Return inputs unchanged."""
+        self._disabled = True
+
+    def enable_quant(self) -> None:
+        """Quantize."""
+        self._if_quant = True
+
+    def disable_quant(self) -> None:
+        """Do not quantize."""
+        self._if_quant = False
+
+    def enable_calib(self) -> None:
+        """Let the calibrator collect; ValueError without a calibrator."""
+        if self._calibrator is None:
+            raise ValueError("Calibrator was not created, cannot enable calibration.")
+        self._if_calib = True
+
+    def disable_calib(self) -> None:
+        """Do not let the calibrator collect."""
+        self._if_calib = False
+
+    def enable_clip(self) -> None:
+        """Clip to the trained bounds, and train them; ValueError without learn_amax."""
+        if not self._learn_amax:
+            raise ValueError("learn_amax is False. Cannot enable clip.")
+        self.clip.requires_grad_(True)
+        self._if_clip = True
+
+    def disable_clip(self) -> None:
+        """Do not clip, and do not train the bounds."""
+        if self._learn_amax:
+            self.clip.requires_grad_(False)
+        self._if_clip = False
+
+    # ---- ranges and scales
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The range, or None. A range can be replaced by one of the same shape only."""
+        return getattr(self, "_amax", None)
+
+    @amax.setter
+    def amax(self, value: Any) -> None:
+        if value is None:
+            warnings.warn(
+                "TensorQuantizer: setting amax to None has no effect; del quantizer._amax removes it.", stacklevel=2
+            )
+        else:
+            self._set_buffer("amax", value)
+
+    @property
+    def pre_quant_scale(self) -> Tensor | None:
+        """Factor on the inputs, which also applies if the quantizer is disabled; or None."""
+        return getattr(self, "_pre_quant_scale", None)
+
+    @pre_quant_scale.setter
+    def pre_quant_scale(self, value: Any) -> None:
+        self._set_buffer("pre_quant_scale", value)
+
+    def _set_buffer(self, name: str, value: Any) -> None:
+        old, new = getattr(self, name), _float32(value)
+        if old is None:
+            self.register_buffer(f"_{name}", new)
+        elif new.shape == old.shape:
+            old.copy_(new)
+        else:
+            raise RuntimeError(
+                f"Changing shape when setting {name} is not allowed. It is {list(old.shape)}, got {list(new.shape)}."
+            )
+
+    @property
+    def maxbound(self) -> float:
+        """The largest code, or E4M3's largest number."""
+        return E4M3_MAX if isinstance(self._num_bits, tuple) else 2 ** (self._num_bits - 1 + self._unsigned) - 1
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The multiplier of the last codes; None with fake_quant=True."""
+        if self._fake_quant:
+            warnings.warn("TensorQuantizer: with fake_quant=True there is no scale; see step_size.", stacklevel=2)
+        return self._scale
+
+    @property
+    def step_size(self) -> Tensor | None:
+        """The distance between values, amax / (2^(num_bits - 1 + unsigned) - 1); None without a range."""
+        if self.amax is None:
+            warnings.warn("TensorQuantizer: there is no step_size without an amax.", stacklevel=2)
+            return None
+        if isinstance(self._num_bits, tuple):
+            raise NotImplementedError(f"TensorQuantizer: the float format {self._num_bits} has no integer codes.")
+        return self._amax / self.maxbound
 
     def load_calib_amax(self, *args: Any, strict: bool = True, **kwargs: Any) -> None:
-        """Take the range that the calibrator found.
-
-        Args:
-            *args: As the calibrator's `compute_amax` takes them.
-            strict: Raise where the calibrator has seen nothing; else warn, and leave the range as it is.
-            **kwargs: As the calibrator's `compute_amax` takes them.
+        """Set the range to what the calibrator's `compute_amax` returns for these arguments.
 
         Raises:
-            RuntimeError: There is no calibrator, or it has seen nothing.
+            RuntimeError: There is no calibrator, or it collected nothing; strict=False then warns, and keeps the range.
         """
         if self._calibrator is None:
             raise RuntimeError("Calibrator not created.")
         amax = self._calibrator.compute_amax(*args, **kwargs)
         if amax is not None:
-            self.register_buffer("_amax", float32(amax))
+            self.register_buffer("_amax", _float32(amax))
             return
         sentence = "Calibrator returned None. This usually happens when calibrator hasn't seen any tensor."
         if strict:
@@ -100,11 +199,7 @@ class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
         warnings.warn(f"{sentence} The range stays as it is: {self._short_amax()}.", stacklevel=2)
 
     def init_learn_amax(self) -> None:
-        """Start the trained bounds at the range.
-
-        Raises:
-            RuntimeError: Without learn_amax, or without a range.
-        """
+        """Start the trained bounds at the range; RuntimeError without learn_amax or without a range."""
         if not self._learn_amax or self.amax is None:
             raise RuntimeError("TensorQuantizer: init_learn_amax needs learn_amax=True and an amax; calibrate first.")
         if self._amax.numel() > 1:
@@ -113,26 +208,21 @@ class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
             self.clip.clip_value_min.copy_(-self._amax.max())
             self.clip.clip_value_max.copy_(self._amax.max())
 
-    def _range_of(self, inputs: Tensor) -> Tensor:
+    def _range_for(self, inputs: Tensor) -> Tensor:
         if self._learn_amax:
             return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach()
-        amax = self._kept_range(inputs) if self.amax is not None else self._own_range(inputs)
+        amax = self._own_range(inputs) if self.amax is not None else amax_along(inputs.detach(), self._axis)
         return amax if self._scale_amax is None else amax * self._scale_amax
 
-    def _kept_range(self, inputs: Tensor) -> Tensor:
-        if self._amax.device != inputs.device:
-            self._amax = self._amax.to(inputs.device)  # calibrated, set or loaded elsewhere: it stays with its inputs
-        return self._amax.detach()
-
     def _own_range(self, inputs: Tensor) -> Tensor:
-        axes = (self._axis,) if isinstance(self._axis, int) else self._axis or ()
-        kept = {axis % inputs.dim() for axis in axes}
-        return reduce_amax(inputs.detach(), axis=tuple(d for d in range(inputs.dim()) if d not in kept))
+        if self._amax.device != inputs.device:
+            self._amax = self._amax.to(inputs.device)  # it was calibrated, set or loaded on another device
+        return self._amax.detach()
 
     # ---- forward
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the inputs through all that is switched on."""
+        """Return the inputs after all steps that are switched on."""
         if self.pre_quant_scale is not None:
             inputs = inputs * self._pre_quant_scale.to(inputs)
         if self._disabled:
@@ -147,22 +237,19 @@ class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
 
     def _quantize(self, inputs: Tensor) -> Tensor:
         if self._enable_onnx_export:
-            known = self._learn_amax or self.amax is not None
-            check_exportable(self._num_bits, self._unsigned, self._narrow_range, known)
-        amax = self._range_of(inputs)
+            has_range = self._learn_amax or self.amax is not None
+            check_exportable(self._num_bits, self._unsigned, self._narrow_range, has_range)
+        amax = self._range_for(inputs)
         if isinstance(self._num_bits, tuple):
-            return self._quantize_float(inputs, amax, *self._num_bits)
+            if not self._fake_quant:
+                raise NotImplementedError("TensorQuantizer: E4M3 is fake-quantized only; fake_quant must be True.")
+            return scaled_e4m3(inputs, amax, *self._num_bits)
         if not self._fake_quant:
             codes, self._scale = tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
             return codes
         if self._enable_onnx_export or self.use_fb_fake_quant or torch.onnx.is_in_onnx_export():
             return affine_form(inputs, amax, self._num_bits, self._unsigned)
         return fake_tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
-
-    def _quantize_float(self, inputs: Tensor, amax: Tensor, exponent: int, mantissa: int) -> Tensor:
-        if not self._fake_quant:
-            raise NotImplementedError("TensorQuantizer: E4M3 is fake-quantized only; leave fake_quant=True.")
-        return scaled_e4m3(inputs, amax, exponent, mantissa)
 
     # ---- state
 
@@ -184,14 +271,24 @@ class TensorQuantizer(QuantizerSettings, LegacyQuantizer):
         """Return how it quantizes, the range and the switches."""
         if self._disabled:
             return "disabled"
-        words = [f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit"]
-        words += ["narrow"] if self._narrow_range else []
-        words += ["fake"] if self._fake_quant else []
-        words += ["per-tensor" if self._axis is None else f"axis={self._axis}", f"amax={self._short_amax()}"]
-        words += [] if self._scale_amax is None else [f"*{self._scale_amax}"]
-        words += [] if self.pre_quant_scale is None else ["pre_quant_scale"]
-        words += ["learned"] if self._learn_amax else []
-        words += [] if self._calibrator is None else [f"calibrator={type(self._calibrator).__name__}"]
-        words += [] if self._scale is None else [f"scale={self._scale}"]
-        switches = {"quant": self._if_quant, "clip": self._if_clip, "calib": self._if_calib}
-        return " ".join(words + [word for word, on in switches.items() if on])
+        words = {
+            f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit": True,
+            "narrow": self._narrow_range,
+            "fake": self._fake_quant,
+            "per-tensor" if self._axis is None else f"axis={self._axis}": True,
+            f"amax={self._short_amax()}": True,
+            f"*{self._scale_amax}": self._scale_amax is not None,
+            "pre_quant_scale": self.pre_quant_scale is not None,
+            "learned": self._learn_amax,
+            f"calibrator={type(self._calibrator).__name__}": self._calibrator is not None,
+            f"scale={self._scale}": self._scale is not None,
+            "quant": self._if_quant,
+            "clip": self._if_clip,
+            "calib": self._if_calib,
+        }
+        return " ".join(word for word, shown in words.items() if shown)
+
+
+def _float32(value: Any) -> Tensor:
+    """Return a new float32 tensor."""
+    return torch.as_tensor(value, dtype=torch.float32).detach().clone()

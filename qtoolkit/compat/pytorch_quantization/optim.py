@@ -1,4 +1,4 @@
-"""Choose parameters by patterns of their names: to group them for an optimizer, or to freeze them."""
+"""pytorch_quantization.optim.helper: choose parameters by name, for parameter groups or to freeze them."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def match_parameters(model: nn.Module, patterns: Iterable[str]) -> Iterator[nn.Parameter]:
-    """Return the parameters with a name that a pattern (a regular expression) is found in, each once.
+    """Return each parameter whose name matches one of the regular expressions at any position.
 
     Example:
         >>> len(list(match_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0", "bias"])))
@@ -26,30 +26,25 @@ def group_parameters(
     momentums: Sequence[float] | None = None,
     weight_decays: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups, as optimizers take them.
+    """Return parameter groups for an optimizer.
 
     Args:
         model: Any model.
-        patterns_list: For each group the patterns of its parameters' names.
+        patterns_list: For each group the regular expressions of its parameters' names.
         lrs: Learning rate of each group.
         momentums: Momentum of each group.
         weight_decays: Weight decay of each group.
 
     Raises:
-        TypeError: patterns_list is no list of lists, or an option is no list.
-        ValueError: An option has another length than patterns_list.
+        TypeError: patterns_list is not a list of lists, or an option is not a list.
+        ValueError: An option and patterns_list differ in length.
     """
     if not _is_list(patterns_list) or not all(_is_list(patterns) for patterns in patterns_list):
         raise TypeError(f"patterns_list must be a list of lists of patterns, got {patterns_list!r}.")
     groups: list[dict[str, Any]] = [{"params": list(match_parameters(model, patterns))} for patterns in patterns_list]
-    options = {
-        "lr": ("lrs", lrs),
-        "momentum": ("momentums", momentums),
-        "weight_decay": ("weight_decays", weight_decays),
-    }
-    for key, (name, values) in options.items():
+    for key, values in {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}.items():
         if values is not None:
-            _check_option(name, values, len(groups))
+            _check_option(f"{key}s", values, len(groups))
             for group, value in zip(groups, values, strict=True):
                 group[key] = value
     return groups
@@ -67,14 +62,14 @@ def _check_option(name: str, values: Sequence[float], count: int) -> None:
 
 
 def freeze_parameters(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Let the parameters with a name that a pattern is found in require no gradient."""
+    """Set requires_grad to False for the parameters that `match_parameters` returns."""
     for parameter in match_parameters(model, patterns):
         parameter.requires_grad = False
 
 
 @torch.no_grad()
 def quant_weight_inplace(model: nn.Module) -> None:
-    """Put each weight that has a quantizer (`_weight_quantizer`) on its grid."""
+    """Replace the values of each weight that has a `_weight_quantizer` by their quantized values."""
     for module in model.modules():
         quantizer = getattr(module, "_weight_quantizer", None)
         if isinstance(quantizer, nn.Module) and isinstance(module.weight, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The passes: structure, numerics with quantizers off, idempotence; and what prepare promises as a whole."""
+"""prepare as a whole: structure, numerics with quantizers off, idempotence, copies, checkpoints and compiled training."""
 
 import copy
 import pickle
@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 import qtoolkit as qt
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.passes import insert, swap
+from qtoolkit.layer_rules import LayerRules
 from tests import nets
 
 SHAPE = (4, 3, 8, 8)
@@ -322,8 +323,8 @@ def test_the_axis_of_a_transposed_convolution() -> None:
 
 def test_passing_twice_changes_nothing() -> None:
     prepared = prepared_net()
-    before, backend = str(prepared.graph), qt.backends["tensorrt"]
-    insert.run(swap.run(prepared, backend), backend)
+    before, rules = str(prepared.graph), LayerRules(qt.backends["tensorrt"], table=qt.nn.QAT_MODULES)
+    insert.run(swap.run(prepared, rules), rules)
     assert str(prepared.graph) == before
 
 

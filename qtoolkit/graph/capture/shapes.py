@@ -1,32 +1,29 @@
-"""Sizes at tracing: what a graph's nodes give for example inputs on the meta device, where tensors have shapes, no values."""
+"""Shape propagation at tracing: values of a graph's nodes for example inputs, with tensors on the meta device."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from qtoolkit.model_state import copy_of
+from qtoolkit.model_inputs import copy_containers
+from qtoolkit.model_state import deepcopy_model
 
 META = torch.device("meta")
-
-
-class Unknown:
-    """What stands for a value that depends on data, or that no one has computed."""
-
-
-UNKNOWN = Unknown()
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+DEVICE_ATTRIBUTES = ("device", "is_cuda", "is_cpu", "is_meta")
+UNKNOWN = object()  # a value that depends on data, or that was not computed
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a name, a type, or a tuple of such: something that Python may decide on."""
+    """Return whether a value is a number, string, dtype, device or None, or a tuple or list of those: Python may use it."""
     return all(map(is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
 
 
-class Sizes:
-    """The values of a graph's nodes, one by one as they are made. They never look at data, and never touch the model.
+class ShapePropagation:
+    """Values of a graph's nodes, computed as the nodes are made, without data and without touching the model.
 
     Args:
         model: The model that is traced.
@@ -37,8 +34,8 @@ class Sizes:
         self.model = model
         tensors = [*model.parameters(), *model.buffers()]
         self.device = next((t.device for t in tensors), torch.device("cpu"))
-        # The copy's parameters and buffers are on the meta device from the start: no memory, and nothing to spoil.
-        self.shadow = copy_of(model, {id(t): _on_meta(t) for t in tensors})
+        # The copy's parameters and buffers are on the meta device from the start, so they take no memory.
+        self.meta_model = deepcopy_model(model, {id(t): _on_meta(t) for t in tensors})
         self.inputs = inputs
         self.values: dict[fx.Node, Any] = {}
 
@@ -46,36 +43,33 @@ class Sizes:
         return self.values.get(node, UNKNOWN)
 
     def add(self, node: fx.Node) -> None:
-        """Compute a node's value, if it can be told from shapes alone."""
+        """Compute the value of a node, if it follows from shapes alone."""
         arguments: list[fx.Node] = node.all_input_nodes
         if any(n not in self.values for n in arguments):
             return
         try:
             with torch.no_grad():
                 value = self._compute(node)
-        except Exception:  # data is needed, or an op has no shapes of its own: the value is not known
+        except Exception:  # the op needs data, or has no meta kernel: the value stays unknown
             return
         if value is not UNKNOWN:
             self.values[node] = map_aggregate(value, _on_meta)
 
     def _compute(self, node: fx.Node) -> Any:
         target: Any = node.target
-        plain = getattr(target, "__module__", "") in (
-            "builtins",
-            "_operator",
-        )  # these look at a device, and make no tensor
-        args, kwargs = with_own_lists(
-            map_aggregate((node.args, node.kwargs), self._read if plain else self._read_for_meta)
-        )
+        # Functions of Python may compare devices but make no tensor on them.
+        compares = getattr(target, "__module__", "") in ("builtins", "_operator")
+        read = self._read if compares else self._read_for_meta
+        args, kwargs = copy_containers(map_aggregate((node.args, node.kwargs), read))
         if node.op == "placeholder":
             return self.inputs.get(target.lstrip("*"), UNKNOWN)
         if node.op == "get_attr":
-            return _attribute(self.model, target)
+            return attrgetter(target)(self.model)
         if node.op == "call_module":
-            return self.shadow.get_submodule(target)(*args, **kwargs)
+            return self.meta_model.get_submodule(target)(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
-        if target is getattr and isinstance(args[0], Tensor) and args[1] in ("device", "is_cuda", "is_cpu", "is_meta"):
+        if target is getattr and isinstance(args[0], Tensor) and args[1] in DEVICE_ATTRIBUTES:
             return getattr(torch.empty(0, device=self.device), args[1])
         return target(*args, **kwargs)
 
@@ -85,20 +79,6 @@ class Sizes:
     def _read_for_meta(self, value: Any) -> Any:
         value = self._read(value)
         return META if isinstance(value, torch.device) else value
-
-
-def with_own_lists(value: Any) -> Any:
-    """Return a value with lists and dicts of its own: those in a graph refuse what a function may do to its arguments."""
-    if type(value) is tuple:
-        return tuple(map(with_own_lists, value))
-    if isinstance(value, list):
-        return list(map(with_own_lists, value))
-    return {key: with_own_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _attribute(model: nn.Module, name: str) -> Any:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(owner), attribute)
 
 
 def _on_meta(value: Any) -> Any:

@@ -1,5 +1,0 @@
-"""pytorch_quantization.optim."""
-
-from qtoolkit.compat.pytorch_quantization.optim import helper
-
-__all__ = ["helper"]

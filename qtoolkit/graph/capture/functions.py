@@ -1,0 +1,38 @@
+"""Functions that the tracer records as one node, and functions that it inlines."""
+
+import inspect
+import sys
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+def torchvision_ops() -> tuple[FunctionType, ...]:
+    """Return torchvision's ops, which check the types of their arguments; none if torchvision is not loaded."""
+    ops = sys.modules.get("torchvision.ops")
+    found = [getattr(ops, name) for name in getattr(ops, "__all__", ())]
+    return tuple(f for f in found if isinstance(f, FunctionType))
+
+
+def scripted_functions(model: nn.Module) -> dict[Any, tuple[str, str]]:
+    """Return the functions compiled by torch.jit.script in the namespaces of a model's forwards: their module and name."""
+    forwards = [inspect.getattr_static(type(m), "forward", None) for m in model.modules()]
+    spaces = [space for forward in forwards if (space := getattr(forward, "__globals__", None))]
+    return {
+        value: (space["__name__"], name)
+        for space in {id(s): s for s in spaces}.values()
+        for name, value in space.items()
+        if isinstance(value, torch.jit.ScriptFunction)
+    }
+
+
+def is_foreign(target: Any) -> bool:
+    """Return whether a target is a Python function outside torch."""
+    return isinstance(target, FunctionType) and (target.__module__ or "").partition(".")[0] != "torch"
+
+
+def is_weight(node: fx.Node, value: Any) -> bool:
+    """Return whether a node reads a parameter of two or more dimensions."""
+    return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1

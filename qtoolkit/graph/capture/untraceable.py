@@ -1,0 +1,86 @@
+"""The error for a model that cannot be traced: where its Python stops the trace, and the remedies."""
+
+import inspect
+import linecache
+import os
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qtoolkit.nn import QAT_MODULES
+
+OWN_FOLDERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+
+
+class UntraceableError(RuntimeError):
+    """A model whose Python cannot be turned into a graph.
+
+    Attributes:
+        skip: Dotted name of the submodule that can be a leaf module instead; "" if the model's own forward is at fault.
+    """
+
+    def __init__(self, message: str, skip: str = "") -> None:
+        super().__init__(message)
+        self.skip = skip
+
+
+def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Return the innermost of some frames that is outside torch and the tracer."""
+    foreign = [f for f in frames if not f.filename.startswith(OWN_FOLDERS)]
+    return foreign[-1] if foreign else None
+
+
+def describe_line(frame: traceback.FrameSummary | None) -> str:
+    """Return file, line, function and source of a frame."""
+    if frame is None:
+        return "its forward"
+    source = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}: `{source}`"
+
+
+def untraceable(
+    error: Exception, model: nn.Module, path: Sequence[tuple[str, nn.Module]], has_example_inputs: bool
+) -> UntraceableError:
+    """Return the error that reports an exception at tracing.
+
+    Args:
+        error: The exception.
+        model: The model.
+        path: Names and modules of the submodules that were being traced, outermost first.
+        has_example_inputs: Whether shapes were known.
+    """
+    name, module = path[-1] if path else ("", model)
+    kind = type(module).__name__
+    frame = user_line(traceback.extract_tb(error.__traceback__))
+    at = f"submodule {name!r} ({kind})" if name else f"{kind}.forward"
+    remedies = ["rewrite that line without Python control flow on tensors"]
+    if frame is not None and frame.name != "forward":
+        remedies.append(f"if {frame.name!r} is a function, make it a single op with torch.fx.wrap({frame.name!r})")
+    remedies += _remedies(model, name, kind)
+    if not has_example_inputs:
+        remedies.append("pass example_inputs, which determine the sizes that Python branches on")
+    return UntraceableError(
+        f"prepare: cannot trace {type(model).__name__}: {type(error).__name__} in {at}: {error} At {describe_line(frame)}. "
+        f"Remedies: {'; '.join(remedies)}.",
+        name,
+    )
+
+
+def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
+    if name:
+        yield f"make that submodule a leaf module with skip=[{name!r}] or leaf_modules=[{kind}]"
+    else:
+        yield "move that code into a submodule and make it a leaf module with skip or leaf_modules"
+        children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in _children_with_layers(model)]
+        if children:
+            yield f"prepare submodules on their own: {', '.join(children)}"
+    parameters = inspect.signature(model.forward).parameters
+    if len(parameters) > 1:
+        yield f"fix an argument ({', '.join(parameters)}) with concrete_args"
+
+
+def _children_with_layers(model: nn.Module) -> list[str]:
+    return [name for name, child in model.named_children() if any(type(m) in QAT_MODULES for m in child.modules())]

@@ -1,0 +1,180 @@
+"""The one resolver of configs: from a backend, a QConfigMapping and names to the config of a layer or an op, on both roads."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from torch import fx, nn
+
+from qtoolkit.backends import Backend
+from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
+from qtoolkit.config.mapping import Source
+from qtoolkit.graph.placement.first_last import with_least_bits
+from qtoolkit.graph.plan import BY_CONFIG, Cause, Verdict
+from qtoolkit.nn.registry import QatModules
+from qtoolkit.op_kinds.nodes import kind_of_type, name_of, object_type_of
+from qtoolkit.op_kinds.table import OpKind
+from qtoolkit.shared_modules import modules_by_name, names_by_module
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The config that holds for a layer or an op.
+
+    Attributes:
+        qconfig: How to quantize it; None leaves it in float.
+        source: The kind of rule; "default" is the backend's default.
+        depth: 0 for a rule for the layer or op itself, more for a module around it.
+    """
+
+    qconfig: QConfig | None
+    source: Source | Literal["default"] = "default"
+    depth: int = 0
+
+    @property
+    def is_general(self) -> bool:
+        """Whether it is a global rule or the backend's default."""
+        return self.source in ("global", "default")
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether it names the layer or op itself, by name, regex or type. Then it holds against the backend's table."""
+        return not self.is_general and self.depth == 0
+
+
+@dataclass(frozen=True)
+class LayerDecision:
+    """How a layer is quantized.
+
+    Attributes:
+        qconfig: The config, with the axis that the weight itself has; None leaves the layer in float.
+        verdict: What the report says of it.
+    """
+
+    qconfig: QConfig | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class LayerRules:
+    """Which config holds for each layer and op of a model.
+
+    The first of these rules that there is holds: by name, by regular expression, by type, global, the backend's default. A rule
+    by name, regular expression or type for a module holds for all that is in it; the nearest module comes first, the layer or
+    op itself before all. A module with several names takes the most exact of their rules.
+
+    Attributes:
+        backend: The target.
+        mapping: The user's rules.
+        table: Float type -> QAT type.
+        custom: The float types that the user added to the table. Their layers are quantized whatever the backend's table says
+            of their kind.
+        names: All dotted names of each module of the float model; empty before there is a model.
+        types: The type of each module of the float model, by name.
+    """
+
+    backend: Backend
+    mapping: QConfigMapping | None = None
+    table: QatModules = field(default_factory=dict)
+    custom: frozenset[type[nn.Module]] = frozenset()
+    names: Mapping[nn.Module, Sequence[str]] = field(default_factory=dict)
+    types: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        backend: Backend,
+        mapping: QConfigMapping | None,
+        table: QatModules,
+        custom: Iterable[type[nn.Module]],
+    ) -> Self:
+        """Return the rules for a float model, whose module names and types they read now."""
+        types = {name: type(module) for name, module in modules_by_name(model).items()}
+        return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types)
+
+    def of_node(self, node: fx.Node) -> Rule:
+        """Return the rule for a node of a graph.
+
+        Raises:
+            ValueError: Its module has several names, and the mapping has different configs for them.
+        """
+        names = self._names_of(name_of(node)) if node.op == "call_module" else (node.name,)
+        rule = self._find(names, object_type_of(node), _scope_of(node) if node.op != "call_module" else None)
+        if rule.is_general and self.backend.end_bits is not None:
+            return replace(rule, qconfig=with_least_bits(node, rule.qconfig, self.backend.end_bits))
+        return rule
+
+    def of_module(self, module: nn.Module) -> Rule:
+        """Return the rule for a module of the float model, or for one without a name; errors as of `of_node`."""
+        return self._find(self.names.get(module, ("",)), type(module))
+
+    def decide(self, rule: Rule, float_type: type[nn.Module]) -> LayerDecision:
+        """Return how a layer of a type in the table is quantized, by the rule that holds for it."""
+        if rule.qconfig is None:
+            return LayerDecision(None, BY_CONFIG)
+        kind = kind_of_type(self.table[float_type])
+        activation = rule.qconfig.activation
+        if not (rule.is_explicit or float_type in self.custom or self._computes(kind)):
+            how = "only moves values" if kind.moves else f"{self.backend.name} computes in float"
+            return LayerDecision(None, Verdict.left_float(Cause.TARGET, f"a {kind}, which {how}"))
+        weight = self.weight_spec(rule, kind)
+        if weight is None and (activation is None or kind.takes_indices):
+            return LayerDecision(None, BY_CONFIG)
+        if activation is None and not kind.has_weight:
+            why = f"the config quantizes no activations, and a {kind} has no weights"
+            return LayerDecision(None, Verdict.left_float(Cause.CONFIG, why))
+        return LayerDecision(QConfig(activation, weight), Verdict.quantized())
+
+    def weight_spec(self, rule: Rule, kind: OpKind) -> QuantSpec | None:
+        """Return the spec of the weight of a layer, with the axis that the weight itself has.
+
+        Axis 0 of the backend's default, of a global rule or of a rule for a module around the layer stands for the output
+        channel, and (with a group_size) axis 1 for the input channel. An explicit rule says the axis of the weight itself.
+        """
+        spec = None if rule.qconfig is None else rule.qconfig.weight
+        if spec is None or rule.is_explicit or kind.name != "conv_transpose":
+            return spec
+        # The weight of a transposed convolution is (in, out / groups, k...).
+        if spec.group_size is None:
+            return replace(spec, axis=self.backend.conv_transpose_axis) if spec.axis == 0 else spec
+        return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
+
+    def _computes(self, kind: OpKind) -> bool:
+        # Recurrent layers have no op in a backend's table: their matrix products do.
+        return self.backend.quantizes(kind) or kind.name == "recurrent"
+
+    # ---- matching
+
+    def _names_of(self, name: str) -> Sequence[str]:
+        named = self.names.values() if self.mapping is not None else ()
+        return next((names for names in named if name in names), (name,))
+
+    def _find(self, names: Sequence[str], object_type: Any, scope: str | None = None) -> Rule:
+        if self.mapping is None:
+            return Rule(self.backend.qconfig)
+        matches = [self.mapping.match(name, object_type, self._around(name, scope)) for name in names]
+        found = [match for match in matches if match is not None]
+        if not found:
+            return Rule(self.backend.qconfig)
+        best = min(found, key=lambda match: match.rank)
+        if any(match.rank == best.rank and match.qconfig != best.qconfig for match in found):
+            raise ValueError(
+                f"qconfig_mapping: {', '.join(map(repr, names))} are names of one module, and the mapping has different "
+                f"configs for them; give them the same config."
+            )
+        return Rule(best.qconfig, best.source, best.depth)
+
+    def _around(self, name: str, scope: str | None) -> Iterator[tuple[str, type[nn.Module]]]:
+        """Yield the names and types of the modules around a module of this name, or around an op in this scope."""
+        outer = name.rpartition(".")[0] if scope is None else scope
+        while name and outer != name:
+            if outer in self.types:
+                yield outer, self.types[outer]
+            name, outer = outer, outer.rpartition(".")[0]
+
+
+def _scope_of(node: fx.Node) -> str:
+    """Return the dotted name of the submodule whose forward calls a function or method, as torch.fx records it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(next(reversed(stack.values()))[0]) if stack else ""

@@ -1,0 +1,57 @@
+"""Tables of float type -> QAT type: what an entry must be, and how a layer is built from one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from qtoolkit.config import QuantSpec
+
+QatModules = Mapping[type[nn.Module], type[Any]]
+
+
+def check_table(qat_modules: object, what: str = "prepare", argument: str = "qat_modules") -> None:
+    """Check the user's mapping of float types to QAT types.
+
+    Args:
+        qat_modules: The mapping.
+        what: Who was called with it, for errors.
+        argument: By which argument.
+
+    Raises:
+        TypeError: It is no mapping, or names something that is no module type, or one without `from_float`.
+    """
+    if not isinstance(qat_modules, Mapping):
+        raise TypeError(
+            f"{what}: {argument} must map float module types to QAT types, got a {type(qat_modules).__name__}."
+        )
+    for float_type, qat_type in qat_modules.items():
+        for role, value in (("key", float_type), ("value", qat_type)):
+            if not isinstance(value, type) or not issubclass(value, nn.Module):
+                raise TypeError(f"{what}: each {role} of {argument} must be a torch.nn.Module type, got {value!r}.")
+        if not callable(getattr(qat_type, "from_float", None)):
+            raise TypeError(
+                f"{what}: {argument} maps {float_type.__name__} to {qat_type.__name__}, which has no class method "
+                f"from_float(module, weight, name, activation); derive it from qtoolkit.nn.QuantWeighted or QuantModule."
+            )
+
+
+def from_float(
+    module: nn.Module,
+    qat_type: type[Any],
+    weight: QuantSpec | None,
+    activation: QuantSpec | None,
+    name: str,
+    what: str = "prepare",
+) -> nn.Module:
+    """Return the QAT module of a float one; `what` is who needs it, for the error.
+
+    Raises:
+        TypeError: The type's `from_float` returns no module.
+    """
+    new = qat_type.from_float(module, weight, name, activation)
+    if not isinstance(new, nn.Module):
+        raise TypeError(
+            f"{what}: {qat_type.__name__}.from_float must return a torch.nn.Module for {name!r}, got {type(new).__name__}."
+        )
+    return new

@@ -1,0 +1,22 @@
+"""The modules that pickled models name: public packages, so that pickles load after internal modules have moved."""
+
+from types import FunctionType
+from typing import Any
+
+
+def publish(package: str, *exports: Any) -> None:
+    """Set the module of classes and functions to the public package that exports them.
+
+    Pickles, and the code that torch.fx generates, name each class and function by its module and its name. `inspect.getsource`
+    then finds the source of methods and functions, but not of a class.
+
+    Args:
+        package: Name of the package, whose `__init__` imports the classes and functions.
+        *exports: The classes and functions.
+    """
+    for export in exports:
+        home = export.__module__
+        members = vars(export).values() if isinstance(export, type) else ()
+        for member in (export, *(getattr(m, "__func__", m) for m in members)):  # of class methods, the function
+            if isinstance(member, type | FunctionType) and member.__module__ == home:
+                member.__module__ = package

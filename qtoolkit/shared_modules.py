@@ -1,0 +1,27 @@
+"""Dotted names of modules, of which a shared module has several."""
+
+from torch import nn
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return each module by its dotted name; a shared module appears under each of its names."""
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def names_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return all dotted names of each module, in the order of `named_modules`."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def first_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the first dotted name of each module, by which reports, plans and errors call it."""
+    return {module: name for name, module in model.named_modules()}
+
+
+def replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a submodule by another one under each of its names, so that it stays shared."""
+    for name in names_by_module(model)[old]:
+        model.set_submodule(name, new)

@@ -1,0 +1,48 @@
+"""Select the cases of a parametrized test that the default run takes; `pytest --sweep` takes all.
+
+`@pytest.mark.sweep(1)` keeps few cases that together contain every value of every parameter.
+`@pytest.mark.sweep(2)` keeps few cases that together contain every pair of values: each dtype with each layout, for example.
+`@pytest.mark.sweep`, on a test or a parameter, keeps none.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+
+import pytest
+
+
+def values_of(item: pytest.Item) -> tuple:
+    """The name, type and value of each parameter of a case."""
+    parameters = sorted(item.callspec.params.items()) if hasattr(item, "callspec") else ()
+    return tuple((name, type(v), v if type(v).__hash__ else repr(v)) for name, v in parameters)
+
+
+def covering(cases: Mapping[str, tuple], strength: int) -> set[str]:
+    """Names of few cases that together contain all combinations of `strength` values of the given cases."""
+    covers = {name: set(combinations(cases[name], strength)) for name in sorted(cases, key=shuffled)}
+    missing, kept = set().union(*covers.values()), set()
+    for most in range(max(map(len, covers.values())), 0, -1):  # greedy: the cases that add most come first
+        for name, combined in covers.items():
+            if len(combined & missing) == most:
+                kept.add(name)
+                missing -= combined
+    return kept
+
+
+def shuffled(name: str) -> int:
+    """A sort key without a pattern, the same in every run: it spreads ties over all values."""
+    return zlib.crc32(name.encode())
+
+
+def left_out(items: Iterable[pytest.Item]) -> set[str]:
+    """Ids of the cases that the default run leaves out."""
+    names, sweeps = set(), defaultdict(dict)
+    for item in items:
+        strengths = [mark.args for mark in item.iter_markers("sweep")]
+        if () in strengths:
+            names.add(item.nodeid)
+        elif strengths:
+            sweeps[item.nodeid.partition("[")[0], strengths[0][0]][item.nodeid] = values_of(item)
+    return names.union(*(cases.keys() - covering(cases, strength) for (_, strength), cases in sweeps.items()))

@@ -1,0 +1,174 @@
+"""One resolver of configs: a mapping means the same to a traced model, to a leaf module and to module replacement."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+
+W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
+W6 = qt.QConfig(qt.QuantSpec(bits=6), qt.QuantSpec(bits=6, axis=0))
+INT8 = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.conv = nn.Linear(8, 8), nn.Conv1d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.fc(x)[..., None])[..., 0]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.inner = nn.Linear(8, 8), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.fc(x))
+
+
+class Net(nn.Module):
+    """`shared` is one layer with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.shared, self.last = Block(), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.same = self.shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.shared(self.block(x)))
+
+
+LAYERS = ("block.fc", "block.inner.fc", "block.inner.conv", "shared", "last")
+ROADS: dict[str, Callable[[qt.QConfigMapping], nn.Module]] = {
+    "traced": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping),
+    "block is a leaf module": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, skip=["block"]),
+    "replaced": lambda mapping: qt.quant_modules.replace(Net(), mapping),
+}
+over_roads = pytest.mark.parametrize("road", ROADS.values(), ids=ROADS)
+
+
+def bits(model: nn.Module) -> tuple[int | None, ...]:
+    quantizers = [getattr(model.get_submodule(name), "weight_quantizer", None) for name in LAYERS]
+    return tuple(None if quantizer is None else quantizer.spec.bits for quantizer in quantizers)
+
+
+@over_roads
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        (qt.QConfigMapping().set_module_name("block.inner", None), (8, None, None, 8, 8)),
+        (qt.QConfigMapping().set_module_name("block", None).set_object_type(nn.Linear, INT8), (None, None, None, 8, 8)),
+        (qt.QConfigMapping().set_module_name("block", None).set_module_name("block.inner", W4), (None, 4, 4, 8, 8)),
+        (qt.QConfigMapping().set_module_name("block", W4).set_module_name("block.fc", None), (None, 4, 4, 8, 8)),
+        (qt.QConfigMapping().set_module_name("block", W4).set_module_name_regex(r".*\.fc", W6), (4, 4, 4, 8, 8)),
+        (qt.QConfigMapping().set_module_name_regex(r"block\.in.*", W4).set_global(W6), (6, 4, 4, 6, 6)),
+        (qt.QConfigMapping().set_module_name_regex("block", W4).set_object_type(nn.Linear, W6), (4, 4, 4, 6, 6)),
+        (qt.QConfigMapping().set_object_type(Inner, None).set_global(W4), (4, None, None, 4, 4)),
+        (qt.QConfigMapping().set_object_type(Block, W4).set_object_type(nn.Conv1d, None), (4, 4, None, 8, 8)),
+        (qt.QConfigMapping().set_object_type(Net, W4).set_object_type(Inner, W6), (4, 6, 6, 4, 4)),
+        (qt.QConfigMapping().set_module_name("same", None), (8, 8, 8, None, 8)),
+        (qt.QConfigMapping().set_global(None).set_module_name("block.inner.conv", W4), (None, None, 4, None, None)),
+    ],
+)
+def test_a_rule_means_the_same_on_every_road(
+    road: Callable[[qt.QConfigMapping], nn.Module], mapping: qt.QConfigMapping, expected: tuple[int | None, ...]
+) -> None:
+    assert bits(road(mapping)) == expected
+
+
+@over_roads
+def test_names_of_one_layer_with_different_configs_are_refused(road: Callable[[qt.QConfigMapping], nn.Module]) -> None:
+    with pytest.raises(ValueError, match="'shared', 'same' are names of one module, and the mapping has different"):
+        road(qt.QConfigMapping().set_module_name("shared", W4).set_module_name("same", W6))
+
+
+@over_roads
+def test_a_name_that_the_model_does_not_have_is_refused(road: Callable[[qt.QConfigMapping], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"unknown layer 'block.iner'; did you mean 'block.inner"):
+        road(qt.QConfigMapping().set_module_name("block.iner", None))
+
+
+class Sums(nn.Module):
+    """Functions in a submodule and in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.body = nn.Linear(8, 8), SumOfTwo()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.body(x)
+
+
+class SumOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.fc(x).T, x) @ x.T
+
+
+def test_a_rule_for_a_module_holds_for_the_functions_that_its_forward_calls() -> None:
+    def kinds(mapping: qt.QConfigMapping | None) -> set[str]:
+        report = qt.quantization_report(qt.prepare(Sums(), backend="onnxruntime", qconfig_mapping=mapping))
+        return {f"{line.kind} {line.status}" for line in report.layers if line.kind in ("matmul", "add")}
+
+    assert kinds(None) == {"matmul quantized", "add quantized"}
+    assert kinds(qt.QConfigMapping().set_module_name("body", None)) == {"matmul float", "add quantized"}
+    assert kinds(qt.QConfigMapping().set_object_type(SumOfTwo, None)) == {"matmul float", "add quantized"}
+
+
+def test_a_rule_for_a_module_does_not_bring_in_ops_that_the_target_leaves_in_float() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(torch.softmax(x, -1))
+
+    mapping = qt.QConfigMapping().set_module_name("0", W4)
+    report = qt.quantization_report(qt.prepare(nn.Sequential(Gate()), qconfig_mapping=mapping))
+    assert [(line.kind, line.status) for line in report.layers] == [("softmax", "float"), ("linear", "quantized")]
+
+
+@over_roads
+def test_a_layer_type_of_the_users_own_is_quantized_on_every_road(
+    road: Callable[[qt.QConfigMapping], nn.Module],
+) -> None:
+    model = road(qt.QConfigMapping().set_object_type(nn.Linear, W4))
+    assert bits(model) == (4, 4, 8, 4, 4)
+
+
+class Named(nn.Module):
+    """A model with submodules of the names that prepare gives its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation_quantizers, self.weight_quantizers = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.weight_quantizers(self.activation_quantizers(x))
+        return nn.functional.linear(x, self.weight)
+
+
+def test_submodules_named_like_those_of_quantizers() -> None:
+    model = Named().eval()
+    x = torch.randn(4, 8)
+    prepared = qt.prepare(model, x, backend="onnxruntime")
+    names = set(qt.quantizers_of(prepared))
+    assert {"activation_quantizers_1.x", "weight_quantizers_1.linear", "weight_quantizers.0.weight_quantizer"} <= names
+    qt.calibrate(prepared, [x], progress=False)
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(x), model(x))
+    with qt.disable_quantization(prepared, "weights"):
+        on = {name for name, quantizer in qt.quantizers_of(prepared).items() if quantizer.quantizing}
+    assert on == {name for name in names if name.startswith("activation_quantizers_1.")}
+    statuses = {line.name: line.status for line in qt.quantization_report(prepared).layers}
+    assert set(statuses.values()) == {"quantized"}

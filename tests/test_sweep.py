@@ -1,0 +1,44 @@
+"""The default run takes few cases of a sweep, which contain all values or pairs; --sweep takes all."""
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.sweep import covering
+
+CASES = {"-".join(map(str, case)): tuple(enumerate(case)) for case in product(range(7), "abcde", (False, True), "xyz")}
+
+
+def combined(names, strength: int) -> set:
+    return {c for name in names for c in combinations(CASES[name], strength)}
+
+
+@pytest.mark.parametrize(("strength", "fewest"), [(1, 7), (2, 35), (3, 105), (4, 210)])
+def test_all_combinations_occur_in_few_cases(strength: int, fewest: int) -> None:
+    kept = covering(CASES, strength)
+    assert combined(kept, strength) == combined(CASES, strength)
+    assert fewest <= len(kept) <= 1.3 * fewest
+    assert kept == covering(dict(reversed(CASES.items())), strength)
+
+
+SUITE = """
+    import pytest
+
+    @pytest.mark.sweep(1)
+    @pytest.mark.parametrize("a", [[1], [2], [3]])
+    @pytest.mark.parametrize("b", [0, False, "0"])
+    def test_values(a, b): pass
+
+    @pytest.mark.sweep
+    def test_full_run_only(): pass
+
+    @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.sweep)])
+    def test_parameter(a): pass
+"""
+
+
+@pytest.mark.parametrize(("options", "run"), [((), 3 + 1), (("--sweep",), 9 + 1 + 2)])
+def test_what_runs(pytester: pytest.Pytester, options: tuple, run: int) -> None:
+    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
+    pytester.makepyfile(SUITE)
+    pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(passed=run, deselected=12 - run)
