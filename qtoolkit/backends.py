@@ -267,7 +267,8 @@ ACADEMIC = Backend(
     end_bits=8,
 )
 
-# The setting of papers on transformers. Source: MQBench's Academic_NLP: inputs of linear layers and matmuls; the first and last layers have no minimum.
+# The setting of papers on transformers. Source: MQBench's Academic_NLP: inputs of linear layers and matmuls; no
+# minimum for the first and last layers.
 ACADEMIC_NLP = replace(
     ACADEMIC, name="academic-nlp", roles=_roles(compute=("linear", "matmul", "attention"), concat=()), end_bits=None
 )
