@@ -15,10 +15,11 @@ from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import evaluating
 from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
+from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
-from qtoolkit.report.lines import quantizers_in, table
+from qtoolkit.report.lines import table
 
 By = Literal["layer", "type"]
 Mode = Literal["one", "all_but_one"]
@@ -183,7 +184,7 @@ def sensitivity(
     units = [unit for unit in every if names is None or unit.name in names]
     with tqdm(total=len(units) + 2, desc="sensitivity", disable=not progress, leave=False) as bar:
         score = _Score(model, evaluate, bar)
-        quantized = score(quantizers_in(model), "all layers quantized")
+        quantized = score(named_quantizers(model), "all layers quantized")
         in_float = score((), "no layer quantized")
         rows = []
         for unit in units:
@@ -209,7 +210,7 @@ class _Score:
 
     def __call__(self, on: Collection[str], what: str) -> float:
         with disable_quantization(self.model), evaluating(self.model):  # both restore the states on exit
-            for name, quantizer in quantizers_in(self.model).items():
+            for name, quantizer in named_quantizers(self.model).items():
                 quantizer.quantizing = name in on
                 if isinstance(quantizer, TensorQuantizer):
                     quantizer.observing = False
@@ -242,7 +243,7 @@ def _types_of(model: nn.Module) -> dict[str, Kind]:
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"sensitivity: model must be a torch.nn.Module, got {type(model).__name__}.")
-    quantizers = quantizers_in(model)
+    quantizers = named_quantizers(model)
     if not quantizers:
         raise ValueError(
             "sensitivity: the model has no quantizers to switch; pass what qtoolkit.prepare, qtoolkit.quant_modules.replace or "
@@ -255,7 +256,7 @@ def _check(model: nn.Module) -> None:
 
 def _all_but(model: nn.Module, unit: _Unit, units: Sequence[_Unit]) -> set[str]:
     others = [other.quantizers for other in units if other is not unit]
-    return set(quantizers_in(model)) - unit.quantizers.difference(*others)
+    return set(named_quantizers(model)) - unit.quantizers.difference(*others)
 
 
 def _number(score: Any, what: str) -> float:

@@ -7,7 +7,7 @@ from torch import fx, nn
 from qtoolkit.graph.plan import Edge
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, module_of, tensor_inputs
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.shared_modules import first_names
 
 INPUT = "input_quantizer"
@@ -80,18 +80,17 @@ def layer_quantizers(gm: fx.GraphModule) -> list[LayerQuantizer]:
     """Return the quantizers of the layers that a graph calls, and of those inside leaf modules."""
     names = first_names(gm)
     nodes = [node for node in gm.graph.nodes if node.op == "call_module" and not is_quantizer(node)]
-    return [_held(node, path, module, names[module]) for node in nodes for path, module in _quantizers_in(node)]
+    return [
+        _held(node, path, module, names[module])
+        for node in nodes
+        for path, module in named_quantizers(module_of(node)).items()
+    ]
 
 
 def layer_edges(gm: fx.GraphModule) -> list[Edge]:
     """Return the edges that layers quantize themselves, each once, even if its module is called several times."""
     edges = [edge for held in layer_quantizers(gm) for edge in held.edges()]
     return list({(edge.source, edge.consumer, edge.quantizer): edge for edge in edges}.values())
-
-
-def _quantizers_in(node: fx.Node) -> list[tuple[str, Quantizer]]:
-    parts = module_of(node).named_modules()
-    return [(path, part) for path, part in parts if isinstance(part, Quantizer)]
 
 
 def _held(node: fx.Node, path: str, quantizer: Quantizer, name: str) -> LayerQuantizer:

@@ -105,11 +105,6 @@ class QuantizationReport:
         return "\n".join([head, "", *table(rows), "", *table(tensors)])
 
 
-def quantizers_in(layer: nn.Module) -> dict[str, Quantizer]:
-    """Return the quantizers in a module by their names relative to it."""
-    return {path: part for path, part in layer.named_modules() if isinstance(part, Quantizer)}
-
-
 def weight_of(layer: nn.Module) -> str:
     """Return the specs of a layer's weights in short form, or "" if they are float."""
     quantizers = layer.weight_quantizers().values() if isinstance(layer, QuantModule) else ()

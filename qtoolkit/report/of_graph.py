@@ -24,7 +24,8 @@ from qtoolkit.op_kinds.nodes import (
 from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.op_kinds.table import OTHER
-from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, quantizers_in, spec_of, weight_of
+from qtoolkit.quantizers.quantizer import named_quantizers
+from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, weight_of
 from qtoolkit.shared_modules import first_names
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
@@ -99,7 +100,7 @@ def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
 
 
 def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[nn.Module, str]) -> LayerLine:
-    quantizers = {path: names[quantizer] for path, quantizer in quantizers_in(layer).items()}
+    quantizers = {path: names[quantizer] for path, quantizer in named_quantizers(layer).items()}
     inputs = (quantizers[INPUT],) if INPUT in quantizers else ()
     kind = str(kind_of_module(layer))
     return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()))
