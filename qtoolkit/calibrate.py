@@ -8,11 +8,11 @@ import torch
 from torch import distributed, nn
 from tqdm import tqdm
 
-from qtoolkit.eager.fuse import check_links
+from qtoolkit.eager.record import check_links
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
+from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 

@@ -10,8 +10,7 @@ from torch import nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import warn_of_unused_types
-from qtoolkit.eager.fuse import check_links
-from qtoolkit.eager.record import plan_of, record_of
+from qtoolkit.eager.record import check_links, plan_of, record_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
@@ -23,8 +22,7 @@ from qtoolkit.model_state import deepcopy_model, random_state_kept, unchanged_on
 from qtoolkit.nn import QAT_MODULES, QuantModule
 from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import object_type_of
-from qtoolkit.quantizers.legacy import refuse_legacy_quantizers
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
 
 M = TypeVar("M", bound=nn.Module)
 

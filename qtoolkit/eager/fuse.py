@@ -105,24 +105,6 @@ def link_chains(model: nn.Module, strategy: str, apart: Mapping[str, Verdict] | 
     return verdicts
 
 
-def check_links(model: nn.Module) -> None:
-    """Check that the batch norms that are linked to layers are still in the model.
-
-    Raises:
-        ValueError: A chain's layer is linked to another batch norm than the one in the model; names both.
-    """
-    modules = modules_by_name(model)
-    for layer_name, name, *_ in chains_of(model):
-        layer, found = modules.get(layer_name), modules.get(name)
-        own = layer.batch_norm if isinstance(layer, QuantWeighted) else None
-        if own is not None and found is not None and found is not own and is_batch_norm(found):
-            raise ValueError(
-                f"the batch norm {name!r} that is linked to layer {layer_name!r} is no longer in the model: it was replaced "
-                f"by a {type(found).__name__}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
-                f"before you call qtoolkit.quant_modules.replace."
-            )
-
-
 def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, Verdict]:
     """Quantize the outputs of modules and of chains, unless they are already quantized.
 

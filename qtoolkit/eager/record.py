@@ -7,6 +7,9 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.graph.plan import Plan, Verdict
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.shared_modules import modules_by_name
 
 ATTRIBUTE = "_qtoolkit_record"  # an attribute of the model: its copies and pickles, and models that contain it, keep it
 
@@ -55,6 +58,24 @@ def verdicts_in(model: nn.Module) -> dict[str, Verdict]:
     """Return the verdicts of earlier replacements of a model and of its parts, by dotted names in the model."""
     plans = [(part, record.plan) for part, record in records_in(model) if record.plan is not None]
     return {_joined(part, layer): verdict for part, plan in plans for layer, verdict in plan.inside.items()}
+
+
+def check_links(model: nn.Module) -> None:
+    """Check that the batch norms that are linked to layers are still in the model.
+
+    Raises:
+        ValueError: A chain's layer is linked to another batch norm than the one in the model; names both.
+    """
+    modules = modules_by_name(model)
+    for layer_name, name, *_ in chains_of(model):
+        layer, found = modules.get(layer_name), modules.get(name)
+        own = layer.batch_norm if isinstance(layer, QuantWeighted) else None
+        if own is not None and found is not None and found is not own and is_batch_norm(found):
+            raise ValueError(
+                f"the batch norm {name!r} that is linked to layer {layer_name!r} is no longer in the model: it was replaced "
+                f"by a {type(found).__name__}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
+                f"before you call qtoolkit.quant_modules.replace."
+            )
 
 
 def _joined(part: str, name: str) -> str:

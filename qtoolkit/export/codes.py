@@ -1,4 +1,4 @@
-"""Integer codes compared: those of a converted model with those that onnxruntime computes from the exported file."""
+"""Comparison of the integer codes of a converted model with those that onnxruntime computes from the exported file."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ def compare_codes(grid: Grid, x: Tensor, theirs: Any) -> CodeCount:
 
 
 def _codes_in_file(grid: Grid, x: Tensor) -> Tensor:
-    """Return the codes of x in the layout of the file, where a grouped weight is (groups * out, in * k...)."""
+    """Return the codes of x in the layout of the file: as `qtoolkit.export.translation` writes grouped weights."""
     codes = grid.codes(x).cpu()
     if grid.group == 1:
         return codes
@@ -172,6 +172,7 @@ class CodeComparison:
             self.stored += count
         else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
             self.counts[name] = self.counts.get(name, CodeCount()) + count
+        # A constant keeps the model's values, since its layout in the file may differ.
         return output if node.is_constant else grid.values(torch.tensor(node.codes)).to(x.dtype)
 
     def _compare_weight(self, name: str, grid: Grid, weight: Tensor) -> None:

@@ -12,8 +12,7 @@ from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import kind_of_module
-from qtoolkit.quantizers.legacy import LegacyQuantizer
-from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
+from qtoolkit.quantizers.quantizer import LegacyQuantizer, Quantizer, named_quantizers
 from qtoolkit.report.lines import (
     LayerLine,
     QuantizationReport,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.eager.fuse import check_links, fuse_modules
-from qtoolkit.eager.record import chains_of, plan_of
+from qtoolkit.eager.fuse import fuse_modules
+from qtoolkit.eager.record import chains_of, check_links, plan_of
 from qtoolkit.nn.batch_norm import STRATEGIES, LinkedBatchNorm
 from qtoolkit.quant_modules import replace
 from tests import nets, reference

@@ -165,7 +165,7 @@ def test_groups_where_the_opset_has_no_blocks(tmp_path) -> None:
 
 
 class InBlocks(nn.Module):
-    """The op itself on an input, as a user may call it."""
+    """A direct call of the op on an input."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_learned_scales_and_prepared_models_export(tmp_path) -> None:
 
 
 class Pyramid(nn.Module):
-    """A head that takes a list of maps and returns two lists, as those of detectors do."""
+    """A detector head: it takes a list of feature maps and returns two lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def test_a_model_with_nothing_quantized_is_refused(tmp_path) -> None:
 
 
 class Gated(nn.Module):
-    """Adds a parameter as it lies, and a function of another, whose last bit runtimes may differ in."""
+    """Adds a view of a parameter, and multiplies by a function of another, which runtimes may round differently."""
 
     def __init__(self) -> None:
         super().__init__()

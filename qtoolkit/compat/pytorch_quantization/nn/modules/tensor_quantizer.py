@@ -13,7 +13,7 @@ from qtoolkit.compat.pytorch_quantization.nn.functional import Clip
 from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_form, check_exportable
 from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
-from qtoolkit.quantizers.legacy import LegacyQuantizer
+from qtoolkit.quantizers.quantizer import LegacyQuantizer
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
 _BUFFERS = ("_amax", "_pre_quant_scale")  # registered with their first value, as scripts ask for them by hasattr
