@@ -18,7 +18,7 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys) -> None:
 
 def test_the_map_names_what_exists() -> None:
     text = README.read_text()
-    table = text[text.index("## Map of the house") : text.index("**Add an op**")]
+    table = text[text.index("## Map of the repository") : text.index("**Add an op**")]
     for name in re.findall(r"`([\w/]+(?:\.\w+)?)`", table):
         root = README.parent
         assert any((root / folder / name).exists() for folder in ("", "csrc", "qtoolkit", "benchmarks")), name
