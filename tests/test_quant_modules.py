@@ -319,7 +319,7 @@ def test_switches_apply_to_a_submodule_and_are_restored_after_errors() -> None:
 def test_two_configs_for_one_module_are_refused() -> None:
     mapping = qt.QConfigMapping().set_module_name("fc", W4).set_module_name("again", None)
     with pytest.raises(
-        ValueError, match="the names 'fc', 'again' is one, and the qconfig_mapping has different configs"
+        ValueError, match="'fc', 'again' are names of one module, and the mapping has different configs"
     ):
         replace(Branches(), mapping)
     replaced = replace(Branches(), qt.QConfigMapping().set_module_name("again", None))

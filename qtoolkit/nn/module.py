@@ -10,7 +10,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 from qtoolkit.op_kinds.rules import OTHER
 from qtoolkit.op_kinds.table import KINDS
-from qtoolkit.quantizers.quantizer import Quantizer as Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import set_weight_range, weight_quantizer
 

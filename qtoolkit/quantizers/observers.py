@@ -60,7 +60,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         raise NotImplementedError
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Set the shape of the ranges, when the first input tells it. Nothing must have been observed yet."""
+        """Set the shape of the ranges, known from the first input. Nothing must have been observed yet."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ class _Switch(AbstractContextManager["_Switch"]):
         which: "all", "weights" or "activations".
 
     Raises:
-        ValueError: `which` is unknown, or a converted model is to observe.
+        ValueError: `which` is unknown, or the model is converted and cannot observe.
     """
 
     observing: bool | None = None

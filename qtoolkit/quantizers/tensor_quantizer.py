@@ -64,9 +64,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self._shape_is_known = spec.axis is None or channels is not None
         given = (channels,) if isinstance(channels, int) else channels
         shape = () if spec.axis is None else given or (1,)
-        for name, tensor in self.kind.tensors(spec, shape).items():
+        for attribute, tensor in self.kind.tensors(spec, shape).items():
             register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
-            register(name, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
+            register(attribute, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
         self.observer = OBSERVERS[spec.observer].from_spec(spec, shape, group)
         self.ready = False
 
@@ -79,7 +79,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def kind(self) -> QuantizerKind:
-        """The row of the table of quantizers that the spec names."""
+        """The entry of the table of quantizers that the spec names."""
         return QUANTIZERS[self.spec.quantizer]
 
     @property
@@ -161,7 +161,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Return x, quantized if `quantizing`; observe it first if `observing`.
 
         Raises:
-            RuntimeError: It is to quantize but has no range.
+            RuntimeError: `quantizing` is set, but there is no range.
         """
         if self.observing:
             self._fit_channels(x)

@@ -85,10 +85,10 @@ def _is_layer(module: nn.Module) -> bool:
 def _owns(module: nn.Module) -> bool:
     """Return whether a module that is not a container of modules holds quantizers."""
     has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict, Quantizer))
-    return has_forward and (bool(_quantizers_of(module)) or _is_legacy(module))
+    return has_forward and (bool(_called_quantizers(module)) or _is_legacy(module))
 
 
-def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
+def _called_quantizers(module: nn.Module) -> dict[str, Quantizer]:
     """Return the quantizers that a module calls, by relative name: all of a QAT layer, direct children of other modules."""
     if isinstance(module, QuantModule):
         return named_quantizers(module)
@@ -97,7 +97,7 @@ def _quantizers_of(module: nn.Module) -> dict[str, Quantizer]:
         if isinstance(part, Quantizer):
             found[name] = part
         elif isinstance(part, nn.ModuleList | nn.ModuleDict):
-            found |= {f"{name}.{path}": quantizer for path, quantizer in _quantizers_of(part).items()}
+            found |= {f"{name}.{path}": quantizer for path, quantizer in _called_quantizers(part).items()}
     return found
 
 
@@ -111,7 +111,7 @@ def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:
 
 
 def _line(name: str, module: nn.Module, verdict: Verdict, recorded: bool, names: Mapping[nn.Module, str]) -> LayerLine:
-    quantizers = {path: names[quantizer] for path, quantizer in _quantizers_of(module).items()}
+    quantizers = {path: names[quantizer] for path, quantizer in _called_quantizers(module).items()}
     inputs = tuple(dict.fromkeys(full for path, full in quantizers.items() if path not in _weights_in(module)))
     decided = quantizers.values() if recorded or isinstance(module, QuantModule) else ()
     return LayerLine(name, str(kind_of_module(module)), weight_of(module), inputs, verdict, tuple(decided))
@@ -124,7 +124,7 @@ def _verdict(module: nn.Module) -> Verdict:
         return Verdict.quantized(Cause.REPLACED, "by the quantizers of qtoolkit.compat.pytorch_quantization")
     if isinstance(module, LinkedBatchNorm):
         return FOLDED
-    if _quantizers_of(module):
+    if _called_quantizers(module):
         if isinstance(module, QuantModule):
             return Verdict.quantized(Cause.REPLACED, "by module replacement")
         return Verdict.quantized(Cause.OWN_QUANTIZER, f"by quantizers that {kind} calls itself")
@@ -142,7 +142,7 @@ def _tensor_lines(layers: Mapping[str, nn.Module], names: Mapping[nn.Module, str
     found = [
         (layer, path, quantizer)
         for layer, module in layers.items()
-        for path, quantizer in _quantizers_of(module).items()
+        for path, quantizer in _called_quantizers(module).items()
         if path not in _weights_in(module)
     ]
     for layer, path, quantizer in found:
