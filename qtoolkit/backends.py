@@ -167,8 +167,7 @@ OPENVINO = Backend(
     name="openvino",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
     roles=_roles(
-        compute=(*_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"),
-        merge=("add", "sub", "mul", "div"),
+        compute=(*_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"), merge=("add", "sub", "mul", "div")
     ),
     unsigned_after_relu=True,
     weight_bits=(7, 8),
@@ -179,10 +178,7 @@ OPENVINO = Backend(
 SNPE = Backend(
     name="snpe",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
-    roles=_roles(
-        compute=(*_PRODUCTS, *_IN_INTEGERS),
-        merge=("add", "sub", "mul", "div"),
-    ),
+    roles=_roles(compute=(*_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
     shared_concat=False,
     quantize_outputs=True,
     quantize_graph_outputs=True,
@@ -196,13 +192,7 @@ QNN = replace(
     SNPE,
     name="qnn",
     roles=_roles(
-        compute=(
-            *_PRODUCTS,
-            *_IN_INTEGERS,
-            "layer_norm",
-            "instance_norm",
-            "softmax",
-        ),
+        compute=(*_PRODUCTS, *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
         merge=("add", "sub", "mul", "div"),
     ),
 )
@@ -230,10 +220,7 @@ STPU = replace(SNPE, name="stpu", qconfig=QConfig(activation=_NARROW, weight=_NA
 TENGINE = replace(
     SNPE,
     name="tengine",
-    roles=_roles(
-        compute=(*_LAYERS, *_IN_INTEGERS, "hardswish", "sigmoid"),
-        merge=("add", "mul"),
-    ),
+    roles=_roles(compute=(*_LAYERS, *_IN_INTEGERS, "hardswish", "sigmoid"), merge=("add", "mul")),
 )
 
 # NNIE (HiSilicon) computes on logarithmic codes. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
