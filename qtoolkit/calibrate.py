@@ -23,8 +23,8 @@ class CalibrationReport:
 
     Attributes:
         batches: Batches that were run, in all processes.
-        ranges: Lowest and highest value that each quantizer's grid holds by what it saw.
-        unreached: Quantizers that no data came to: their layers cannot be converted.
+        ranges: The lowest and highest value of each quantizer's range.
+        unreached: Quantizers that saw no data. Their layers cannot be converted.
     """
 
     batches: int
@@ -47,27 +47,27 @@ def calibrate(
     progress: bool = True,
     synchronize: bool = True,
 ) -> CalibrationReport:
-    """Observe the ranges of all quantizers on data, and set their scales; then the model quantizes.
+    """Observe the ranges of all quantizers on data, and set their scales. Then the model quantizes.
 
-    The model runs in eval mode without gradients, with quantizers observing and not quantizing; afterwards it is in the mode
-    it was in. Ranges by "minmax" and "histogram" do not depend on how the data is split into batches, nor into processes: where
-    torch.distributed is initialized, all ranks end with the ranges of all data (moving averages with their mean).
+    The model runs in eval mode without gradients, and its quantizers observe and do not quantize. Afterwards it is in its own
+    mode again. Ranges by "minmax" and "histogram" do not depend on how the data is split into batches, or into processes: if
+    torch.distributed is initialized, all ranks get the ranges of all data (moving averages: their mean).
 
     Args:
         prepared: A model with quantizers, prepared, replaced or the user's own.
         batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
             mapping, else model(batch).
-        max_batches: Stop after so many.
-        forward: forward(model, batch), for batches that are passed otherwise (a data loader's (images, labels), say).
+        max_batches: The number of batches to run; None runs all.
+        forward: forward(model, batch), for other batches, such as a data loader's (images, labels).
         progress: Show a progress bar.
-        synchronize: In a process group, share what was seen: then every rank has to call this. False keeps to this rank.
+        synchronize: In a process group, merge the ranges of all ranks; every rank must then call this. False merges nothing.
 
     Returns:
-        The ranges, and the quantizers that no data came to.
+        The ranges, and the quantizers that saw no data.
 
     Raises:
-        ValueError: There is no quantizer, no batch, or a quantizer met NaN or infinities; or a batch norm that a layer was
-            fused with is no longer in the model. Ranges are then as before.
+        ValueError: The model has no quantizer, there is no batch, a quantizer observed NaN or infinities, or a batch norm that
+            is linked to a layer is no longer in the model. The scales are then unchanged.
         TypeError: `batches` is not iterable.
 
     Example:
@@ -103,12 +103,12 @@ def calibrate(
     if synchronize and distributed.is_available() and distributed.is_initialized():
         count = _share(quantizers, count)
     if count == 0:
-        raise ValueError("calibrate: batches is empty: there is nothing to take ranges from.")
+        raise ValueError("calibrate: batches must hold at least one batch, got none.")
     return _finish(prepared, quantizers, count)
 
 
 def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
-    """Give all ranks what each of them saw; return how many batches that were."""
+    """Merge the observations of all ranks on each rank; return the number of batches on all ranks."""
     mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
     gathered: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(gathered, (count, mine))
@@ -127,6 +127,6 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     observed = set(reached.values())
     for module in prepared.modules():
         if isinstance(module, QuantModule) and observed.isdisjoint(module.weight_quantizers().values()):
-            module.reset_weight_range()  # a layer that was not run still has its weight
+            module.reset_weight_range()  # a layer that no batch ran through has a weight too
     ranges = {name: (float(lo.min()), float(hi.max())) for name, (lo, hi) in loaded.items()}
     return CalibrationReport(count, ranges, tuple(n for n in quantizers if n not in reached))

@@ -1,4 +1,4 @@
-"""prepare() and convert(): the passes in order, nothing else."""
+"""prepare() and convert(): the passes in order."""
 
 import copy
 from collections.abc import Mapping, Sequence

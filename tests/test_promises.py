@@ -17,59 +17,59 @@ SHAPE = (4, 3, 8, 8)
 
 # Step and promise -> the tests, as module.function.
 PROMISES = {
-    "trace: same outputs, same parameter names": "test_trace.test_trace_keeps_outputs_and_parameter_names",
+    "trace: same outputs, same parameter names": "graph.capture.test_trace.test_trace_keeps_outputs_and_parameter_names",
     "trace: an error names the source line and the remedy": (
-        "test_graph.test_an_untraceable_model_is_told_the_line_and_the_remedy",
-        "test_trace_errors.test_following_the_advice_ends_in_success",
+        "test_prepare.test_an_untraceable_model_is_told_the_line_and_the_remedy",
+        "graph.capture.test_trace_errors.test_following_the_advice_ends_in_success",
     ),
-    "fuse: eval output equal to 1e-6": "test_fuse.test_fuse_eval_output_equal_to_1e_6",
-    "fuse: train output equal": "test_fuse.test_fuse_train_output_equal",
-    "fuse: chains with a second user untouched": "test_fuse.test_fuse_leaves_chains_with_a_second_user_untouched",
-    "swap: quantizers off, bit-equal to before": "test_swap.test_swap_is_bit_equal_with_quantizers_off",
-    "swap: the float state_dict loads": "test_swap.test_the_float_state_dict_loads_after_swap",
-    "swap: what was left float is listed": "test_swap.test_what_was_left_float_is_listed_with_the_reason",
+    "fuse: eval output equal to 1e-6": "graph.passes.test_link_batch_norms.test_fuse_eval_output_equal_to_1e_6",
+    "fuse: train output equal": "graph.passes.test_link_batch_norms.test_fuse_train_output_equal",
+    "fuse: chains with a second user untouched": "graph.passes.test_link_batch_norms.test_fuse_leaves_chains_with_a_second_user_untouched",
+    "swap: quantizers off, bit-equal to before": "graph.passes.test_swap.test_swap_is_bit_equal_with_quantizers_off",
+    "swap: the float state_dict loads": "graph.passes.test_swap.test_the_float_state_dict_loads_after_swap",
+    "swap: what was left float is listed": "graph.passes.test_swap.test_what_was_left_float_is_listed_with_the_reason",
     "insert: every wanted edge has one quantizer, no other has": (
-        "test_graph.test_every_wanted_edge_has_one_quantizer_on_tensorrt",
-        "test_insert.test_every_quantizer_is_in_the_plan",
+        "test_prepare.test_every_wanted_edge_has_one_quantizer_on_tensorrt",
+        "graph.passes.test_insert.test_every_quantizer_is_in_the_plan",
         "test_promises.test_insert_quantizes_the_edges_of_the_plan_and_no_others",
     ),
-    "insert: shared where the backend says so": "test_insert.test_connected_concats_share_one_quantizer",
+    "insert: shared where the backend says so": "graph.passes.test_insert.test_connected_concats_share_one_quantizer",
     "calibrate: quantizers never reached are named": "test_calibrate.test_quantizers_without_data_are_named",
     "calibrate: independent of batch split": "test_calibrate.test_ranges_do_not_depend_on_the_split_into_batches",
     "calibrate: all ranks agree": "test_promises.test_calibrate_all_ranks_agree",
     "train: scales positive and finite": (
         "test_promises.test_train_scales_stay_positive_and_finite",
-        "test_quantizer.test_a_scale_pushed_through_zero_stays_positive",
+        "quantizers.test_tensor_quantizer.test_a_scale_pushed_through_zero_stays_positive",
     ),
-    "train: compile without graph breaks": "test_graph.test_training_compiles_without_graph_breaks",
-    "train: deepcopy and pickle work": "test_graph.test_copies_compute_and_train_the_same",
+    "train: compile without graph breaks": "test_prepare.test_training_compiles_without_graph_breaks",
+    "train: deepcopy and pickle work": "test_prepare.test_copies_compute_and_train_the_same",
     "train: EMA works": "test_promises.test_train_ema_works",
     "train: DDP works": "test_promises.test_train_ddp_is_the_step_of_one_process",
     "train: resume works": "test_promises.test_train_resumed_is_train_without_a_break",
-    "train: BN freezable": "test_batch_norm.test_frozen_batch_norms_keep_their_statistics_and_train_gamma",
-    "convert: equal to the fake-quant model in eval": "test_swap.test_convert_equals_the_fake_quant_model_in_eval",
-    "convert: BN folded, no observer state": "test_swap.test_convert_folds_batch_norms_and_leaves_no_observer_state",
-    "convert: forward_fp32": "test_swap.test_convert_puts_forward_fp32_beside_every_quantized_layer",
-    "export: codes equal": "test_export.test_codes_in_onnxruntime_are_those_of_training",
-    "export: the Q/DQ list equals the plan": "test_export.test_the_pairs_are_those_of_the_plan",
+    "train: BN freezable": "nn.test_batch_norm.test_frozen_batch_norms_keep_their_statistics_and_train_gamma",
+    "convert: equal to the fake-quant model in eval": "graph.passes.test_swap.test_convert_equals_the_fake_quant_model_in_eval",
+    "convert: BN folded, no observer state": "graph.passes.test_swap.test_convert_folds_batch_norms_and_leaves_no_observer_state",
+    "convert: forward_fp32": "graph.passes.test_swap.test_convert_puts_forward_fp32_beside_every_quantized_layer",
+    "export: codes equal": "export.test_onnx.test_codes_in_onnxruntime_are_those_of_training",
+    "export: the Q/DQ list equals the plan": "export.test_onnx.test_the_pairs_are_those_of_the_plan",
     "export: onnx.checker passes": "test_promises.test_export_passes_the_checker",
-    "all: shared modules stay shared": "test_graph.test_shared_layers_stay_shared",
-    "all: the user's model is never changed": "test_graph.test_the_users_model_is_not_changed",
-    "all: passing twice changes nothing": "test_graph.test_passing_twice_changes_nothing",
+    "all: shared modules stay shared": "test_prepare.test_shared_layers_stay_shared",
+    "all: the user's model is never changed": "test_prepare.test_the_users_model_is_not_changed",
+    "all: passing twice changes nothing": "test_prepare.test_passing_twice_changes_nothing",
     "all: a failing pass leaves the user's model untouched and names the node": (
         "test_prepare_safety.test_a_failing_pass_leaves_the_users_model_untouched",
-        "test_insert.test_a_spec_that_does_not_fit_a_functions_weight_names_the_node",
+        "graph.passes.test_insert.test_a_spec_that_does_not_fit_a_functions_weight_names_the_node",
     ),
     "bad input: unknown keys": "test_config.test_bad_values_are_named",
-    "bad input: types that are no modules": "test_insert.test_types_that_are_no_modules_are_refused",
+    "bad input: types that are no modules": "graph.passes.test_insert.test_types_that_are_no_modules_are_refused",
     "bad input: names and patterns that cannot match": (
-        "test_graph.test_unknown_names_say_the_nearest",
-        "test_fuse.test_bad_patterns_leave_the_model_untouched",
+        "test_prepare.test_unknown_names_say_the_nearest",
+        "graph.passes.test_link_batch_norms.test_bad_patterns_leave_the_model_untouched",
     ),
-    "bad input: mappings to classes without from_float": "test_swap.test_bad_mappings_leave_the_model_untouched",
+    "bad input: mappings to classes without from_float": "graph.passes.test_swap.test_bad_mappings_leave_the_model_untouched",
     "batch norm: a linear layer's on inputs of three dimensions": (
-        "test_batch_norm.test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works",
-        "test_batch_norm.test_a_batch_norm_of_other_channels_stays_apart",
+        "nn.test_batch_norm.test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works",
+        "nn.test_batch_norm.test_a_batch_norm_of_other_channels_stays_apart",
     ),
 }
 NAMES = [
@@ -79,7 +79,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("promise", "name"), NAMES, ids=[f"{promise}-{name}" for promise, name in NAMES])
 def test_each_promise_has_its_test(promise: str, name: str) -> None:
-    module, function = name.split(".")
+    module, _, function = name.rpartition(".")
     assert callable(getattr(import_module(f"tests.{module}"), function, None)), f"{promise}: there is no {name}"
 
 

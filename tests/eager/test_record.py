@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import qtoolkit as qt
-from qtoolkit.eager.record import EagerRecord, chains_of, plan_of, record_of, records_in, statuses_in
+from qtoolkit.eager.record import EagerRecord, chains_of, plan_of, record_of, records_in, verdicts_in
 from qtoolkit.quant_modules import replace
 
 each_copy = pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_float_model_has_an_empty_record() -> None:
     model = block()
     assert record_of(model) == EagerRecord(None, ())
     assert list(records_in(model)) == []
-    assert (plan_of(model), chains_of(model), statuses_in(model)) == (None, [], {})
+    assert (plan_of(model), chains_of(model), verdicts_in(model)) == (None, [], {})
     assert vars(model).keys() == vars(block()).keys()
 
 
@@ -55,7 +55,7 @@ def test_a_larger_model_has_the_records_of_its_parts(copied: Callable[[nn.Module
     }  # a shared part by its first name
     assert chains_of(model) == [("a.0.0", "a.0.1", "a.0.2"), ("b.0", "b.1")]
     assert plan_of(model) == record_of(first).plan
-    assert {name: status for name, (status, _) in statuses_in(model).items()} == {
+    assert {name: status for name, (status, _) in verdicts_in(model).items()} == {
         "a.0.0": "quantized",
         "a.0.1": "fused",
         "a.0.2": "float",

@@ -73,7 +73,7 @@ def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> It
     holder = _add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
     for request in requests:
         producer, consumer, spec = request.producer, request.consumer, request.spec
-        target, groups = f"{holder}.{consumer.name}", decide.conv_groups(consumer, spec)
+        target, groups = f"{holder}.{consumer.name}", decide.conv_groups(consumer, spec, values[producer].dim())
         quantizer = weight_quantizer(values[producer], spec, consumer.name, groups, target, inserted=True)
         gm.add_submodule(target, quantizer.train(gm.training))
         with gm.graph.inserting_before(consumer):

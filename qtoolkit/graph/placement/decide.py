@@ -249,9 +249,12 @@ def _einsum_axis(node: fx.Node, weight: fx.Node) -> int | None:
     return own[-1] if own else None
 
 
-def conv_groups(node: fx.Node, spec: QuantSpec) -> int:
-    """Return the groups whose output channels have scales of their own: those of a transposed convolution along axis 1."""
-    along_outputs = kind_of(node).name == "conv_transpose" and spec.axis == 1
+def conv_groups(node: fx.Node, spec: QuantSpec, dims: int) -> int:
+    """Return the groups of a function whose output channels have their own scales.
+
+    They are those of a transposed convolution with scales along axis 1 of its weight of `dims` dimensions.
+    """
+    along_outputs = kind_of(node).name == "conv_transpose" and spec.axis in (1, 1 - dims)
     return int(argument(node, 6, "groups", 1)) if along_outputs else 1
 
 
