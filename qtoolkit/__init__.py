@@ -8,6 +8,7 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.fuse import _check_rows, fuse_modules
+from qtoolkit.eager.record import EagerRecord
 from qtoolkit.export import ExportResult, export_onnx
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
@@ -54,7 +55,7 @@ __all__ = [
 ]
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)
 publish(__name__, CalibrationReport, ExportResult, QuantizationReport)
-publish(__name__, _check_rows)  # a hook on layers that fuse_modules returns
+publish(__name__, EagerRecord, _check_rows)  # what fuse_modules and replace leave on a model
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -17,14 +17,18 @@ SHAPE = (4, 3, 8, 8)
 
 # Step and promise -> the tests, as module.function.
 PROMISES = {
-    "trace: same outputs, same parameter names": "graph.capture.test_trace.test_trace_keeps_outputs_and_parameter_names",
+    "trace: same outputs, same parameter names": (
+        "graph.capture.test_trace.test_trace_keeps_outputs_and_parameter_names"
+    ),
     "trace: an error names the source line and the remedy": (
         "test_prepare.test_an_untraceable_model_is_told_the_line_and_the_remedy",
         "graph.capture.test_trace_errors.test_following_the_advice_ends_in_success",
     ),
     "fuse: eval output equal to 1e-6": "graph.passes.test_link_batch_norms.test_fuse_eval_output_equal_to_1e_6",
     "fuse: train output equal": "graph.passes.test_link_batch_norms.test_fuse_train_output_equal",
-    "fuse: chains with a second user untouched": "graph.passes.test_link_batch_norms.test_fuse_leaves_chains_with_a_second_user_untouched",
+    "fuse: chains with a second user untouched": (
+        "graph.passes.test_link_batch_norms.test_fuse_leaves_chains_with_a_second_user_untouched"
+    ),
     "swap: quantizers off, bit-equal to before": "graph.passes.test_swap.test_swap_is_bit_equal_with_quantizers_off",
     "swap: the float state_dict loads": "graph.passes.test_swap.test_the_float_state_dict_loads_after_swap",
     "swap: what was left float is listed": "graph.passes.test_swap.test_what_was_left_float_is_listed_with_the_reason",
@@ -47,8 +51,12 @@ PROMISES = {
     "train: DDP works": "test_promises.test_train_ddp_is_the_step_of_one_process",
     "train: resume works": "test_promises.test_train_resumed_is_train_without_a_break",
     "train: BN freezable": "nn.test_batch_norm.test_frozen_batch_norms_keep_their_statistics_and_train_gamma",
-    "convert: equal to the fake-quant model in eval": "graph.passes.test_swap.test_convert_equals_the_fake_quant_model_in_eval",
-    "convert: BN folded, no observer state": "graph.passes.test_swap.test_convert_folds_batch_norms_and_leaves_no_observer_state",
+    "convert: equal to the fake-quant model in eval": (
+        "graph.passes.test_swap.test_convert_equals_the_fake_quant_model_in_eval"
+    ),
+    "convert: BN folded, no observer state": (
+        "graph.passes.test_swap.test_convert_folds_batch_norms_and_leaves_no_observer_state"
+    ),
     "convert: forward_fp32": "graph.passes.test_swap.test_convert_puts_forward_fp32_beside_every_quantized_layer",
     "export: codes equal": "export.test_onnx.test_codes_in_onnxruntime_are_those_of_training",
     "export: the Q/DQ list equals the plan": "export.test_onnx.test_the_pairs_are_those_of_the_plan",
@@ -66,7 +74,9 @@ PROMISES = {
         "test_prepare.test_unknown_names_say_the_nearest",
         "graph.passes.test_link_batch_norms.test_bad_patterns_leave_the_model_untouched",
     ),
-    "bad input: mappings to classes without from_float": "graph.passes.test_swap.test_bad_mappings_leave_the_model_untouched",
+    "bad input: mappings to classes without from_float": (
+        "graph.passes.test_swap.test_bad_mappings_leave_the_model_untouched"
+    ),
     "batch norm: a linear layer's on inputs of three dimensions": (
         "nn.test_batch_norm.test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works",
         "nn.test_batch_norm.test_a_batch_norm_of_other_channels_stays_apart",

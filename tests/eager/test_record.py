@@ -40,7 +40,7 @@ def test_copies_and_pickles_have_the_record(copied: Callable[[nn.Module], nn.Mod
     other = copied(model)
     assert record_of(other) == record_of(model)
     assert record_of(other).chains == (("0", "1", "2"),)
-    assert record_of(other).plan.inside["1"][0] == "fused"
+    assert record_of(other).plan.inside["1"].status == "fused"
     assert record_of(other).plan.backend == qt.backends["tensorrt"]
     assert other[0].batch_norm is other[1]
 
@@ -55,7 +55,7 @@ def test_a_larger_model_has_the_records_of_its_parts(copied: Callable[[nn.Module
     }  # a shared part by its first name
     assert chains_of(model) == [("a.0.0", "a.0.1", "a.0.2"), ("b.0", "b.1")]
     assert plan_of(model) == record_of(first).plan
-    assert {name: status for name, (status, _) in verdicts_in(model).items()} == {
+    assert {name: verdict.status for name, verdict in verdicts_in(model).items()} == {
         "a.0.0": "quantized",
         "a.0.1": "fused",
         "a.0.2": "float",
@@ -70,7 +70,7 @@ def test_chains_are_added_and_stay_when_the_model_is_replaced() -> None:
     qt.fuse_modules(model, ["3", "4", "5"], inplace=True)
     replace(model, inplace=True)
     assert record_of(model).chains == (("0", "1"), ("3", "4", "5"))
-    assert {name for name, (status, _) in record_of(model).plan.inside.items() if status == "fused"} == {"1", "4"}
+    assert {name for name, verdict in record_of(model).plan.inside.items() if verdict.status == "fused"} == {"1", "4"}
 
 
 def test_a_failed_change_in_place_leaves_no_record() -> None:
