@@ -17,7 +17,7 @@ unit: $(VENV)/built          ## all tests
 
 lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
 	$(RUN)/ruff check . && $(RUN)/ruff format --check . && $(RUN)/mypy
-	find csrc tests -regex '.*\.\(cpp\|h\|inc\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
+	find csrc tests -regex '.*\.\(cpp\|h\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
 
 second:                      ## the tests on the oldest torch that CI knows, in a copy of the tree with an environment of its own
 	git checkout-index --all --force --prefix=build/second/

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "job.h"
+#include "kernel_args.h"
 
 namespace qtoolkit {
 

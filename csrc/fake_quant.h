@@ -4,7 +4,7 @@
 
 #include "float_grid.h"
 #include "grid.h"
-#include "job.h"
+#include "kernel_args.h"
 #include "log_grid.h"
 
 namespace qtoolkit {

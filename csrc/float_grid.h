@@ -4,7 +4,7 @@
 #pragma once
 
 #include "grid.h"
-#include "job.h"
+#include "kernel_args.h"
 
 namespace qtoolkit {
 

@@ -1,7 +1,7 @@
 // The only rounding and clamping rules of the integer grids: ONNX's, and the one of pytorch-quantization by amax.
 //
 // Each formula is written once, for any V: a scalar (float, double) on host and device, or a vector of
-// them on the host, where cpu/simd.h overloads the few names that the compiler has no operator for.
+// them on the host, where cpu/simd-inl.h overloads the few names that the compiler has no operator for.
 // Nothing here may be contracted into a fused multiply-add (the build passes -ffp-contract=off and
 // --fmad=false): that is what makes every back end agree bit for bit.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace qtoolkit {
 
-// A class, not overloads: its specialisations for vectors (cpu/simd.h) are found wherever they stand.
+// A class, not overloads: its specialisations for vectors (cpu/simd-inl.h) are found wherever they stand.
 template <class V>
 struct Round;
 template <>

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "job.h"
+#include "kernel_args.h"
 #include "layout.h"
 #include "range_grid.h"
 

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "job.h"
+#include "kernel_args.h"
 
 namespace qtoolkit {
 

@@ -12,5 +12,5 @@
 #define QT_ISA avx512
 #define QT_TABLE kAvx512
 #define QT_BYTES 64
-#include "kernels.inc"
+#include "kernels-inl.h"
 #endif

@@ -1,9 +1,9 @@
-// The CPU kernels of one instruction set, as a table of functions. kernels.inc is compiled once per instruction
+// The CPU kernels of one instruction set, as a table of functions. kernels-inl.h is compiled once per instruction
 // set; cpu/launch.cpp picks a table when the library loads.
 #pragma once
 
 #include "../histogram.h"
-#include "../job.h"
+#include "../kernel_args.h"
 
 namespace qtoolkit {
 namespace cpu {

@@ -1,9 +1,9 @@
-// The CUDA kernels, launched on the stream given; none of them waits for the device. See job.h.
+// The CUDA kernels, launched on the stream given; none of them waits for the device. See kernel_args.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "../job.h"
+#include "../kernel_args.h"
 #include "../range_grid.h"
 
 namespace qtoolkit {

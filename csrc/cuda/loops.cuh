@@ -2,9 +2,9 @@
 // know memory, not arithmetic.
 #pragma once
 
-#include "channel_walk.h"
+#include "channel_iterator.h"
 #include "memory.cuh"
-#include "slices.h"
+#include "reduction_tiling.h"
 
 namespace qtoolkit {
 namespace cuda {

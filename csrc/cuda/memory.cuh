@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "../job.h"
+#include "../kernel_args.h"
 
 #define QT_DEVICE static __device__ __forceinline__
 

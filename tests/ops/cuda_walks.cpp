@@ -4,8 +4,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "../../csrc/cuda/channel_walk.h"
-#include "../../csrc/cuda/slices.h"
+#include "../../csrc/cuda/channel_iterator.h"
+#include "../../csrc/cuda/reduction_tiling.h"
 
 using namespace qtoolkit;
 using namespace qtoolkit::cuda;

@@ -2,7 +2,7 @@
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "operands.inc"
+#include "operands-inl.h"
 
 // An element of the result, its channel, and how many elements of that channel are left from it on. Moving on costs no
 // division until a group of channels ends.

@@ -2,7 +2,7 @@
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "grids.inc"
+#include "scales-inl.h"
 
 // Two codes of 4 bits a byte.
 template <class A>

@@ -3,7 +3,7 @@
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "convert.h"
+#include "convert-inl.h"
 
 constexpr int kChunk = cpu::kChunk;
 constexpr int kBlock = 1024;

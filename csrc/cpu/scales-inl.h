@@ -2,7 +2,7 @@
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "channels.inc"
+#include "channels-inl.h"
 
 // A grid gives the scales and zero points of the vector at k. One channel for all elements:
 template <class A>

@@ -2,7 +2,7 @@
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "channels.inc"
+#include "channels-inl.h"
 
 template <class A>
 QT_FN void widen_sums(const Job& job, int64_t c, A lo, A hi, bool nan) {

@@ -2,7 +2,7 @@
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "grids.inc"
+#include "scales-inl.h"
 
 // Sums of a chunk's elements: 64 lanes of the arithmetic type, emptied into a float64 before they grow long.
 template <class A>

@@ -2,7 +2,7 @@
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "grids.inc"
+#include "scales-inl.h"
 
 // Every op that maps element by element and tells where its gradient passes; Rule is one of fake_quant.h.
 template <class A, bool kMasked, bool kStream, class T, class Rule, class Grid>

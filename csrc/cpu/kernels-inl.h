@@ -9,15 +9,15 @@
 #include "../fake_quant.h"
 #include "../observe.h"
 #include "kernels.h"
-#include "simd.h"
+#include "simd-inl.h"
 
 namespace qtoolkit {
 namespace QT_ISA {
 
-#include "codes.inc"
-#include "learned.inc"
-#include "map.inc"
-#include "observe.inc"
+#include "quantize-inl.h"
+#include "learned_backward-inl.h"
+#include "elementwise-inl.h"
+#include "observe-inl.h"
 
 template <class A, class Rule>
 void map_typed(const Job& job, int64_t begin, int64_t end) {

@@ -1,6 +1,6 @@
 // Vectors of one instruction set. The compiler's vector extension gives the operators; this file gives the few
 // names that it has none for, so that the formulas of grid.h, fake_quant.h and observe.h compile for vectors.
-// Included by kernels.inc once per instruction set, with QT_ISA (a namespace) and QT_BYTES (a vector's width) set.
+// Included by kernels-inl.h once per instruction set, with QT_ISA (a namespace) and QT_BYTES (a vector's width) set.
 
 namespace qtoolkit {
 namespace QT_ISA {

@@ -6,7 +6,7 @@
 // in the order of memory, and leaves one result for each channel of the tile. A thread never changes its channel.
 #pragma once
 
-#include "../job.h"
+#include "../kernel_args.h"
 
 namespace qtoolkit {
 namespace cuda {

@@ -1,7 +1,7 @@
 // channel_of for neighbouring elements, without dividing for each.
 #pragma once
 
-#include "../job.h"
+#include "../kernel_args.h"
 
 namespace qtoolkit {
 namespace cuda {
