@@ -1,4 +1,4 @@
-// What a kernel is told: raw pointers, sizes and strides; never a Tensor. Both back ends read the same struct.
+// The arguments of a kernel: raw pointers, sizes and strides, never a Tensor. Both devices read the same struct.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,10 @@
 #include "channels.h"
 
 namespace qtoolkit {
+
+namespace cpu {
+struct ThreadHistogram;
+}
 
 enum class Dtype : int8_t { f32, f64, bf16, f16, i8, u8, i16, u16, i32, i4, u4 };
 
@@ -25,8 +29,8 @@ struct Operand {
   int64_t stride[kMaxDims] = {};
 };
 
-// The lowest and highest code, as the arithmetic can hold them.
-struct Ends {
+// The lowest and highest code, rounded inwards to values that the arithmetic's type represents.
+struct CodeBounds {
   double lo = 0, hi = 0;
 };
 
@@ -38,33 +42,37 @@ struct RunningHistogram {
   int64_t bins = 0;
 };
 
-// A small float format: bits of its mantissa, 2^(its lowest exponent), and its largest finite number.
+// A small float format: mantissa bits, smallest normal number and largest finite number.
 struct FloatFormat {
   int mantissa = 0;
   double smallest_normal = 0, largest = 0;
 };
 
-struct Job {
-  int64_t numel = 0;
+struct KernelArgs {
+  int64_t numel = 0;  // of the result
   Channels channels;
-  Operand x;          // the input; codes for dequantize; unused by fake_quant_backward
-  Operand grad;       // the incoming gradient, for the backward ops
-  void* y = nullptr;  // the dense result (dx for the backward ops)
+  Operand x;          // the input; codes for dequantize; only its dtype for fake_quant_backward
+  Operand grad;       // the incoming gradient of the backward kernels
+  void* y = nullptr;  // the dense result (dx for the backward kernels)
   Dtype y_dtype = Dtype::f32;
-  bool stream = false;               // CPU: y is large, so it is written past the caches
-  uint8_t* mask = nullptr;           // bit i % 8 of byte i / 8; null where not wanted. Forward writes, backward reads
-  const void* scale = nullptr;       // channels.count values, float64 where x is float64, else float32
-  const void* zero_point = nullptr;  // the same, or null: symmetric
-  Ends ends;
-  FloatFormat format;  // of fake_quant_float, but for the logarithmic one
-  // Of block_scale: its result has one number for each channels.inner elements of x, and job.scale is one number or
-  // null. The format of the scales; a largest number of 0 stands for e8m0, powers of two.
+  bool stream = false;               // CPU: write y with streaming stores, past the caches
+  uint8_t* mask = nullptr;           // bit i % 8 of byte i / 8; null if unused. Forward writes it, backward reads it
+  const void* scale = nullptr;       // channels.count values in the type of the arithmetic
+  const void* zero_point = nullptr;  // likewise; null if symmetric
+  CodeBounds bounds;
+  FloatFormat format;  // for fake_quant_float and block_scale
+  // For block_scale, whose result has one scale for channels.inner elements of x, and whose `scale` is one number or
+  // null: the format of the scales. Its largest number is 0 for e8m0 (powers of two).
   FloatFormat scale_format;
-  // Results of the reductions, channels.count values of float64 each: of the learned backward the sums for scale
-  // and (null where not wanted) zero point; of minmax the lowest and the highest value.
+  // Results of the reductions, channels.count float64 values each: the sums for scale and zero point (null if there
+  // is none), or the lowest and highest values for minmax.
   double* sum_scale = nullptr;
   double* sum_zero_point = nullptr;
-  RunningHistogram histogram;  // of observe_histogram_, updated in place
+  RunningHistogram histogram;                        // updated in place by the histogram kernel
+  cpu::ThreadHistogram* thread_histogram = nullptr;  // CPU: the counts of the thread that runs the kernel
+
+  // Whether the arithmetic is float64: the input is, or the values that codes are dequantized to.
+  bool is_f64() const { return x.dtype == Dtype::f64 || y_dtype == Dtype::f64; }
 };
 
 }  // namespace qtoolkit

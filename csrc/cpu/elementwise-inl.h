@@ -1,18 +1,19 @@
-// The kernels that give a result for each element: fake quantization and its backward; and the scales of blocks.
+// Kernels with a result for each element: fake quantization, its straight-through backward, and the scales of blocks.
 // Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
 #include "scales-inl.h"
 
-// Every op that maps element by element and tells where its gradient passes; Rule is one of fake_quant.h.
-template <class A, bool kMasked, bool kStream, class T, class Rule, class Grid>
-QT_FN void map_chunks(const T* x, T* y, uint64_t* mask, int chunks, Grid grid, Rule rule) {
+// The loop of all elementwise kernels; Functor is one of fake_quant.h.
+template <class A, bool kMasked, bool kStream, class T, class Functor, class Grid>
+QT_FN void map_chunks(const T* x, T* y, uint64_t* mask, int chunks, Grid grid, Functor functor) {
   for (int chunk = 0; chunk < chunks; ++chunk, x += kChunk, y += kChunk) {
     Vector<A> values[kVectors<A>];
     uint64_t inside = 0;
     for (int i = 0; i < kVectors<A>; ++i) {
       const int k = i * kLanes<A>, at = chunk * kChunk + k;
-      const auto mapped = Rule::map(rule, load_as<A>(x + k), Grid::scales(grid, at), Grid::zero_points(grid, at));
+      const auto mapped =
+          Functor::apply(functor, load_as<A>(x + k), Grid::scales(grid, at), Grid::zero_points(grid, at));
       values[i] = mapped.value;
       if (kMasked) inside |= static_cast<uint64_t>(mapped.inside) << k;
     }
@@ -21,30 +22,45 @@ QT_FN void map_chunks(const T* x, T* y, uint64_t* mask, int chunks, Grid grid, R
   }
 }
 
-template <class A, bool kMasked, bool kStream, class Rule>
-void map(const Job& job, int64_t begin, int64_t end) {
+template <class A, bool kMasked, bool kStream, class Functor>
+void elementwise_typed(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, out;
   uint64_t mask[kBlock / kChunk];
-  const Rule rule = Rule::of(job);
-  Place place = place_at(job.channels, begin);
+  const Functor functor = Functor::from(args);
+  Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    through(job, job.x, at, n, in, out, [&](const auto* x, auto* y) {
-      for_grids<A>(job, place, n, [&](int from, int chunks, auto grid) {
-        map_chunks<A, kMasked, kStream>(x + from, y + from, mask + from / kChunk, chunks, grid, rule);
+    with_pointers(args, args.x, at, n, in, out, [&](const auto* x, auto* y) {
+      for_grids<A>(args, position, n, [&](int from, int chunks, auto grid) {
+        map_chunks<A, kMasked, kStream>(x + from, y + from, mask + from / kChunk, chunks, grid, functor);
       });
     });
-    if (kMasked) write_mask(job.mask, at, n, mask);
+    if (kMasked) write_mask(args.mask, at, n, mask);
   });
   if (kStream) stream_fence();
 }
 
+// Calls f with whether the result is written with streaming stores, as a compile-time constant.
+template <class F>
+QT_FN void with_stream(const KernelArgs& args, F f) {
+  if (kStreams && args.stream) return f(std::bool_constant<kStreams>{});
+  f(std::false_type{});
+}
+
+template <class A, class Functor>
+void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
+  with_stream(args, [&](auto stream) {
+    return args.mask == nullptr ? elementwise_typed<A, false, stream.value, Functor>(args, begin, end)
+                                : elementwise_typed<A, true, stream.value, Functor>(args, begin, end);
+  });
+}
+
 template <class A, bool kStream>
-void fake_quant_backward(const Job& job, int64_t begin, int64_t end) {
+void backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, out;
   for_blocks(begin, end, [&](int64_t at, int n) {
     uint64_t mask[kBlock / kChunk] = {};
-    __builtin_memcpy(mask, job.mask + at / 8, (n + 7) / 8);
-    through(job, job.grad, at, n, in, out, [&](const auto* grad, auto* dx) {
+    __builtin_memcpy(mask, args.mask + at / 8, (n + 7) / 8);
+    with_pointers(args, args.grad, at, n, in, out, [&](const auto* grad, auto* dx) {
       for (int chunk = 0; chunk < round_up(n) / kChunk; ++chunk, grad += kChunk, dx += kChunk) {
         for (size_t line = 0; line < kChunk * sizeof(*grad); line += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(grad + kAhead) + line);
@@ -56,7 +72,12 @@ void fake_quant_backward(const Job& job, int64_t begin, int64_t end) {
   if (kStream) stream_fence();
 }
 
-// The largest magnitude of whole vectors; NaN is passed over.
+template <class A>
+void fake_quant_backward(const KernelArgs& args, int64_t begin, int64_t end) {
+  with_stream(args, [&](auto stream) { backward_typed<A, stream.value>(args, begin, end); });
+}
+
+// The largest magnitude of whole vectors; NaN is ignored.
 template <class A>
 QT_FN A largest_of(const A* x, int64_t n) {
   Vector<A> lanes = {};
@@ -69,19 +90,19 @@ QT_FN A largest_of(const A* x, int64_t n) {
   return largest;
 }
 
-// Here begin and end count blocks, of which several are read at once.
+// begin and end count blocks; several are read at once.
 template <class A>
-void block_scale(const Job& job, int64_t begin, int64_t end) {
+void block_scale(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in;
-  const int64_t size = job.channels.inner, step = kBlock / size;
-  const A tensor_scale = job.scale == nullptr ? A(1) : *static_cast<const A*>(job.scale);
-  A* scales = static_cast<A*>(job.y);
+  const int64_t size = args.channels.inner, step = kBlock / size;
+  const A tensor_scale = args.scale == nullptr ? A(1) : *static_cast<const A*>(args.scale);
+  A* scales = static_cast<A*>(args.y);
   for (; begin < end; begin += step) {
     const int64_t blocks = smaller(step, end - begin);
-    const A* x = fetch(job.x, begin * size, static_cast<int>(blocks * size), in);
+    const A* x = fetch(args.x, begin * size, static_cast<int>(blocks * size), in);
     for (int64_t b = 0; b < blocks; ++b) {
       const A amax = largest_of(x + b * size, size);
-      scales[begin + b] = qtoolkit::block_scale(amax, job.format, job.scale_format, tensor_scale);
+      scales[begin + b] = qtoolkit::block_scale(amax, args.format, args.scale_format, tensor_scale);
     }
   }
 }

@@ -1,10 +1,10 @@
-// The backward of a learned scale and zero point: a result for each element, and two sums for each channel.
-// Included once per instruction set, inside namespace qtoolkit::QT_ISA.
+// The backward of a learned scale and zero point: a result for each element and two sums for each channel. Included
+// once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "scales-inl.h"
+#include "elementwise-inl.h"
 
-// Sums of a chunk's elements: 64 lanes of the arithmetic type, emptied into a float64 before they grow long.
+// Sums of the elements of chunks: 64 lanes of the arithmetic type, added to a float64 sum before they have many terms.
 template <class A>
 struct Lanes {
   Vector<A> sum[kVectors<A>] = {};
@@ -20,7 +20,7 @@ QT_FN void store_lanes(const Lanes<A>& lanes, A* to) {
   for (int i = 0; i < kVectors<A>; ++i) store(to + i * kLanes<A>, lanes.sum[i]);
 }
 
-// The lanes as a fixed tree, so that the result does not depend on the width of a vector.
+// Sums the lanes as a fixed tree, so that the result does not depend on the width of a vector.
 template <class A>
 QT_FN double total_of(const Lanes<A>& lanes) {
   Lanes<A> tree = lanes;
@@ -35,7 +35,7 @@ QT_FN double total_of(const Lanes<A>& lanes) {
   return sum[0];
 }
 
-// Those of lanes [begin, end) alone.
+// Sums lanes [begin, end) only.
 template <class A>
 QT_FN double total_of(const Lanes<A>& lanes, int begin, int end) {
   Lanes<A> part;
@@ -52,16 +52,16 @@ struct Sums {
 };
 
 template <class A>
-struct LearnedEnds {
+struct LearnedBounds {
   Vector<A> lo, hi;
-  QT_FN LearnedEnds of(const Job& job) {
-    return {same<Vector<A>>(static_cast<A>(job.ends.lo)), same<Vector<A>>(static_cast<A>(job.ends.hi))};
+  QT_FN LearnedBounds of(const KernelArgs& args) {
+    return {broadcast<Vector<A>>(static_cast<A>(args.bounds.lo)), broadcast<Vector<A>>(static_cast<A>(args.bounds.hi))};
   }
 };
 
-// dx of whole chunks, and what each of their elements adds to the sums.
+// Writes dx of whole chunks and adds the gradients of their elements to the sums.
 template <bool kStream, class A, bool kZeroPoint, class T, class Grid>
-QT_FN void learned_chunks(const T* x, const T* grad, T* dx, int chunks, Grid grid, const LearnedEnds<A>& ends,
+QT_FN void learned_chunks(const T* x, const T* grad, T* dx, int chunks, Grid grid, const LearnedBounds<A>& ends,
                           Sums<A, kZeroPoint>& sums) {
   Sums<A, kZeroPoint> local = sums;  // in registers
   for (int chunk = 0; chunk < chunks; ++chunk, x += kChunk, grad += kChunk, dx += kChunk) {
@@ -80,54 +80,54 @@ QT_FN void learned_chunks(const T* x, const T* grad, T* dx, int chunks, Grid gri
   sums = local;
 }
 
-// Where channels lie in rows: the sums of neighbouring lanes to the sums of neighbouring channels.
+// Adds the sums of consecutive lanes to the sums of consecutive channels.
 template <class A, bool kZeroPoint>
-QT_FN void add_to_row(const Job& job, int64_t channel, const Sums<A, kZeroPoint>& sums, int k = 0,
+QT_FN void add_to_row(const KernelArgs& args, int64_t channel, const Sums<A, kZeroPoint>& sums, int k = 0,
                       int length = kChunk) {
   alignas(64) A lanes[kChunk];
   store_lanes(sums.ds, lanes);
-  for (int j = 0; j < length; ++j) job.sum_scale[channel + j] += lanes[k + j];
+  for (int j = 0; j < length; ++j) args.sum_scale[channel + j] += lanes[k + j];
   if (!kZeroPoint) return;
   store_lanes(sums.dz, lanes);
-  for (int j = 0; j < length; ++j) job.sum_zero_point[channel + j] += lanes[k + j];
+  for (int j = 0; j < length; ++j) args.sum_zero_point[channel + j] += lanes[k + j];
 }
 
-// Sums of every place of a row of channels, in the arithmetic type. They are emptied into float64 after kRows rows, so
-// that each is a sum of a few terms whatever the size of the tensor; where a row is too long to keep, after a chunk.
+// Sums for each position of a row of channels, in the type of the arithmetic. They are flushed to float64 after kRows
+// rows, so that each has few terms for any size of the tensor; if a row is too long for the buffer, after each chunk.
 constexpr int kRows = 16;
 
 template <class A, bool kZeroPoint>
 class RowSums {
  public:
-  explicit RowSums(const Job& job)
-      : job_(job), places_(job.channels.size <= cpu::kLongestRow ? job.channels.size + kChunk : 0) {
+  explicit RowSums(const KernelArgs& args)
+      : args_(args), places_(args.channels.size <= cpu::kLongestRow ? args.channels.size + kChunk : 0) {
     clear();
   }
 
-  // Calls f with the sums of a chunk's places.
+  // Calls f with the sums at the positions of a chunk.
   template <class F>
-  inline __attribute__((always_inline)) void add_chunk(int64_t place, F f) {
+  inline __attribute__((always_inline)) void add_chunk(int64_t position, F f) {
     Sums<A, kZeroPoint> sums;
     if (places_ == 0) {
       f(sums);
-      return add_to_row(job_, place, sums);
+      return add_to_row(args_, position, sums);
     }
-    load_lanes(sums.ds, ds_ + place);
-    if (kZeroPoint) load_lanes(sums.dz, dz_ + place);
+    load_lanes(sums.ds, ds_ + position);
+    if (kZeroPoint) load_lanes(sums.dz, dz_ + position);
     f(sums);
-    store_lanes(sums.ds, ds_ + place);
-    if (kZeroPoint) store_lanes(sums.dz, dz_ + place);
+    store_lanes(sums.ds, ds_ + position);
+    if (kZeroPoint) store_lanes(sums.dz, dz_ + position);
   }
 
-  // After so many elements more.
+  // Called after n more elements.
   void end_block(int n) {
     elements_ += n;
-    if (elements_ + kBlock > kRows * job_.channels.size) empty();
+    if (elements_ + kBlock > kRows * args_.channels.size) flush();
   }
 
-  void empty() {
-    for (int64_t i = 0; i < places_; ++i) job_.sum_scale[i] += ds_[i];
-    for (int64_t i = 0; kZeroPoint && i < places_; ++i) job_.sum_zero_point[i] += dz_[i];
+  void flush() {
+    for (int64_t i = 0; i < places_; ++i) args_.sum_scale[i] += ds_[i];
+    for (int64_t i = 0; kZeroPoint && i < places_; ++i) args_.sum_zero_point[i] += dz_[i];
     clear();
   }
 
@@ -138,22 +138,22 @@ class RowSums {
     elements_ = 0;
   }
 
-  const Job& job_;
+  const KernelArgs& args_;
   alignas(64) A ds_[cpu::kLongestRow + kChunk], dz_[kZeroPoint ? cpu::kLongestRow + kChunk : 1];
   int64_t places_, elements_;
 };
 
 template <class A, bool kZeroPoint, bool kStream>
-void learned_of_row(const Job& job, int64_t begin, int64_t end) {
+void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, grad_in, out;
-  const auto ends = LearnedEnds<A>::of(job);
-  RowSums<A, kZeroPoint> row(job);
-  Place place = place_at(job.channels, begin);
+  const auto ends = LearnedBounds<A>::of(args);
+  RowSums<A, kZeroPoint> row(args);
+  Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    through_both(job, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
-      walk_row(job.channels, place.row, n, [&](int from, int chunks, int64_t first) {
+    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+      walk_row(args.channels, position.row, n, [&](int from, int chunks, int64_t first) {
         for (int i = from; i < from + chunks * kChunk; i += kChunk, first += kChunk) {
-          with_row_grid<A>(job, first, [&](auto grid) {
+          with_row_grid<A>(args, first, [&](auto grid) {
             row.add_chunk(first,
                           [&](auto& sums) { learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, ends, sums); });
           });
@@ -162,67 +162,67 @@ void learned_of_row(const Job& job, int64_t begin, int64_t end) {
     });
     row.end_block(n);
   });
-  row.empty();
+  row.flush();
 }
 
 template <class A, bool kZeroPoint, bool kStream>
-void learned_of_rows(const Job& job, int64_t begin, int64_t end) {
+void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, grad_in, out;
-  const auto ends = LearnedEnds<A>::of(job);
-  Place place = place_at(job.channels, begin);
+  const auto ends = LearnedBounds<A>::of(args);
+  Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    through_both(job, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
       const auto sums_of = [&](int i, auto grid) {
         Sums<A, kZeroPoint> sums;
         learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, ends, sums);
         return sums;
       };
       walk_rows(
-          job.channels, place.rows, n,
+          args.channels, position.rows, n,
           [&](int from, int chunks, int64_t c) {
             for (int i = from; i < from + chunks * kChunk; i += kChunk, c += kChunk) {
-              with_row_grid<A>(job, c, [&](auto grid) { add_to_row(job, c, sums_of(i, grid)); });
+              with_row_grid<A>(args, c, [&](auto grid) { add_to_row(args, c, sums_of(i, grid)); });
             }
           },
           [&](int from, RowCursor& cursor) {
             RowCursor start = cursor;
             const int valid = static_cast<int>(smaller(kChunk, n - from));
             ChunkGrid<A> buffer;
-            const auto sums = sums_of(from, grid_of_rows(job, valid, cursor, buffer));
-            for_rows(job.channels, start, valid,
-                     [&](int k, int length, int64_t c) { add_to_row(job, c, sums, k, length); });
+            const auto sums = sums_of(from, grid_of_rows(args, valid, cursor, buffer));
+            for_rows(args.channels, start, valid,
+                     [&](int k, int length, int64_t c) { add_to_row(args, c, sums, k, length); });
           });
     });
   });
 }
 
 template <class A, bool kZeroPoint, bool kStream>
-void learned_of_channels(const Job& job, int64_t begin, int64_t end) {
+void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, grad_in, out;
-  const auto ends = LearnedEnds<A>::of(job);
-  Place place = place_at(job.channels, begin);
+  const auto ends = LearnedBounds<A>::of(args);
+  Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    through_both(job, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
       const auto sums_of = [&](int i, int chunks, auto grid) {
         Sums<A, kZeroPoint> sums;
         learned_chunks<kStream>(x + i, grad + i, dx + i, chunks, grid, ends, sums);
         return sums;
       };
       walk_channels(
-          job.channels, place.channel, n,
+          args.channels, position.channel, n,
           [&](int from, int chunks, int64_t c) {
-            const auto sums = sums_of(from, chunks, grid_of<A>(job, c));
-            job.sum_scale[c] += total_of(sums.ds);
-            if (kZeroPoint) job.sum_zero_point[c] += total_of(sums.dz);
+            const auto sums = sums_of(from, chunks, grid_of<A>(args, c));
+            args.sum_scale[c] += total_of(sums.ds);
+            if (kZeroPoint) args.sum_zero_point[c] += total_of(sums.dz);
           },
           [&](int from, Cursor& cursor) {
             Cursor start = cursor;
             Sums<A, kZeroPoint> sums;
-            with_mixed_grid<A>(job, cursor, [&](auto grid) { sums = sums_of(from, 1, grid); });
-            const int valid = static_cast<int>(smaller(kChunk, job.numel - start.i));
-            for_runs(job.channels, start, valid, [&](int k, int run, int64_t c) {
-              job.sum_scale[c] += total_of(sums.ds, k, k + run);
-              if (kZeroPoint) job.sum_zero_point[c] += total_of(sums.dz, k, k + run);
+            with_mixed_grid<A>(args, cursor, [&](auto grid) { sums = sums_of(from, 1, grid); });
+            const int valid = static_cast<int>(smaller(kChunk, args.numel - start.i));
+            for_runs(args.channels, start, valid, [&](int k, int run, int64_t c) {
+              args.sum_scale[c] += total_of(sums.ds, k, k + run);
+              if (kZeroPoint) args.sum_zero_point[c] += total_of(sums.dz, k, k + run);
             });
           });
     });
@@ -230,13 +230,21 @@ void learned_of_channels(const Job& job, int64_t begin, int64_t end) {
 }
 
 template <class A, bool kZeroPoint, bool kStream>
-void learned_backward(const Job& job, int64_t begin, int64_t end) {
-  if (in_a_row(job.channels)) {
-    learned_of_row<A, kZeroPoint, kStream>(job, begin, end);
-  } else if (in_rows(job.channels)) {
-    learned_of_rows<A, kZeroPoint, kStream>(job, begin, end);
+void learned_backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
+  if (in_a_row(args.channels)) {
+    learned_of_row<A, kZeroPoint, kStream>(args, begin, end);
+  } else if (in_rows(args.channels)) {
+    learned_of_rows<A, kZeroPoint, kStream>(args, begin, end);
   } else {
-    learned_of_channels<A, kZeroPoint, kStream>(job, begin, end);
+    learned_of_channels<A, kZeroPoint, kStream>(args, begin, end);
   }
   if (kStream) stream_fence();
+}
+
+template <class A>
+void fake_quant_learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
+  with_stream(args, [&](auto stream) {
+    return args.sum_zero_point != nullptr ? learned_backward_typed<A, true, stream.value>(args, begin, end)
+                                          : learned_backward_typed<A, false, stream.value>(args, begin, end);
+  });
 }

@@ -1,4 +1,4 @@
-// channel_of for neighbouring elements, without dividing for each.
+// The channels of consecutive elements, as channel_of gives them, without a division for each element.
 #pragma once
 
 #include "../kernel_args.h"
@@ -6,32 +6,32 @@
 namespace qtoolkit {
 namespace cuda {
 
-struct ChannelWalk {
+struct ChannelIterator {
   int64_t group_start;  // first channel of the group
   int64_t within;       // channel within the group
-  int64_t run_left;     // elements until the channel may change, this one among them
+  int64_t run_left;     // elements until the channel may change, including this one
   int64_t group_left;   // the same for the group
 };
 
-QT_FN ChannelWalk channel_walk(const Channels& c, int64_t numel, int64_t i) {
+QT_FN ChannelIterator channel_iterator(const Channels& c, int64_t numel, int64_t i) {
   const int64_t run = i / c.inner;
-  ChannelWalk walk = {0, run % c.size, (run + 1) * c.inner - i, numel - i};
+  ChannelIterator it = {0, run % c.size, (run + 1) * c.inner - i, numel - i};
   if (c.count != c.size) {
     const int64_t group = i / c.group_span;
-    walk.group_start = group * c.size;
-    walk.group_left = (group + 1) * c.group_span - i;
+    it.group_start = group * c.size;
+    it.group_left = (group + 1) * c.group_span - i;
   }
-  return walk;
+  return it;
 }
 
-QT_FN void advance(const Channels& c, ChannelWalk& walk) {
-  if (--walk.run_left == 0) {
-    walk.run_left = c.inner;
-    walk.within = walk.within + 1 == c.size ? 0 : walk.within + 1;
+QT_FN void advance(const Channels& c, ChannelIterator& it) {
+  if (--it.run_left == 0) {
+    it.run_left = c.inner;
+    it.within = it.within + 1 == c.size ? 0 : it.within + 1;
   }
-  if (--walk.group_left == 0) {
-    walk.group_left = c.group_span;
-    walk.group_start += c.size;
+  if (--it.group_left == 0) {
+    it.group_left = c.group_span;
+    it.group_start += c.size;
   }
 }
 
