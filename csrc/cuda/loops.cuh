@@ -163,8 +163,8 @@ void launch_reduction(void (*contiguous)(KernelArgs, ReductionTiling, Pairs),
   const Pairs parts = s.count == 1 ? results : Pairs{workspace, both ? workspace + slots_of(s, args) : nullptr};
   if (s.count > 0) {
     const int64_t blocks = s.groups * s.tiles * s.count;
-    (s.unit == kVectorSize ? contiguous : scattered)<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, s,
-                                                                                                             parts);
+    const auto kernel = s.unit == kVectorSize ? contiguous : scattered;
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, s, parts);
   }
   if (s.count != 1 && channels > 0) {
     const int threads = s.count > 32 ? kThreads : 32;

@@ -118,7 +118,7 @@ def lines_of(name: str) -> list[str]:
     if told.returncode != 0 and "must name an instruction set of this processor" in told.stderr:
         pytest.skip(f"this processor has no {name}")
     assert told.stdout.strip() == name
-    ran = with_instruction_set(name, "from tests import test_ops_instruction_sets as t; print(*t.digests(), sep='\\n')")
+    ran = with_instruction_set(name, "from tests.ops import test_instruction_sets as t; print(*t.digests(), sep='\\n')")
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout.splitlines()
 
