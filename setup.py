@@ -67,9 +67,7 @@ def extension(cuda: bool) -> object:
     sources = [
         str(p.relative_to(ROOT)) for f in folders for p in sorted((ROOT / f).iterdir()) if p.suffix in (".cpp", ".cu")
     ]
-    headers = [
-        str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".inc", ".cuh")
-    ]
+    headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cuh")]
     # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h). ATen's parallel_for runs
     # on one thread unless the compiler has OpenMP on; its library is torch's own, so it is not linked again.
     flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-fopenmp"]}

@@ -1,10 +1,8 @@
-// What is saved for backward, and which backward op is called. Each kernel here calls its own op again below autograd:
-// so the op stays one node in compiled and exported graphs.
+// Autograd: what each op saves for backward, and which backward op it calls. Each kernel calls its own op again below
+// autograd, so that the op stays one node in compiled and exported graphs.
 #include "autograd.h"
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-
-#include <string_view>
 
 namespace qtoolkit {
 namespace {
@@ -20,13 +18,6 @@ using LearnedBackwardSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, 
                                                                  const optional<Tensor>&, int64_t, int64_t,
                                                                  optional<int64_t>, int64_t, int64_t, double);
 
-using FloatSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view, optional<int64_t>,
-                                               int64_t, int64_t, bool);
-using BlockSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, std::string_view, int64_t, std::string_view,
-                                                       const optional<Tensor>&, bool);
-using TensorQuantSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
-using FakeTensorQuantSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t, bool, bool, bool);
-
 std::tuple<Tensor, Tensor> forward_below(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                          int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
                                          int64_t block_size, double grad_factor, bool mask) {
@@ -35,7 +26,7 @@ std::tuple<Tensor, Tensor> forward_below(const Tensor& x, const Tensor& scale, c
       .call(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
 
-// Fixed scale: only the packed mask is kept, an eighth of a byte an element.
+// Fixed scale: saves only the packed mask, one bit per element.
 struct FakeQuant : torch::autograd::Function<FakeQuant> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
                                const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
@@ -53,7 +44,7 @@ struct FakeQuant : torch::autograd::Function<FakeQuant> {
   }
 };
 
-// Learned scale (and zero point): the input is kept, and everything else computed anew.
+// Learned scale (and zero point): saves the input; backward recomputes the rest.
 struct FakeQuantLearned : torch::autograd::Function<FakeQuantLearned> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
                                const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
@@ -113,71 +104,57 @@ std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, cons
   return forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
 
-std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale, std::string_view format,
-                                            optional<int64_t> axis, int64_t group, int64_t block_size, bool mask) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(scale),
-                              "fake_quant_float: scale has no gradient, got one that requires grad; pass "
-                              "scale.detach().");
-  const auto call = [&](bool with_mask) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op<FloatSchema>("qtoolkit::fake_quant_float").call(x, scale, format, axis, group, block_size, with_mask);
+// Boxed kernels serve ops of any signature.
+using torch::jit::Stack;
+
+// Ops whose first argument is x, whose last is `bool mask` and whose last result is the mask: the gradient in x is
+// straight-through, other tensors have none.
+void straight_through(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t inputs = op.schema().arguments().size(), outputs = op.schema().returns().size();
+  const Tensor x = torch::jit::peek(*stack, 0, inputs).toTensor();
+  const auto below = [&] {
+    const at::AutoDispatchBelowAutograd guard;
+    op.callBoxed(stack);
   };
-  if (!is_differentiated(x)) return call(mask);
-  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
-    auto [y, bits] = call(true);
-    return {y, bits};
+  if (!is_differentiated(x)) return below();
+  stack->back() = true;
+  const variable_list results = StraightThrough::apply(x, [&] {
+    below();
+    variable_list results;
+    for (const c10::IValue& result : torch::jit::last(*stack, outputs)) results.push_back(result.toTensor());
+    return results;
   });
-  return {out[0], out[1]};
+  torch::jit::drop(*stack, outputs);
+  for (const Tensor& result : results) stack->push_back(result);
 }
 
-std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string_view format, int64_t block_size,
-                                                    std::string_view scale_format, const optional<Tensor>& tensor_scale,
-                                                    bool mask) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!tensor_scale.has_value() || !is_differentiated(*tensor_scale),
-                              "fake_quant_block: tensor_scale has no gradient, got one that requires grad; pass "
-                              "tensor_scale.detach().");
-  const auto call = [&](bool with_mask) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op<BlockSchema>("qtoolkit::fake_quant_block")
-        .call(x, format, block_size, scale_format, tensor_scale, with_mask);
-  };
-  if (!is_differentiated(x)) return call(mask);
-  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
-    auto [y, scales, bits] = call(true);
-    return {y, scales, bits};
-  });
-  return {out[0], out[1], out[2]};
+// The same, and an error where the gradient of another tensor would be lost.
+void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 1; i < arguments.size(); ++i) {
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    TORCH_CHECK_NOT_IMPLEMENTED(!value.isTensor() || !is_differentiated(value.toTensor()),
+                                op.schema().operator_name().name.substr(sizeof("qtoolkit::") - 1), ": ",
+                                arguments[i].name(), " must not require grad, since the op has no gradient for it; ",
+                                "pass ", arguments[i].name(), ".detach().");
+  }
+  straight_through(op, stack);
 }
 
-// amax has no gradient, as in pytorch-quantization.
-std::tuple<Tensor, Tensor, Tensor> tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
-                                                bool narrow_range, bool mask) {
-  const auto call = [&](bool with_mask) {
+// Between autograd and the devices' kernels: the tensors that an op writes to count as changed.
+void bump_versions(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  variable_list written;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    const auto* alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite() && value.isTensor()) written.push_back(value.toTensor());
+  }
+  {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return op<TensorQuantSchema>("qtoolkit::tensor_quant")
-        .call(x, amax, num_bits, is_unsigned, narrow_range, with_mask);
-  };
-  if (!is_differentiated(x)) return call(mask);
-  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
-    auto [codes, scale, bits] = call(true);
-    return {codes, scale, bits};
-  });
-  return {out[0], out[1], out[2]};
-}
-
-std::tuple<Tensor, Tensor> fake_tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
-                                             bool narrow_range, bool mask) {
-  const auto call = [&](bool with_mask) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op<FakeTensorQuantSchema>("qtoolkit::fake_tensor_quant")
-        .call(x, amax, num_bits, is_unsigned, narrow_range, with_mask);
-  };
-  if (!is_differentiated(x)) return call(mask);
-  const auto out = StraightThrough::apply(x, [&]() -> variable_list {
-    auto [y, bits] = call(true);
-    return {y, bits};
-  });
-  return {out[0], out[1]};
+    op.callBoxed(stack);
+  }
+  for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
 }
 
 Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
@@ -192,17 +169,26 @@ Tensor snapshot(const Tensor& x) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
+  using torch::CppFunction;
   m.impl("fake_quant", fake_quant);
-  m.impl("fake_quant_float", fake_quant_float);
-  m.impl("fake_quant_block", fake_quant_block);
-  m.impl("tensor_quant", tensor_quant);
-  m.impl("fake_tensor_quant", fake_tensor_quant);
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("snapshot", snapshot);
-  // No gradient is lost in silence.
+  for (const char* name : {"fake_quant_float", "fake_quant_block", "observe_fake_quant"}) {
+    m.impl(name, CppFunction::makeFromBoxedFunction<&straight_through_in_x_only>());
+  }
+  for (const char* name : {"tensor_quant", "fake_tensor_quant"}) {  // amax has no gradient, as in pytorch-quantization
+    m.impl(name, CppFunction::makeFromBoxedFunction<&straight_through>());
+  }
+  // To differentiate these is an error.
   for (const char* name :
        {"fake_quant_learned_backward", "dequantize", "dequantize_int4", "minmax", "grid_of_range", "search_range"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}
+
+TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) {
+  for (const char* name : {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
   }
 }
 

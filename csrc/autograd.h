@@ -1,4 +1,4 @@
-// What the kernels of autograd share: how they call an op below it, and the straight-through gradient.
+// Shared by the autograd kernels: calls of an op below autograd, and the straight-through gradient.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -23,8 +23,8 @@ inline at::Tensor backward_op(const at::Tensor& grad, const at::Tensor& mask, at
 
 inline bool is_differentiated(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
-// Any other op whose gradient in x is the incoming one where the mask's bit is set. `below` calls it with the mask
-// wanted; its last result is the mask, and only its first is differentiable.
+// The gradient in x is the incoming gradient where the mask's bit is set. `below` calls the op with mask=True; only its
+// first result is differentiable, and its last result is the mask.
 struct StraightThrough : torch::autograd::Function<StraightThrough> {
   using variable_list = torch::autograd::variable_list;
   using AutogradContext = torch::autograd::AutogradContext;

@@ -1,6 +1,6 @@
-// Argument checks: whole sentences that name the op, the argument, the rule, the value and the remedy. They look at
-// shapes, dtypes and devices only, never at a tensor's values (that would wait for a GPU), so they serve the Meta key
-// too. Values of a scale are checked where it is set, in Python.
+// Argument checks. Each error is a sentence that names the op, the argument, the rule, the value and the remedy. The
+// checks read shapes, dtypes and devices, not values (which would wait for a GPU), so they serve meta tensors too.
+// Python checks the values of a scale where it is set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,24 +9,25 @@
 #include <string_view>
 #include <vector>
 
-#include "job.h"
+#include "kernel_args.h"
 
 namespace qtoolkit {
 
-inline bool is_storage(c10::ScalarType t) {
+inline bool is_float_dtype(c10::ScalarType t) {
   return t == at::kFloat || t == at::kDouble || t == at::kBFloat16 || t == at::kHalf;
 }
 
-inline bool is_code(c10::ScalarType t) {
+inline bool is_code_dtype(c10::ScalarType t) {
   return t == at::kChar || t == at::kByte || t == at::kShort || t == at::kUInt16 || t == at::kInt;
 }
 
-inline void check_storage(const char* op, const char* name, const at::Tensor& x) {
-  TORCH_CHECK_TYPE(is_storage(x.scalar_type()), op, ": ", name, " must be float32, float64, bfloat16 or float16, got ",
-                   x.scalar_type(), "; convert it with .float().");
+inline void check_float(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK_TYPE(is_float_dtype(x.scalar_type()), op, ": ", name,
+                   " must be float32, float64, bfloat16 or float16, got ", x.scalar_type(),
+                   "; convert it with .float().");
 }
 
-inline void check_range(const char* op, int64_t qmin, int64_t qmax) {
+inline void check_code_range(const char* op, int64_t qmin, int64_t qmax) {
   TORCH_CHECK_VALUE(qmin < qmax, op, ": qmin must be smaller than qmax, got qmin=", qmin, " and qmax=", qmax, ".");
   TORCH_CHECK_VALUE(qmin >= -2147483648LL && qmax <= 2147483647LL, op,
                     ": qmin and qmax must lie in the range of int32, got [", qmin, ", ", qmax, "].");
@@ -42,13 +43,13 @@ inline void check_block_size(const char* op, const at::Tensor& x, const Axis& ax
   if (axis.block == 0) return;
   TORCH_CHECK_VALUE(axis.index >= 0, op, ": block_size=", axis.block,
                     " needs an axis, got axis=None; pass the axis that blocks run along.");
-  TORCH_CHECK_VALUE(axis.group == 1, op, ": block_size=", axis.block, " goes with group=1, got group=", axis.group,
-                    "; pass one of them.");
+  TORCH_CHECK_VALUE(axis.group == 1, op, ": block_size=", axis.block, " requires group=1, got group=", axis.group,
+                    "; pass only one of them.");
   TORCH_CHECK_VALUE(x.sym_size(axis.index) % axis.block == 0, op, ": block_size must divide x.size(", axis.index,
-                    ") = ", x.sym_size(axis.index), ", got ", axis.block, "; pad x with zeros or take a divisor.");
+                    ") = ", x.sym_size(axis.index), ", got ", axis.block, "; pad x with zeros or choose a divisor.");
 }
 
-// The axis counted from the front, -1 where there is none (per tensor).
+// Returns the axis counted from the front, -1 for None (per tensor).
 inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_t> axis, int64_t group,
                        int64_t block_size = 0) {
   TORCH_CHECK_VALUE(group >= 1, op, ": group must be at least 1, got ", group, ".");
@@ -65,8 +66,8 @@ inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_
                     "] for an input of ", dims, " dimensions, got ", *axis, ".");
   found.index = *axis < 0 ? *axis + dims : *axis;
   if (group > 1) {
-    TORCH_CHECK_VALUE(found.index > 0, op, ": group=", group, " splits dimension 0, so axis must be another one, got ",
-                      found.index, ".");
+    TORCH_CHECK_VALUE(found.index > 0, op, ": group=", group,
+                      " divides dimension 0, so axis must be another dimension, got ", found.index, ".");
     TORCH_CHECK_VALUE(x.sym_size(0) % group == 0, op, ": group must divide x.size(0) = ", x.sym_size(0), ", got ",
                       group, ".");
   }
@@ -74,7 +75,7 @@ inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_
   return found;
 }
 
-// The shape of a tensor with a number for each channel (for each block, where there are blocks).
+// The shape of a tensor with one value per channel (per block, if there are blocks).
 inline std::vector<c10::SymInt> shape_of_channels(const at::Tensor& x, const Axis& axis) {
   if (axis.index < 0) return {};
   if (axis.block == 0) return {x.sym_size(axis.index) * axis.group};
@@ -94,17 +95,17 @@ inline void check_per_block(const char* op, const char* name, const at::Tensor& 
   const bool flat = t.dim() == 1 && t.sym_numel() == count_of_channels(x, axis);
   TORCH_CHECK_VALUE(t.sym_numel() == 1 || flat || t.sym_sizes() == c10::SymIntArrayRef(shape), op, ": ", name,
                     " must have 1 element or shape ", c10::SymIntArrayRef(shape),
-                    " (or that many elements in a row): ", "x's, with dimension ", axis.index,
+                    " (or as many elements in one dimension): ", "the shape of x, with dimension ", axis.index,
                     " divided by block_size = ", axis.block, "; got shape ", t.sym_sizes(), ".");
 }
 
 inline void check_per_channel(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x,
                               const Axis& axis) {
-  check_storage(op, name, t);
+  check_float(op, name, t);
   check_same_device(op, name, t, x);
   if (axis.index < 0) {
-    TORCH_CHECK_VALUE(t.sym_numel() == 1, op, ": ", name, " must have 1 element where axis is None, got ",
-                      t.sym_numel(), " (shape ", t.sym_sizes(), "); pass the channel axis.");
+    TORCH_CHECK_VALUE(t.sym_numel() == 1, op, ": ", name, " must have 1 element if axis is None, got ", t.sym_numel(),
+                      " (shape ", t.sym_sizes(), "); pass the channel axis.");
     return;
   }
   if (axis.block > 0) return check_per_block(op, name, t, x, axis);
@@ -114,7 +115,7 @@ inline void check_per_channel(const char* op, const char* name, const at::Tensor
                     " (shape ", t.sym_sizes(), ").");
 }
 
-// Scale and zero point against the input.
+// Checks scale and zero point against the input.
 inline Axis check_grid(const char* op, const at::Tensor& x, const at::Tensor& scale,
                        const std::optional<at::Tensor>& zero_point, std::optional<int64_t> axis, int64_t group,
                        int64_t block_size = 0) {
@@ -128,7 +129,7 @@ inline Axis check_grid(const char* op, const at::Tensor& x, const at::Tensor& sc
   return found;
 }
 
-// The smallest exponent and the largest number of each format are those of OCP OFP8 and MX v1.0.
+// The exponents and largest numbers are those of OCP OFP8 and MX v1.0.
 inline FloatFormat check_small_float(const char* op, std::string_view format) {
   if (format == "e4m3") return {3, 0x1p-6, 448};
   if (format == "e5m2") return {2, 0x1p-14, 57344};
@@ -136,14 +137,14 @@ inline FloatFormat check_small_float(const char* op, std::string_view format) {
   TORCH_CHECK_VALUE(false, op, ": format must be 'e4m3', 'e5m2' or 'e2m1', got '", format, "'.");
 }
 
-// All formats that a scale of its own goes with; of the logarithmic one, "nnie", log_grid.h knows the numbers.
+// The formats of fake_quant_float; nullopt for the logarithmic one, "nnie", whose numbers are in log_grid.h.
 inline std::optional<FloatFormat> check_format(const char* op, std::string_view format) {
   const bool known = format == "e4m3" || format == "e5m2" || format == "e2m1" || format == "nnie";
   TORCH_CHECK_VALUE(known, op, ": format must be 'e4m3', 'e5m2', 'e2m1' or 'nnie', got '", format, "'.");
   return format == "nnie" ? std::nullopt : std::optional(check_small_float(op, format));
 }
 
-// The format of the scales; as e8m0 is one of powers of two, its largest number is left at 0.
+// Returns the format of the scales; its largest number is 0 for e8m0.
 inline FloatFormat check_blocks(const char* op, const at::Tensor& x, int64_t block_size, std::string_view scale_format,
                                 const std::optional<at::Tensor>& tensor_scale) {
   TORCH_CHECK_VALUE(block_size >= 16 && block_size <= 1024 && block_size % 16 == 0, op,
@@ -153,7 +154,7 @@ inline FloatFormat check_blocks(const char* op, const at::Tensor& x, int64_t blo
   TORCH_CHECK_VALUE(scale_format == "e8m0" || scale_format == "e4m3", op,
                     ": scale_format must be 'e8m0' or 'e4m3', got '", scale_format, "'.");
   if (tensor_scale.has_value()) {
-    TORCH_CHECK_VALUE(scale_format == "e4m3", op, ": tensor_scale goes with scale_format='e4m3', got '", scale_format,
+    TORCH_CHECK_VALUE(scale_format == "e4m3", op, ": tensor_scale requires scale_format='e4m3', got '", scale_format,
                       "'; pass None.");
     check_per_channel(op, "tensor_scale", *tensor_scale, x, {});
   }
@@ -164,9 +165,9 @@ inline void check_bits(const char* op, int64_t num_bits) {
   TORCH_CHECK_VALUE(num_bits >= 2 && num_bits <= 16, op, ": num_bits must lie in [2, 16], got ", num_bits, ".");
 }
 
-// The axis that amax runs along, counted from the front of x, or -1 where it has one element.
+// Returns the axis of amax, counted from the front of x, or -1 if amax has one element.
 inline int64_t check_amax(const char* op, const at::Tensor& x, const at::Tensor& amax) {
-  check_storage(op, "amax", amax);
+  check_float(op, "amax", amax);
   check_same_device(op, "amax", amax, x);
   int64_t axis = -1;
   for (int64_t d = 0; d < amax.dim(); ++d) {
@@ -187,13 +188,13 @@ inline void check_same_shape(const char* op, const char* name, const at::Tensor&
   check_same_device(op, name, t, x);
 }
 
-// The packed mask of an input, and the order of dimensions it was packed in.
+// Checks the packed mask of an input and the order of dimensions that it was packed in.
 inline void check_mask(const char* op, const at::Tensor& mask, const at::Tensor& grad, at::IntArrayRef order) {
   check_same_device(op, "mask", mask, grad);
   TORCH_CHECK_TYPE(mask.scalar_type() == at::kByte, op, ": mask must be uint8, got ", mask.scalar_type(),
                    "; pass the mask that fake_quant returned.");
   TORCH_CHECK_VALUE(mask.dim() == 1 && mask.sym_numel() == (grad.sym_numel() + 7) / 8, op,
-                    ": mask must have one bit an element, ", (grad.sym_numel() + 7) / 8, " bytes, got shape ",
+                    ": mask must have one bit per element, ", (grad.sym_numel() + 7) / 8, " bytes, got shape ",
                     mask.sym_sizes(), "; pass the mask that fake_quant returned with mask=True.");
   TORCH_CHECK_VALUE(mask.is_contiguous(), op, ": mask must be contiguous; pass the mask that fake_quant returned.");
   if (order.empty()) return;
@@ -206,7 +207,7 @@ inline void check_mask(const char* op, const at::Tensor& mask, const at::Tensor&
 }
 
 inline void check_codes(const char* op, c10::ScalarType dtype, int64_t qmin, int64_t qmax) {
-  TORCH_CHECK_TYPE(is_code(dtype), op, ": dtype must be int8, uint8, int16, uint16 or int32, got ", dtype, ".");
+  TORCH_CHECK_TYPE(is_code_dtype(dtype), op, ": dtype must be int8, uint8, int16, uint16 or int32, got ", dtype, ".");
   const bool is_signed = dtype == at::kChar || dtype == at::kShort || dtype == at::kInt;
   const int bits = dtype == at::kInt ? 32 : (dtype == at::kShort || dtype == at::kUInt16 ? 16 : 8);
   const int64_t lowest = is_signed ? -(int64_t{1} << (bits - 1)) : 0;
@@ -215,18 +216,18 @@ inline void check_codes(const char* op, c10::ScalarType dtype, int64_t qmin, int
                     lowest, ", ", highest, "], got [", qmin, ", ", qmax, "]; choose a wider dtype.");
 }
 
-// Whether the codes are signed.
+// Returns whether the codes are signed.
 inline bool check_int4(const char* op, int64_t qmin, int64_t qmax) {
   const bool is_signed = qmin < 0;
   TORCH_CHECK_VALUE(is_signed ? qmin >= -8 && qmax <= 7 : qmax <= 15, op,
                     ": qmin and qmax must lie in [-8, 7] (signed) or in [0, 15] (unsigned), got [", qmin, ", ", qmax,
-                    "]; quantize() makes wider codes.");
+                    "]; use quantize() for wider codes.");
   return is_signed;
 }
 
 inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntArrayRef size) {
   TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, op, ": packed must be uint8, got ", packed.scalar_type(),
-                   "; quantize_int4() makes it.");
+                   "; pass the result of quantize_int4().");
   c10::SymInt codes = 1;
   for (const auto& length : size) {
     TORCH_CHECK_VALUE(length >= 0, op, ": size must not be negative, got ", size, ".");
@@ -237,29 +238,30 @@ inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntAr
     codes = codes * length;
   }
   TORCH_CHECK_VALUE(packed.dim() == 1 && packed.sym_numel() == (codes + 1) / 2, op,
-                    ": packed must have one byte for two codes, ", (codes + 1) / 2, " for size ", size, ", got shape ",
-                    packed.sym_sizes(), "; quantize_int4() makes it.");
+                    ": packed must have one byte per two codes, ", (codes + 1) / 2, " for size ", size, ", got shape ",
+                    packed.sym_sizes(), "; pass the result of quantize_int4().");
 }
 
 inline void check_code_input(const char* op, const at::Tensor& codes) {
-  TORCH_CHECK_TYPE(is_code(codes.scalar_type()), op, ": codes must be int8, uint8, int16, uint16 or int32, got ",
-                   codes.scalar_type(), "; quantize() makes them.");
+  TORCH_CHECK_TYPE(is_code_dtype(codes.scalar_type()), op, ": codes must be int8, uint8, int16, uint16 or int32, got ",
+                   codes.scalar_type(), "; pass the result of quantize().");
 }
 
-inline void check_storage_dtype(const char* op, c10::ScalarType dtype) {
-  TORCH_CHECK_TYPE(is_storage(dtype), op, ": dtype must be float32, float64, bfloat16 or float16, got ", dtype, ".");
+inline void check_float_dtype(const char* op, c10::ScalarType dtype) {
+  TORCH_CHECK_TYPE(is_float_dtype(dtype), op, ": dtype must be float32, float64, bfloat16 or float16, got ", dtype,
+                   ".");
 }
 
 inline Axis check_fake_quant_(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
                               int64_t qmin, int64_t qmax, std::optional<int64_t> axis, int64_t group,
                               int64_t block_size) {
   constexpr const char* kOp = "fake_quant_";
-  check_storage(kOp, "x", x);
-  check_range(kOp, qmin, qmax);
+  check_float(kOp, "x", x);
+  check_code_range(kOp, qmin, qmax);
   for (int64_t d = 0; d < x.dim(); ++d) {
-    TORCH_CHECK_VALUE(x.sym_size(d) <= 1 || x.sym_stride(d) != 0, kOp, ": x must not be expanded, as its elements are ",
-                      "written in place, got stride 0 in dimension ", d, " (shape ", x.sym_sizes(),
-                      "); use fake_quant.");
+    TORCH_CHECK_VALUE(
+        x.sym_size(d) <= 1 || x.sym_stride(d) != 0, kOp, ": x must not be expanded, since its elements are ",
+        "written in place, got stride 0 in dimension ", d, " (shape ", x.sym_sizes(), "); use fake_quant.");
   }
   return check_grid(kOp, x, scale, zero_point, axis, group, block_size);
 }

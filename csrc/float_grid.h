@@ -1,14 +1,14 @@
-// The only rounding rule of the small float formats: e4m3, e5m2 and e2m1 (OCP 8-bit floating point and MX v1.0).
+// The rounding rule of the small float formats e4m3, e5m2 and e2m1 (OCP 8-bit floating point and MX v1.0).
 //
-// A format is three numbers, so one formula serves them all; like grid.h, it is written once for any V.
+// A format is three numbers, so that one formula serves all formats. Like grid.h, it is written once for any V.
 #pragma once
 
 #include "grid.h"
-#include "job.h"
+#include "kernel_args.h"
 
 namespace qtoolkit {
 
-// The power of two at or below |v|: v's exponent alone (0 for zero and denormals, inf for inf and NaN). A class, for
+// The power of two at or below |v|, from the exponent of v (0 for zero and denormals, inf for inf and NaN). A class for
 // the same reason as Round.
 template <class V>
 struct PowerBelow;
@@ -25,7 +25,7 @@ struct PowerBelow<double> {
 
 template <class V>
 struct FloatGrid {
-  V smallest_normal;  // below it the steps stay as they are at it: the format's denormals
+  V smallest_normal;  // below it, in the format's denormals, the step is constant
   V shift;            // 1.5 * 2^(mantissa bits of the arithmetic - those of the format)
   V largest;
 };
@@ -35,12 +35,13 @@ template <class A, class V>
 QT_FN FloatGrid<V> float_grid(const FloatFormat& format) {
   constexpr int kMantissa = sizeof(A) == 8 ? 52 : 23;
   const A shift = static_cast<A>(1.5) * static_cast<A>(int64_t{1} << (kMantissa - format.mantissa));
-  return {same<V>(static_cast<A>(format.smallest_normal)), same<V>(shift), same<V>(static_cast<A>(format.largest))};
+  return {broadcast<V>(static_cast<A>(format.smallest_normal)), broadcast<V>(shift),
+          broadcast<V>(static_cast<A>(format.largest))};
 }
 
-// v to the nearest number of the format, ties to even, as if its exponents went on without end; anything beyond twice
-// the largest number is as good as twice that number. Adding 1.5 * 2^k, with k such that the last bit of the sum is the
-// format's last bit for numbers of v's size, rounds; taking it away again is exact. Zero keeps v's sign; NaN stays.
+// Rounds v to the nearest number of the format, ties to even, with unlimited exponents; beyond twice the largest
+// number, v counts as twice that number. The rounding adds and subtracts 1.5 * 2^k, where k makes the last bit of the
+// sum the format's last bit for numbers as large as v; the subtraction is exact. Zero keeps its sign; NaN stays NaN.
 template <class V>
 QT_FN V round_to(const FloatGrid<V>& grid, V v) {
   const V ceiling = grid.largest + grid.largest;
@@ -51,7 +52,7 @@ QT_FN V round_to(const FloatGrid<V>& grid, V v) {
   return rounded == 0 ? near * 0 : rounded;
 }
 
-// As on the integer grid: divide, round, then clamp; what saturates is told by `level`, the number before clamping.
+// Divides, rounds, then clamps, as on the integer grid. `level`, the number before clamping, shows what saturates.
 template <class V>
 QT_FN GridPoint<V> snap(const FloatGrid<V>& grid, V x, V scale) {
   const V quotient = x / scale;
@@ -59,9 +60,9 @@ QT_FN GridPoint<V> snap(const FloatGrid<V>& grid, V x, V scale) {
   return {quotient, level, clamp(level, -grid.largest, grid.largest)};
 }
 
-// The scale of a block of elements by their largest magnitude. e8m0 (OCP MX v1.0): 2^(floor(log2 amax) - the format's
-// highest exponent), within the normal numbers of float32. Else (NVFP4): amax / largest, as a number of the scales' own
-// format, times tensor_scale.
+// The scale of a block of elements, from their largest magnitude. e8m0 (OCP MX v1.0): 2^(floor(log2 amax) - the highest
+// exponent of the format), within the normal numbers of float32. Else (NVFP4): amax / largest, rounded to the format of
+// the scales, times tensor_scale.
 template <class A>
 QT_FN A block_scale(A amax, const FloatFormat& format, const FloatFormat& scale_format, A tensor_scale) {
   const A largest = static_cast<A>(format.largest);

@@ -1,9 +1,10 @@
-// The only rounding and clamping rules of the integer grids: ONNX's, and the one of pytorch-quantization by amax.
+// The rounding and clamping rules of the integer grids: ONNX's, and that of pytorch-quantization by amax. They are
+// defined here only.
 //
-// Each formula is written once, for any V: a scalar (float, double) on host and device, or a vector of
-// them on the host, where cpu/simd.h overloads the few names that the compiler has no operator for.
-// Nothing here may be contracted into a fused multiply-add (the build passes -ffp-contract=off and
-// --fmad=false): that is what makes every back end agree bit for bit.
+// Each formula is written once, for any V: a scalar (float or double) on host and device, or a vector of them on the
+// host, where cpu/simd-inl.h defines the few functions that the compiler has no operator for. No formula may be
+// contracted into a fused multiply-add (the build passes -ffp-contract=off and --fmad=false): so all devices compute
+// the same bits.
 #pragma once
 
 #include <cmath>
@@ -16,7 +17,8 @@
 
 namespace qtoolkit {
 
-// A class, not overloads: its specialisations for vectors (cpu/simd.h) are found wherever they stand.
+// A class rather than overloads, so that the specializations for vectors (cpu/simd-inl.h) are found although they are
+// defined later.
 template <class V>
 struct Round;
 template <>
@@ -28,9 +30,9 @@ struct Round<double> {
   QT_FN double half_even(double v) { return ::rint(v); }
 };
 
-// A vector of one value; for a scalar V, the value.
+// A vector with all lanes equal to a value; for a scalar V, the value.
 template <class V, class A>
-QT_FN V same(A value) {
+QT_FN V broadcast(A value) {
   return value - V{};  // value - 0 keeps -0 and NaN
 }
 
@@ -41,8 +43,8 @@ QT_FN V clamp(V v, V lo, V hi) {
   return v > hi ? hi : v;
 }
 
-// A scale counts by its magnitude and never reaches zero: a learned scale cannot turn the grid around,
-// and a zero scale maps everything to (almost) zero instead of NaN. NaN stays visible.
+// The magnitude of a scale, at least the smallest normal float32: a negative learned scale does not invert the grid,
+// and a zero scale maps everything to (almost) zero instead of NaN. NaN stays NaN.
 template <class A>
 QT_FN A usable_scale(A scale) {
   const A smallest = static_cast<A>(0x1p-126);  // the smallest normal float32
@@ -50,7 +52,7 @@ QT_FN A usable_scale(A scale) {
   return magnitude < smallest ? smallest : magnitude;
 }
 
-// A zero point is a code, hence a whole number; a learned one is rounded where it is used.
+// A zero point is a code, hence an integer; a learned one is rounded where it is used.
 template <class A>
 QT_FN A usable_zero_point(A zero_point) {
   return Round<A>::half_even(zero_point);
@@ -76,14 +78,14 @@ QT_FN V value_of(V code, V scale, V zero_point) {
   return (code - zero_point) * scale;
 }
 
-// The legacy grid of pytorch-quantization 2.x: the largest magnitude is given, and x is multiplied by codes per unit.
+// The grid of pytorch-quantization 2.x: the largest magnitude is given, and x is multiplied by codes per unit.
 template <class V>
 struct LegacyPoint {
   V code;
   V value;
 };
 
-// An amax of 2^-24 or less (what float16 cannot hold) gives zeros. The code -0 is 0, as on the other grid.
+// An amax of 2^-24 or less (which float16 cannot represent) gives zeros. A code of -0 becomes 0, as on the other grid.
 template <class V>
 QT_FN LegacyPoint<V> snap_legacy(V x, V amax, V lo, V hi) {
   const auto vanishes = amax <= 0x1p-24f;

@@ -1,9 +1,8 @@
-// Running histograms for CPU and CUDA, and the search for the range that a quantizer takes from one.
+// The bodies of the running histogram and of the search for a range to quantize.
 #include "histogram.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <string_view>
 #include <tuple>
@@ -11,6 +10,7 @@
 #include "launch.h"
 #include "layout.h"
 #include "observer_checks.h"
+#include "registration.h"
 #include "search.h"
 
 namespace qtoolkit {
@@ -19,17 +19,18 @@ namespace {
 using at::Tensor;
 
 void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi) {
-  check_storage("observe_histogram_", "x", x);
+  check_float("observe_histogram_", "x", x);
   check_histogram("observe_histogram_", x, counts, lo, hi);
+  if (x.is_meta()) return;
   Tensor in = x;
   const Tensor order = layout_of_result(x, 1);
-  Job job;
-  job.numel = x.numel();
-  job.channels = channels_of(order, {}, 1);
-  job.x = operand_of(in, order);
-  job.histogram = {counts.mutable_data_ptr<int64_t>(), lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(),
-                   counts.numel()};
-  launch(Op::histogram, job, {}, x.device());
+  KernelArgs args;
+  args.numel = x.numel();
+  args.channels = channels_of(order, {}, 1);
+  args.x = operand_of(in, order);
+  args.histogram = {counts.mutable_data_ptr<int64_t>(), lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(),
+                    counts.numel()};
+  launch(KernelId::histogram, args, {}, x.device());
 }
 
 Method method_of(std::string_view name) {
@@ -38,14 +39,16 @@ Method method_of(std::string_view name) {
   return name == "l2" ? Method::l2 : Method::entropy;
 }
 
-// On the CPU wherever the histogram is: it is small, and this is the end of a calibration.
+// Runs on the CPU on every device: a histogram is small, and calibration ends here.
 std::tuple<Tensor, Tensor> search_range(const Tensor& counts, const Tensor& lo, const Tensor& hi, int64_t qmin,
                                         int64_t qmax, std::string_view method, double percentile, bool symmetric) {
   check_search("search_range", counts, lo, hi, qmin, qmax, method, percentile);
+  const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
+  if (counts.is_meta()) return {like(lo), like(hi)};
   const Search how = {qmin, qmax, method_of(method), percentile, symmetric};
   const Tensor here = counts.to(at::kCPU).contiguous();
   const Tensor low = lo.to(at::kCPU).contiguous(), high = hi.to(at::kCPU).contiguous();
-  Tensor new_lo = at::empty(lo.sizes(), low.options()), new_hi = at::empty(hi.sizes(), high.options());
+  const Tensor new_lo = like(low), new_hi = like(high);
   const int64_t n = counts.size(-1);
   const int64_t* from = here.const_data_ptr<int64_t>();
   const float *lows = low.const_data_ptr<float>(), *highs = high.const_data_ptr<float>();
@@ -62,16 +65,9 @@ std::tuple<Tensor, Tensor> search_range(const Tensor& counts, const Tensor& lo, 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(qtoolkit, CPU, m) {
+QT_REGISTER_BODIES(m) {
   m.impl("observe_histogram_", observe_histogram_);
   m.impl("search_range", search_range);
 }
-
-#ifdef QTOOLKIT_CUDA
-TORCH_LIBRARY_IMPL(qtoolkit, CUDA, m) {
-  m.impl("observe_histogram_", observe_histogram_);
-  m.impl("search_range", search_range);
-}
-#endif
 
 }  // namespace qtoolkit

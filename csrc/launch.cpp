@@ -7,11 +7,11 @@
 
 namespace qtoolkit {
 
-void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {
 #ifdef QTOOLKIT_CUDA
-  if (device.is_cuda()) return cuda::launch(op, job, grid, device);
+  if (device.is_cuda()) return cuda::launch(kernel, args, grid, device);
 #endif
-  if (job.numel > 0 || op == Op::fake_quant_learned_backward || op == Op::minmax) cpu::launch(op, job, grid);
+  if (args.numel > 0 || is_reduction(kernel)) cpu::launch(kernel, args, grid);
 }
 
 void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum) {

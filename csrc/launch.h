@@ -1,32 +1,20 @@
-// One way to a device's kernels for the op bodies: the same Job, filled in from tensors, goes to either back end.
+// The launch of kernels on the device of their tensors, with the same KernelArgs for each device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
 
-#include "job.h"
+#include "kernel_args.h"
+#include "kernel_list.h"
 #include "layout.h"
 #include "range_grid.h"
 
 namespace qtoolkit {
 
-enum class Op {
-  fake_quant,
-  fake_quant_float,
-  fake_quant_log,
-  block_scale,
-  tensor_quant,
-  fake_tensor_quant,
-  fake_quant_backward,
-  fake_quant_learned_backward,
-  quantize,
-  dequantize,
-  minmax,
-  histogram
-};
+inline const at::Tensor* pointer(const std::optional<at::Tensor>& t) { return t.has_value() ? &*t : nullptr; }
 
-// The tensors that a job's scale and zero point come from, as the user gave them.
+// The tensors that KernelArgs' scale and zero point are read from, as the user gave them.
 struct GridTensors {
   const at::Tensor* scale = nullptr;
   const at::Tensor* zero_point = nullptr;
@@ -46,16 +34,19 @@ class OrderedGrid {
   at::Tensor scale_, zero_point_;
 };
 
-// Runs an op on the device of its result. For the reductions, job.sum_* point to memory of that device.
-void launch(Op op, Job& job, const GridTensors& grid, c10::Device device);
+// Runs a kernel on the device of its result. For the reductions, args.sum_* point to memory of that device.
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device);
 
-// lo and hi widen to, or (with a momentum) move towards, the ranges of a batch.
+// The lowest (row 0) and highest (row 1) values of each channel of x, in float64: exact for every input dtype.
+at::Tensor ranges_of(const at::Tensor& x, const Axis& axis);
+
+// Widens lo and hi to hold the ranges of a batch; with a momentum, moves them towards those ranges.
 void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
 
-// Writes the grids that cover ranges to scale and (where there is one) zero point; all contiguous and of one type.
+// Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 
-// The gradient of a learned scale, or (where it is null) of a zero point, by the sums of the learned backward.
+// The gradient of a learned scale, or (if scale is null) of a zero point, from the sums of the learned backward.
 void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
 
 }  // namespace qtoolkit

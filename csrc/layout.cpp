@@ -22,7 +22,7 @@ Dtype dtype_of(const at::Tensor& t) {
     case at::kShort: return Dtype::i16;
     case at::kUInt16: return Dtype::u16;
     case at::kInt: return Dtype::i32;
-    default: TORCH_INTERNAL_ASSERT(false, "checks.h let ", t.scalar_type(), " through");
+    default: TORCH_INTERNAL_ASSERT(false, "checks.h accepted ", t.scalar_type());
   }
 }
 
@@ -32,8 +32,8 @@ at::Tensor in_arithmetic(const at::Tensor& values, bool f64) {
   return as_type(values, f64 ? at::kDouble : at::kFloat).contiguous();
 }
 
-Ends representable(int64_t qmin, int64_t qmax, const at::Tensor& x) {
-  const Ends exact = {static_cast<double>(qmin), static_cast<double>(qmax)};
+CodeBounds representable(int64_t qmin, int64_t qmax, const at::Tensor& x) {
+  const CodeBounds exact = {static_cast<double>(qmin), static_cast<double>(qmax)};
   if (x.scalar_type() == at::kDouble) return exact;
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const float lo = static_cast<float>(exact.lo), hi = static_cast<float>(exact.hi);
@@ -96,14 +96,14 @@ Operand operand_of(at::Tensor& t, const at::Tensor& dense) {
 
 namespace {
 
-// The sizes of a tensor with a number for each block.
+// The sizes of a tensor with one value per block.
 std::vector<int64_t> sizes_of_blocks(const at::Tensor& dense, const Axis& axis) {
   std::vector<int64_t> sizes = dense.sizes().vec();
   sizes[axis.index] /= axis.block;
   return sizes;
 }
 
-// How many elements lie beside each other in the dimensions that are faster in memory than the axis.
+// The number of elements in the dimensions that are faster in memory than the axis.
 int64_t elements_within(const at::Tensor& dense, int64_t axis) {
   const std::vector<int64_t> order = memory_order(dense);
   int64_t elements = 1;
@@ -149,18 +149,18 @@ at::Tensor from_memory_order(const at::Tensor& values, const at::Tensor& dense, 
   return values.view(sorted).permute(place).contiguous();
 }
 
-// Whether the channels of a dense tensor can be found as channels_of does.
-static bool has_groups_apart(const at::Tensor& dense, int64_t group) {
+// Whether channels_of can describe the groups of a dense tensor.
+static bool has_separate_groups(const at::Tensor& dense, int64_t group) {
   return group == 1 || dense.is_contiguous() || dense.sym_stride(0) * dense.sym_size(0) == dense.sym_numel();
 }
 
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group) {
   at::Tensor y = at::empty_like(x, options);
-  return has_groups_apart(y, group) ? y : at::empty_symint(x.sym_sizes(), options);
+  return has_separate_groups(y, group) ? y : at::empty_symint(x.sym_sizes(), options);
 }
 
 at::Tensor layout_of_result(const at::Tensor& x, int64_t group) {
-  if (x.is_non_overlapping_and_dense() && has_groups_apart(x, group)) return x;
+  if (x.is_non_overlapping_and_dense() && has_separate_groups(x, group)) return x;
   return empty_result(x, x.options().device(at::kMeta), group);
 }
 

@@ -1,25 +1,25 @@
-// Tensors as the operands of a Job: which way a result lies in memory, and how each operand is read in that order.
+// Tensors as operands of a kernel: the memory layout of a result, and how each operand is read in that order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <vector>
 
-#include "job.h"
+#include "kernel_args.h"
 
 namespace qtoolkit {
 
 Dtype dtype_of(const at::Tensor& t);
 
-// t in another type; t itself where it is of that type.
+// t converted to a dtype; t itself if it has that dtype.
 at::Tensor as_type(const at::Tensor& t, at::ScalarType type);
 
-// Values of a scale or zero point as the arithmetic (float32 or float64) reads them, one after the other.
+// The values of a scale or zero point in the type of the arithmetic (float32 or float64), contiguous.
 at::Tensor in_arithmetic(const at::Tensor& values, bool f64);
 
-// The ends of a range as the arithmetic of x's type can hold them: the next values inwards where float32 is too coarse
-// (beyond 2^24), so that no code leaves [qmin, qmax].
-Ends representable(int64_t qmin, int64_t qmax, const at::Tensor& x);
+// The code bounds that the arithmetic of x's dtype represents. Where float32 is too coarse (beyond 2^24) they are the
+// next values inwards, so that no code leaves [qmin, qmax].
+CodeBounds representable(int64_t qmin, int64_t qmax, const at::Tensor& x);
 
 // Dimensions of a dense tensor from the slowest to the fastest in memory; empty for row-major.
 std::vector<int64_t> memory_order(const at::Tensor& dense);
@@ -27,23 +27,23 @@ std::vector<int64_t> memory_order(const at::Tensor& dense);
 // A dense tensor of the sizes (and dtype, device) of `like`, with its dimensions in that order.
 at::Tensor empty_in_order(const at::Tensor& like, at::IntArrayRef order);
 
-// t as read in the memory order of `dense`, without a copy (t is replaced by one only where more than kMaxDims
-// dimensions cannot be joined, which takes a tensor of nine dimensions or more).
+// t as read in the memory order of `dense`, without a copy (except for a tensor with more than kMaxDims dimensions that
+// cannot be joined: t is then replaced by a copy).
 Operand operand_of(at::Tensor& t, const at::Tensor& dense);
 
-// The channels of a dense result with so many scales. A grouped one has dimension 0 slowest in memory. Where there are
-// blocks, channels are numbered in the memory order of the result: to_memory_order sorts their scales so.
+// The channels of a dense result with `scales` scales. For groups, dimension 0 must be the slowest in memory. Blocks
+// are numbered in the memory order of the result; to_memory_order sorts their scales likewise.
 Channels channels_of(const at::Tensor& dense, const Axis& axis, int64_t scales);
 
-// One value for each block, from row-major order to the order in which channels_of numbers them, and back (contiguous).
-// Without blocks, the values as they are.
+// Sorts one value per block from row-major order to the order of channels_of, and back (contiguous). Without blocks,
+// returns the values unchanged.
 at::Tensor to_memory_order(const at::Tensor& values, const at::Tensor& dense, const Axis& axis);
 at::Tensor from_memory_order(const at::Tensor& values, const at::Tensor& dense, const Axis& axis);
 
-// A dense tensor for the result of an op on x: in x's own memory order wherever channels_of allows it.
+// A dense tensor for the result of an op on x, in the memory order of x wherever channels_of allows it.
 at::Tensor empty_result(const at::Tensor& x, const at::TensorOptions& options, int64_t group);
 
-// A tensor with the strides of such a result, but without memory of its own: x itself where x lies so.
+// A tensor with the strides of such a result but without memory of its own: x itself if it has these strides.
 at::Tensor layout_of_result(const at::Tensor& x, int64_t group);
 
 }  // namespace qtoolkit

@@ -1,12 +1,12 @@
-// The range rules of the observers: how one element, or one vector of them, widens a range.
+// The range rules of the observers: how an element, or a vector of elements, widens a range.
 #pragma once
 
 #include "grid.h"
 
 namespace qtoolkit {
 
-// NaN is no larger and no smaller than anything: it is counted apart, and makes the whole range NaN,
-// so that calibration can name the quantizer that met it.
+// Comparisons ignore NaN: the kernels track it separately and make the whole range NaN, so that calibration can name
+// the quantizer that observed it.
 template <class V>
 struct Range {
   V lo, hi;
@@ -17,8 +17,8 @@ QT_FN Range<V> widen(Range<V> range, V x) {
   return {x < range.lo ? x : range.lo, x > range.hi ? x : range.hi};
 }
 
-// The range over two, NaN if either holds NaN (only the second is asked: a NaN in the first stays by itself). Adding
-// zero makes -0 +0: which of them is met first depends on how the work was split.
+// The union of two ranges, NaN if either has NaN (only b needs a test: a NaN in a stays by itself). Adding zero turns
+// -0 into +0, since which of them comes first depends on how the work is divided.
 template <class A>
 QT_FN A lower(A a, A b) {
   return (b < a || b != b ? b : a) + A(0);
@@ -34,8 +34,8 @@ QT_FN Range<A> unite(Range<A> a, Range<A> b) {
   return {lower(a.lo, b.lo), higher(a.hi, b.hi)};
 }
 
-// Exponential moving average, in the convention of batch norm: momentum is the weight of the new range.
-// The first range is taken as it is (an unobserved range is [+inf, -inf]).
+// Exponential moving average, in the convention of batch norm: momentum is the weight of the new range. The first range
+// replaces the initial one ([+inf, -inf]).
 template <class A>
 QT_FN Range<A> blend(Range<A> old, Range<A> batch, A momentum) {
   if (batch.lo > batch.hi) return old;  // an empty batch

@@ -1,4 +1,4 @@
-// The argument checks of ranges, histograms and the observers that fill them; see checks.h.
+// Argument checks of the observers and of their ranges and histograms; see checks.h.
 #pragma once
 
 #include "checks.h"
@@ -6,8 +6,7 @@
 namespace qtoolkit {
 
 inline void check_not_empty(const char* op, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(x.sym_numel() > 0, op, ": x must have at least one element to have a range, got shape ",
-                    x.sym_sizes(), ".");
+  TORCH_CHECK_VALUE(x.sym_numel() > 0, op, ": x must have at least one element, got shape ", x.sym_sizes(), ".");
 }
 
 inline void check_momentum(const char* op, std::optional<double> momentum) {
@@ -22,7 +21,7 @@ inline void check_bins(const char* op, const at::Tensor& counts, const c10::SymI
                     counts.sym_sizes(), ").");
 }
 
-// The edges of a histogram's range.
+// The outer edges of histograms.
 inline void check_edges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& counts,
                         const c10::SymInt& wanted) {
   for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"lo", lo}, {"hi", hi}}) {
@@ -30,7 +29,7 @@ inline void check_edges(const char* op, const at::Tensor& lo, const at::Tensor& 
     TORCH_CHECK_VALUE(t.device() == counts.device(), op, ": ", name, " must be on the device of counts, ",
                       counts.device(), ", got ", t.device(), ".");
     TORCH_CHECK_VALUE(t.sym_numel() == wanted, op, ": ", name, " must have ", wanted,
-                      wanted == 1 ? " element, got " : " elements, one a histogram, got ", t.sym_numel(), " (shape ",
+                      wanted == 1 ? " element, got " : " elements, one per histogram, got ", t.sym_numel(), " (shape ",
                       t.sym_sizes(), ").");
   }
 }
@@ -40,10 +39,10 @@ inline void check_histogram(const char* op, const at::Tensor& x, const at::Tenso
                             const at::Tensor& hi) {
   check_same_device(op, "counts", counts, x);
   TORCH_CHECK_VALUE(counts.dim() == 1, op, ": counts must have 1 dimension, got shape ", counts.sym_sizes(),
-                    "; a histogram is of a whole tensor.");
+                    "; a histogram is per tensor.");
   check_bins(op, counts, counts.sym_size(0));
   check_edges(op, lo, hi, counts, 1);
-  TORCH_CHECK_VALUE(counts.is_contiguous(), op, ": counts must be contiguous, as it is updated in place.");
+  TORCH_CHECK_VALUE(counts.is_contiguous(), op, ": counts must be contiguous, since it is updated in place.");
 }
 
 inline void check_search(const char* op, const at::Tensor& counts, const at::Tensor& lo, const at::Tensor& hi,
@@ -52,10 +51,10 @@ inline void check_search(const char* op, const at::Tensor& counts, const at::Ten
                     ": counts must have shape (bins,) or (channels, bins), got ", counts.sym_sizes(), ".");
   check_bins(op, counts, counts.sym_size(-1));
   check_edges(op, lo, hi, counts, counts.dim() == 1 ? c10::SymInt(1) : counts.sym_size(0));
-  check_range(op, qmin, qmax);
+  check_code_range(op, qmin, qmax);
   TORCH_CHECK_VALUE(qmin <= 0 && qmax > 0 && qmax - qmin < (1 << 16), op,
-                    ": qmin and qmax must hold 0 and a code above it, of 16 bits at the most, got [", qmin, ", ", qmax,
-                    "].");
+                    ": qmin and qmax must include 0 and a positive code, and span at most 16 bits, got [", qmin, ", ",
+                    qmax, "].");
   TORCH_CHECK_VALUE(method == "percentile" || method == "mse" || method == "l2" || method == "entropy", op,
                     ": method must be 'percentile', 'mse', 'l2' or 'entropy', got '", method, "'.");
   TORCH_CHECK_VALUE(percentile > 0 && percentile <= 100, op, ": percentile must lie in (0, 100], got ", percentile,
@@ -63,27 +62,27 @@ inline void check_search(const char* op, const at::Tensor& counts, const at::Ten
 }
 
 // Running ranges that an observer updates in place.
-inline void check_ranges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& x,
-                         const Axis& axis) {
+inline void check_running_ranges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& x,
+                                 const Axis& axis) {
   const c10::SymInt wanted = count_of_channels(x, axis);
   for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"lo", lo}, {"hi", hi}}) {
     TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, op, ": ", name,
                      " must be float32 or float64, got ", t.scalar_type(), ".");
     check_same_device(op, name, t, x);
     TORCH_CHECK_VALUE(t.sym_numel() == wanted, op, ": ", name, " must have ", wanted,
-                      axis.block > 0 ? " elements, one a block, got " : " elements, one a channel, got ", t.sym_numel(),
-                      " (shape ", t.sym_sizes(), ").");
-    TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, as it is updated in place.");
+                      axis.block > 0 ? " elements, one per block, got " : " elements, one per channel, got ",
+                      t.sym_numel(), " (shape ", t.sym_sizes(), ").");
+    TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, since it is updated in place.");
   }
-  TORCH_CHECK_TYPE(lo.scalar_type() == hi.scalar_type(), op, ": lo and hi must have one dtype, got ", lo.scalar_type(),
-                   " and ", hi.scalar_type(), ".");
+  TORCH_CHECK_TYPE(lo.scalar_type() == hi.scalar_type(), op, ": lo and hi must have the same dtype, got ",
+                   lo.scalar_type(), " and ", hi.scalar_type(), ".");
 }
 
-// The codes that a range is to be covered by.
+// The codes that cover a range.
 inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax, bool symmetric) {
-  check_range(op, qmin, qmax);
-  TORCH_CHECK_VALUE(!symmetric || qmax > 0, op, ": qmax must be above 0 where there is no zero point, got [", qmin,
-                    ", ", qmax, "].");
+  check_code_range(op, qmin, qmax);
+  TORCH_CHECK_VALUE(!symmetric || qmax > 0, op, ": qmax must be positive if there is no zero point, got [", qmin, ", ",
+                    qmax, "].");
 }
 
 inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax,
@@ -100,7 +99,7 @@ inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int6
   check_covering_codes(kOp, qmin, qmax, symmetric);
 }
 
-// A scale or zero point that is written from running ranges.
+// A scale or zero point that is computed from running ranges.
 inline void check_written(const char* op, const char* name, const at::Tensor& t, const at::Tensor& lo) {
   TORCH_CHECK_TYPE(t.scalar_type() == lo.scalar_type(), op, ": ", name, " must have the dtype of lo, ",
                    lo.scalar_type(), ", got ", t.scalar_type(), ".");
@@ -108,7 +107,7 @@ inline void check_written(const char* op, const char* name, const at::Tensor& t,
                     t.device(), ".");
   TORCH_CHECK_VALUE(t.sym_numel() == lo.sym_numel(), op, ": ", name, " must have as many elements as lo, ",
                     lo.sym_numel(), ", got ", t.sym_numel(), " (shape ", t.sym_sizes(), ").");
-  TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, as it is updated in place.");
+  TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, since it is updated in place.");
 }
 
 inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, const at::Tensor& hi,
@@ -116,9 +115,9 @@ inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, 
                                      int64_t qmax, std::optional<double> momentum, std::optional<int64_t> axis,
                                      int64_t group, int64_t block_size) {
   constexpr const char* kOp = "observe_fake_quant";
-  check_storage(kOp, "x", x);
+  check_float(kOp, "x", x);
   const Axis a = check_axis(kOp, x, axis, group, block_size);
-  check_ranges(kOp, lo, hi, x, a);
+  check_running_ranges(kOp, lo, hi, x, a);
   check_momentum(kOp, momentum);
   check_covering_codes(kOp, qmin, qmax, !zero_point.has_value());
   check_written(kOp, "scale", scale, lo);

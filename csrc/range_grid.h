@@ -1,4 +1,4 @@
-// The only rule by which a range becomes a grid: the scale and zero point whose codes cover it.
+// The rule that turns a range into a grid: the scale and zero point whose codes cover the range.
 #pragma once
 
 #include "float_grid.h"
@@ -6,7 +6,7 @@
 
 namespace qtoolkit {
 
-// Codes [qmin, qmax], with a zero point among them unless symmetric.
+// Codes [qmin, qmax]; affine unless symmetric.
 struct CodeRange {
   double qmin = 0, qmax = 0;
   bool symmetric = true, pow2_scale = false;
@@ -17,14 +17,14 @@ struct RangeGrid {
   A scale, zero_point;
 };
 
-// The power of two at or above a positive normal number. NaN and infinity stay.
+// The power of two at or above a positive normal number. NaN and infinity stay as they are.
 template <class A>
 QT_FN A power_above(A v) {
   const A power = PowerBelow<A>::of(v);
   return power < v ? power + power : v;
 }
 
-// What the codes have to span; zero is always among them. Symmetric codes from 0 up span what is above zero.
+// The width that the codes must span; the range always includes zero. Symmetric codes from 0 up span the positive part.
 template <class A>
 QT_FN A width_of(A lo, A hi, const CodeRange& codes) {
   if (!codes.symmetric) return hi - lo;
@@ -32,7 +32,7 @@ QT_FN A width_of(A lo, A hi, const CodeRange& codes) {
   return hi > -lo || hi != hi ? hi : -lo;
 }
 
-// A range of zero width gets scale 1. Comparisons are such that NaN stays NaN: a broken range is never a usable grid.
+// A range of zero width gets scale 1. The comparisons keep NaN: a range with NaN never gives a usable grid.
 template <class A>
 QT_FN RangeGrid<A> covering_grid(Range<A> range, const CodeRange& codes) {
   const A smallest = static_cast<A>(0x1p-126);  // the smallest normal float32

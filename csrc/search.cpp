@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Ends of a range in bins: `below` of them under zero, `above` over it.
+// CodeBounds of a range in bins: `below` of them under zero, `above` over it.
 struct Span {
   int64_t below, above;
 };
@@ -21,13 +21,13 @@ struct Span {
 
 struct Candidates {
   Span most;       // the widest range
-  int64_t finest;  // how many values of each end the first grid may have
+  int64_t finest;  // the number of values of each end in the first grid, at the most
 };
 
 int64_t step_of(int64_t most, int64_t finest) { return most / finest + 1; }
 
-// The least cost, by a grid and then ever smaller steps around its best. A candidate whose floor, which its cost is
-// never below, is over the least so far is not looked at.
+// Minimizes the cost: on a grid, then with ever smaller steps around the best candidate. `floor` is a lower bound of
+// the cost; a candidate whose bound exceeds the least cost so far is skipped.
 template <class Cost, class Floor>
 Span minimise(const Candidates& candidates, Cost cost, Floor floor) {
   const Span most = candidates.most;
@@ -68,7 +68,7 @@ struct Levels {
   double at(int64_t q) const { return (static_cast<double>(q) - zero_point) * step; }
 };
 
-// The squared error of rounding to levels v_q, one step s apart, in O(levels) whatever the number of bins. Summing by
+// The squared error of rounding to levels v_q, one step s apart, in O(levels) for any number of bins. Summing by
 // parts over the boundaries b_q between levels, with F the cumulated counts and H(b) = integral of F up to b,
 //   error = sum x^2 + v_last^2 * N - 2 * v_last * sum x - 2 * s * sum of H(b_q)
 // where H is a quadratic within each bin (l2), or linear between the centers of bins (mse). Lengths are in bins.
@@ -101,7 +101,7 @@ class SquaredError {
     return squares_about(top, 0, last_) - 2 * levels.step * sum;
   }
 
-  // What clipping alone costs, of the bins wholly beyond the ends; less what rounding may have put on it.
+  // A lower bound: the cost of clipping the bins beyond the ends, less a margin for rounding errors.
   double floor(const Levels& levels) const {
     const double top = levels.at(levels.qmax), bottom = levels.at(levels.qmin);
     const int64_t over = std::clamp(static_cast<int64_t>(std::ceil(top)) + zero_, int64_t{0}, last_);
@@ -129,7 +129,7 @@ class SquaredError {
   double offset_;
   int64_t zero_, last_;
   std::vector<Knot> knots_;
-  std::vector<Moments> moments_;  // of the bins before
+  std::vector<Moments> moments_;  // moments_[i]: of the bins before i
 };
 
 // ---- KL divergence ----------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Divergence {
 
   int64_t size() const { return static_cast<int64_t>(counts_.size()); }
 
-  // Of the bins [begin, end) in so many levels.
+  // The divergence of bins [begin, end) in that many levels.
   double operator()(int64_t begin, int64_t end, int64_t levels) const {
     const double all = total_.back(), inside = total_[end] - total_[begin];
     const double under = total_[begin], over = all - total_[end];
@@ -191,7 +191,8 @@ class Divergence {
 
 // ---- percentile -------------------------------------------------------------------------------------------------
 
-// How many bins hold so much, from the first on. What a bin lacks by rounding alone it has: 99 % of 100 values are 99.
+// The number of bins, from the first on, that hold `wanted` counts. The tolerance hides rounding errors: 99 % of 100
+// values are 99.
 double quantile(const std::vector<double>& counts, double wanted) {
   constexpr double kRounding = 1 - 1e-12;
   double before = 0, edge = 0;
@@ -210,8 +211,8 @@ double quantile(const std::vector<double>& counts, double wanted) {
 
 struct Histogram {
   const int64_t* counts;
-  int64_t n, zero;  // places, and the place of the first bin over zero
-  Span most;        // the bins that are not empty
+  int64_t n, zero;  // bins, and the index of the first bin above zero
+  Span most;        // the extent of the bins that are not empty
 
   double at(int64_t bin) const {
     const int64_t i = bin + zero;
@@ -224,7 +225,7 @@ struct Histogram {
     return row;
   }
 
-  // Counts by magnitude; with codes from 0 up, of what is positive.
+  // Counts by magnitude; for codes from 0 up, those of positive values only.
   std::vector<double> folded(bool both) const {
     const int64_t size = both ? std::max(most.below, most.above) : most.above;
     std::vector<double> row;
@@ -323,7 +324,8 @@ Clip search(const int64_t* counts, float lo, float hi, int64_t n, const Search& 
   if (bins.exponent == kBroken) return {kNaN, kNaN};
   const bool none = std::all_of(counts, counts + n, [](int64_t c) { return c == 0; });
   if (bins.exponent == kEmpty || none) return {kEnd, -kEnd};
-  if (bins.exponent == kSmallestExponent + (bins.two_sided ? 1 : 0)) return {0, 0};  // zeros, or next to them
+  if (bins.exponent == kSmallestExponent + (bins.two_sided ? 1 : 0))
+    return {0, 0};  // all values are zero or as good as zero
   const Histogram h = histogram_of(counts, n, -first_bin(bins, n));
   const Found found = find(h, how);
   const double width = power_of_two(bins.exponent);

@@ -1,27 +1,27 @@
-// Which range of a histogram to quantize: one tensor's counts in, its clipping range out.
+// Selects the range of a histogram to quantize: the counts of one tensor in, its clipping range out.
 //
-// A candidate range has its ends on edges of bins. Symmetric: [-t, t] (codes from 0 up: [0, t]), scale t / qmax.
-// Affine:
-// [-a, b] around zero, scale (a + b) / (qmax - qmin), zero point qmin + round(a / scale): the grids that a quantizer
-// makes of these ranges. Of equal candidates the widest is chosen.
+// A candidate range has its ends on edges of bins. Symmetric: [-t, t] (or [0, t] for codes from 0 up), scale t / qmax.
+// Affine: [-a, b] around zero, scale (a + b) / (qmax - qmin), zero point qmin + round(a / scale). These are the grids
+// that a quantizer makes of these ranges. Of equal candidates the widest is chosen.
 //
-// mse: the least sum of counts * (fake_quant(center) - center)^2, centers of bins, over the actual grid with all its
-//   codes (pytorch-quantization's "mse" takes the narrow one).
-// l2: the same with each bin's counts spread evenly over it: the integral of the squared error, as torch.ao's
-//   HistogramObserver approximates.
-// entropy: the least KL divergence of what quantization leaves of the histogram, as in TensorRT's calibrator (S.
-// Migacz,
-//   8-bit Inference with TensorRT, GTC 2017) and pytorch-quantization: P is the histogram within the range, with all
-//   that lies beyond added to the last bin; Q is P without it, in as many levels as there are codes (symmetric: on one
-//   side), each level's counts spread evenly over its bins that are not empty. The bin at zero first takes its
-//   neighbour's count: else the zeros of ReLU decide. A range has as many bins as levels at the least.
-// percentile: the range that holds that share of all values; affine: half of the rest lies beyond each end. Within a
-// bin
-//   counts are taken as spread evenly, as numpy.percentile does between samples.
+// mse: the least sum of counts * (fake_quant(center) - center)^2 over the centers of the bins, on the actual grid with
+// all its codes (pytorch-quantization's "mse" uses the narrow grid).
 //
-// mse, l2, entropy: symmetric ranges try every edge (of more than 4096 / 2^(bits - 8) edges every k-th, then those
-// beside the best, halving k); affine ranges try a grid of at most 64 x 64 pairs of ends (32 x 32 for 8 bits), then
-// neighbours of the best pair, halving the step down to one bin: the least error, or one that is next to it.
+// l2: the same with each bin's counts spread evenly over it: the integral of the squared error, which torch.ao's
+// HistogramObserver approximates.
+//
+// entropy: the least KL divergence of the quantized histogram, as in TensorRT's calibrator (S. Migacz, 8-bit Inference
+// with TensorRT, GTC 2017) and pytorch-quantization. P is the histogram within the range, with the counts beyond it
+// added to the last bin. Q is P without that addition, in as many levels as there are codes (symmetric: codes of one
+// sign), with each level's counts spread evenly over its non-empty bins. First the bin at zero takes the count of its
+// neighbour: else the zeros of ReLU dominate. A range has at least as many bins as levels.
+//
+// percentile: the range that holds that share of all values; affine: half of the rest is beyond each end. Within a bin,
+// counts are spread evenly, as numpy.percentile interpolates between samples.
+//
+// mse, l2, entropy: symmetric ranges try every edge (with more than 4096 / 2^(bits - 8) edges every k-th, then the
+// edges beside the best one, halving k). Affine ranges try a grid of at most 64 x 64 pairs of ends (32 x 32 for 8
+// bits), then the neighbours of the best pair, halving the step down to one bin: the least error, or one close to it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""The extension's ops (`library`); or one sentence that says why it does not load."""
+"""Loads the extension and its ops (`library`), or raises an error that says why it does not load."""
 
 import re
 from importlib import import_module
@@ -22,12 +22,12 @@ def load() -> ModuleType:
     """Import `qtoolkit._C`.
 
     Raises:
-        ImportError: It was never built, or built for another torch.
+        ImportError: The extension was not built, or was built for another version of torch.
     """
     spec = find_spec("qtoolkit._C")
     if spec is None or spec.origin is None:
         raise ImportError(
-            "qtoolkit's native library is missing: the package was not built here. From its folder, type: "
+            "qtoolkit's native library is missing: the package was not built here. Run in its folder: "
             "pip install --no-build-isolation ."
         )
     built, running = built_for(Path(spec.origin)), torch.__version__.split("+")[0]

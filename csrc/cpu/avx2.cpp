@@ -10,5 +10,5 @@
 #define QT_ISA avx2
 #define QT_TABLE kAvx2
 #define QT_BYTES 32
-#include "kernels.inc"
+#include "kernels-inl.h"
 #endif

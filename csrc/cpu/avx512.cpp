@@ -6,11 +6,11 @@
 #include <type_traits>
 
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the compiler's own avx512fintrin.h
-#pragma GCC diagnostic ignored "-Wuninitialized"        // the same, where it passes an undefined vector on purpose
+#pragma GCC diagnostic ignored "-Wuninitialized"        // the same header uses undefined vectors on purpose
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,bmi,bmi2,popcnt,prefer-vector-width=512")
 
 #define QT_ISA avx512
 #define QT_TABLE kAvx512
 #define QT_BYTES 64
-#include "kernels.inc"
+#include "kernels-inl.h"
 #endif

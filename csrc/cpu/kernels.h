@@ -1,52 +1,45 @@
-// The CPU kernels of one instruction set, as a table of functions. kernels.inc is compiled once per instruction
-// set; cpu/launch.cpp picks a table when the library loads.
+// The CPU kernels of one instruction set, as a table of functions. kernels-inl.h is compiled once per instruction set;
+// launch.cpp selects a table when the library loads.
 #pragma once
 
 #include "../histogram.h"
-#include "../job.h"
+#include "../kernel_args.h"
+#include "../kernel_list.h"
 
 namespace qtoolkit {
 namespace cpu {
 
-// Masks are written a word at a time, and sums are kept in 64 lanes whatever the vector's width: so ranges of work
-// begin at multiples of 64 elements, and results are the same bits for every instruction set.
+// Masks are written in 64-bit words, and sums are kept in 64 lanes for any vector width: so ranges of work begin at
+// multiples of 64 elements, and all instruction sets give the same bits.
 constexpr int kChunk = 64;
 
-constexpr int64_t kLongestRow = 8192;  // places of a row of channels, up to which kernels keep sums in the caches
+constexpr int64_t kLongestRow = 8192;  // the longest row of channels whose sums the kernels keep in the caches
 
-// Each works on elements [begin, end) of the result; begin is a multiple of kChunk. The reductions add into
-// job.sum_scale and job.sum_zero_point (for minmax: lower and raise them).
+// A kernel works on elements [begin, end) of the result; begin is a multiple of kChunk. The reductions add into
+// args.sum_scale and args.sum_zero_point (minmax lowers and raises them).
 //
-// On the CPU, job.scale and job.zero_point hold usable values in the type of the arithmetic (launch.cpp sees to
-// it); where channels.inner is 1, they have kChunk more entries, which repeat the first ones, so that a chunk reads
-// whole vectors of them wherever it begins. So have the sums, where all channels are in a row; there job.zero_point is
-// null if every one is zero.
-using Kernel = void (*)(const Job& job, int64_t begin, int64_t end);
+// On the CPU, args.scale and args.zero_point hold usable values in the type of the arithmetic (launch.cpp makes them).
+// If channels.inner is 1, kChunk more entries follow that repeat the first ones, so that a chunk reads whole vectors
+// at any position. The sums have such entries if all channels form one row; args.zero_point is null there if all zero
+// points are 0.
+using Kernel = void (*)(const KernelArgs& args, int64_t begin, int64_t end);
 
-// The counts of one thread. Neighbours count in tables of their own, so that equal ones need not wait for each other;
-// what they add up to must stay below 2^31. A further table is room to move in.
+struct TypedKernel {
+  Kernel f32, f64;  // by the type of the arithmetic
+};
+
+// The histogram of one thread. Neighbouring elements are counted in separate tables, so that equal ones do not wait for
+// each other; the sum of the tables must stay below 2^31. One more table is scratch memory.
 constexpr int kTables = 4;
-struct Tally {
-  int32_t* tables = nullptr;  // kTables + 1 of n places each, zero at the start
+struct ThreadHistogram {
+  int32_t* tables = nullptr;  // kTables + 1 tables of n bins each, zero at the start
   int64_t n = 0;
   Bins bins = {kEmpty, false};
 };
-using TallyKernel = void (*)(const Job& job, int64_t begin, int64_t end, Tally& tally);
 
 struct Kernels {
   const char* name;
-  Kernel fake_quant;
-  Kernel fake_quant_float;
-  Kernel fake_quant_log;
-  Kernel block_scale;
-  Kernel tensor_quant;
-  Kernel fake_tensor_quant;
-  Kernel fake_quant_backward;
-  Kernel fake_quant_learned_backward;
-  Kernel quantize;
-  Kernel dequantize;
-  Kernel minmax;
-  TallyKernel histogram;
+  const TypedKernel* kernels;  // indexed by KernelId
 };
 
 extern const Kernels kPlain;

@@ -1,4 +1,4 @@
-// Splits a job into ranges of work for the threads, with the kernels of the instruction set chosen at load time.
+// Divides the elements between threads and runs the kernels of the instruction set that is selected at load time.
 #include "launch.h"
 
 #include <ATen/Dispatch.h>
@@ -22,10 +22,10 @@ namespace qtoolkit {
 namespace cpu {
 namespace {
 
-constexpr int64_t kGrain = 32768;          // elements that are worth a thread
-constexpr int64_t kSegment = 16384;        // elements of one partial sum, at the least
+constexpr int64_t kGrain = 32768;          // elements per thread, at the least
+constexpr int64_t kSegment = 16384;        // elements per partial sum, at the least
 constexpr int64_t kSegments = 64;          // partial sums, at the most
-constexpr int64_t kLargeResult = 4 << 20;  // elements of a result that is written past the caches
+constexpr int64_t kLargeResult = 4 << 20;  // elements of a result from which streaming stores pay off
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> kernels;
@@ -43,7 +43,7 @@ std::vector<const Kernels*> available() {
   return kernels;
 }
 
-// The widest that the processor has, or the one that QTOOLKIT_CPU names.
+// The widest instruction set of the processor, or the one that QTOOLKIT_CPU names.
 const Kernels& choose() {
   const auto kernels = available();
   const char* wanted = std::getenv("QTOOLKIT_CPU");
@@ -62,29 +62,18 @@ const Kernels& kernels() {
   return chosen;
 }
 
-Kernel kernel_of(Op op) {
-  switch (op) {
-    case Op::fake_quant: return kernels().fake_quant;
-    case Op::fake_quant_float: return kernels().fake_quant_float;
-    case Op::fake_quant_log: return kernels().fake_quant_log;
-    case Op::block_scale: return kernels().block_scale;
-    case Op::tensor_quant: return kernels().tensor_quant;
-    case Op::fake_tensor_quant: return kernels().fake_tensor_quant;
-    case Op::fake_quant_backward: return kernels().fake_quant_backward;
-    case Op::fake_quant_learned_backward: return kernels().fake_quant_learned_backward;
-    case Op::quantize: return kernels().quantize;
-    case Op::dequantize: return kernels().dequantize;
-    case Op::minmax: return kernels().minmax;
-    case Op::histogram: break;  // takes a tally too
-  }
-  TORCH_INTERNAL_ASSERT(false);
+template <class A>
+Kernel kernel_of(KernelId kernel) {
+  const TypedKernel& typed = kernels().kernels[static_cast<int>(kernel)];
+  return std::is_same_v<A, double> ? typed.f64 : typed.f32;
 }
 
-// Short channels (the kernel positions of a transposed convolution's weight) are written out as rows: channel by
-// element rather than by run, so that a chunk reads its scales with vector loads.
-Channels written_out(Channels c) {
+// Expands short channels (kernel positions in the weight of a transposed convolution, for example) to rows with a
+// channel per element, so that a chunk reads its scales with vector loads.
+Channels expanded_to_rows(Channels c) {
   const int64_t row = c.size * c.inner;
-  const bool repeats = c.count == c.size || c.group_span >= 4 * row;  // of many groups, only what is read several times
+  const bool repeats =
+      c.count == c.size || c.group_span >= 4 * row;  // expansion pays off if a row is read several times
   if (c.count > 1 && c.inner > 1 && c.inner < kChunk && row <= kLongestRow && repeats) {
     c.count *= c.inner;
     c.size = row;
@@ -93,28 +82,28 @@ Channels written_out(Channels c) {
   return c;
 }
 
-// Usable values of a scale or zero point, one per channel of `row`, each repeated `repeat` times, and wrapped around
-// by a chunk where kernels.h asks for it.
-template <class A, class Rule>
-std::vector<A> row_of(const at::Tensor* values, const Channels& row, int64_t repeat, Rule rule) {
+// Usable values of a scale or zero point: one per channel of `row`, each repeated `repeat` times, and followed by a
+// copy of the first chunk where kernels.h requires it.
+template <class A, class Usable>
+std::vector<A> row_of(const at::Tensor* values, const Channels& row, int64_t repeat, Usable usable_value) {
   std::vector<A> out(row.count + (row.inner == 1 && row.count > 1 ? kChunk : 0), A(0));
   if (values == nullptr) return out;
-  const at::Tensor usable = in_arithmetic(*values, std::is_same_v<A, double>);
-  const A* from = usable.const_data_ptr<A>();
-  for (int64_t i = 0; i < row.count; i += repeat) std::fill_n(out.begin() + i, repeat, rule(from[i / repeat]));
+  const at::Tensor typed = in_arithmetic(*values, std::is_same_v<A, double>);
+  const A* from = typed.const_data_ptr<A>();
+  for (int64_t i = 0; i < row.count; i += repeat) std::fill_n(out.begin() + i, repeat, usable_value(from[i / repeat]));
   for (size_t i = row.count; i < out.size(); ++i) out[i] = out[i % row.count];
   return out;
 }
 
 template <class F>
-void in_chunks(const Job& job, F f) {
-  const int64_t chunks = (job.numel + kChunk - 1) / kChunk;
+void in_chunks(const KernelArgs& args, F f) {
+  const int64_t chunks = (args.numel + kChunk - 1) / kChunk;
   at::parallel_for(0, chunks, kGrain / kChunk,
-                   [&](int64_t begin, int64_t end) { f(begin * kChunk, std::min(end * kChunk, job.numel)); });
+                   [&](int64_t begin, int64_t end) { f(begin * kChunk, std::min(end * kChunk, args.numel)); });
 }
 
-// Partial sums over segments that depend on the size alone, joined in their order: the same bits for any number of
-// threads.
+// Reductions: partial sums over segments that depend on the size alone, joined in order, give the same bits for any
+// number of threads.
 struct Add {
   static constexpr double start = 0;
   QT_FN double of(double a, double b) { return a + b; }
@@ -128,13 +117,13 @@ struct Highest {
   QT_FN double of(double a, double b) { return higher(a, b); }
 };
 
-// How a reduction is cut; `apart` where no segment has a channel of another, so that they share the sums.
+// How a reduction is divided; `apart` if no two segments share a channel, so that one set of sums serves all of them.
 struct Segments {
   int64_t length, count;
   bool apart;
 };
 
-// Whole chunks of elements after which no channel comes again; 0 where channels come again and again.
+// The number of elements, in whole chunks, after which no channel occurs again; 0 if channels recur throughout.
 int64_t length_apart(const Channels& row, int64_t numel) {
   if (row.count == 1 || in_a_row(row)) return 0;
   if (row.count != row.size) return std::lcm(row.group_span, kChunk);
@@ -152,8 +141,8 @@ Segments segments_of(const Channels& row, int64_t width, int64_t numel) {
   return {length, std::max<int64_t>((numel + length - 1) / length, 1), apart};
 }
 
-// The segments' sums of a row's places, one segment after the other, and then the places of each channel. Those past
-// the row's end repeat its first ones.
+// Joins the sums of the segments for each position of a row, and then the positions of each channel. Positions past the
+// end of the row repeat its first ones.
 template <class Join>
 void join_sums(const double* sums, int64_t segments, int64_t step, int64_t width, const Channels& row, int64_t repeat,
                double* result) {
@@ -168,44 +157,44 @@ void join_sums(const double* sums, int64_t segments, int64_t step, int64_t width
   }
 }
 
-// Runs a kernel that sums (or finds ends) in two ways, of which the second may not be wanted.
+// Runs a reduction with two results per channel; the second is skipped if args.sum_zero_point is null.
 template <class First, class Second>
-void reduce(Kernel kernel, const Job& job, const Channels& row, int64_t repeat) {
+void reduce(Kernel kernel, const KernelArgs& args, const Channels& row, int64_t repeat) {
   const int64_t width = row.count + (in_a_row(row) ? kChunk : 0);
-  const Segments cut = segments_of(row, width, job.numel);
-  const int64_t parts = cut.apart ? 1 : cut.count, step = job.sum_zero_point == nullptr ? width : 2 * width;
+  const Segments cut = segments_of(row, width, args.numel);
+  const int64_t parts = cut.apart ? 1 : cut.count, step = args.sum_zero_point == nullptr ? width : 2 * width;
   std::vector<double> sums(parts * step, First::start);
   for (int64_t i = width; i < parts * step; i += step) std::fill_n(sums.data() + i, width, Second::start);
   at::parallel_for(0, cut.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
-      Job part = job;
+      KernelArgs part = args;
       part.channels = row;
       part.sum_scale = sums.data() + (cut.apart ? 0 : s * step);
-      part.sum_zero_point = job.sum_zero_point == nullptr ? nullptr : part.sum_scale + width;
-      const int64_t first = std::min(s * cut.length, job.numel);
-      kernel(part, first, std::min(first + cut.length, job.numel));
+      part.sum_zero_point = args.sum_zero_point == nullptr ? nullptr : part.sum_scale + width;
+      const int64_t first = std::min(s * cut.length, args.numel);
+      kernel(part, first, std::min(first + cut.length, args.numel));
     }
   });
-  join_sums<First>(sums.data(), parts, step, width, row, repeat, job.sum_scale);
-  if (job.sum_zero_point == nullptr) return;
-  join_sums<Second>(sums.data() + width, parts, step, width, row, repeat, job.sum_zero_point);
+  join_sums<First>(sums.data(), parts, step, width, row, repeat, args.sum_scale);
+  if (args.sum_zero_point == nullptr) return;
+  join_sums<Second>(sums.data() + width, parts, step, width, row, repeat, args.sum_zero_point);
 }
 
-// All that a batch adds to a histogram: threads bring what they have counted, in any order.
-class Total {
+// The histogram of a batch: threads add their counts in any order.
+class BatchHistogram {
  public:
-  Total(int64_t n) : n_(n), counts_(n) {}
+  BatchHistogram(int64_t n) : n_(n), counts_(n) {}
 
-  void add(const Tally& tally) {
+  void add(const ThreadHistogram& local) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const Bins bins = join(bins_, tally.bins);
+    const Bins bins = join(bins_, local.bins);
     if (bins != bins_) grow(bins);
     for (int t = 0; t < kTables && is_counting(bins); ++t) {
-      add_counts(counts_.data(), bins, tally.tables + t * n_, tally.bins, n_);
+      add_counts(counts_.data(), bins, local.tables + t * n_, local.bins, n_);
     }
   }
 
-  // Nothing is counted from the first value on that has no place.
+  // After the first value that has no bin, nothing more is counted.
   void add_to(const RunningHistogram& running) {
     const Bins old = bins_of(*running.lo, *running.hi, n_), bins = join(old, bins_);
     if (bins.exponent == kBroken) {
@@ -233,53 +222,54 @@ class Total {
   std::mutex mutex_;
 };
 
-void observe_histogram(const Job& job) {
-  constexpr int64_t kMost = int64_t{1} << 30;  // a tally's tables count in 32 bits
-  const RunningHistogram& running = job.histogram;
+template <class A>
+void observe_histogram(const KernelArgs& args) {
+  constexpr int64_t kMost = int64_t{1} << 30;  // a thread's tables count in 32 bits
+  const RunningHistogram& running = args.histogram;
   const Bins start = bins_of(*running.lo, *running.hi, running.bins);
-  Total total(running.bins);
-  in_chunks(job, [&](int64_t begin, int64_t end) {
+  const Kernel kernel = kernel_of<A>(KernelId::histogram);
+  BatchHistogram total(running.bins);
+  in_chunks(args, [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kMost) {
       std::vector<int32_t> tables((kTables + 1) * running.bins);
-      Tally tally = {tables.data(), running.bins, start};  // most batches need no wider bins than those before
-      kernels().histogram(job, begin, std::min(begin + kMost, end), tally);
-      total.add(tally);
+      ThreadHistogram local = {tables.data(), running.bins, start};  // most batches need no wider bins than the last
+      KernelArgs part = args;
+      part.thread_histogram = &local;
+      kernel(part, begin, std::min(begin + kMost, end));
+      total.add(local);
     }
   });
   total.add_to(running);
 }
 
 template <class A>
-void run(Op op, Job& job, const GridTensors& grid) {
-  const Channels row = written_out(job.channels);
-  const int64_t repeat = job.channels.count == 0 ? 1 : row.count / job.channels.count;
+void run(KernelId id, KernelArgs& args, const GridTensors& grid) {
+  if (id == KernelId::histogram) return observe_histogram<A>(args);
+  const Channels row = expanded_to_rows(args.channels);
+  const int64_t repeat = args.channels.count == 0 ? 1 : row.count / args.channels.count;
   std::vector<A> scale, zero_point;
   if (grid.scale != nullptr) {
     scale = row_of<A>(grid.scale, row, repeat, [](A s) { return usable_scale(s); });
     zero_point = row_of<A>(grid.zero_point, row, repeat, [](A z) { return usable_zero_point(z); });
-    job.scale = scale.data();
-    job.zero_point = grid.zero_point == nullptr && in_a_row(row) ? nullptr : zero_point.data();
+    args.scale = scale.data();
+    args.zero_point = grid.zero_point == nullptr && in_a_row(row) ? nullptr : zero_point.data();
   }
-  // Past the caches goes only what is not read again: where operands are not dense, results go through a buffer.
-  job.stream =
-      job.numel >= kLargeResult && job.x.dense && job.grad.dense && reinterpret_cast<uintptr_t>(job.y) % 64 == 0;
-  const Kernel kernel = kernel_of(op);
-  if (op == Op::fake_quant_learned_backward) return reduce<Add, Add>(kernel, job, row, repeat);
-  if (op == Op::minmax) return reduce<Lowest, Highest>(kernel, job, row, repeat);
-  job.channels = row;
-  in_chunks(job, [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
+  // Streaming stores need direct access to y: operands that are not dense go through a buffer.
+  args.stream =
+      args.numel >= kLargeResult && args.x.dense && args.grad.dense && reinterpret_cast<uintptr_t>(args.y) % 64 == 0;
+  const Kernel kernel = kernel_of<A>(id);
+  if (id == KernelId::fake_quant_learned_backward) return reduce<Add, Add>(kernel, args, row, repeat);
+  if (id == KernelId::minmax) return reduce<Lowest, Highest>(kernel, args, row, repeat);
+  args.channels = row;
+  in_chunks(args, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
 }  // namespace
 
 const char* instruction_set() { return kernels().name; }
 
-void launch(Op op, Job& job, const GridTensors& grid) {
-  if (op == Op::histogram) return observe_histogram(job);
-  const bool f64 = op == Op::fake_quant_backward ? job.grad.dtype == Dtype::f64
-                   : op == Op::dequantize        ? job.y_dtype == Dtype::f64
-                                                 : job.x.dtype == Dtype::f64;
-  return f64 ? run<double>(op, job, grid) : run<float>(op, job, grid);
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid) {
+  return args.is_f64() ? run<double>(kernel, args, grid) : run<float>(kernel, args, grid);
 }
 
 template <class A>

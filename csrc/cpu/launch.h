@@ -8,7 +8,7 @@ namespace cpu {
 // The instruction set in use: "avx512", "avx2" or "plain".
 const char* instruction_set();
 
-void launch(Op op, Job& job, const GridTensors& grid);
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid);
 void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);

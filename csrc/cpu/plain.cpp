@@ -5,4 +5,4 @@
 #define QT_ISA plain
 #define QT_TABLE kPlain
 #define QT_BYTES 16
-#include "kernels.inc"
+#include "kernels-inl.h"

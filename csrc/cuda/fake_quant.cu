@@ -7,57 +7,57 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
-// Rule is one of fake_quant.h.
-template <class A, bool kDense, template <class, class> class Rule>
-__global__ void __launch_bounds__(kThreads) map_kernel(const Job job) {
-  const auto rule = Rule<A, A>::of(job);
-  for_octets(job.numel, [&](const Row& at) {
-    A v[kOctet];
-    load<kDense>(job.x, at, v);
+// Functor is one of fake_quant.h.
+template <class A, bool kDense, template <class, class> class Functor>
+__global__ void __launch_bounds__(kThreads) elementwise_kernel(const KernelArgs args) {
+  const auto functor = Functor<A, A>::from(args);
+  for_vectors(args.numel, [&](const Contiguous& at) {
+    A v[kVectorSize];
+    load<kDense>(args.x, at, v);
     unsigned inside = 0;
-    for_grids<A>(job, at, [&](int k, Grid<A> grid) {
-      const auto mapped = Rule<A, A>::map(rule, v[k], grid.scale, grid.zero_point);
+    for_grids<A>(args, at, [&](int k, Grid<A> grid) {
+      const auto mapped = Functor<A, A>::apply(functor, v[k], grid.scale, grid.zero_point);
       v[k] = mapped.value;
       inside |= mapped.inside << k;
     });
-    store(job, at, v);
-    if (job.mask != nullptr) job.mask[at.first / 8] = static_cast<uint8_t>(inside & ((1u << at.n) - 1));
+    store(args, at, v);
+    if (args.mask != nullptr) args.mask[at.first / 8] = static_cast<uint8_t>(inside & ((1u << at.n) - 1));
   });
 }
 
-// A thread takes eight blocks, one after the other; block sizes are whole octets.
+// A thread computes the scales of eight blocks, one after the other; block sizes are multiples of kVectorSize.
 template <class A, bool kDense>
-__global__ void __launch_bounds__(kThreads) block_scale_kernel(const Job job) {
-  const A tensor_scale = job.scale == nullptr ? A(1) : grid_of<A>(job, 0).scale;
-  const int64_t size = job.channels.inner;
-  for_octets(job.numel, [&](const Row& at) {
-    A scales[kOctet] = {};
+__global__ void __launch_bounds__(kThreads) block_scale_kernel(const KernelArgs args) {
+  const A tensor_scale = args.scale == nullptr ? A(1) : grid_of<A>(args, 0).scale;
+  const int64_t size = args.channels.inner;
+  for_vectors(args.numel, [&](const Contiguous& at) {
+    A scales[kVectorSize] = {};
     for (int b = 0; b < at.n; ++b) {
       A amax = 0;
-      for (int64_t i = 0; i < size; i += kOctet) {
-        A v[kOctet];
-        load<kDense>(job.x, Row{(at.first + b) * size + i, kOctet}, v);
+      for (int64_t i = 0; i < size; i += kVectorSize) {
+        A v[kVectorSize];
+        load<kDense>(args.x, Contiguous{(at.first + b) * size + i, kVectorSize}, v);
 #pragma unroll
-        for (int k = 0; k < kOctet; ++k) {
+        for (int k = 0; k < kVectorSize; ++k) {
           const A magnitude = v[k] < 0 ? -v[k] : v[k];
           amax = magnitude > amax ? magnitude : amax;
         }
       }
-      scales[b] = qtoolkit::block_scale(amax, job.format, job.scale_format, tensor_scale);
+      scales[b] = qtoolkit::block_scale(amax, args.format, args.scale_format, tensor_scale);
     }
-    store(job, at, scales);
+    store(args, at, scales);
   });
 }
 
 template <class A, bool kDense>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const Job job) {
-  for_octets(job.numel, [&](const Row& at) {
-    A grad[kOctet];
-    load<kDense>(job.grad, at, grad);
-    const unsigned inside = job.mask[at.first / 8];
+__global__ void __launch_bounds__(kThreads) backward_kernel(const KernelArgs args) {
+  for_vectors(args.numel, [&](const Contiguous& at) {
+    A grad[kVectorSize];
+    load<kDense>(args.grad, at, grad);
+    const unsigned inside = args.mask[at.first / 8];
 #pragma unroll
-    for (int k = 0; k < kOctet; ++k) grad[k] = inside >> k & 1u ? grad[k] : A(0);
-    store(job, at, grad);
+    for (int k = 0; k < kVectorSize; ++k) grad[k] = inside >> k & 1u ? grad[k] : A(0);
+    store(args, at, grad);
   });
 }
 
@@ -65,36 +65,37 @@ struct Add {
   __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
 };
 
-// An octet is summed in the arithmetic's type, as a tree; all beyond it in float64.
+// Sums a vector as a tree, in the type of the arithmetic; larger sums are float64.
 template <class A>
-QT_DEVICE double sum_of(const A (&v)[kOctet]) {
+QT_DEVICE double sum_of(const A (&v)[kVectorSize]) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
 template <class A, class At, bool kDense>
 __global__ void __launch_bounds__(kThreads)
-    learned_backward_kernel(const __grid_constant__ Job job, const __grid_constant__ Slices slices, Pairs sums) {
-  const A lo = static_cast<A>(job.ends.lo), hi = static_cast<A>(job.ends.hi);
+    learned_backward_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,
+                            Pairs sums) {
+  const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
   Pair sum = {0, 0};
-  Walk walk = walk_of(slices, blockIdx.x, threadIdx.x);
-  const Grid<A> grid = walk.left > 0 ? grid_of<A>(job, walk.channel) : Grid<A>{};
+  ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
+  const Grid<A> grid = it.left > 0 ? grid_of<A>(args, it.channel) : Grid<A>{};
   At at;
-  while (next(slices, job.numel, walk, at)) {
-    A x[kOctet], grad[kOctet], ds[kOctet], dz[kOctet];
-    load<kDense>(job.x, at, x);
-    load<kDense>(job.grad, at, grad);
+  while (next(tiling, args.numel, it, at)) {
+    A x[kVectorSize], grad[kVectorSize], ds[kVectorSize], dz[kVectorSize];
+    load<kDense>(args.x, at, x);
+    load<kDense>(args.grad, at, grad);
 #pragma unroll
-    for (int k = 0; k < kOctet; ++k) {
+    for (int k = 0; k < kVectorSize; ++k) {
       const auto point = snap(x[k], grid.scale, grid.zero_point, lo, hi);
       ds[k] = scale_gradient(point, grad[k], grid.zero_point);
       dz[k] = zero_point_gradient(point, grad[k], grid.scale);
       grad[k] = is_inside(point) ? grad[k] : A(0);
     }
-    store(job, at, grad);
+    store(args, at, grad);
     sum.first += sum_of(ds);
     sum.second += sum_of(dz);
   }
-  join_block(slices, sum, sums, Add());
+  join_block(tiling, sum, sums, Add());
 }
 
 template <class A>
@@ -110,41 +111,41 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-template <template <class, class> class Rule>
-void map(const Job& job, cudaStream_t stream) {
-  launch_map(pick(job.x.dtype, job.x.dense, map_kernel<float, true, Rule>, map_kernel<float, false, Rule>,
-                  map_kernel<double, false, Rule>),
-             job, stream);
+template <template <class, class> class Functor>
+void elementwise(const KernelArgs& args, cudaStream_t stream) {
+  launch_elementwise(pick(args.x.dtype, args.x.dense, elementwise_kernel<float, true, Functor>,
+                          elementwise_kernel<float, false, Functor>, elementwise_kernel<double, false, Functor>),
+                     args, stream);
 }
 
 }  // namespace
 
-void fake_quant(const Job& job, cudaStream_t stream) { map<IntegerRule>(job, stream); }
-void fake_quant_float(const Job& job, cudaStream_t stream) { map<FloatRule>(job, stream); }
-void fake_quant_log(const Job& job, cudaStream_t stream) { map<LogRule>(job, stream); }
-void tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyCodeRule>(job, stream); }
-void fake_tensor_quant(const Job& job, cudaStream_t stream) { map<LegacyValueRule>(job, stream); }
+#define QT_DEFINE(name, Functor) \
+  void name(const KernelArgs& args, double*, cudaStream_t stream) { elementwise<Functor>(args, stream); }
+QT_ELEMENTWISE_KERNELS(QT_DEFINE)
+#undef QT_DEFINE
 
-void block_scale(const Job& job, cudaStream_t stream) {
-  launch_map(pick(job.x.dtype, job.x.dense, block_scale_kernel<float, true>, block_scale_kernel<float, false>,
-                  block_scale_kernel<double, false>),
-             job, stream);
+void block_scale(const KernelArgs& args, double*, cudaStream_t stream) {
+  launch_elementwise(pick(args.x.dtype, args.x.dense, block_scale_kernel<float, true>, block_scale_kernel<float, false>,
+                          block_scale_kernel<double, false>),
+                     args, stream);
 }
 
-void fake_quant_backward(const Job& job, cudaStream_t stream) {
-  launch_map(pick(job.grad.dtype, job.grad.dense, backward_kernel<float, true>, backward_kernel<float, false>,
-                  backward_kernel<double, false>),
-             job, stream);
+void fake_quant_backward(const KernelArgs& args, double*, cudaStream_t stream) {
+  launch_elementwise(pick(args.grad.dtype, args.grad.dense, backward_kernel<float, true>, backward_kernel<float, false>,
+                          backward_kernel<double, false>),
+                     args, stream);
 }
 
-void fake_quant_learned_backward(const Job& job, double* workspace, cudaStream_t stream) {
-  const bool dense = job.x.dense && job.grad.dense;
-  const auto rows = pick(job.x.dtype, dense, learned_backward_kernel<float, Row, true>,
-                         learned_backward_kernel<float, Row, false>, learned_backward_kernel<double, Row, false>);
-  const auto spread =
-      pick(job.x.dtype, dense, learned_backward_kernel<float, Spread, true>,
-           learned_backward_kernel<float, Spread, false>, learned_backward_kernel<double, Spread, false>);
-  launch_reduction(rows, spread, Pair{0, 0}, Add(), job, workspace, stream);
+void fake_quant_learned_backward(const KernelArgs& args, double* workspace, cudaStream_t stream) {
+  const bool dense = args.x.dense && args.grad.dense;
+  const auto contiguous =
+      pick(args.x.dtype, dense, learned_backward_kernel<float, Contiguous, true>,
+           learned_backward_kernel<float, Contiguous, false>, learned_backward_kernel<double, Contiguous, false>);
+  const auto scattered =
+      pick(args.x.dtype, dense, learned_backward_kernel<float, Scattered, true>,
+           learned_backward_kernel<float, Scattered, false>, learned_backward_kernel<double, Scattered, false>);
+  launch_reduction(contiguous, scattered, Pair{0, 0}, Add(), args, workspace, stream);
 }
 
 void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,
@@ -155,7 +156,11 @@ void learned_gradient(const double* sums, double factor, const void* scale, int6
   kernel<<<blocks, kThreads, 0, stream>>>(sums, factor, scale, count, dtype, gradient);
 }
 
-int64_t workspace_size(const Job& job) { return 2 * slots_of(slices_of(job), job); }
+int64_t workspace_size(KernelId kernel, const KernelArgs& args) {
+  const bool is_histogram = kernel == KernelId::histogram;
+  if (!is_reduction(kernel) && !is_histogram) return 0;
+  return 2 * slots_of(tiling_of(args), args) + (is_histogram ? 2 + args.histogram.bins : 0);
+}
 
 }  // namespace cuda
 }  // namespace qtoolkit

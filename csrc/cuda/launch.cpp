@@ -10,55 +10,27 @@
 
 namespace qtoolkit {
 namespace cuda {
-namespace {
 
-void observe_histogram(Job& job, c10::Device device, cudaStream_t stream) {
-  if (job.numel == 0) return;
-  const auto memory = [&](int64_t size, at::ScalarType type) {
-    return at::empty({size}, at::TensorOptions().dtype(type).device(device));
-  };
-  const at::Tensor range = memory(2, at::kDouble), workspace = memory(workspace_size(job), at::kDouble);
-  const at::Tensor room = memory(job.histogram.bins, at::kLong);
-  job.sum_scale = range.mutable_data_ptr<double>();
-  job.sum_zero_point = job.sum_scale + 1;
-  minmax(job, workspace.mutable_data_ptr<double>(), stream);
-  histogram(job, job.sum_scale, room.mutable_data_ptr<int64_t>(), stream);
-}
+#define QT_ADDRESS(name, ...) name,
+static constexpr void (*kKernels[])(const KernelArgs&, double*,
+                                    cudaStream_t) = {QT_ELEMENTWISE_KERNELS(QT_ADDRESS) QT_OTHER_KERNELS(QT_ADDRESS)};
+#undef QT_ADDRESS
 
-}  // namespace
-
-void launch(Op op, Job& job, const GridTensors& grid, c10::Device device) {
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
-  const bool f64 = op == Op::dequantize ? job.y_dtype == Dtype::f64 : job.x.dtype == Dtype::f64;
-  at::Tensor scale, zero_point;
+  at::Tensor scale, zero_point, workspace;
   if (grid.scale != nullptr) {
-    scale = in_arithmetic(*grid.scale, f64);
-    job.scale = scale.const_data_ptr();
+    scale = in_arithmetic(*grid.scale, args.is_f64());
+    args.scale = scale.const_data_ptr();
   }
   if (grid.zero_point != nullptr) {
-    zero_point = in_arithmetic(*grid.zero_point, f64);
-    job.zero_point = zero_point.const_data_ptr();
+    zero_point = in_arithmetic(*grid.zero_point, args.is_f64());
+    args.zero_point = zero_point.const_data_ptr();
   }
-  const auto workspace = [&] {
-    return at::empty({workspace_size(job)}, at::TensorOptions().dtype(at::kDouble).device(device));
-  };
-  switch (op) {
-    case Op::fake_quant: fake_quant(job, stream); break;
-    case Op::fake_quant_float: fake_quant_float(job, stream); break;
-    case Op::fake_quant_log: fake_quant_log(job, stream); break;
-    case Op::block_scale: block_scale(job, stream); break;
-    case Op::tensor_quant: tensor_quant(job, stream); break;
-    case Op::fake_tensor_quant: fake_tensor_quant(job, stream); break;
-    case Op::fake_quant_backward: fake_quant_backward(job, stream); break;
-    case Op::fake_quant_learned_backward:
-      fake_quant_learned_backward(job, workspace().mutable_data_ptr<double>(), stream);
-      break;
-    case Op::quantize: quantize(job, stream); break;
-    case Op::dequantize: dequantize(job, stream); break;
-    case Op::minmax: minmax(job, workspace().mutable_data_ptr<double>(), stream); break;
-    case Op::histogram: observe_histogram(job, device, stream); break;
-  }
+  const int64_t size = workspace_size(kernel, args);
+  if (size > 0) workspace = at::empty({size}, at::TensorOptions().dtype(at::kDouble).device(device));
+  kKernels[static_cast<int>(kernel)](args, size > 0 ? workspace.mutable_data_ptr<double>() : nullptr, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -1,68 +1,68 @@
-// The two loops of the CUDA kernels: one writes a result for each octet, the other also reduces each channel. They
-// know memory, not arithmetic.
+// The two loops of the CUDA kernels: one writes a result for each vector, the other also reduces each channel. They
+// move data; the arithmetic is in csrc/*.h.
 #pragma once
 
-#include "channel_walk.h"
+#include "channel_iterator.h"
 #include "memory.cuh"
-#include "slices.h"
+#include "reduction_tiling.h"
 
 namespace qtoolkit {
 namespace cuda {
 
-// Of the kernels of an op the one for this job. Float64 is rare: one serves dense and strided operands.
+// Selects the instantiation of a kernel. Float64 is rare: its instantiation serves dense and strided operands.
 template <class Kernel>
 Kernel pick(Dtype dtype, bool dense, Kernel f32_dense, Kernel f32, Kernel f64) {
   if (dtype == Dtype::f64) return f64;
   return dense ? f32_dense : f32;
 }
 
-// ---- map --------------------------------------------------------------------------------------------------------
+// ---- elementwise -------------------------------------------------------------------------------------------------
 
-// Calls f with every octet of the tensor; the threads of all blocks share them out.
+// Calls f with every vector of the tensor, divided between the threads of all blocks.
 template <class F>
-QT_DEVICE void for_octets(int64_t numel, F f) {
-  const int64_t step = int64_t{kOctet} * kThreads * gridDim.x;
+QT_DEVICE void for_vectors(int64_t numel, F f) {
+  const int64_t step = int64_t{kVectorSize} * kThreads * gridDim.x;
   const int64_t thread = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-  for (int64_t i = thread * kOctet; i < numel; i += step) {
-    f(Row{i, numel - i < kOctet ? static_cast<int>(numel - i) : kOctet});
+  for (int64_t i = thread * kVectorSize; i < numel; i += step) {
+    f(Contiguous{i, numel - i < kVectorSize ? static_cast<int>(numel - i) : kVectorSize});
   }
 }
 
-// Calls f(k, grid) for the elements of a row: with one grid for all where they share a channel.
+// Calls f(k, grid) for the elements of a vector; if they share a channel, the grid is loaded once.
 template <class A, class F>
-QT_DEVICE void for_grids(const Job& job, const Row& at, F f) {
-  ChannelWalk walk = {0, 0, kOctet, kOctet};
-  if (job.channels.count != 1) walk = channel_walk(job.channels, job.numel, at.first);
-  if (walk.run_left >= at.n && walk.group_left >= at.n) {
-    const Grid<A> grid = grid_of<A>(job, walk.group_start + walk.within);
+QT_DEVICE void for_grids(const KernelArgs& args, const Contiguous& at, F f) {
+  ChannelIterator it = {0, 0, kVectorSize, kVectorSize};
+  if (args.channels.count != 1) it = channel_iterator(args.channels, args.numel, at.first);
+  if (it.run_left >= at.n && it.group_left >= at.n) {
+    const Grid<A> grid = grid_of<A>(args, it.group_start + it.within);
 #pragma unroll
-    for (int k = 0; k < kOctet; ++k) f(k, grid);
+    for (int k = 0; k < kVectorSize; ++k) f(k, grid);
     return;
   }
 #pragma unroll
-  for (int k = 0; k < kOctet; ++k) {
+  for (int k = 0; k < kVectorSize; ++k) {
     if (k < at.n) {
-      f(k, grid_of<A>(job, walk.group_start + walk.within));
-      advance(job.channels, walk);
+      f(k, grid_of<A>(args, it.group_start + it.within));
+      advance(args.channels, it);
     }
   }
 }
 
-static inline void launch_map(void (*kernel)(Job), const Job& job, cudaStream_t stream) {
-  constexpr int64_t kMostBlocks = 1 << 14;  // several for each place on the largest GPU
-  if (job.numel == 0) return;
-  const int64_t blocks = least(divide_up(job.numel, kOctet * kThreads), kMostBlocks);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(job);
+static inline void launch_elementwise(void (*kernel)(KernelArgs), const KernelArgs& args, cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = 1 << 14;  // several waves on the largest GPU
+  if (args.numel == 0) return;
+  const int64_t blocks = least(divide_up(args.numel, kVectorSize * kThreads), kMostBlocks);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
 }
 
 // ---- reduce -----------------------------------------------------------------------------------------------------
 
-// What a reduction keeps of a channel: two sums, or the two ends of a range.
+// The result of a reduction for one channel: two sums, or the two ends of a range.
 struct Pair {
   double first, second;
 };
 
-// Results for each channel and slice; `second` is null where it is not wanted.
+// Results for each channel and slice; `second` is null if it is not needed.
 struct Pairs {
   double* first;
   double* second;
@@ -73,23 +73,23 @@ QT_DEVICE void write(const Pairs& to, int64_t slot, Pair pair) {
   if (to.second != nullptr) to.second[slot] = pair.second;
 }
 
-// The elements that a thread takes next, all of one channel; false when there are none left.
-QT_DEVICE bool next(const Slices& s, int64_t numel, Walk& walk, Row& at) {
-  if (walk.left == 0) return false;
-  at.first = walk.unit * kOctet;
-  at.n = numel - at.first < kOctet ? static_cast<int>(numel - at.first) : kOctet;
-  advance(s, walk);
+// The next elements of a thread, all of one channel; false if none are left.
+QT_DEVICE bool next(const ReductionTiling& s, int64_t numel, ReductionIterator& it, Contiguous& at) {
+  if (it.left == 0) return false;
+  at.first = it.unit * kVectorSize;
+  at.n = numel - at.first < kVectorSize ? static_cast<int>(numel - at.first) : kVectorSize;
+  advance(s, it);
   return true;
 }
 
-QT_DEVICE bool next(const Slices& s, int64_t, Walk& walk, Spread& at) {
+QT_DEVICE bool next(const ReductionTiling& s, int64_t, ReductionIterator& it, Scattered& at) {
   at.n = 0;
 #pragma unroll
-  for (int k = 0; k < kOctet; ++k) {
-    at.index[k] = walk.unit;
-    if (walk.left > 0) {
+  for (int k = 0; k < kVectorSize; ++k) {
+    at.index[k] = it.unit;
+    if (it.left > 0) {
       ++at.n;
-      advance(s, walk);
+      advance(s, it);
     }
   }
   return at.n > 0;
@@ -105,9 +105,9 @@ QT_DEVICE void join_tree(Pair* pairs, int count, Join join) {
   }
 }
 
-// Joins what the threads of a block found for one channel of its tile.
+// Joins the results of a block's threads for one channel of its tile.
 template <class Join>
-QT_DEVICE Pair join_channel(const Slices& s, const Pair* pairs, int channel, Join join) {
+QT_DEVICE Pair join_channel(const ReductionTiling& s, const Pair* pairs, int channel, Join join) {
   const int inner = static_cast<int>(s.inner), width = static_cast<int>(s.width);
   Pair result = pairs[channel * inner];
   for (int row = 0; row < s.lanes; row += width) {
@@ -117,7 +117,7 @@ QT_DEVICE Pair join_channel(const Slices& s, const Pair* pairs, int channel, Joi
 }
 
 template <class Join>
-QT_DEVICE void join_block(const Slices& s, Pair mine, const Pairs& to, Join join) {
+QT_DEVICE void join_block(const ReductionTiling& s, Pair mine, const Pairs& to, Join join) {
   __shared__ Pair pairs[kThreads];
   pairs[threadIdx.x] = mine;
   __syncthreads();
@@ -130,7 +130,7 @@ QT_DEVICE void join_block(const Slices& s, Pair mine, const Pairs& to, Join join
   }
 }
 
-// Joins the slices of one channel a block; of an empty tensor there are none.
+// Joins the slices of one channel per block; an empty tensor has no slices.
 template <class Join>
 __global__ void join_slices(Pairs from, int64_t count, Pairs to, Pair empty, Join join) {
   __shared__ Pair pairs[kThreads];
@@ -146,23 +146,25 @@ __global__ void join_slices(Pairs from, int64_t count, Pairs to, Pair empty, Joi
   if (threadIdx.x == 0) write(to, blockIdx.x, pairs[0]);
 }
 
-static inline int64_t slots_of(const Slices& s, const Job& job) {
-  return s.count > 1 ? s.count * job.channels.count : 0;
+static inline int64_t slots_of(const ReductionTiling& s, const KernelArgs& args) {
+  return s.count > 1 ? s.count * args.channels.count : 0;
 }
 
-// Runs `rows` or `spread` (which take their arguments as __grid_constant__: a dozen registers less), the same reduction
-// over octets of either kind. Where there is one slice, its result is the result.
+// Runs `contiguous` or `scattered`: the same reduction for either kind of vector. They take their arguments as
+// __grid_constant__, which saves a dozen registers. With one slice, its results are final.
 template <class Join>
-void launch_reduction(void (*rows)(Job, Slices, Pairs), void (*spread)(Job, Slices, Pairs), Pair empty, Join join,
-                      const Job& job, double* workspace, cudaStream_t stream) {
-  const Slices s = slices_of(job);
-  const int64_t channels = job.channels.count;
-  const Pairs results = {job.sum_scale, job.sum_zero_point};
-  const bool both = job.sum_zero_point != nullptr;
-  const Pairs parts = s.count == 1 ? results : Pairs{workspace, both ? workspace + slots_of(s, job) : nullptr};
+void launch_reduction(void (*contiguous)(KernelArgs, ReductionTiling, Pairs),
+                      void (*scattered)(KernelArgs, ReductionTiling, Pairs), Pair empty, Join join,
+                      const KernelArgs& args, double* workspace, cudaStream_t stream) {
+  const ReductionTiling s = tiling_of(args);
+  const int64_t channels = args.channels.count;
+  const Pairs results = {args.sum_scale, args.sum_zero_point};
+  const bool both = args.sum_zero_point != nullptr;
+  const Pairs parts = s.count == 1 ? results : Pairs{workspace, both ? workspace + slots_of(s, args) : nullptr};
   if (s.count > 0) {
     const int64_t blocks = s.groups * s.tiles * s.count;
-    (s.unit == kOctet ? rows : spread)<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(job, s, parts);
+    const auto kernel = s.unit == kVectorSize ? contiguous : scattered;
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, s, parts);
   }
   if (s.count != 1 && channels > 0) {
     const int threads = s.count > 32 ? kThreads : 32;

@@ -1,4 +1,4 @@
-// The ranges of tensors, on CUDA.
+// Ranges and the grids that cover them, on CUDA.
 #include "../observe.h"
 #include "kernels.h"
 #include "loops.cuh"
@@ -16,16 +16,17 @@ struct Unite {
 
 template <class A, class At, bool kDense>
 __global__ void __launch_bounds__(kThreads)
-    minmax_kernel(const __grid_constant__ Job job, const __grid_constant__ Slices slices, Pairs ranges) {
+    minmax_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,
+                  Pairs ranges) {
   Range<A> range = {static_cast<A>(INFINITY), static_cast<A>(-INFINITY)};
   bool nan = false;
-  Walk walk = walk_of(slices, blockIdx.x, threadIdx.x);
+  ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
   At at;
-  while (next(slices, job.numel, walk, at)) {
-    A x[kOctet];
-    load<kDense>(job.x, at, x);
+  while (next(tiling, args.numel, it, at)) {
+    A x[kVectorSize];
+    load<kDense>(args.x, at, x);
 #pragma unroll
-    for (int k = 0; k < kOctet; ++k) {
+    for (int k = 0; k < kVectorSize; ++k) {
       if (k < at.n) {
         range = widen(range, x[k]);
         nan |= x[k] != x[k];
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const double lo = nan ? NAN : range.lo, hi = nan ? NAN : range.hi;
-  join_block(slices, {lo, hi}, ranges, Unite());
+  join_block(tiling, {lo, hi}, ranges, Unite());
 }
 
 template <class A>
@@ -60,12 +61,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void minmax(const Job& job, double* workspace, cudaStream_t stream) {
-  const auto rows = pick(job.x.dtype, job.x.dense, minmax_kernel<float, Row, true>, minmax_kernel<float, Row, false>,
-                         minmax_kernel<double, Row, false>);
-  const auto spread = pick(job.x.dtype, job.x.dense, minmax_kernel<float, Spread, true>,
-                           minmax_kernel<float, Spread, false>, minmax_kernel<double, Spread, false>);
-  launch_reduction(rows, spread, Pair{INFINITY, -INFINITY}, Unite(), job, workspace, stream);
+void minmax(const KernelArgs& args, double* workspace, cudaStream_t stream) {
+  const auto contiguous = pick(args.x.dtype, args.x.dense, minmax_kernel<float, Contiguous, true>,
+                               minmax_kernel<float, Contiguous, false>, minmax_kernel<double, Contiguous, false>);
+  const auto scattered = pick(args.x.dtype, args.x.dense, minmax_kernel<float, Scattered, true>,
+                              minmax_kernel<float, Scattered, false>, minmax_kernel<double, Scattered, false>);
+  launch_reduction(contiguous, scattered, Pair{INFINITY, -INFINITY}, Unite(), args, workspace, stream);
 }
 
 template <class A>

@@ -1,24 +1,24 @@
-"""The native ops: typed fronts over `torch.ops.qtoolkit`.
+"""The native ops: typed functions over `torch.ops.qtoolkit`.
 
-Common arguments, of every op here:
+All ops share these arguments:
 
-- `scale` is a floating point tensor on the input's device, with one element, or with one per channel of `axis`. It counts
-  by its magnitude; zero counts as the smallest normal float32.
-- `zero_point` has as many elements, or is None (symmetric). It is a code stored as a float, and is rounded where used.
+- `scale` is a floating point tensor on the input's device, with one element or one per channel of `axis`. Its magnitude
+  is used; zero counts as the smallest normal float32.
+- `zero_point` has as many elements as `scale`, or is None (symmetric). It is a code stored as a float; the ops round it.
 - `axis` is the channel axis; None is per tensor.
-- `group` above 1 splits dimension 0 into groups, each with channels of its own: `scale` then has `group * x.size(axis)`
-  elements, row-major. This is the weight of a grouped transposed convolution, (in, out / groups, k...).
-- `block_size` above 0 cuts `axis` into blocks of so many elements, which share a scale: `scale` then has x's shape with
-  dimension `axis` divided by `block_size`, or as many elements in a row. This is ONNX's blocked quantization (opset 21). It
-  must divide the dimension, and goes with `group=1`. A linear weight (out, in) in blocks of 32 inputs has `axis=1` and
-  `block_size=32`.
+- `group` above 1 divides dimension 0 into groups with separate channels: `scale` then has `group * x.size(axis)`
+  elements, row-major. This serves the weight of a grouped transposed convolution, (in, out / groups, k...).
+- `block_size` above 0 divides `axis` into blocks of that many elements, which share a scale: `scale` then has x's shape
+  with dimension `axis` divided by `block_size`, or as many elements in one dimension. This is ONNX's blocked quantization
+  (opset 21). It must divide the dimension and requires `group=1`. A linear weight (out, in) in blocks of 32 inputs has
+  `axis=1` and `block_size=32`.
 
-Arithmetic is float32, and float64 for float64 input, whatever the storage type. Results lie in memory as the input does
-(channels_last stays channels_last). The grid is ONNX QuantizeLinear's:
+The arithmetic is float64 for float64 input and float32 for all other dtypes. Results have the memory format of the input
+(channels_last stays channels_last). The grid is that of ONNX QuantizeLinear:
 `q = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)`.
 
-Under torch.vmap `fake_quant` is one call for all samples; the other ops take them one after the other, of which torch warns
-once. `observe_minmax_` and `observe_histogram_` update what all samples share: there they raise.
+Under torch.vmap `fake_quant` is one call for all samples; the other ops run once per sample, with one warning from torch.
+`observe_minmax_` and `observe_histogram_` update tensors that all samples share, so they raise under vmap.
 """
 
 from qtoolkit.ops.compiling import snapshot

@@ -1,4 +1,4 @@
-"""fake_quant under torch.vmap: one call for all samples, where torch's fallback would loop over them."""
+"""The batching rule of fake_quant under torch.vmap: one call for all samples instead of torch's fallback loop."""
 
 from typing import Any
 
@@ -36,11 +36,11 @@ def fake_quant_of_samples(
     grad_factor: float = 1.0,
     mask: bool = False,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Batching rule: where samples share a grid the axis moves by one; else their channels become groups of dimension 0."""
+    """Batching rule: if the samples share a grid, the axis moves by one; else their channels become groups of dimension 0."""
     if mask:
         raise NotImplementedError(
-            "fake_quant: mask must be False under torch.vmap, got True, since bits are packed across samples; call the "
-            "op on the whole batch."
+            "fake_quant: mask must be False under torch.vmap, got True, since the mask is packed across samples; call "
+            "the op on the whole batch."
         )
     samples, named = info.batch_size, {"qmin": qmin, "qmax": qmax, "grad_factor": grad_factor}
     tensors = zip((x, scale, zero_point), in_dims, strict=False)

@@ -1,4 +1,4 @@
-"""What compiled code needs beside the formulas."""
+"""An op that compiled code needs besides the formulas."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ _snapshot = library.snapshot.default
 
 
 def snapshot(x: Tensor) -> Tensor:
-    """Return a copy of x as it is now, detached, which compilers keep for backward and never compute again.
+    """Return a detached copy of x, which compilers save for backward and never recompute.
 
-    torch.compile's partitioner otherwise computes values anew in backward from buffers that the forward has updated in
-    place since (seen with batch norm's statistics on torch 2.13 and 2.14: wrong gradients under inductor).
+    Without it, torch.compile's partitioner recomputes values in backward from buffers that the forward has updated in
+    place (batch norm's statistics on torch 2.13 and 2.14, for example: wrong gradients under inductor).
 
     Example:
         >>> x = torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Small float formats and a logarithmic one, with a scale per tensor, per channel or per block."""
+"""Small float formats and a logarithmic format, with a scale per tensor, per channel or per block."""
 
 from torch import Tensor
 
@@ -14,19 +14,19 @@ def fake_quant_float(
     """Round x to a small float format, or onto a logarithmic grid, and back, with a straight-through gradient.
 
     `y = cast(x / scale) * scale`, where the cast rounds half to even and saturates at the format's largest number. NaN
-    stays NaN, infinities saturate, denormals of the format are its own, and zeros keep their sign. The gradient in x is
-    passed where the cast did not saturate: where x / scale, rounded as if the format's exponents had no end, is at most
-    the largest number. It is zero elsewhere. One bit an element is kept for backward.
+    stays NaN, infinities saturate, the format's denormals are representable, and zeros keep their sign. The gradient in x
+    passes where the cast did not saturate, that is, where x / scale, rounded with unlimited exponents, is at most the
+    largest number; elsewhere it is zero. One bit per element is saved for backward.
 
-    The format "nnie" is the logarithmic one of HiSilicon's NNIE (as MQBench 0.0.6 has it): `y = sign(x) * 2^(n / 16)` with
+    The format "nnie" is the logarithmic one of HiSilicon's NNIE (as in MQBench 0.0.6): `y = sign(x) * 2^(n / 16)` with
     `n = clamp(round(16 * log2(|x|)), top - 127, top)` and `top = round(16 * log2(scale))`, so the scale is the largest
-    number; of negative x the lowest n is one more. What is at most half the lowest number of its sign is 0. Its gradient is
-    passed where n is at most `top`, at 0 too (MQBench passes it everywhere). A scale counts as at least 2^-117 and at most
-    2^126 (2^1022 of float64).
+    number; for negative x the lowest n is one more. Magnitudes up to half the lowest number of their sign become 0. The
+    gradient passes where n is at most `top`, also at 0 (MQBench passes it everywhere). The scale is clamped to the range
+    from 2^-117 to 2^126 (2^1022 for float64).
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
-        scale: What the format's 1 stands for; see the module's docstring for its shape. It has no gradient.
+        scale: The value of the format's 1; see the module's docstring for its shape. It has no gradient.
         format: "e4m3" (largest 448, no infinity), "e5m2" (57344) or "e2m1" (6): OCP OFP8 and MX v1.0; or "nnie" (1).
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
@@ -55,10 +55,10 @@ def fake_quant_block(
 ) -> Tensor:
     """Round x to a small float format and back, with a scale for each block of neighbours in the last dimension.
 
-    The scale follows from the block's largest magnitude, amax; NaN is passed over (and stays NaN itself).
+    The scale is computed from the block's largest magnitude, amax, which ignores NaN (NaN itself stays NaN).
 
     - `scale_format="e8m0"`: `2^(floor(log2 amax) - emax)`, OCP MX v1.0 (blocks of 32), from 2^-126 to 2^127; emax is the
-      format's highest exponent: 8 of e4m3, 15 of e5m2, 2 of e2m1. Elements may saturate.
+      format's highest exponent: 8 for e4m3, 15 for e5m2, 2 for e2m1. Elements may saturate.
     - `scale_format="e4m3"`: `e4m3(amax / largest / tensor_scale) * tensor_scale`, NVFP4 with format "e2m1" and blocks of 16;
       `tensor_scale` is usually the tensor's amax / (448 * 6). A scale that rounds to zero gives (almost) zeros.
 
@@ -69,7 +69,7 @@ def fake_quant_block(
         format: "e4m3", "e5m2" or "e2m1".
         block_size: Elements of a block: a multiple of 16 up to 1024 that divides the last dimension.
         scale_format: "e8m0" or "e4m3".
-        tensor_scale: One element, or None for 1; with "e4m3" only. It has no gradient.
+        tensor_scale: One element, or None for 1; only with "e4m3". It has no gradient.
 
     Returns:
         A row-major tensor with the shape and dtype of x.

@@ -1,4 +1,4 @@
-"""Codes of 4 bits, packed two a byte as in ONNX's INT4 and UINT4, straight from values and back."""
+"""4-bit codes, packed two per byte as in ONNX's INT4 and UINT4, directly from values and back."""
 
 from collections.abc import Sequence
 
@@ -21,22 +21,22 @@ def quantize_int4(
     group: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """Return the codes of x as ONNX stores INT4 and UINT4: two a byte, the first in its low half, x in row-major order.
+    """Return the codes of x as ONNX stores INT4 and UINT4: two per byte, the first in the low half, x in row-major order.
 
-    The codes are those of `quantize`; x is read once, and nothing but the packed codes is written.
+    The codes are those of `quantize`; the op reads x once and writes only the packed codes.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16. NaN becomes qmin.
         scale: Step between codes; see the module's docstring for its shape.
         zero_point: Code that zero maps to, or None for 0.
-        qmin: Lowest code: from -8 where codes are signed, from 0 where they are not.
-        qmax: Highest code: up to 7, or 15.
+        qmin: Lowest code: at least -8 for signed codes, at least 0 for unsigned ones.
+        qmax: Highest code: at most 7 for signed codes, at most 15 for unsigned ones.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a scale, or 0 for no blocks.
 
     Returns:
-        A uint8 tensor of shape ((x.numel() + 1) // 2,); of an odd number of codes, the last byte's high half is 0.
+        A uint8 tensor of shape ((x.numel() + 1) // 2,); for an odd number of codes, the high half of the last byte is 0.
 
     Raises:
         ValueError: A shape, axis, range, group, block size or device does not fit.
@@ -66,10 +66,10 @@ def dequantize_int4(
 
     Args:
         packed: uint8 of shape ((number of codes + 1) // 2,).
-        size: Shape of the result, which the packed codes do not tell.
+        size: Shape of the result.
         scale: Step between codes; see the module's docstring for its shape, with x the result.
         zero_point: Code that zero maps to, or None for 0.
-        signed: Whether codes run from -8 to 7, or from 0 to 15.
+        signed: Whether codes are in [-8, 7] or in [0, 15].
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a scale, or 0 for no blocks.

@@ -1,4 +1,4 @@
-"""Integer grids: fake quantization, and the deployed pair of quantize and dequantize."""
+"""Integer grids: fake quantization, and quantize and dequantize as in deployed models."""
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ def fake_quant(
 ) -> Tensor:
     """Round x to an integer grid and back to floats, with a straight-through gradient.
 
-    The gradient in x is passed where the code was not clamped, and is zero elsewhere. Where `scale` (or `zero_point`)
-    requires grad, it gets the gradient of LSQ (arXiv 1902.08153) and LSQ+ (2004.09576), times `grad_factor`. With a fixed
-    scale, one bit an element is kept for backward. NaN stays NaN, infinities clamp.
+    The gradient in x passes where the code was not clamped, and is zero elsewhere. If `scale` (or `zero_point`) requires
+    grad, it gets the gradient of LSQ (arXiv 1902.08153) and LSQ+ (2004.09576), times `grad_factor`. With a fixed scale, one
+    bit per element is saved for backward. NaN stays NaN, infinities are clamped.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
@@ -70,12 +70,11 @@ def fake_quant_(
     group: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """Round x to an integer grid in place: `fake_quant` of a tensor that is not needed again, without memory for another.
+    """Round x to an integer grid in place: `fake_quant` without memory for a second tensor.
 
-    Differentiable in x where the scale is fixed: the gradient is passed where the code was not clamped, and one bit an
-    element is kept for it. As with every op that ends in _, autograd refuses a tensor that an op before has saved for its
-    own backward. An x that has gaps in memory (a slice), or groups that do not lie one after the other, is written by way
-    of a copy.
+    Differentiable in x if the scale is fixed: the gradient passes where the code was not clamped, and one bit per element
+    is saved for backward. As with every in-place op, autograd raises an error if an earlier op has saved x for its own
+    backward. If x has gaps in memory (a slice) or groups that are not contiguous, the op makes a temporary copy.
 
     Args:
         x: Tensor to change, of any shape; float32, float64, bfloat16 or float16.
@@ -85,7 +84,7 @@ def fake_quant_(
         qmax: Highest code.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
-        block_size: Elements along the axis that share a scale; 0 for all of a channel.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
 
     Returns:
         x.

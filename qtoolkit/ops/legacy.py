@@ -1,4 +1,4 @@
-"""The numerics of pytorch-quantization 2.x: multipliers by amax."""
+"""The numerics of pytorch-quantization 2.x: multipliers from amax."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ _tensor_quant = library.tensor_quant.default
 
 
 def _check_legacy(x: Tensor, amax: Tensor, unsigned: bool) -> None:
-    """Check values, for eager CPU tensors only: on a GPU this would wait for the device, and compilers have no values."""
+    """Check the values of eager CPU tensors: on a GPU this would wait for the device; while compiling there are no values."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or amax.device.type != "cpu":
         return
     if unsigned and bool((x < 0).any()):
@@ -25,21 +25,21 @@ def tensor_quant(
     """Return codes, stored as floats, and their multiplier: `tensor_quant` of pytorch-quantization 2.x.
 
     `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax`: a multiplier, not ONNX's step. For new
-    work take `quantize`, which computes what is deployed. Arithmetic is float32 (float64 for float64). The gradient in x
-    is passed where |x| <= amax; amax has none.
+    code use `quantize`, which computes the codes of deployed models. Arithmetic is float32 (float64 for float64). The
+    gradient in x passes where |x| <= amax; amax has none.
 
-    Signs are checked on CPU tensors only, as a GPU would have to be waited for. There, a negative amax counts by its
-    magnitude, and negative values are clamped to 0 where unsigned.
+    Signs are checked on CPU tensors only, since the check would wait for a GPU. On a GPU the magnitude of amax is used, and
+    negative values are clamped to 0 if unsigned.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
         amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
         num_bits: Bits of a code, 2 to 16.
         unsigned: Codes from 0 to 2^num_bits - 1.
-        narrow_range: Of signed codes, leave out the lowest.
+        narrow_range: Omit the lowest signed code.
 
     Returns:
-        The codes, with x's shape, dtype and memory format, and the multiplier, with amax's shape and x's dtype: 1 where
+        The codes, with x's shape, dtype and memory format, and the multiplier, with amax's shape and x's dtype: 1 if
         amax is 2^-24 or less.
 
     Raises:
@@ -64,17 +64,17 @@ def fake_tensor_quant(
 ) -> Tensor:
     """Round x to an integer grid and back: `fake_tensor_quant` of pytorch-quantization 2.x.
 
-    The codes of `tensor_quant` divided by its multiplier. For new work take `fake_quant`, whose grid is ONNX's. The
-    gradient in x is passed where |x| <= amax, of which one bit an element is kept; amax has none.
+    The codes of `tensor_quant` divided by its multiplier. For new code use `fake_quant`, whose grid is ONNX's. The
+    gradient in x passes where |x| <= amax, for which one bit per element is saved; amax has none.
 
-    Signs are checked on CPU tensors only, as a GPU would have to be waited for; see `tensor_quant`.
+    Signs are checked on CPU tensors only; see `tensor_quant`.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
         amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
         num_bits: Bits of a code, 2 to 16.
         unsigned: Codes from 0 to 2^num_bits - 1.
-        narrow_range: Of signed codes, leave out the lowest.
+        narrow_range: Omit the lowest signed code.
 
     Returns:
         A tensor with the shape, dtype and memory format of x.

@@ -1,4 +1,4 @@
-"""Ranges and histograms of tensors, the range that a histogram asks for, and the grid that a range asks for."""
+"""Ranges and histograms of tensors, the range to quantize for a histogram, and the grid for a range."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ _search_range = library.search_range.default
 
 
 def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest value of x, per tensor, per channel or per block, in one read of x.
+    """Return the lowest and highest values of x, per tensor, per channel or per block, in one read of x.
 
     Args:
         x: Input with at least one element; float32, float64, bfloat16 or float16.
@@ -23,7 +23,7 @@ def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int =
 
     Returns:
         Two tensors of x's dtype: 0-d per tensor, of `group * x.size(axis)` elements per channel, of x's shape with dimension
-        `axis` divided by `block_size` per block. NaN anywhere in a channel makes both its values NaN.
+        `axis` divided by `block_size` per block. If a channel has NaN, both its values are NaN.
 
     Raises:
         ValueError: x is empty, or axis, group or block size does not fit.
@@ -46,11 +46,11 @@ def observe_minmax_(
     group: int = 1,
     block_size: int = 0,
 ) -> None:
-    """Update running ranges in place with those of x; nothing waits for the device.
+    """Update running ranges in place with those of x, without waiting for the device.
 
     Args:
         x: Input; an empty one changes nothing.
-        lo: Lowest values so far, float32 or float64, one a channel (or block, row-major); start with +inf.
+        lo: Lowest values so far, float32 or float64, one per channel (or block, row-major); start with +inf.
         hi: Highest values so far; start with -inf.
         momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
         axis: Channel axis, or None for per tensor.
@@ -76,21 +76,21 @@ def grid_of_range(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scale and zero point whose codes cover the range [lo, hi].
 
-    Zero is always representable: the range is widened to hold it. Symmetric: scale = max(|lo|, |hi|) / qmax (for codes from
-    0 up: hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round_half_even(lo / scale), in
-    [qmin, qmax]. A range of zero width gets scale 1; no scale is below the smallest normal float32.
+    The range is widened to include zero, which is always representable. Symmetric: scale = max(|lo|, |hi|) / qmax (for
+    codes from 0 up: hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round_half_even(lo / scale),
+    in [qmin, qmax]. A range of zero width gets scale 1. The scale is at least the smallest normal float32.
 
     Args:
         lo: Lowest values, float32 or float64, any shape.
         hi: Highest values, of the same shape and dtype.
         qmin: Lowest code.
-        qmax: Highest code; above 0 where symmetric.
+        qmax: Highest code; positive if symmetric.
         symmetric: Whether the grid has no zero point.
-        pow2_scale: Whether the scale is made the power of two at or above it.
+        pow2_scale: Round the scale up to a power of two.
 
     Returns:
         Scale, and zero point or None, of the shape and dtype of lo. NaN or infinite ranges give scales that are not finite;
-        one that has seen nothing, lo > hi around zero, counts as one of zero width.
+        an initial range, [+inf, -inf], counts as one of zero width.
 
     Raises:
         ValueError: A shape, device or range of codes does not fit.
@@ -118,24 +118,25 @@ def observe_fake_quant(
     group: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """Observe x, move the grid to the range as it is then, and round x to it: training with moving ranges, in one op.
+    """Observe x, update the grid from the new range, and round x to it: training with moving ranges, in one op.
 
-    The same bits as `observe_minmax_`, `grid_of_range` and `fake_quant` in turn. The gradient in x is straight-through, on
-    the new grid. Nothing waits for the device. NaN or infinities in x go into the range and the scale, for all to see.
+    The results are those of `observe_minmax_`, `grid_of_range` and `fake_quant`, bit for bit. The gradient in x is
+    straight-through on the new grid. The op does not wait for the device. NaN or infinities in x propagate to the range and
+    the scale.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16. An empty one leaves the range as it is.
-        lo: Lowest values so far, float32 or float64, one a channel, updated in place; start with +inf.
+        lo: Lowest values so far, float32 or float64, one per channel, updated in place; start with +inf.
         hi: Highest values so far, likewise; start with -inf.
-        scale: Written: step between codes, of lo's dtype and number of elements.
-        zero_point: Written: code that zero maps to; None for a symmetric grid.
+        scale: Output: step between codes, of lo's dtype and number of elements.
+        zero_point: Output: code that zero maps to; None for a symmetric grid.
         qmin: Lowest code.
-        qmax: Highest code; above 0 without a zero point.
+        qmax: Highest code; positive if there is no zero point.
         momentum: Weight of x's range in a moving average (the convention of batch norm), or None for the overall range.
-        pow2_scale: Whether the scale is made the power of two at or above it.
+        pow2_scale: Round the scale up to a power of two.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
-        block_size: Elements along the axis that share a range; 0 for all of a channel.
+        block_size: Elements along the axis that share a range, or 0 for no blocks.
 
     Returns:
         A tensor with the shape, dtype and memory format of x.
@@ -158,24 +159,24 @@ def observe_fake_quant(
 
 
 def observe_histogram_(x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor) -> None:
-    """Add the values of x to a running histogram in place; its range grows by itself, and nothing waits for the device.
+    """Add the values of x to a running histogram in place, which widens its range as needed, without waiting for the device.
 
-    The width of the bins is a power of two. There are two layouts: all bins above zero while nothing negative was seen, as
-    many on either side of zero from then on. The width is the smallest that holds all that was seen. So it follows from
-    the values alone, and the counts are exactly the same however the data is split into batches, threads or processes.
-    Where the range must grow, neighbouring bins are added in pairs: counts move whole.
+    The width of the bins is a power of two. There are two layouts: all bins are above zero while all values were
+    non-negative; after that, half of them are on each side of zero. The width is the smallest one that holds all values.
+    So it depends on the set of values only, and the counts are exactly the same for any split of the data into batches,
+    threads or processes. To widen the range, adjacent bins are added in pairs; no count is divided.
 
-    To merge histograms exactly (of several processes, say): double the width of the one with the narrower bins, by adding
-    its bins in pairs from zero outwards, until both agree; one whose `lo` is 0 has its bins moved up by half of their
-    number after its width was doubled, if the other's `lo` is negative; then add the counts.
+    To double the width of a histogram, add its bins in pairs from zero outwards. To merge two histograms exactly (of two
+    processes, for example): if `lo` of one is 0 and that of the other is negative, double the width of the first and shift
+    its bins up by half of their number; then double the smaller width until both agree, and add the counts.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16. An empty one changes nothing.
-        counts: int64 of shape (bins,): an even number of bins, 2 to 2^20; start with zeros. A bin holds the edge that is
+        counts: int64 of shape (bins,): an even number of bins, 2 to 2^20; start with zeros. A bin includes its edge
             nearer to zero; zero of either sign is in the first bin above zero.
         lo: Lower end of the range that counts covers, float32, one element; start with 0.
-        hi: Upper end, likewise. hi <= lo means that nothing was seen. NaN, an infinity or a magnitude of 2^126 or more
-            makes both NaN, and from that batch on nothing more is counted.
+        hi: Upper end, likewise. hi <= lo means that no value was counted. NaN, an infinity or a magnitude of 2^126 or more
+            makes both NaN, and later values are not counted.
 
     Raises:
         ValueError: A shape or device does not fit, or the number of bins is odd or out of range.
@@ -203,24 +204,24 @@ def search_range(
     percentile: float = 99.99,
     symmetric: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the range that is best to quantize, chosen from histograms that `observe_histogram_` made.
+    """Return the best range to quantize, for histograms from `observe_histogram_`.
 
-    What each method takes for the best:
+    The criteria of the methods:
 
     - "mse": the least squared error of the grid on the centers of the bins, by their counts (pytorch-quantization).
     - "l2": the same with each bin's counts spread evenly over it (what torch.ao's HistogramObserver approximates).
     - "entropy": the least KL divergence between the clipped histogram and its quantized form, as in TensorRT's calibrator
-      (S. Migacz, GTC 2017). The bin at zero takes its neighbour's count, as in pytorch-quantization.
-    - "percentile": the range that holds `percentile` % of the values, counts being spread evenly within a bin.
+      (S. Migacz, GTC 2017). The bin at zero takes the count of its neighbour, as in pytorch-quantization.
+    - "percentile": the range that holds `percentile` % of the values, with counts spread evenly within a bin.
 
-    A symmetric range is [-t, t] ([0, t] for codes from 0 up), and every edge of a bin is tried for t. An affine one is
-    [-a, b]: a grid of pairs of edges is tried, then the neighbours of the best pair down to single bins; "percentile" cuts
-    half of the rest off each end. Of equal ranges the widest is taken. It runs on the CPU (and so waits for a GPU), the
-    channels in parallel; about a millisecond for 2048 bins and 8 bits.
+    A symmetric range is [-t, t] ([0, t] for codes from 0 up); every edge of a bin is a candidate for t. An affine range is
+    [-a, b]: the search tries a grid of pairs of edges, then the neighbours of the best pair down to single bins;
+    "percentile" removes half of the rest at each end. Of equal ranges the widest is chosen. The op runs on the CPU (it
+    waits for a GPU), with channels in parallel, in about a millisecond for 2048 bins and 8 bits.
 
     Args:
         counts: int64 of shape (bins,) or (channels, bins).
-        lo: Lower ends of the histograms' ranges, float32, one a channel.
+        lo: Lower ends of the histograms' ranges, float32, one per channel.
         hi: Upper ends.
         qmin: Lowest code, at most 0.
         qmax: Highest code.
@@ -229,8 +230,8 @@ def search_range(
         symmetric: Whether the grid has no zero point.
 
     Returns:
-        The lower and upper ends, of the shapes of lo and hi, always around zero. [inf, -inf] for an empty histogram, NaN for
-        one that met NaN or infinities, [0, 0] for nothing but zeros.
+        The lower and upper ends, of the shapes of lo and hi, which always include zero. [inf, -inf] for an empty histogram,
+        NaN for a histogram of NaN or infinities, [0, 0] if all values were zero.
 
     Raises:
         ValueError: A shape, device, range, method or percentile does not fit.

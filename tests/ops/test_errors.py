@@ -37,7 +37,7 @@ GRIDS = {
     "two_scales_per_tensor": (
         lambda m: (m(4, 6), m(2)),
         {},
-        "scale must have 1 element where axis is None, got 2 .shape .2..; pass the channel axis",
+        "scale must have 1 element if axis is None, got 2 .shape .2..; pass the channel axis",
     ),
     "scales_of_another_axis": (
         lambda m: (m(4, 6), m(4)),
@@ -54,7 +54,7 @@ GRIDS = {
         {"axis": 1, "group": 2},
         r"scale must have 1 or 12 elements \(group \* x.size\(1\)\), got 6",
     ),
-    "no_scale": (lambda m: (m(4, 6), m(0)), {}, "scale must have 1 element where axis is None, got 0"),
+    "no_scale": (lambda m: (m(4, 6), m(0)), {}, "scale must have 1 element if axis is None, got 0"),
     "zero_points_fewer": (
         lambda m: (m(4, 6), m(6), m(1)),
         {"axis": 1},
@@ -97,12 +97,12 @@ GRIDS = {
     "group_and_axis_0": (
         lambda m: (m(4, 6), m(1)),
         {"axis": 0, "group": 2},
-        "group=2 splits dimension 0, so axis must be another one, got 0",
+        "group=2 divides dimension 0, so axis must be another dimension, got 0",
     ),
     "group_and_axis_-2": (
         lambda m: (m(4, 6), m(1)),
         {"axis": -2, "group": 2},
-        "group=2 splits dimension 0, so axis must be another one, got 0",
+        "group=2 divides dimension 0, so axis must be another dimension, got 0",
     ),
     "group_not_dividing": (
         lambda m: (m(4, 6), m(1)),
@@ -122,18 +122,18 @@ GRIDS = {
     "block_size_and_group": (
         lambda m: (m(4, 6), m(1)),
         {"axis": 1, "group": 2, "block_size": 2},
-        "block_size=2 goes with group=1, got group=2; pass one of them",
+        "block_size=2 requires group=1, got group=2; pass only one of them",
     ),
     "block_size_not_dividing": (
         lambda m: (m(4, 6), m(1)),
         {"axis": -1, "block_size": 4},
-        r"block_size must divide x.size\(1\) = 6, got 4; pad x with zeros or take a divisor",
+        r"block_size must divide x.size\(1\) = 6, got 4; pad x with zeros or choose a divisor",
     ),
     "scales_of_blocks": (
         lambda m: (m(4, 6), m(6, 2)),
         {"axis": 1, "block_size": 3},
-        r"scale must have 1 element or shape \[4, 2\] \(or that many elements in a row\): x's, with dimension 1 divided by "
-        r"block_size = 3; got shape \[6, 2\]",
+        r"scale must have 1 element or shape \[4, 2\] \(or as many elements in one dimension\): the shape of x, "
+        r"with dimension 1 divided by block_size = 3; got shape \[6, 2\]",
     ),
     "scales_of_other_blocks": (
         lambda m: (m(4, 6), m(8), m(2, 4)),
@@ -267,7 +267,7 @@ def other_errors() -> list:
             lambda m: ops.quantize_int4(m(4), m(1), None, -8, 15),
             ValueError,
             r"quantize_int4: qmin and qmax must lie in \[-8, 7\] \(signed\) or in \[0, 15\] \(unsigned\), got \[-8, 15\]; "
-            r"quantize\(\) makes wider codes",
+            r"use quantize\(\) for wider codes",
         ),
         "int4_unsigned": (
             lambda m: ops.quantize_int4(m(4), m(1), None, 0, 16),
@@ -278,13 +278,13 @@ def other_errors() -> list:
         "packed_dtype": (
             lambda m: ops.dequantize_int4(m(2, dtype=torch.int8), [4], m(1)),
             TypeError,
-            r"dequantize_int4: packed must be uint8, got Char; quantize_int4\(\) makes it",
+            r"dequantize_int4: packed must be uint8, got Char; pass the result of quantize_int4\(\)",
         ),
         "packed_short": (
             lambda m: nibbles(m, 4),
             ValueError,
-            r"dequantize_int4: packed must have one byte for two codes, 5 for size \[3, 3\], got shape \[4\]; "
-            r"quantize_int4\(\) makes it",
+            r"dequantize_int4: packed must have one byte per two codes, 5 for size \[3, 3\], got shape \[4\]; "
+            r"pass the result of quantize_int4\(\)",
         ),
         "packed_long": (lambda m: nibbles(m, 6), ValueError, r"5 for size \[3, 3\], got shape \[6\]"),
         "packed_dims": (lambda m: nibbles(m, 5, 1), ValueError, r"5 for size \[3, 3\], got shape \[5, 1\]"),
@@ -306,7 +306,7 @@ def other_errors() -> list:
         "observe_blocks": (
             lambda m: ops.observe_minmax_(m(4, 6), m(6), m(8), axis=1, block_size=3),
             ValueError,
-            r"observe_minmax_: lo must have 8 elements, one a block, got 6 \(shape \[6\]\)",
+            r"observe_minmax_: lo must have 8 elements, one per block, got 6 \(shape \[6\]\)",
         ),
         "dequantize_to_int": (
             lambda m: ops.dequantize(m(4, dtype=torch.int8), m(1), dtype=I32),
@@ -316,7 +316,7 @@ def other_errors() -> list:
         "minmax_of_nothing": (
             lambda m: ops.minmax(m(0, 3)),
             ValueError,
-            r"minmax: x must have at least one element to have a range, got shape \[0, 3\]",
+            r"minmax: x must have at least one element, got shape \[0, 3\]",
         ),
         "minmax_axis": (lambda m: ops.minmax(m(4, 3), axis=5), ValueError, r"minmax: axis must lie in \[-2, 1\]"),
         "minmax_group": (
@@ -333,17 +333,17 @@ def other_errors() -> list:
         "observe_lo": (
             lambda m: observe(m, lo=(4,)),
             ValueError,
-            r"observe_minmax_: lo must have 6 elements, one a channel, got 4 \(shape \[4\]\)",
+            r"observe_minmax_: lo must have 6 elements, one per channel, got 4 \(shape \[4\]\)",
         ),
         "observe_hi": (
             lambda m: observe(m, hi=(1,)),
             ValueError,
-            "observe_minmax_: hi must have 6 elements, one a channel, got 1",
+            "observe_minmax_: hi must have 6 elements, one per channel, got 1",
         ),
         "observe_per_tensor": (
             lambda m: observe(m, axis=None),
             ValueError,
-            "observe_minmax_: lo must have 1 elements?, one a channel, got 6",
+            "observe_minmax_: lo must have 1 elements?, one per channel, got 6",
         ),
         "observe_dtype": (
             lambda m: observe(m, kept=(BF16, BF16)),
@@ -353,7 +353,7 @@ def other_errors() -> list:
         "observe_dtypes": (
             lambda m: observe(m, kept=(F32, F64)),
             TypeError,
-            "observe_minmax_: lo and hi must have one dtype, got Float and Double",
+            "observe_minmax_: lo and hi must have the same dtype, got Float and Double",
         ),
         "observe_stepped": (
             lambda m: ops.observe_minmax_(m(4, 6), m(12)[::2], m(6), axis=1),
@@ -373,10 +373,10 @@ def other_errors() -> list:
         "mask_short": (
             lambda m: back(m(9), m(1, dtype=mask), []),
             ValueError,
-            r"fake_quant_backward: mask must have one bit an element, 2 bytes, got shape \[1\]",
+            r"fake_quant_backward: mask must have one bit per element, 2 bytes, got shape \[1\]",
         ),
-        "mask_empty": (lambda m: back(m(9), m(0, dtype=mask), []), ValueError, "one bit an element, 2 bytes"),
-        "mask_dims": (lambda m: back(m(9), m(2, 1, dtype=mask), []), ValueError, "one bit an element, 2 bytes"),
+        "mask_empty": (lambda m: back(m(9), m(0, dtype=mask), []), ValueError, "one bit per element, 2 bytes"),
+        "mask_dims": (lambda m: back(m(9), m(2, 1, dtype=mask), []), ValueError, "one bit per element, 2 bytes"),
         "mask_stepped": (
             lambda m: back(m(9), m(4, dtype=mask)[::2], []),
             ValueError,

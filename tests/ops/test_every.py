@@ -188,7 +188,7 @@ def test_vmap_of_fake_quant_is_one_call(shape: tuple, channels: Channels, where:
 @pytest.mark.parametrize(
     ("scale", "given", "error", "sentence"),
     [
-        ((3, 2), {}, ValueError, "scale must have 1 element where axis is None, got 2"),
+        ((3, 2), {}, ValueError, "scale must have 1 element if axis is None, got 2"),
         ((3, 2), {"axis": 1}, ValueError, "axis must lie in [-1, 0] for an input of 1 dimensions, got 1."),
         ((3, 1), {"axis": -2}, ValueError, "axis must lie in [-1, 0] for an input of 1 dimensions, got -2."),
         ((3, 5), {"axis": 0}, ValueError, "scale must have 1 or 4 elements (x.size(0)), got 5"),

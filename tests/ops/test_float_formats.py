@@ -366,11 +366,11 @@ def test_compile_of_blocks():
         ({"block_size": 24}, ValueError, "block_size must be a multiple of 16 up to 1024, got 24."),
         ({"block_size": 48}, ValueError, "must divide the last dimension of x, got block_size=48 and shape [4, 64]"),
         ({"x": torch.ones(())}, ValueError, "must divide the last dimension of x, got block_size=32 and shape []"),
-        ({"tensor_scale": torch.ones(())}, ValueError, "tensor_scale goes with scale_format='e4m3', got 'e8m0'"),
+        ({"tensor_scale": torch.ones(())}, ValueError, "tensor_scale requires scale_format='e4m3', got 'e8m0'"),
         (
             {"tensor_scale": torch.ones(2), "scale_format": "e4m3"},
             ValueError,
-            "tensor_scale must have 1 element where axis is None, got 2",
+            "tensor_scale must have 1 element if axis is None, got 2",
         ),
         (
             {"tensor_scale": torch.ones((), requires_grad=True), "scale_format": "e4m3"},

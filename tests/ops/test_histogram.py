@@ -441,10 +441,10 @@ WRONG_SEARCH = [
     ({"percentile": 0.0}, ValueError, "percentile must lie in (0, 100], got 0"),
     ({"percentile": float("nan")}, ValueError, "percentile must lie in (0, 100], got nan"),
     ({"qmin": 3, "qmax": 2}, ValueError, "qmin must be smaller than qmax"),
-    ({"qmin": 1, "qmax": 2}, ValueError, "must hold 0 and a code above it"),
-    ({"qmin": 0, "qmax": 1 << 20}, ValueError, "of 16 bits at the most"),
+    ({"qmin": 1, "qmax": 2}, ValueError, "must include 0 and a positive code, and span at most 16 bits"),
+    ({"qmin": 0, "qmax": 1 << 20}, ValueError, "and span at most 16 bits"),
     ({"counts": torch.zeros(3, 4, 8).long()}, ValueError, "counts must have shape (bins,) or (channels, bins)"),
-    ({"counts": torch.zeros(3, 8).long()}, ValueError, "lo must have 3 elements, one a histogram, got 1"),
+    ({"counts": torch.zeros(3, 8).long()}, ValueError, "lo must have 3 elements, one per histogram, got 1"),
     ({"counts": torch.zeros(8)}, TypeError, "counts must be int64"),
     ({"lo": torch.zeros(1, dtype=torch.float16)}, TypeError, "lo must be float32, got Half"),
 ]

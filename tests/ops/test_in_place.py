@@ -143,17 +143,17 @@ REFUSED = {
     "leaf": (
         lambda: ops.fake_quant_(leaf(torch.ones(3)), scales(1)),
         RuntimeError,
-        "x must not be a leaf that requires",
+        "x must not be a leaf tensor that requires grad",
     ),
     "view_of_a_leaf": (
         lambda: ops.fake_quant_(leaf(torch.ones(3))[1:], scales(1)),
         RuntimeError,
-        "x must not be a view of a leaf that requires grad",
+        "x must not be a view of a leaf tensor that requires grad",
     ),
     "one_of_several_views": (
         lambda: ops.fake_quant_(leaf(torch.ones(2, 3)).exp().unbind()[0], scales(1)),
         RuntimeError,
-        "x must not be one of several views that one op returns .* use fake_quant",
+        "x must not be one of several views returned by one op .* use fake_quant",
     ),
     "expanded": (
         lambda: ops.fake_quant_(torch.ones(4, 1).expand(4, 6), scales(1)),

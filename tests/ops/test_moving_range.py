@@ -181,7 +181,7 @@ def call(x=(4, 6), lo=6, hi=6, scale=6, zero_point=6, kept=torch.float32, **how)
 
 
 REFUSED = {
-    "lo": (lambda: call(lo=5), ValueError, "observe_fake_quant: lo must have 6 elements, one a channel, got 5"),
+    "lo": (lambda: call(lo=5), ValueError, "observe_fake_quant: lo must have 6 elements, one per channel, got 5"),
     "scale": (
         lambda: call(scale=1),
         ValueError,
@@ -200,18 +200,18 @@ REFUSED = {
     "codes": (
         lambda: call(zero_point=None, qmin=-3, qmax=0),
         ValueError,
-        r"observe_fake_quant: qmax must be above 0 where there is no zero point, got \[-3, 0\]",
+        r"observe_fake_quant: qmax must be positive if there is no zero point, got \[-3, 0\]",
     ),
     "momentum": (lambda: call(momentum=2.0), ValueError, r"observe_fake_quant: momentum must lie in \(0, 1\]"),
     "stepped": (
         lambda: ops.observe_fake_quant(torch.ones(4, 6), torch.ones(6), torch.ones(6), torch.ones(12)[::2], axis=1),
         ValueError,
-        "observe_fake_quant: scale must be contiguous, as it is updated in place",
+        "observe_fake_quant: scale must be contiguous, since it is updated in place",
     ),
     "learned": (
         lambda: ops.observe_fake_quant(torch.ones(3), torch.ones(1), torch.ones(1), torch.ones(1, requires_grad=True)),
         NotImplementedError,
-        "observe_fake_quant: lo, hi, scale and zero_point must not require grad, .* use fake_quant",
+        r"observe_fake_quant: scale must not require grad, since the op has no gradient for it; pass scale.detach\(\)\.",
     ),
     "range_dtype": (
         lambda: ops.grid_of_range(torch.ones(3).half(), torch.ones(3).half()),
@@ -231,7 +231,7 @@ REFUSED = {
     "range_codes": (
         lambda: ops.grid_of_range(torch.ones(3), torch.ones(3), -3, 0),
         ValueError,
-        "grid_of_range: qmax must be above 0 where there is no zero point",
+        "grid_of_range: qmax must be positive if there is no zero point",
     ),
 }
 

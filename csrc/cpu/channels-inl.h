@@ -1,11 +1,11 @@
-// Walks over the elements of a block, channel by channel.
-// Included once per instruction set, inside namespace qtoolkit::QT_ISA.
+// Iteration over the elements of a block, channel by channel. Included once per instruction set, inside namespace
+// qtoolkit::QT_ISA.
 #pragma once
 
-#include "operands.inc"
+#include "operands-inl.h"
 
-// An element of the result, its channel, and how many elements of that channel are left from it on. Moving on costs no
-// division until a group of channels ends.
+// The position of an element of the result: its index, its channel, the elements left in the channel and the channels
+// left in the group. To advance takes no division until a group of channels ends.
 struct Cursor {
   int64_t i, channel, left, channels_left;
 };
@@ -27,7 +27,7 @@ QT_FN void advance(const Channels& c, Cursor& at, int64_t n) {
   }
 }
 
-// Calls f(k, run, channel) for each run of one channel in the next n elements, and moves on past them.
+// Calls f(k, run, channel) for each run of one channel in the next n elements, and advances past them.
 template <class F>
 QT_FN void for_runs(const Channels& c, Cursor& at, int n, F f) {
   for (int k = 0; k < n;) {
@@ -38,10 +38,10 @@ QT_FN void for_runs(const Channels& c, Cursor& at, int n, F f) {
   }
 }
 
-// The walks below go over the next n elements and move their cursor past them.
+// The functions below iterate over the next n elements and advance their cursor past them.
 //
-// Calls one(at, chunks, channel) for chunks that lie within a channel, and mixed(at, cursor) for a chunk that does not,
-// which is to move the cursor past it. `at` counts from where the walk begins.
+// Calls one(at, chunks, channel) for chunks within one channel, and mixed(at, cursor) for a chunk of several channels;
+// mixed advances the cursor itself. `at` counts from the first of the n elements.
 template <class One, class Mixed>
 QT_FN void walk_channels(const Channels& c, Cursor& cursor, int n, One one, Mixed mixed) {
   if (c.count == 1) return one(0, round_up(n) / kChunk, int64_t{0});
@@ -58,8 +58,8 @@ QT_FN void walk_channels(const Channels& c, Cursor& cursor, int n, One one, Mixe
   }
 }
 
-// Where neighbouring elements have neighbouring channels: a row of them for each group, again and again until the group
-// ends. An element, its channel, and how many elements are left of its row and of its group.
+// The position of an element where consecutive elements have consecutive channels: each group consists of equal rows of
+// channels. The channel, and the elements left in the row and in the group.
 struct RowCursor {
   int64_t channel, row_left, group_left;
 };
@@ -69,7 +69,7 @@ QT_FN RowCursor row_cursor_at(const Channels& c, int64_t i) {
   return {group * c.size + position, c.size - position, c.group_span - within};
 }
 
-// By no more than what is left of the row.
+// n is at most what is left of the row.
 QT_FN void advance(const Channels& c, RowCursor& at, int64_t n) {
   at.channel += n;
   at.row_left -= n;
@@ -83,7 +83,7 @@ QT_FN void advance(const Channels& c, RowCursor& at, int64_t n) {
   }
 }
 
-// Calls f(k, length, channel) for each piece of a row in the next n elements, and moves on past them.
+// Calls f(k, length, channel) for each part of a row in the next n elements, and advances past them.
 template <class F>
 QT_FN void for_rows(const Channels& c, RowCursor& at, int n, F f) {
   for (int k = 0; k < n;) {
@@ -94,8 +94,8 @@ QT_FN void for_rows(const Channels& c, RowCursor& at, int n, F f) {
   }
 }
 
-// Calls row(at, chunks, channel) for chunks that lie within a row, and mixed(at, cursor) for a chunk that does not,
-// which is to move the cursor past it.
+// Calls row(at, chunks, channel) for chunks within one row, and mixed(at, cursor) for a chunk that crosses rows; mixed
+// advances the cursor itself.
 template <class Row, class Mixed>
 QT_FN void walk_rows(const Channels& c, RowCursor& cursor, int n, Row row, Mixed mixed) {
   for (int at = 0; at < n;) {
@@ -111,28 +111,28 @@ QT_FN void walk_rows(const Channels& c, RowCursor& cursor, int n, Row row, Mixed
   }
 }
 
-// Calls f(at, chunks, place in the row) for as many chunks at a time as lie in the row of scales without a wrap.
+// Calls f(at, chunks, position in the row) for as many chunks as the row of scales holds without a wrap.
 template <class F>
-QT_FN void walk_row(const Channels& c, int64_t& place, int n, F f) {
+QT_FN void walk_row(const Channels& c, int64_t& position, int n, F f) {
   for (int at = 0; at < n;) {
-    const int64_t whole = (c.size - place) / kChunk;  // the row has a chunk more at its end
+    const int64_t whole = (c.size - position) / kChunk;  // the row is followed by one more chunk
     const int chunks = static_cast<int>(smaller(whole + 1, (n - at + kChunk - 1) / kChunk));
-    f(at, chunks, place);
+    f(at, chunks, position);
     at += chunks * kChunk;
-    place += chunks * kChunk;
-    if (place >= c.size) place %= c.size;
+    position += chunks * kChunk;
+    if (position >= c.size) position %= c.size;
   }
 }
 
-// Where a range of work stands: found once, by divisions, and moved on from block to block. Channels in rows have the
-// latter two, of which a walk moves one.
-struct Place {
+// The position of a thread in its range. It is found once, with divisions, and advanced from block to block. Layouts
+// with rows of channels use one of the last two members.
+struct Position {
   Cursor channel;
   RowCursor rows;
   int64_t row;
 };
 
-QT_FN Place place_at(const Channels& c, int64_t i) {
+QT_FN Position position_at(const Channels& c, int64_t i) {
   if (c.count <= 1) return {};
-  return c.inner > 1 ? Place{cursor_at(c, i), {}, 0} : Place{{}, row_cursor_at(c, i), i % c.size};
+  return c.inner > 1 ? Position{cursor_at(c, i), {}, 0} : Position{{}, row_cursor_at(c, i), i % c.size};
 }

@@ -1,10 +1,9 @@
-// The kernels between numbers and integer codes.
-// Included once per instruction set, inside namespace qtoolkit::QT_ISA.
+// Kernels between values and integer codes. Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "grids.inc"
+#include "scales-inl.h"
 
-// Two codes of 4 bits a byte.
+// 4-bit codes, two a byte.
 template <class A>
 void pack(const A* from, int n, uint8_t* to) {
   alignas(64) int8_t codes[kBlock + 1];
@@ -25,15 +24,16 @@ void unpack(const uint8_t* from, bool is_signed, int n, A* to) {
   for (int i = 0; i < n; ++i) to[i] = codes[i];
 }
 
-// Codes have no NaN: it becomes the lowest code, as in onnxruntime.
+// NaN has no code: it becomes the lowest one, as in onnxruntime.
 template <class A>
-void quantize(const Job& job, int64_t begin, int64_t end) {
+void quantize(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, out;
-  const Vector<A> lo = same<Vector<A>>(static_cast<A>(job.ends.lo)), hi = same<Vector<A>>(static_cast<A>(job.ends.hi));
-  Place place = place_at(job.channels, begin);
+  const Vector<A> lo = broadcast<Vector<A>>(static_cast<A>(args.bounds.lo)),
+                  hi = broadcast<Vector<A>>(static_cast<A>(args.bounds.hi));
+  Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    const A* x = fetch(job.x, at, n, in);
-    for_grids<A>(job, place, n, [&](int from, int chunks, auto grid) {
+    const A* x = fetch(args.x, at, n, in);
+    for_grids<A>(args, position, n, [&](int from, int chunks, auto grid) {
       for (int i = from; i < from + chunks * kChunk; i += kChunk) {
         for (int k = 0; k < kChunk; k += kLanes<A>) {
           const auto point = snap(load(x + i + k), decltype(grid)::scales(grid, i - from + k),
@@ -42,29 +42,29 @@ void quantize(const Job& job, int64_t begin, int64_t end) {
         }
       }
     });
-    if (is_packed(job.y_dtype)) {
-      pack(out.values, n, static_cast<uint8_t*>(job.y) + at / 2);
+    if (is_packed(args.y_dtype)) {
+      pack(out.values, n, static_cast<uint8_t*>(args.y) + at / 2);
     } else {
-      with_codes(job.y_dtype, [&](auto* type) { write(out.values, n, static_cast<decltype(type)>(job.y) + at); });
+      with_codes(args.y_dtype, [&](auto* type) { write(out.values, n, static_cast<decltype(type)>(args.y) + at); });
     }
   });
 }
 
 template <class A>
-void dequantize(const Job& job, int64_t begin, int64_t end) {
+void dequantize(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, out;
-  Place place = place_at(job.channels, begin);
+  Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    if (is_packed(job.x.dtype)) {
-      unpack(static_cast<const uint8_t*>(job.x.data) + at / 2, job.x.dtype == Dtype::i4, n, in.values);
+    if (is_packed(args.x.dtype)) {
+      unpack(static_cast<const uint8_t*>(args.x.data) + at / 2, args.x.dtype == Dtype::i4, n, in.values);
     } else {
-      with_codes(job.x.dtype, [&](auto* type) {
-        read<A, typename std::remove_pointer<decltype(type)>::type>(job.x, at, n, in.values);
+      with_codes(args.x.dtype, [&](auto* type) {
+        read<A, typename std::remove_pointer<decltype(type)>::type>(args.x, at, n, in.values);
       });
     }
     for (int i = n; i < round_up(n); ++i) in.values[i] = 0;
-    A* y = place_of_result(job, at, n, out);
-    for_grids<A>(job, place, n, [&](int from, int chunks, auto grid) {
+    A* y = result_buffer(args, at, n, out);
+    for_grids<A>(args, position, n, [&](int from, int chunks, auto grid) {
       for (int i = from; i < from + chunks * kChunk; i += kChunk) {
         for (int k = 0; k < kChunk; k += kLanes<A>) {
           store(y + i + k, value_of(load(in.values + i + k), decltype(grid)::scales(grid, i - from + k),
@@ -72,6 +72,6 @@ void dequantize(const Job& job, int64_t begin, int64_t end) {
         }
       }
     });
-    commit(job, at, n, y);
+    commit(args, at, n, y);
   });
 }

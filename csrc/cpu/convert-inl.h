@@ -1,6 +1,6 @@
-// Storage types to and from the type of the arithmetic (float32; float64 for float64), a block at a time.
-// Included once per instruction set, inside namespace qtoolkit::QT_ISA. Plain loops: the compiler
-// vectorises them for the instruction set at hand.
+// Conversion between storage types and the type of the arithmetic (float64 for float64, else float32), a block at a
+// time. Plain loops, which the compiler vectorizes. Included once per instruction set, inside namespace
+// qtoolkit::QT_ISA.
 #pragma once
 
 struct bf16 {
@@ -10,15 +10,15 @@ struct f16 {
   uint16_t bits;
 };
 
-// The bit patterns of 16-bit floats in the low half of U, to and from those of float32: U is uint32_t with F float, or
-// vectors of them.
+// Conversion between the bit patterns of 16-bit floats, in the low half of U, and those of float32. U and F are
+// uint32_t and float, or vectors of them.
 template <class F, class U>
 QT_FN F widen_bits(U half, bf16) {
   return __builtin_bit_cast(F, half << 16);
 }
 
-// The exponent is rebased from 15 to 127. Denormals are whole numbers of 2^-24, which 2^23 added and taken away makes
-// floats of: no step has a denormal float32, which a processor may be told to flush.
+// The exponent bias changes from 15 to 127. Denormals are multiples of 2^-24, which adding and subtracting 2^23
+// converts to floats. No step produces a denormal float32, which the processor may flush to zero.
 template <class F, class U>
 QT_FN F widen_bits(U half, f16) {
   const U sign = (half & 0x8000u) << 16;
@@ -30,7 +30,7 @@ QT_FN F widen_bits(U half, f16) {
   return __builtin_bit_cast(F, sign | magnitude);
 }
 
-// Round to nearest, ties to even; a NaN stays one and keeps its upper bits, as the processors' own conversions do.
+// Rounds to nearest, ties to even. NaN stays NaN and keeps its upper bits, as in the processors' own conversions.
 template <class U, class F>
 QT_FN U narrow_bits(F v, bf16) {
   const U bits = __builtin_bit_cast(U, v);
@@ -43,7 +43,7 @@ QT_FN U narrow_bits(F v, f16) {
   const U bits = __builtin_bit_cast(U, v);
   const U sign = bits >> 16 & 0x8000u;
   const U magnitude = bits & 0x7fffffffu;
-  // Denormal results: adding 0.5 lines the last kept bit up with float32's last bit, and rounds.
+  // Denormal results: adding 0.5 aligns the last bit of the result with the last bit of float32, and so rounds.
   const F shifted = __builtin_bit_cast(F, magnitude) + 0.5f;
   const U denormal = __builtin_bit_cast(U, shifted) - 0x3f000000u;
   const U normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
@@ -72,25 +72,25 @@ QT_FN void from_arithmetic(float v, T* to, decltype(T::bits)* = nullptr) {
 QT_FN void from_arithmetic(float v, float* to) { *to = v; }
 QT_FN void from_arithmetic(double v, double* to) { *to = v; }
 
-// Codes are whole, and clamped to ends that the arithmetic can hold (representable, in layout.h).
+// Codes are integers within bounds that the arithmetic represents (representable() in layout.h).
 template <class A, class T>
 QT_FN void from_arithmetic(A v, T* to) {
   *to = static_cast<T>(static_cast<int32_t>(v));
 }
 
-// Vectors straight from and to storage.
+// Vectors directly from and to storage.
 #if QT_BYTES == 64
 
-// Written out, as the compiler widens by way of halves and makes a vector of what a comparison gives.
+// With intrinsics, since the compiler splits the conversion in halves and makes a vector of each comparison.
 QT_FN __m256i load_halves(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 QT_FN Vector<float> widen_halves(const bf16* from) {
   return (Vector<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(from)), 16);
 }
 QT_FN Vector<float> widen_halves(const f16* from) { return (Vector<float>)_mm512_cvtph_ps(load_halves(from)); }
 
-// Two vectors fill a line of 16-bit floats. As narrow_bits, but on the upper and lower halves of both at once: what
-// goes up is what is more than half a step from below, or half a step from an odd one. No NaN goes up, and each that
-// arithmetic gives has its quiet bit in the upper half already.
+// Converts two vectors to one of 16-bit floats: narrow_bits on the upper and lower halves of both at once. A value is
+// rounded up if its lower half is more than half a step, or exactly half a step and the upper half is odd. NaN is not
+// rounded up; a NaN from arithmetic has its quiet bit in the upper half already.
 QT_FN __m512i narrow_halves(Vector<float> a, Vector<float> b, bf16) {
   typedef uint16_t Line __attribute__((vector_size(64)));
   constexpr Line below = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
@@ -132,7 +132,7 @@ QT_FN Vector<A> load_as(const T* from) {
   }
 }
 
-// The vectors of a chunk.
+// The number of vectors in a chunk.
 template <class A>
 constexpr int kVectors = cpu::kChunk / kLanes<A>;
 
@@ -152,7 +152,7 @@ QT_FN void store_chunk(T* to, const Vector<A> (&v)[kVectors<A>]) {
   }
 }
 
-// A chunk of gradients, zero where the bit is not set; 16-bit ones as they are stored.
+// Writes a chunk of gradients, zero where the bit of `inside` is not set; 16-bit ones are copied without conversion.
 template <bool kStream, class T>
 QT_FN void pass_chunk(const T* grad, T* dx, uint64_t inside) {
   if constexpr (sizeof(T) > 2) {
@@ -178,7 +178,7 @@ QT_FN void pass_chunk(const T* grad, T* dx, uint64_t inside) {
   }
 }
 
-// Calls f with a null pointer of the storage type, of those that the arithmetic type A serves.
+// Calls f with a null pointer of the storage type; A is the type of the arithmetic.
 template <class A, class F>
 void with_storage(Dtype dtype, F f) {
   if constexpr (std::is_same<A, double>::value) {

@@ -1,28 +1,28 @@
-// How a reduction is cut into blocks of threads and put together again: index arithmetic only. It depends on the
-// shape alone, never on the device, the strides or the timing, so that every GPU sums in the same order.
+// How a reduction is divided between blocks of threads: index arithmetic only. It depends on the shape alone, not on
+// the device, the strides or the timing, so that every GPU sums in the same order.
 //
-// A tensor is groups x rows x channels x inner. Rows are cut across into tiles of whole channels, as wide as a block
-// has threads (or of one channel that is wider), and down into slices; a block takes one slice of one tile, walks it
-// in the order of memory, and leaves one result for each channel of the tile. A thread never changes its channel.
+// A tensor is groups x rows x channels x inner. Rows are divided into tiles of whole channels, at most as wide as a
+// block has threads (or of one wider channel), and each tile into slices of rows. A block reduces one slice of one tile
+// in memory order and writes one result for each channel of the tile. A thread stays in one channel.
 #pragma once
 
-#include "../job.h"
+#include "../kernel_args.h"
 
 namespace qtoolkit {
 namespace cuda {
 
 constexpr int kThreads = 256;
 
-// All lengths in units: what a thread takes at once, 8 elements where channels have whole octets, else one.
-struct Slices {
+// All lengths are in units: what a thread loads at once, 8 elements if channels consist of whole vectors, else one.
+struct ReductionTiling {
   int unit = 1;
   int64_t groups = 1, rows = 0, size = 1, inner = 1;
-  int64_t pattern = 1;    // of a row: size * inner
-  int tile_channels = 1;  // the last tile of a row may have fewer
+  int64_t pattern = 1;    // length of a row: size * inner
+  int tile_channels = 1;  // channels of a tile; the last tile of a row may have fewer
   int64_t width = 1;      // of a tile: tile_channels * inner
-  int64_t tiles = 1;      // of a row
-  int lanes = kThreads;   // threads with work; whole rows of a tile that has several channels
-  int64_t step = 0;       // from a thread's unit to its next, unless that crosses the end of the tile's row
+  int64_t tiles = 1;      // in a row
+  int lanes = kThreads;   // threads with work; whole rows of the tile if it has several channels
+  int64_t step = 0;       // from a thread's unit to its next, unless that crosses the end of a tile's row
   int64_t step_columns = 0;
   int64_t length = 0;  // of a slice, a multiple of lanes
   int64_t count = 0;   // of slices in a tile
@@ -31,18 +31,18 @@ struct Slices {
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Groups and rows only where they are needed: what lies in a row in memory becomes one row.
-static inline Slices shape_of(const Job& job) {
-  const Channels& c = job.channels;
-  Slices s;
+// Joins groups and rows where the memory layout allows it.
+static inline ReductionTiling shape_of(const KernelArgs& args) {
+  const Channels& c = args.channels;
+  ReductionTiling s;
   s.rows = 1;
   if (c.count == 1) {
-    s.inner = job.numel;
+    s.inner = args.numel;
   } else if (c.size == 1) {  // each group is one channel
     s.size = c.count, s.inner = c.group_span;
   } else {
     const int64_t groups = c.count / c.size;
-    const int64_t rows = job.numel / (groups * c.size * c.inner);
+    const int64_t rows = args.numel / (groups * c.size * c.inner);
     s.inner = c.inner;
     if (rows == 1) {
       s.size = c.count;
@@ -53,13 +53,14 @@ static inline Slices shape_of(const Job& job) {
   return s;
 }
 
-static inline Slices slices_of(const Job& job) {
-  constexpr int64_t kWork = 4096;       // elements that are worth a block of their own
-  constexpr int64_t kBlocks = 2048;     // enough to fill the largest GPU
-  constexpr int64_t kResults = 131072;  // bounds the workspace: 2 MB, unless there are more channels
-  if (job.numel == 0) return {};
-  Slices s = shape_of(job);
-  s.unit = s.inner % 8 == 0 || job.channels.count == 1 ? 8 : 1;
+static inline ReductionTiling tiling_of(const KernelArgs& args) {
+  constexpr int64_t kWork = 4096;    // elements per block, at the least
+  constexpr int64_t kBlocks = 2048;  // blocks at the most: enough to fill the largest GPU
+  constexpr int64_t kResults =
+      131072;  // partial results at the most: a workspace of 2 MB, unless there are more channels
+  if (args.numel == 0) return {};
+  ReductionTiling s = shape_of(args);
+  s.unit = s.inner % 8 == 0 || args.channels.count == 1 ? 8 : 1;
   s.inner = divide_up(s.inner, s.unit);
   s.pattern = s.size * s.inner;
   s.tile_channels = s.inner > kThreads / 2 ? 1 : static_cast<int>(least(s.size, kThreads / s.inner));
@@ -67,7 +68,7 @@ static inline Slices slices_of(const Job& job) {
   s.tiles = divide_up(s.size, s.tile_channels);
   s.lanes = s.tile_channels == 1 ? kThreads : static_cast<int>(kThreads / s.width * s.width);
   const int64_t all = s.rows * s.width;
-  const int64_t most = least(kBlocks / (s.groups * s.tiles), kResults / job.channels.count);
+  const int64_t most = least(kBlocks / (s.groups * s.tiles), kResults / args.channels.count);
   const int64_t wanted = least(all * s.unit / kWork, most);
   s.step_columns = s.lanes % s.width;
   s.step = s.lanes / s.width * s.pattern + s.step_columns;
@@ -76,7 +77,7 @@ static inline Slices slices_of(const Job& job) {
   return s;
 }
 
-// What block number `block` works on.
+// The part of the tensor that a block reduces.
 struct Tile {
   int64_t slice;
   int64_t first_unit;     // of the tile, in its first row
@@ -84,22 +85,22 @@ struct Tile {
   int channels;
 };
 
-QT_FN Tile tile_of(const Slices& s, int64_t block) {
+QT_FN Tile tile_of(const ReductionTiling& s, int64_t block) {
   const int64_t column = block / s.count, group = column / s.tiles, tile = column % s.tiles;
   const int64_t left = s.size - tile * s.tile_channels;
   return {block % s.count, group * s.rows * s.pattern + tile * s.width, group * s.size + tile * s.tile_channels,
           static_cast<int>(left < s.tile_channels ? left : s.tile_channels)};
 }
 
-// The units of one thread, one after the other.
-struct Walk {
+// Iterates over the units of one thread.
+struct ReductionIterator {
   int64_t channel;
   int64_t unit;
   int64_t column;  // within the tile
-  int64_t left;    // how many are to come, this one among them
+  int64_t left;    // units left, including this one
 };
 
-QT_FN Walk walk_of(const Slices& s, int64_t block, int thread) {
+QT_FN ReductionIterator reduction_iterator(const ReductionTiling& s, int64_t block, int thread) {
   const Tile tile = tile_of(s, block);
   const int64_t begin = tile.slice * s.length + thread, all = s.rows * s.width;
   const int64_t end = (tile.slice + 1) * s.length < all ? (tile.slice + 1) * s.length : all;
@@ -109,14 +110,14 @@ QT_FN Walk walk_of(const Slices& s, int64_t block, int thread) {
           works ? (end - begin + s.lanes - 1) / s.lanes : 0};
 }
 
-QT_FN void advance(const Slices& s, Walk& walk) {
-  walk.unit += s.step;
-  walk.column += s.step_columns;
-  if (walk.column >= s.width) {
-    walk.column -= s.width;
-    walk.unit += s.pattern - s.width;
+QT_FN void advance(const ReductionTiling& s, ReductionIterator& it) {
+  it.unit += s.step;
+  it.column += s.step_columns;
+  if (it.column >= s.width) {
+    it.column -= s.width;
+    it.unit += s.pattern - s.width;
   }
-  --walk.left;
+  --it.left;
 }
 
 }  // namespace cuda

@@ -1,6 +1,6 @@
-// Vectors of one instruction set. The compiler's vector extension gives the operators; this file gives the few
-// names that it has none for, so that the formulas of grid.h, fake_quant.h and observe.h compile for vectors.
-// Included by kernels.inc once per instruction set, with QT_ISA (a namespace) and QT_BYTES (a vector's width) set.
+// Vectors of one instruction set. The compiler's vector extension has the operators; this file adds the few functions
+// that it lacks, so that the formulas of grid.h, fake_quant.h and observe.h compile for vectors. Included once per
+// instruction set, by kernels-inl.h.
 
 namespace qtoolkit {
 namespace QT_ISA {
@@ -33,10 +33,10 @@ QT_FN void store(A* to, Vector<A> v) {
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
-constexpr bool kStreams = QT_BYTES == 64;  // half a line at a time, as AVX2 would, gains nothing
+constexpr bool kStreams = QT_BYTES == 64;  // stores of half a cache line (AVX2) gain nothing
 
-// Stores a vector; streaming past the caches where a result is too large to be found in them again, which saves reading
-// its lines first. A streaming store wants its address aligned, and stream_fence() before another thread reads.
+// Stores a vector. A streaming store bypasses the caches: it saves reading the lines first, for results too large to
+// stay in a cache. It needs an aligned address, and stream_fence() before another thread reads.
 template <bool kStream, class T, class V>
 QT_FN void put(T* to, V v) {
 #if QT_BYTES == 64
@@ -81,9 +81,9 @@ QT_FN Vector<double> keep(Vector<double> v, unsigned bits) {
   return (Vector<double>)_mm256_and_pd((__m256d)v, _mm256_castsi256_pd(set));
 }
 
-#else  // any processor: the compiler's generic vectors alone
+#else  // any processor: only the compiler's generic vectors
 
-// Adding and taking away 2^23 (2^52) leaves a whole number, rounded half to even; larger ones are whole already.
+// Adding and subtracting 2^23 (2^52) rounds half to even; larger numbers are integers already.
 template <class V, class A>
 QT_FN V round_by_magic(V v, A magic) {
   const V magnitude = v < 0 ? -v : v;
@@ -136,7 +136,7 @@ struct Round<QT_ISA::Vector<double>> {
   QT_FN QT_ISA::Vector<double> half_even(QT_ISA::Vector<double> v) { return QT_ISA::round_vector(v); }
 };
 
-#if QT_BYTES == 64  // the compiler makes a vector of the outcome first, and only then bits
+#if QT_BYTES == 64  // a compare instruction gives the bits directly
 template <>
 struct Bits<QT_ISA::Vector<float>> {
   using V = QT_ISA::Vector<float>;

@@ -1,13 +1,12 @@
-// Operands as kernels see them: contiguous float32 or float64, in whole chunks of a block, whatever they are stored in;
-// and the packed mask.
-// Included once per instruction set, inside namespace qtoolkit::QT_ISA.
+// Loads operands as contiguous float32 or float64 in whole chunks, for any layout and dtype; stores results and the
+// packed mask. Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
-#include "convert.h"
+#include "convert-inl.h"
 
 constexpr int kChunk = cpu::kChunk;
 constexpr int kBlock = 1024;
-constexpr int kAhead = 1024;  // elements to prefetch where the arithmetic is too light to let reads run ahead by itself
+constexpr int kAhead = 1024;  // elements to prefetch ahead if the arithmetic is too short to hide the latency of reads
 
 template <class A>
 struct Block {
@@ -50,8 +49,8 @@ void read(const Operand& from, int64_t begin, int n, A* to) {
   for (int i = 0; i < n; ++i) to[i] = to_arithmetic<A>(data[i]);
 }
 
-// Elements [begin, begin + n) as the arithmetic type, whole chunks of them: the last is filled up with `pad`
-// (by default with the last element). Points into the operand itself where it can.
+// Elements [begin, begin + n) in the arithmetic type, in whole chunks: the last chunk is padded. Returns a pointer into
+// the operand if no conversion or padding is needed.
 enum class Pad { last, zero };
 
 template <class A>
@@ -72,46 +71,48 @@ void write(const A* from, int n, T* to) {
 }
 
 template <class A>
-A* place_of_result(const Job& job, int64_t begin, int n, Block<A>& buffer) {
+A* result_buffer(const KernelArgs& args, int64_t begin, int n, Block<A>& buffer) {
   constexpr Dtype native = std::is_same<A, double>::value ? Dtype::f64 : Dtype::f32;
-  return job.y_dtype == native && n % kChunk == 0 ? static_cast<A*>(job.y) + begin : buffer.values;
+  return args.y_dtype == native && n % kChunk == 0 ? static_cast<A*>(args.y) + begin : buffer.values;
 }
 
 template <class A>
-void commit(const Job& job, int64_t begin, int n, const A* from) {
-  with_storage<A>(job.y_dtype, [&](auto* type) {
-    auto* to = static_cast<decltype(type)>(job.y) + begin;
+void commit(const KernelArgs& args, int64_t begin, int n, const A* from) {
+  with_storage<A>(args.y_dtype, [&](auto* type) {
+    auto* to = static_cast<decltype(type)>(args.y) + begin;
     if (static_cast<const void*>(to) != from) write(from, n, to);
   });
 }
 
-// Calls f with pointers to an operand's elements and their results: in storage itself, vectors converting as they go,
-// wherever both are dense and in whole chunks; else by way of buffers.
+// Calls f with pointers to an operand's elements and their results: directly in storage if both are dense and in whole
+// chunks (vectors are converted as they are loaded and stored), else in buffers.
 template <class A, class F>
-QT_FN void through(const Job& job, const Operand& operand, int64_t begin, int n, Block<A>& in, Block<A>& out, F f) {
+QT_FN void with_pointers(const KernelArgs& args, const Operand& operand, int64_t begin, int n, Block<A>& in,
+                         Block<A>& out, F f) {
   if (operand.dense && n % kChunk == 0) {
     return with_storage<A>(operand.dtype, [&](auto* type) {
       f(static_cast<const decltype(type)>(const_cast<void*>(operand.data)) + begin,
-        static_cast<decltype(type)>(job.y) + begin);
+        static_cast<decltype(type)>(args.y) + begin);
     });
   }
   f(fetch(operand, begin, n, in), out.values);
-  commit(job, begin, n, out.values);
+  commit(args, begin, n, out.values);
 }
 
-// The same for two operands of one storage type; chunks are filled up with zeros, which add nothing to sums (of an
-// infinite scale, whose sums are infinite or NaN anyway, NaN).
+// The same for two operands of one storage type. Padding is zero, which adds nothing to sums (with an infinite scale it
+// adds NaN to sums that are infinite or NaN already).
 template <class A, class F>
-QT_FN void through_both(const Job& job, int64_t begin, int n, Block<A>& x, Block<A>& grad, Block<A>& out, F f) {
-  if (job.x.dense && job.grad.dense && n % kChunk == 0) {
-    return with_storage<A>(job.x.dtype, [&](auto* type) {
-      f(static_cast<const decltype(type)>(const_cast<void*>(job.x.data)) + begin,
-        static_cast<const decltype(type)>(const_cast<void*>(job.grad.data)) + begin,
-        static_cast<decltype(type)>(job.y) + begin);
+QT_FN void with_pointers_to_both(const KernelArgs& args, int64_t begin, int n, Block<A>& x, Block<A>& grad,
+                                 Block<A>& out, F f) {
+  if (args.x.dense && args.grad.dense && n % kChunk == 0) {
+    return with_storage<A>(args.x.dtype, [&](auto* type) {
+      f(static_cast<const decltype(type)>(const_cast<void*>(args.x.data)) + begin,
+        static_cast<const decltype(type)>(const_cast<void*>(args.grad.data)) + begin,
+        static_cast<decltype(type)>(args.y) + begin);
     });
   }
-  f(fetch(job.x, begin, n, x, Pad::zero), fetch(job.grad, begin, n, grad, Pad::zero), out.values);
-  commit(job, begin, n, out.values);
+  f(fetch(args.x, begin, n, x, Pad::zero), fetch(args.grad, begin, n, grad, Pad::zero), out.values);
+  commit(args, begin, n, out.values);
 }
 
 template <class F>

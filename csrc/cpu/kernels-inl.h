@@ -1,0 +1,40 @@
+// All CPU kernels, for one instruction set. A kernel iterates over its range in blocks: operands that are strided or
+// of another dtype are copied to a buffer in the L1 cache, so the arithmetic reads contiguous float32 or float64 in
+// whole chunks.
+//
+// Headers named -inl.h (Highway's convention) are compiled once per instruction set: plain.cpp, avx2.cpp and avx512.cpp
+// each set QT_ISA (a namespace), QT_TABLE and QT_BYTES (the width of a vector) and include this file. They include the
+// standard headers before they set the target, so that no inline function of the standard library is compiled for an
+// instruction set and then shared with code that runs without it.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#include "../fake_quant.h"
+#include "../observe.h"
+#include "kernels.h"
+#include "simd-inl.h"
+
+namespace qtoolkit {
+namespace QT_ISA {
+
+#include "elementwise-inl.h"
+#include "learned_backward-inl.h"
+#include "observe-inl.h"
+#include "quantize-inl.h"
+
+}  // namespace QT_ISA
+
+namespace cpu {
+
+#define QT_NAME_(x) #x
+#define QT_NAME(x) QT_NAME_(x)
+
+#define QT_ELEMENTWISE_ENTRY(name, Functor)                           \
+  {QT_ISA::elementwise<float, Functor<float, QT_ISA::Vector<float>>>, \
+   QT_ISA::elementwise<double, Functor<double, QT_ISA::Vector<double>>>},
+#define QT_ENTRY(name) {QT_ISA::name<float>, QT_ISA::name<double>},
+
+static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENTRY) QT_OTHER_KERNELS(QT_ENTRY)};
+const Kernels QT_TABLE = {QT_NAME(QT_ISA), kKernels};
+
+}  // namespace cpu
+}  // namespace qtoolkit

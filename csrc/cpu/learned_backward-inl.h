@@ -1,0 +1,250 @@
+// The backward of a learned scale and zero point: a result for each element and two sums for each channel. Included
+// once per instruction set, inside namespace qtoolkit::QT_ISA.
+#pragma once
+
+#include "elementwise-inl.h"
+
+// Sums of the elements of chunks: 64 lanes of the arithmetic type, added to a float64 sum before they have many terms.
+template <class A>
+struct Lanes {
+  Vector<A> sum[kVectors<A>] = {};
+};
+
+template <class A>
+QT_FN void load_lanes(Lanes<A>& lanes, const A* from) {
+  for (int i = 0; i < kVectors<A>; ++i) lanes.sum[i] = load(from + i * kLanes<A>);
+}
+
+template <class A>
+QT_FN void store_lanes(const Lanes<A>& lanes, A* to) {
+  for (int i = 0; i < kVectors<A>; ++i) store(to + i * kLanes<A>, lanes.sum[i]);
+}
+
+// Sums the lanes as a fixed tree, so that the result does not depend on the width of a vector.
+template <class A>
+QT_FN double total_of(const Lanes<A>& lanes) {
+  Lanes<A> tree = lanes;
+  for (int half = kVectors<A> / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) tree.sum[i] += tree.sum[i + half];
+  }
+  alignas(64) A sum[kLanes<A>];
+  store(sum, tree.sum[0]);
+  for (int half = kLanes<A> / 2; half > 0; half /= 2) {
+    for (int k = 0; k < half; ++k) sum[k] += sum[k + half];
+  }
+  return sum[0];
+}
+
+// Sums lanes [begin, end) only.
+template <class A>
+QT_FN double total_of(const Lanes<A>& lanes, int begin, int end) {
+  Lanes<A> part;
+  for (int i = 0; i < kVectors<A>; ++i) {
+    const Vector<A> lane = lane_numbers<A>() + static_cast<A>(i * kLanes<A>);
+    part.sum[i] = (lane >= static_cast<A>(begin)) & (lane < static_cast<A>(end)) ? lanes.sum[i] : Vector<A>{};
+  }
+  return total_of(part);
+}
+
+template <class A, bool kZeroPoint>
+struct Sums {
+  Lanes<A> ds, dz;
+};
+
+template <class A>
+struct LearnedBounds {
+  Vector<A> lo, hi;
+  QT_FN LearnedBounds of(const KernelArgs& args) {
+    return {broadcast<Vector<A>>(static_cast<A>(args.bounds.lo)), broadcast<Vector<A>>(static_cast<A>(args.bounds.hi))};
+  }
+};
+
+// Writes dx of whole chunks and adds the gradients of their elements to the sums.
+template <bool kStream, class A, bool kZeroPoint, class T, class Grid>
+QT_FN void learned_chunks(const T* x, const T* grad, T* dx, int chunks, Grid grid, const LearnedBounds<A>& ends,
+                          Sums<A, kZeroPoint>& sums) {
+  Sums<A, kZeroPoint> local = sums;  // in registers
+  for (int chunk = 0; chunk < chunks; ++chunk, x += kChunk, grad += kChunk, dx += kChunk) {
+    uint64_t inside = 0;
+    for (int i = 0; i < kVectors<A>; ++i) {
+      const int k = i * kLanes<A>, at = chunk * kChunk + k;
+      const Vector<A> scale = Grid::scales(grid, at), zero_point = Grid::zero_points(grid, at);
+      const Vector<A> g = load_as<A>(grad + k);
+      const auto point = snap(load_as<A>(x + k), scale, zero_point, ends.lo, ends.hi);
+      local.ds.sum[i] += scale_gradient(point, g, zero_point);
+      if (kZeroPoint) local.dz.sum[i] += zero_point_gradient(point, g, scale);
+      inside |= static_cast<uint64_t>(inside_bits(point)) << k;
+    }
+    pass_chunk<kStream>(grad, dx, inside);
+  }
+  sums = local;
+}
+
+// Adds the sums of consecutive lanes to the sums of consecutive channels.
+template <class A, bool kZeroPoint>
+QT_FN void add_to_row(const KernelArgs& args, int64_t channel, const Sums<A, kZeroPoint>& sums, int k = 0,
+                      int length = kChunk) {
+  alignas(64) A lanes[kChunk];
+  store_lanes(sums.ds, lanes);
+  for (int j = 0; j < length; ++j) args.sum_scale[channel + j] += lanes[k + j];
+  if (!kZeroPoint) return;
+  store_lanes(sums.dz, lanes);
+  for (int j = 0; j < length; ++j) args.sum_zero_point[channel + j] += lanes[k + j];
+}
+
+// Sums for each position of a row of channels, in the type of the arithmetic. They are flushed to float64 after kRows
+// rows, so that each has few terms for any size of the tensor; if a row is too long for the buffer, after each chunk.
+constexpr int kRows = 16;
+
+template <class A, bool kZeroPoint>
+class RowSums {
+ public:
+  explicit RowSums(const KernelArgs& args)
+      : args_(args), places_(args.channels.size <= cpu::kLongestRow ? args.channels.size + kChunk : 0) {
+    clear();
+  }
+
+  // Calls f with the sums at the positions of a chunk.
+  template <class F>
+  inline __attribute__((always_inline)) void add_chunk(int64_t position, F f) {
+    Sums<A, kZeroPoint> sums;
+    if (places_ == 0) {
+      f(sums);
+      return add_to_row(args_, position, sums);
+    }
+    load_lanes(sums.ds, ds_ + position);
+    if (kZeroPoint) load_lanes(sums.dz, dz_ + position);
+    f(sums);
+    store_lanes(sums.ds, ds_ + position);
+    if (kZeroPoint) store_lanes(sums.dz, dz_ + position);
+  }
+
+  // Called after n more elements.
+  void end_block(int n) {
+    elements_ += n;
+    if (elements_ + kBlock > kRows * args_.channels.size) flush();
+  }
+
+  void flush() {
+    for (int64_t i = 0; i < places_; ++i) args_.sum_scale[i] += ds_[i];
+    for (int64_t i = 0; kZeroPoint && i < places_; ++i) args_.sum_zero_point[i] += dz_[i];
+    clear();
+  }
+
+ private:
+  void clear() {
+    __builtin_memset(ds_, 0, places_ * sizeof(A));
+    if (kZeroPoint) __builtin_memset(dz_, 0, places_ * sizeof(A));
+    elements_ = 0;
+  }
+
+  const KernelArgs& args_;
+  alignas(64) A ds_[cpu::kLongestRow + kChunk], dz_[kZeroPoint ? cpu::kLongestRow + kChunk : 1];
+  int64_t places_, elements_;
+};
+
+template <class A, bool kZeroPoint, bool kStream>
+void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
+  Block<A> in, grad_in, out;
+  const auto ends = LearnedBounds<A>::of(args);
+  RowSums<A, kZeroPoint> row(args);
+  Position position = position_at(args.channels, begin);
+  for_blocks(begin, end, [&](int64_t at, int n) {
+    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+      walk_row(args.channels, position.row, n, [&](int from, int chunks, int64_t first) {
+        for (int i = from; i < from + chunks * kChunk; i += kChunk, first += kChunk) {
+          with_row_grid<A>(args, first, [&](auto grid) {
+            row.add_chunk(first,
+                          [&](auto& sums) { learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, ends, sums); });
+          });
+        }
+      });
+    });
+    row.end_block(n);
+  });
+  row.flush();
+}
+
+template <class A, bool kZeroPoint, bool kStream>
+void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end) {
+  Block<A> in, grad_in, out;
+  const auto ends = LearnedBounds<A>::of(args);
+  Position position = position_at(args.channels, begin);
+  for_blocks(begin, end, [&](int64_t at, int n) {
+    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+      const auto sums_of = [&](int i, auto grid) {
+        Sums<A, kZeroPoint> sums;
+        learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, ends, sums);
+        return sums;
+      };
+      walk_rows(
+          args.channels, position.rows, n,
+          [&](int from, int chunks, int64_t c) {
+            for (int i = from; i < from + chunks * kChunk; i += kChunk, c += kChunk) {
+              with_row_grid<A>(args, c, [&](auto grid) { add_to_row(args, c, sums_of(i, grid)); });
+            }
+          },
+          [&](int from, RowCursor& cursor) {
+            RowCursor start = cursor;
+            const int valid = static_cast<int>(smaller(kChunk, n - from));
+            ChunkGrid<A> buffer;
+            const auto sums = sums_of(from, grid_of_rows(args, valid, cursor, buffer));
+            for_rows(args.channels, start, valid,
+                     [&](int k, int length, int64_t c) { add_to_row(args, c, sums, k, length); });
+          });
+    });
+  });
+}
+
+template <class A, bool kZeroPoint, bool kStream>
+void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end) {
+  Block<A> in, grad_in, out;
+  const auto ends = LearnedBounds<A>::of(args);
+  Position position = position_at(args.channels, begin);
+  for_blocks(begin, end, [&](int64_t at, int n) {
+    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+      const auto sums_of = [&](int i, int chunks, auto grid) {
+        Sums<A, kZeroPoint> sums;
+        learned_chunks<kStream>(x + i, grad + i, dx + i, chunks, grid, ends, sums);
+        return sums;
+      };
+      walk_channels(
+          args.channels, position.channel, n,
+          [&](int from, int chunks, int64_t c) {
+            const auto sums = sums_of(from, chunks, grid_of<A>(args, c));
+            args.sum_scale[c] += total_of(sums.ds);
+            if (kZeroPoint) args.sum_zero_point[c] += total_of(sums.dz);
+          },
+          [&](int from, Cursor& cursor) {
+            Cursor start = cursor;
+            Sums<A, kZeroPoint> sums;
+            with_mixed_grid<A>(args, cursor, [&](auto grid) { sums = sums_of(from, 1, grid); });
+            const int valid = static_cast<int>(smaller(kChunk, args.numel - start.i));
+            for_runs(args.channels, start, valid, [&](int k, int run, int64_t c) {
+              args.sum_scale[c] += total_of(sums.ds, k, k + run);
+              if (kZeroPoint) args.sum_zero_point[c] += total_of(sums.dz, k, k + run);
+            });
+          });
+    });
+  });
+}
+
+template <class A, bool kZeroPoint, bool kStream>
+void learned_backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
+  if (in_a_row(args.channels)) {
+    learned_of_row<A, kZeroPoint, kStream>(args, begin, end);
+  } else if (in_rows(args.channels)) {
+    learned_of_rows<A, kZeroPoint, kStream>(args, begin, end);
+  } else {
+    learned_of_channels<A, kZeroPoint, kStream>(args, begin, end);
+  }
+  if (kStream) stream_fence();
+}
+
+template <class A>
+void fake_quant_learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
+  with_stream(args, [&](auto stream) {
+    return args.sum_zero_point != nullptr ? learned_backward_typed<A, true, stream.value>(args, begin, end)
+                                          : learned_backward_typed<A, false, stream.value>(args, begin, end);
+  });
+}

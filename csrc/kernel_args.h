@@ -1,0 +1,78 @@
+// The arguments of a kernel: raw pointers, sizes and strides, never a Tensor. Both devices read the same struct.
+#pragma once
+
+#include <cstdint>
+
+#include "channels.h"
+
+namespace qtoolkit {
+
+namespace cpu {
+struct ThreadHistogram;
+}
+
+enum class Dtype : int8_t { f32, f64, bf16, f16, i8, u8, i16, u16, i32, i4, u4 };
+
+// Two codes a byte, the first in the low half (ONNX's INT4 and UINT4): always dense and row-major.
+QT_FN bool is_packed(Dtype dtype) { return dtype == Dtype::i4 || dtype == Dtype::u4; }
+
+constexpr int kMaxDims = 8;
+
+// An operand read in the memory order of the result, which is always dense: element i of the result is
+// element offset(i) of the operand. Dimensions run from the slowest to the fastest of the result.
+struct Operand {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  bool dense = true;  // then offset(i) == i
+  int dims = 0;
+  int64_t size[kMaxDims] = {};
+  int64_t stride[kMaxDims] = {};
+};
+
+// The lowest and highest code, rounded inwards to values that the arithmetic's type represents.
+struct CodeBounds {
+  double lo = 0, hi = 0;
+};
+
+// A running histogram in the memory of its device; see histogram.h.
+struct RunningHistogram {
+  int64_t* counts = nullptr;
+  float* lo = nullptr;
+  float* hi = nullptr;
+  int64_t bins = 0;
+};
+
+// A small float format: mantissa bits, smallest normal number and largest finite number.
+struct FloatFormat {
+  int mantissa = 0;
+  double smallest_normal = 0, largest = 0;
+};
+
+struct KernelArgs {
+  int64_t numel = 0;  // of the result
+  Channels channels;
+  Operand x;          // the input; codes for dequantize; only its dtype for fake_quant_backward
+  Operand grad;       // the incoming gradient of the backward kernels
+  void* y = nullptr;  // the dense result (dx for the backward kernels)
+  Dtype y_dtype = Dtype::f32;
+  bool stream = false;               // CPU: write y with streaming stores, past the caches
+  uint8_t* mask = nullptr;           // bit i % 8 of byte i / 8; null if unused. Forward writes it, backward reads it
+  const void* scale = nullptr;       // channels.count values in the type of the arithmetic
+  const void* zero_point = nullptr;  // likewise; null if symmetric
+  CodeBounds bounds;
+  FloatFormat format;  // for fake_quant_float and block_scale
+  // For block_scale, whose result has one scale for channels.inner elements of x, and whose `scale` is one number or
+  // null: the format of the scales. Its largest number is 0 for e8m0 (powers of two).
+  FloatFormat scale_format;
+  // Results of the reductions, channels.count float64 values each: the sums for scale and zero point (null if there
+  // is none), or the lowest and highest values for minmax.
+  double* sum_scale = nullptr;
+  double* sum_zero_point = nullptr;
+  RunningHistogram histogram;                        // updated in place by the histogram kernel
+  cpu::ThreadHistogram* thread_histogram = nullptr;  // CPU: the counts of the thread that runs the kernel
+
+  // Whether the arithmetic is float64: the input is, or the values that codes are dequantized to.
+  bool is_f64() const { return x.dtype == Dtype::f64 || y_dtype == Dtype::f64; }
+};
+
+}  // namespace qtoolkit

@@ -1,0 +1,33 @@
+// The list of all kernels, from which the enum below and the dispatch tables of both devices are made.
+#pragma once
+
+// Elementwise kernels: name, functor of fake_quant.h. A line here makes the kernels for the CPU and for CUDA.
+#define QT_ELEMENTWISE_KERNELS(X)    \
+  X(fake_quant, IntegerFunctor)      \
+  X(fake_quant_float, FloatFunctor)  \
+  X(fake_quant_log, LogFunctor)      \
+  X(tensor_quant, LegacyCodeFunctor) \
+  X(fake_tensor_quant, LegacyValueFunctor)
+
+// Kernels with a loop of their own: function templates of that name in cpu/, functions of that name in cuda/.
+#define QT_OTHER_KERNELS(X)      \
+  X(block_scale)                 \
+  X(fake_quant_backward)         \
+  X(fake_quant_learned_backward) \
+  X(quantize)                    \
+  X(dequantize)                  \
+  X(minmax)                      \
+  X(histogram)
+
+namespace qtoolkit {
+
+#define QT_ENUMERATOR(name, ...) name,
+enum class KernelId { QT_ELEMENTWISE_KERNELS(QT_ENUMERATOR) QT_OTHER_KERNELS(QT_ENUMERATOR) };
+#undef QT_ENUMERATOR
+
+// Reductions have a result for each channel, also for an empty tensor.
+constexpr bool is_reduction(KernelId kernel) {
+  return kernel == KernelId::fake_quant_learned_backward || kernel == KernelId::minmax;
+}
+
+}  // namespace qtoolkit
