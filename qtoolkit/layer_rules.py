@@ -59,16 +59,16 @@ class LayerDecision:
 class LayerRules:
     """Which config holds for each layer and op of a model.
 
-    The first of these rules that there is holds: by name, by regular expression, by type, global, the backend's default. A rule
-    by name, regular expression or type for a module holds for all that is in it; the nearest module comes first, the layer or
-    op itself before all. A module with several names takes the most exact of their rules.
+    The first rule in this order applies: by name, by regular expression, by type, global, the backend's default. A rule by name,
+    regular expression or type for a module applies to all layers and ops in it. The nearest module comes first, and the layer
+    or op itself comes before the modules around it. A module with several names takes the most exact of their rules.
 
     Attributes:
         backend: The target.
         mapping: The user's rules.
         table: Float type -> QAT type.
-        custom: The float types that the user added to the table. Their layers are quantized whatever the backend's table says
-            of their kind.
+        custom: The float types that the user added to the table. Their layers are quantized even if the backend's table
+            leaves their kind in float.
         names: All dotted names of each module of the float model; empty before there is a model.
         types: The type of each module of the float model, by name.
     """

@@ -44,36 +44,36 @@ def prepare(
 ) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
 
-    In training mode (QAT) batch norms stay and train, and are folded by `convert`; in eval mode (PTQ) they are folded at
-    once. Parameter names stay as they are. Call `qtoolkit.calibrate` next.
+    In training mode (QAT) batch norms are trained, and folded by `convert`. In eval mode (PTQ) they are folded at once.
+    Parameters keep their names. Call `qtoolkit.calibrate` next.
 
     Args:
         model: The float model. It is copied, unless `inplace`.
-        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. If given, Python that decides on sizes
-            can be traced (the model then checks that later inputs lead to the same decisions), arguments beyond them are
-            fixed at their defaults, and the prepared model is run on them once with quantizers off, in eval mode, so that
-            a model that does not run fails here.
+        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With example inputs, Python that branches
+            on sizes can be traced (each run then checks that its inputs take the same branches), arguments that they do not
+            give are fixed at their defaults, and the prepared model is run on them once, in eval mode with quantizers off,
+            so that a model that does not run fails here.
         backend: A name from `qtoolkit.backends`, or a Backend.
-        qconfig_mapping: Which layers get which config; layers without a rule get the backend's default.
-        leaf_modules: Types of submodules that are not traced into. The layers inside are quantized one by one, each with a
-            quantizer of its input (module replacement); batch norms there stay as they are.
-        skip: Dotted names of submodules that are not traced into, as `leaf_modules`.
+        qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
+        leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
+            with a quantizer of its input; batch norms in them do not change.
+        skip: Dotted names of submodules that are not traced, as `leaf_modules`.
         concrete_args: Values of forward's arguments that are fixed at tracing.
-        preserve_attributes: Dotted names of attributes and methods of the model (or, "layer1.stride", of a submodule) that
-            the result, its copies and the converted model keep.
-        qat_modules: Float type -> QAT type, on top of qtoolkit's own. A QAT type has a class method
-            `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`; its float type is not traced into.
-        fuse_patterns: (module type or function, ...) -> fuser: each chain of such ops, in which each alone takes the output
-            of the one before, is replaced by the module that `fuser(*modules)` returns, under the name of the first
-            module; a function's place among the modules is None.
-        inplace: Work on the model itself: it must not be used afterwards. If prepare fails, it is as it was.
+        preserve_attributes: Dotted names of attributes and methods of the model, or of a submodule ("layer1.stride"), that the
+            result, its copies and the converted model keep.
+        qat_modules: Float type -> QAT type, in addition to qtoolkit's own. Modules of the float type are leaf modules. A QAT
+            type has a class method `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
+        fuse_patterns: (module type or function, ...) -> fuser. Each chain of such ops, in which no other op takes the output
+            of an op, is replaced by the module that `fuser(*modules)` returns, under the name of the first module. For a
+            function the fuser gets None.
+        inplace: Change the model itself, which must not be used afterwards. If prepare fails, the model is unchanged.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
 
     Raises:
-        UntraceableError: The model's Python cannot be traced; says where, and what to do.
-        ValueError: A backend, a layer name or an option is not known; says which is nearest.
+        UntraceableError: The model's Python cannot be traced. The error names the source line and the remedies.
+        ValueError: A backend, a layer name or an option is not known. The error names the nearest known one.
         TypeError: An argument is of a wrong type.
 
     Example:
@@ -113,9 +113,9 @@ def prepare(
 def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
-    The result computes, in float, what the deployed model computes: every quantizer is a `Grid`. Each quantized layer has
-    `forward_fp32` beside its forward; with `qtoolkit.disable_quantization(converted)` every op, functions too, computes in
-    float. The prepared model is not changed.
+    The result computes in float what the deployed model computes: every quantizer is a `Grid`. Each quantized layer also has
+    `forward_fp32`; with `qtoolkit.disable_quantization(converted)` every op, functions too, computes in float. The prepared
+    model does not change.
 
     Args:
         prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
@@ -123,13 +123,13 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
         arithmetic: "float": layers compute in float on values from the grid.
 
     Returns:
-        A model of the same type, in eval mode, without observers. Of a model without a graph, a batch norm that was folded
-        is an Identity.
+        A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
+        Identity.
 
     Raises:
-        RuntimeError: A quantizer saw no data; names it.
-        ValueError: A scale is not positive and finite, or `arithmetic` is not known; or a batch norm that a layer was fused
-            with is no longer in the model.
+        RuntimeError: A quantizer saw no data. The error names it.
+        ValueError: A scale is not positive and finite, `arithmetic` is not known, or a batch norm that is linked to a layer is
+            no longer in the model.
         TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`.
 
     Example:

@@ -1,6 +1,7 @@
 """QuantizedGraphModule: a GraphModule that keeps all names of its model, and whose copies keep its plan and attributes."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -173,3 +174,8 @@ def _take_over(target: nn.Module, source: nn.Module) -> None:
             target.register_module(name, child)
         elif own is not child and child is not None:
             _take_over(own, child)
+
+
+def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
+    """Return how often the graph calls each module."""
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")

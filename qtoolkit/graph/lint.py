@@ -25,17 +25,17 @@ from qtoolkit.quantizers.quantizer import Quantizer
 def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ...]:
     """Check the quantizers of a model against the rules of its backend.
 
-    The rules are those of TensorRT's documentation on the placement of Q/DQ ("Working with Quantized Types"), of its ONNX
-    quantizer, and of the backend's table; each is applied where the backend's fields say so.
+    The rules come from TensorRT's documentation on the placement of Q/DQ ("Working with Quantized Types"), from NVIDIA Model
+    Optimizer's ONNX quantizer, and from the backend's table. The backend's fields say which of them apply.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.convert` returned; also one whose graph was changed since.
-        advice: Say, too, which ops the target's own quantizer leaves in float as integers bring them no speed
-            (`qtoolkit.graph.advice`): `prepare` quantizes them all the same.
+        model: What `qtoolkit.prepare` or `qtoolkit.convert` returned, also with a graph that was changed afterwards.
+        advice: Also list the ops that the target's own quantizer leaves in float, because they are not faster in integers
+            (`qtoolkit.graph.advice`). `prepare` quantizes them.
 
     Returns:
-        One finding for each edge or op that breaks a rule, in the order of the graph; without advice, none for what
-        `prepare` decides by itself.
+        One finding for each edge or op that breaks a rule, in the order of the graph. Without advice, an unchanged graph
+        breaks none.
 
     Raises:
         TypeError: The model was not prepared.

@@ -1,4 +1,4 @@
-"""Kinds that an op's name alone does not tell: each rule reads a node's arguments."""
+"""Rules for ops whose kind depends on their arguments: each returns the name of a kind from a node."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ UPSAMPLE_KINDS = {
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a node, or, of a module, its attribute of that name."""
+    """Return an argument of a node; for a node that calls a module, the module's attribute of that name."""
     if node.op == "call_module":
         owner = node.graph.owning_module
         return default if owner is None else getattr(owner.get_submodule(str(node.target)), name, default)
@@ -43,7 +43,7 @@ ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
 
 
 def is_number(node: fx.Node) -> bool:
-    """Return whether a node gives a number, a size or several: by the example at tracing, or as computed from numbers alone."""
+    """Return whether a node returns numbers and no tensor: by the example inputs, or because its inputs are numbers."""
     return _is_number(node, {})
 
 
@@ -73,10 +73,10 @@ def _all_numbers(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
 
 
 def _of_two(kind: str, with_constant: str) -> Callable[[fx.Node], str]:
-    """Return the rule of an op on two tensors, which with one constant is another kind."""
+    """Return the rule of an op on two tensors, whose kind is `with_constant` if one operand is a constant."""
 
     def rule(node: fx.Node) -> str:
-        """Tell two tensors from a tensor and a constant; of two constants, or with an alpha or a rounding mode, neither."""
+        """Return the kind by the operands; "other" for two constants, and with an alpha or a rounding mode."""
         operands = argument(node, 0, "input"), argument(node, 1, "other")
         if any(o is None for o in operands) or all(is_constant(o) for o in operands):
             return OTHER
@@ -94,12 +94,12 @@ _div = _of_two("div", "scale")
 
 
 def div(node: fx.Node) -> str:
-    """Tell a division of two tensors from one by a constant; a constant by a tensor is neither."""
+    """Return the kind of a division; "other" for a constant divided by a tensor."""
     return OTHER if is_constant(argument(node, 0, "input")) else _div(node)
 
 
 def written_out(equation: str) -> str:
-    """Return an einsum's equation with its result, by default the letters that appear once, sorted, after the dots."""
+    """Return an einsum's equation with its result: by default the dots, then the letters that appear once, sorted."""
     equation = equation.replace(" ", "")
     if "->" in equation:
         return equation
@@ -108,7 +108,7 @@ def written_out(equation: str) -> str:
 
 
 def einsum(node: fx.Node) -> str:
-    """Tell an einsum that is a matmul: two operands, with letters of both that the result has not."""
+    """Return "matmul" for an einsum that is one: two operands that share letters which are not in the result."""
     terms = re.fullmatch(r"([a-zA-Z.]+),([a-zA-Z.]+)->([a-zA-Z.]+)", written_out(str(node.args[0])))
     if terms is None or len(node.args) != 3:
         return "einsum"
@@ -118,39 +118,39 @@ def einsum(node: fx.Node) -> str:
 
 
 def mean(node: fx.Node) -> str:
-    """Tell a mean over the spatial dimensions, which is an average pool."""
+    """Return "avg_pool" for a mean over the spatial dimensions."""
     dims = argument(node, 1, "dim")
     dims = sorted(dims) if isinstance(dims, list | tuple) else dims
     return "avg_pool" if dims in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1]) else "mean"
 
 
 def upsample(node: fx.Node) -> str:
-    """Tell interpolation that picks values from one that makes new ones."""
+    """Return the kind of an interpolation by its mode: nearest picks values, others compute new ones."""
     mode = argument(node, 3, "mode", "nearest")
     return UPSAMPLE_KINDS.get(str(mode), OTHER)
 
 
 def pad(node: fx.Node) -> str:
-    """Tell padding with zero, which is on every grid, from padding with other values or with copies."""
+    """Return "zero_pad" for padding with zero, which is on every grid, "edge_pad" for copies, and "pad" for other values."""
     if argument(node, 2, "mode", "constant") != "constant":
         return "edge_pad"
     return "zero_pad" if argument(node, 3, "value") in (None, 0) else "pad"
 
 
 def clamp(node: fx.Node) -> str:
-    """Tell clamping at a lower bound of zero or more, which is a bounded ReLU."""
+    """Return "relu6" for a lower bound of zero or more: the op is then a bounded ReLU."""
     name = "min" if "min" in node.kwargs else "min_val"
     lowest = argument(node, 1, name)
     return "relu6" if isinstance(lowest, int | float) and lowest >= 0 else "clamp"
 
 
 def attribute(node: fx.Node) -> str:
-    """Tell x.T and x.mT from attributes that are no data."""
+    """Return "transpose" for x.T and x.mT; other attributes hold no data."""
     return "transpose" if node.args[1] in ("T", "mT") else OTHER
 
 
 def item(node: fx.Node) -> str:
-    """Tell a slice of a tensor, or one of the tensors that a split gives, from other uses of brackets."""
+    """Return "slice" for a slice of a tensor, and for one of the tensors that a split returns."""
     source, index = node.args
     if not isinstance(source, fx.Node):
         return OTHER

@@ -58,7 +58,7 @@ class OpKind:
         layer: A layer with one weight and output channels: a batch norm after it can be folded into it.
         has_weight: A module of this kind owns weights.
         weight_argument: A function of this kind can take a weight as an argument.
-        multiplies: Computes matrix products, the ops that targets compute in integers whatever takes their output.
+        multiplies: Computes matrix products. Targets compute these in integers even if their output is not quantized.
         fuses_add: Targets with `residual_add="identity"` compute this op and an add after it as one.
         sums: Adds or subtracts two tensors.
         with_constant: One of its two operands is a constant, which is not quantized.

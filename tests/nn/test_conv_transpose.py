@@ -172,7 +172,7 @@ def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, di
     qt.calibrate(prepared, [x], progress=False)
     layer = qt.convert(prepared).get_submodule("0")
     quantizer = layer.weight_quantizer
-    assert (quantizer.spec.axis, quantizer.scale.shape) == (0, (IN,))  # as many whatever the groups
+    assert (quantizer.spec.axis, quantizer.scale.shape) == (0, (IN,))  # the same number for any groups
     amax = model[0].weight.detach().abs().flatten(1).amax(1)
     torch.testing.assert_close(quantizer.scale, amax / 127, rtol=0, atol=0)
     codes = reference.quantize(model[0].weight.detach(), quantizer.scale, axis=0)

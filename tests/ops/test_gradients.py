@@ -244,7 +244,7 @@ def test_plain_composition(axis, count):
 @pytest.mark.parametrize("grad_factor", [1.0, 0.25])
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_torch_learnable_with_a_power_of_two(axis, grad_factor):
-    """Dyadic numbers throughout: every sum is exact in float32, in whatever order. Zero points are even, as torch's
+    """Dyadic numbers throughout: every sum is exact in float32, in any order. Zero points are even, as torch's
     backward adds them before it rounds, which moves ties by an odd one; and positive, as it truncates negative ones.
     """
     x = torch.randint(-600, 600, (4, 6, 50)) / 32

@@ -475,7 +475,7 @@ def spec(**kwargs: object) -> qt.QuantSpec:
 @pytest.mark.parametrize("method", ["percentile", "mse", "l2", "entropy"])
 @pytest.mark.parametrize("how", [{}, {"bits": 4}, {"signed": False, "symmetric": False}, {"signed": False}])
 def test_calibrate_with_histograms(method: str, how: dict) -> None:
-    """The ranges are those that the search finds for the float activations, whatever the split into batches."""
+    """The ranges are those that the search finds for the float activations, for any split into batches."""
     torch.manual_seed(0)
     model = nets.trained(nets.ConvNet(), 4, 3, 8, 8).eval()
     x = torch.randn(16, 3, 8, 8)

@@ -1,4 +1,4 @@
-"""The convert pass: fold the batch norms that training kept, and freeze every quantizer."""
+"""The convert pass: fold linked batch norms, and freeze every quantizer."""
 
 from typing import TypeVar
 
@@ -17,8 +17,8 @@ M = TypeVar("M", bound=nn.Module)
 def run(model: M) -> M:
     """Fold linked batch norms, replace quantizers by their frozen grids, and switch to eval mode.
 
-    In a model without a graph every module stays the object that it is, and a batch norm that is folded becomes an Identity.
-    What of it was prepared by itself is folded by its graph.
+    In a model without a graph every module stays the same object, and a folded batch norm becomes an Identity. Parts that were
+    prepared are folded by their graphs.
 
     Raises:
         RuntimeError: A quantizer saw no data.
@@ -49,5 +49,5 @@ def _run_on_modules(model: nn.Module) -> None:
             layer.fold_batch_norm(bn)
             replace_in_place(bn, identity_of(bn))
     for name, quantizer in quantizers_of(model).items():
-        quantizer.name = name  # what an error calls it
+        quantizer.name = name  # for errors
         replace_in_place(quantizer, quantizer.to_grid())

@@ -1,4 +1,4 @@
-"""Put modules of the user's in place of chains of ops that the user describes."""
+"""Replace chains of ops that the user describes by modules of the user's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.op_kinds.nodes import module_of
 
 Element = type[nn.Module] | Callable[..., Any]
@@ -14,11 +14,11 @@ FusePatterns = Mapping[tuple[Element, ...], Callable[..., nn.Module]]
 
 
 def check(fuse_patterns: object) -> None:
-    """Check the user's patterns, before any is looked for.
+    """Check the user's patterns.
 
     Raises:
-        TypeError: They are no mapping, or a fuser cannot be called.
-        ValueError: A pattern is no tuple of two or more module types or functions.
+        TypeError: `fuse_patterns` is not a mapping, or a fuser is not callable.
+        ValueError: A pattern is not a tuple of two or more module types or functions.
     """
     if not isinstance(fuse_patterns, Mapping):
         raise TypeError(f"prepare: fuse_patterns must map patterns to fusers, got a {type(fuse_patterns).__name__}.")
@@ -39,19 +39,19 @@ def check(fuse_patterns: object) -> None:
 
 
 def module_types(fuse_patterns: FusePatterns) -> list[type[nn.Module]]:
-    """Return the module types in the patterns, which must not be traced into."""
+    """Return the module types in the patterns: their modules are leaf modules."""
     return [e for pattern in fuse_patterns for e in pattern if isinstance(e, type) and issubclass(e, nn.Module)]
 
 
 def run(gm: QuantizedGraphModule, fuse_patterns: FusePatterns) -> QuantizedGraphModule:
-    """Replace every chain that matches a pattern by what its fuser makes of its modules.
+    """Replace every chain that matches a pattern by the module that the pattern's fuser returns.
 
-    A chain stays where a middle op's output has a second user, an op has other inputs than the chain, or a module is called
-    more than once.
+    A chain is not replaced if the output of an op before the last has a second user, if an op takes an input from outside the
+    chain, or if a module is called more than once.
 
     Raises:
-        ValueError: A pattern matches nothing, or its fuser fails; names the chain.
-        TypeError: A fuser returns no module.
+        ValueError: A pattern matches no chain, or its fuser raises. The error names the chain.
+        TypeError: A fuser does not return a module.
     """
     for pattern, fuser in fuse_patterns.items():
         chains = _chains(gm, pattern)
@@ -70,12 +70,10 @@ def run(gm: QuantizedGraphModule, fuse_patterns: FusePatterns) -> QuantizedGraph
 def _chains(gm: fx.GraphModule, pattern: Sequence[Element]) -> list[list[fx.Node]]:
     found: list[list[fx.Node]] = []
     used: set[fx.Node] = set()
-    called: dict[str, int] = {}
-    for node in gm.graph.nodes:
-        called[str(node.target)] = called.get(str(node.target), 0) + 1
+    calls = calls_of(gm)
     for node in gm.graph.nodes:
         chain = _match(node, pattern)
-        shared = any(n.op == "call_module" and called[str(n.target)] > 1 for n in chain)
+        shared = any(n.op == "call_module" and calls[str(n.target)] > 1 for n in chain)
         if chain and not shared and not used & set(chain):
             found.append(chain)
             used |= set(chain)
@@ -110,7 +108,7 @@ def _replace(
     where = f"{_show(pattern)} at {' -> '.join(node.name for node in chain)}"
     try:
         new = fuser(*modules)
-    except Exception as error:  # whatever the user's fuser raises
+    except Exception as error:  # of the user's fuser
         raise ValueError(f"prepare: fuse_patterns: the fuser of {where} failed: {error}") from error
     if not isinstance(new, nn.Module):
         raise TypeError(

@@ -1,11 +1,10 @@
 """Find layers with a batch norm after them. In training mode the layer takes it over; in eval mode it is folded at once."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
@@ -35,11 +34,6 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     for follower in gm.graph.nodes:
         if kind_of(follower).name == "batch_norm" and kind_of(follower.all_input_nodes[0]).layer:
             yield follower.all_input_nodes[0], follower
-
-
-def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
-    """Return how often the graph calls each module."""
-    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
 
 
 def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules: LayerRules) -> str | None:
@@ -72,7 +66,7 @@ def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: 
 
 
 def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
-    """Fold a batch norm into the layer before it, and take it out of the graph."""
+    """Fold a batch norm into the layer before it, and remove it from the graph."""
     layer = module_of(node)
     if not isinstance(layer, QuantWeighted):
         raise TypeError(
@@ -82,7 +76,7 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
     layer.fold_batch_norm(bn)
     follower.replace_all_uses_with(node)
     gm.graph.erase_node(follower)
-    if bn._modules:  # of a batch norm with an activation in it, that one stays
+    if bn._modules:  # an activation inside the batch norm stays
         gm.set_submodule(name, _holder_of(bn))
     else:
         gm.delete_submodule(name)

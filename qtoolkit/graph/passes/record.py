@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.backends import QUANTIZED_ROLES
-from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes.link_batch_norms import calls_of, why_apart
+from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.passes.link_batch_norms import why_apart
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
@@ -123,7 +123,7 @@ def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]
 
 
 def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
-    """Run a prepared model on example inputs, with quantizers off, leaving its state as it was."""
+    """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change."""
     args, kwargs = split(example_inputs)
     with torch.no_grad(), evaluating(gm), disable_quantization(gm):
         gm(*args, **kwargs)

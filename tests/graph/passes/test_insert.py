@@ -126,7 +126,7 @@ def test_the_plan_says_why() -> None:
 
 
 class KeptWhole(nn.Module):
-    """Layers and attention inside a submodule that is kept whole, and a layer that the graph calls too."""
+    """Layers and attention inside a leaf module, and a layer that the graph calls too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -233,7 +233,7 @@ def test_a_leaf_without_layers_is_float() -> None:
 
 
 class Tied(nn.Module):
-    """A layer that two submodules kept whole share, and another one that the graph calls too, before a batch norm."""
+    """A layer that two leaf modules share, and another one that the graph calls too, before a batch norm."""
 
     class CallsInner(nets.ControlFlow.Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def test_replacing_twice_changes_nothing() -> None:
 
 
 class Sides(nn.Module):
-    """A layer that the graph calls, and a submodule that is kept whole too."""
+    """A layer that the graph calls, and a leaf module calls too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: 
 
 
 class TakesTheSame(nn.Module):
-    """A block that is kept whole, and a layer beside it, on one tensor."""
+    """A block that is a leaf module, and a layer beside it, on one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
