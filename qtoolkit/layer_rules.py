@@ -59,7 +59,7 @@ class LayerDecision:
 class LayerRules:
     """Which config holds for each layer and op of a model.
 
-    The first rule in this order applies: by name, by regular expression, by type, global, the backend's default. A rule by name,
+    The first rule in this order applies: by name, by regular expression, by type, global, the backend default. A rule by name,
     regular expression or type for a module applies to all layers and ops in it. The nearest module comes first, and the layer
     or op itself comes before the modules around it. A module with several names takes the most exact of their rules.
 
