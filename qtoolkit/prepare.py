@@ -23,6 +23,7 @@ from qtoolkit.nn import QAT_MODULES, QuantModule
 from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
+from qtoolkit.shared_modules import modules_by_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -182,7 +183,7 @@ def check_quantized(model: object, what: str) -> None:
 
 def _names_in(gm: QuantizedGraphModule) -> list[str]:
     """Return the names that rules can name: those of modules, which hold for all that is in them, and of other ops."""
-    modules = [name for name, _ in gm.named_modules(remove_duplicate=False) if name]
+    modules = [name for name in modules_by_name(gm) if name]
     return modules + [node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
 
 
