@@ -97,7 +97,7 @@ def test_quantizers_without_data_are_named() -> None:
 @pytest.mark.parametrize(
     ("model", "batches", "kwargs", "error", "words"),
     [
-        (prepared_net, [], {}, ValueError, "batches is empty"),
+        (prepared_net, [], {}, ValueError, "batches must hold at least one batch, got none"),
         (nets.LinearNet, [torch.ones(1, 6)], {}, ValueError, "has no quantizers"),
         (prepared_net, torch.ones(SHAPE), {}, TypeError, "must be an iterable of batches"),
         (prepared_net, None, {}, TypeError, "got NoneType"),
