@@ -1,6 +1,7 @@
 """Errors for unknown names, which suggest the nearest known name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -22,3 +23,41 @@ def check_known(what: str, name: object, known: Iterable[str]) -> None:
     names = list(known)
     if name not in names:
         raise ValueError(unknown(what, name, names))
+
+
+def check_mapping(what: str, value: object) -> None:
+    """Raise ValueError unless a value is a mapping; for values read from a file."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} must be a mapping of names to values, got {type(value).__name__}.")
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Begin a ValueError of the block with the place in a file that it is about.
+
+    Example:
+        >>> with within("weight"), within("bits"):
+        ...     raise ValueError("it must be a number.")
+        Traceback (most recent call last):
+        ...
+        qtoolkit.errors.PlacedError: weight.bits: it must be a number.
+    """
+    try:
+        yield
+    except PlacedError as error:
+        raise PlacedError(f"{place}.{error.place}", error.reason) from None
+    except ValueError as error:
+        raise PlacedError(place, str(error)) from None
+
+
+class PlacedError(ValueError):
+    """A value of a file is wrong.
+
+    Attributes:
+        place: Where the value is in the file, such as object_type[0].activation.
+        reason: What is wrong.
+    """
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+        self.place, self.reason = place, reason

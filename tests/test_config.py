@@ -1,8 +1,15 @@
+import json
+import operator
+import sys
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 import qtoolkit as qt
 
@@ -20,6 +27,24 @@ specs = st.builds(
     observer=st.just("moving_average"),
     observer_args=st.just({}) | st.builds(lambda m: {"momentum": m}, st.floats(0.01, 1)),
 )
+
+NESTED: list[object] = []
+for _ in range(100_000):
+    NESTED = [NESTED]
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda of: st.lists(of, max_size=3) | st.dictionaries(st.text(max_size=4), of, max_size=3),
+)
+json_specs = st.fixed_dictionaries(
+    {}, optional={f.name: json_values | st.sampled_from([8, True, "histogram", "lsq"]) for f in fields(qt.QuantSpec)}
+)
+json_configs = st.fixed_dictionaries({}, optional=dict.fromkeys(("activation", "weight"), json_values | json_specs))
+json_rules = st.lists(
+    json_values | st.tuples(json_values | st.sampled_from(["", "(", "torch:add"]), json_values | json_configs),
+    max_size=3,
+)
+json_mappings = st.fixed_dictionaries({}, optional=dict.fromkeys(qt.QConfigMapping.SOURCES, json_values | json_rules))
 
 grouped_specs = st.builds(
     qt.QuantSpec,
@@ -74,6 +99,45 @@ def test_mapping_survives_json(activation: qt.QuantSpec | None, weight: qt.Quant
     assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
 
 
+@given(json_values | json_mappings)
+def test_any_json_is_a_mapping_or_a_sentence(values: object) -> None:
+    for read in (qt.QConfigMapping.from_dict, lambda v: qt.QConfigMapping.from_json(json.dumps(v))):
+        try:
+            mapping = read(values)
+        except ValueError as error:
+            assert str(error)  # noqa: PT017  # most values are refused
+        else:
+            assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
+
+
+class Mine(nn.Linear):
+    """A module type of a user."""
+
+
+def test_types_of_the_user_are_handed_over() -> None:
+    mapping = qt.QConfigMapping().set_object_type(Mine, W4).set_object_type(nn.Linear, None)
+    with pytest.raises(ValueError, match=r"object_type\[0\]: 'tests.test_config:Mine' .* types=\[MyLayer\]"):
+        qt.QConfigMapping.from_json(mapping.to_json())
+    assert qt.QConfigMapping.from_json(mapping.to_json(), types=[Mine]) == mapping
+
+
+def test_a_file_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ran_by_a_config.py").write_text("class Layer: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="'ran_by_a_config:Layer'"):
+        qt.QConfigMapping.from_dict({"object_type": [["ran_by_a_config:Layer", None]]})
+    assert "ran_by_a_config" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [nn.Conv2d, torch.add, F.max_pool2d, F.linear, torch.matmul, operator.add, torch.Tensor.add, torch.Tensor.split],
+)
+def test_kinds_of_torch_survive_json(kind: object) -> None:
+    mapping = qt.QConfigMapping().set_object_type(kind, W8)
+    assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
+
+
 def test_precedence_is_name_regex_type_global() -> None:
     mapping = qt.QConfigMapping().set_global(W8)
     for sets, source in (
@@ -120,7 +184,38 @@ def test_a_regex_must_match_the_whole_name() -> None:
         (lambda: qt.QuantSpec.from_dict({"bitz": 4}), "unknown key of QuantSpec 'bitz'; did you mean 'bits'"),
         (lambda: qt.QConfig.from_dict({"weigth": None}), "did you mean 'weight'"),
         (lambda: qt.QConfigMapping.from_dict({"module_nam": []}), "did you mean 'module_name'"),
-        (lambda: qt.QConfigMapping.from_dict({"object_type": [["no.such:Type", None]]}), "does not import"),
+        (
+            lambda: qt.QConfigMapping.from_dict({"object_type": [["no.such:Type", None]]}),
+            "object_type[0]: 'no.such:Type' is no module type or function of torch.nn, torch, torch.nn.functional or operator",
+        ),
+        (
+            lambda: qt.QConfigMapping.from_dict(
+                {"object_type": [["torch.nn:Linear", {"activation": {"symmetric": "false"}}]]}
+            ),
+            "object_type[0].activation: QuantSpec: symmetric must be true or false, got 'false'",
+        ),
+        (
+            lambda: qt.QConfigMapping.from_dict({"module_name_regex": [["fc", None], ["(", None]]}),
+            "module_name_regex[1]: ",
+        ),
+        (lambda: qt.QConfigMapping.from_dict({"module_name_regex": [["a{99999999999}", None]]}), "is not a regular"),
+        (
+            lambda: qt.QConfigMapping.from_dict({"module_name": [[5, None]]}),
+            "a rule must be a list of a text and a config",
+        ),
+        (
+            lambda: qt.QConfigMapping.from_dict({"module_name": ["fc"]}),
+            "module_name[0]: QConfigMapping: a rule must be",
+        ),
+        (lambda: qt.QConfigMapping.from_dict({"module_name": 5}), "module_name must be a list of rules, got int"),
+        (lambda: qt.QConfigMapping.from_dict({"global": [["fc", None]]}), "the global rule has the name '', got 'fc'"),
+        (lambda: qt.QConfigMapping.from_dict({"global": [["", 8]]}), "global[0]: QConfig must be a mapping"),
+        (lambda: qt.QConfigMapping.from_json("[" * 100_000), "the JSON is nested too deeply"),
+        (lambda: qt.QConfigMapping.from_json("5"), "QConfigMapping must be a mapping of names to values, got int"),
+        (lambda: qt.QConfig.from_dict({"weight": {"bits": NESTED}}), "weight: QuantSpec: a value is nested too deeply"),
+        (lambda: qt.QuantSpec(observer_args=5), "the options of observer 'minmax' must be a mapping"),
+        (lambda: qt.QuantSpec(observer="moving_average", observer_args={"momentum": "a"}), "lie in (0, 1], got 'a'"),
+        (lambda: qt.QuantSpec(observer="histogram", observer_args={"percentile": []}), "lie in (0, 100], got []"),
         (lambda: qt.QConfigMapping().set_module_name_regex("(", None), "is not a regular expression"),
     ],
 )

@@ -3,15 +3,15 @@
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Literal, Self
 
 from torch import nn
 
+from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
-from qtoolkit.errors import check_known, unknown
+from qtoolkit.errors import check_known, check_mapping, unknown, within
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,15 @@ class QConfig:
         Raises:
             ValueError: A key or a value is unknown.
         """
-        for key in values:
-            check_known("key of QConfig", key, ("activation", "weight"))
-        specs = {name: values.get(name) for name in ("activation", "weight")}
-        return cls(**{name: None if spec is None else QuantSpec.from_dict(spec) for name, spec in specs.items()})
+        check_mapping("QConfig", values)
+        specs: dict[str, QuantSpec | None] = dict.fromkeys(("activation", "weight"))
+        for name, spec in values.items():
+            check_known("key of QConfig", name, specs)
+            with within(name):
+                specs[name] = None if spec is None else QuantSpec.from_dict(spec)
+        return cls(**specs)
 
 
-Kind = type | Callable[..., Any]
 Source = Literal["module_name", "module_name_regex", "object_type", "global"]
 
 
@@ -124,7 +126,7 @@ class QConfigMapping:
         """Set the config of the layers whose full dotted name matches a regular expression."""
         try:
             re.compile(regex)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"set_module_name_regex: {regex!r} is not a regular expression: {error}.") from None
         return self._set("module_name_regex", regex, qconfig)
 
@@ -196,31 +198,58 @@ class QConfigMapping:
         )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build a mapping from the parsed JSON of `to_json`.
+    def from_dict(cls, values: Mapping[str, Any], types: Iterable[Kind] = ()) -> Self:
+        """Build a mapping from the parsed JSON of `to_json`. Nothing is imported.
+
+        Args:
+            values: The parsed JSON.
+            types: Your own module types and functions that it names. Those of torch and `operator` need no entry.
 
         Raises:
-            ValueError: A key or a value is unknown, or a type's path cannot be imported.
+            ValueError: A key or a value is unknown or of the wrong type. The error names its place.
         """
-        mapping = cls()
-        for source, rules in values.items():
-            check_known("key of QConfigMapping", source, cls.SOURCES)
-            for key, qconfig in rules:
-                config = None if qconfig is None else QConfig.from_dict(qconfig)
-                if source == "object_type":
-                    mapping.set_object_type(_import(key), config)
-                else:
-                    mapping._set(source, key, config)  # type: ignore[arg-type]  # checked by check_known
+        check_mapping("QConfigMapping", values)
+        mapping, types = cls(), tuple(types)
+        for key in values:
+            check_known("key of QConfigMapping", key, cls.SOURCES)
+        for source in cls.SOURCES:
+            rules = values.get(source, ())
+            if not isinstance(rules, list | tuple):
+                raise ValueError(f"{source} must be a list of rules, got {type(rules).__name__}.")
+            for index, rule in enumerate(rules):
+                with within(f"{source}[{index}]"):
+                    mapping._add(source, rule, types)
         return mapping
 
+    def _add(self, source: Source, rule: Any, types: Iterable[Kind]) -> None:
+        """Add a rule of the parsed JSON: a list of a name and a config."""
+        if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)):
+            raise ValueError("QConfigMapping: a rule must be a list of a text and a config or null.")
+        qconfig = None if rule[1] is None else QConfig.from_dict(rule[1])
+        if source == "object_type":
+            self.set_object_type(kind_at(rule[0], types), qconfig)
+        elif source == "module_name_regex":
+            self.set_module_name_regex(rule[0], qconfig)
+        elif source == "global" and rule[0]:
+            raise ValueError(f"QConfigMapping: the global rule has the name '', got {rule[0]!r}.")
+        else:
+            self._set(source, rule[0], qconfig)
+
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Build a mapping from `to_json`'s result.
+    def from_json(cls, text: str, types: Iterable[Kind] = ()) -> Self:
+        """Build a mapping from `to_json`'s result. Nothing is imported.
+
+        Args:
+            text: The JSON.
+            types: As for `from_dict`.
 
         Raises:
-            ValueError: The text is not JSON, or a key or a value is unknown.
+            ValueError: The text is not JSON, or a key or a value is unknown or of the wrong type.
         """
-        return cls.from_dict(json.loads(text))
+        try:
+            return cls.from_dict(json.loads(text), types)
+        except RecursionError:
+            raise ValueError("QConfigMapping: the JSON is nested too deeply.") from None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QConfigMapping) and self.rules == other.rules
@@ -230,31 +259,6 @@ class QConfigMapping:
     def __repr__(self) -> str:
         rules = [f"{source} {key}: {q and q.describe()}" for source, of in self.rules.items() for key, q in of.items()]
         return f"QConfigMapping({'; '.join(rules)})"
-
-
-def path_of(kind: Kind) -> str:
-    """Return the import path of a type, function or tensor method, in the form module:name."""
-    # The __module__ of a tensor method is None: its class, __objclass__, has one.
-    owner = getattr(kind, "__objclass__", kind) if getattr(kind, "__module__", None) is None else kind
-    if owner is not kind:
-        return f"{owner.__module__}:{owner.__qualname__}.{kind.__name__}"
-    short = f"{kind.__module__}:{kind.__name__}"
-    try:
-        found = _import(short)  # e.g. torch.add, whose qualified name cannot be imported
-    except ValueError:
-        found = None
-    return short if found is kind else f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError):
-        raise ValueError(f"QConfigMapping: {path!r} does not import; write module:name.") from None
-    return found
 
 
 def warn_of_unused_types(

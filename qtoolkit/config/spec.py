@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
-from qtoolkit.errors import check_known, unknown
+from qtoolkit.errors import check_known, check_mapping, unknown
 from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
 
 FORMATS = ("int", "nnie")
@@ -66,6 +66,9 @@ class QuantSpec:
             raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}.")
         if self.axis is not None and type(self.axis) is not int:
             raise ValueError(f"QuantSpec: axis must be a whole number or None, got {self.axis!r}.")
+        for name in ("signed", "symmetric", "narrow", "pow2_scale"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"QuantSpec: {name} must be true or false, got {getattr(self, name)!r}.")
         self._check_group_size()
         check_known("format", self.format, FORMATS)
         check_known("observer", self.observer, OBSERVERS)
@@ -174,13 +177,17 @@ class QuantSpec:
         Raises:
             ValueError: A key or a value is unknown.
         """
-        names = [f.name for f in fields(cls)]
+        check_mapping("QuantSpec", values)
         for key in values:
-            check_known("key of QuantSpec", key, names)
-        return cls(**values)
+            check_known("key of QuantSpec", key, [f.name for f in fields(cls)])
+        try:
+            return cls(**values)
+        except RecursionError:
+            raise ValueError("QuantSpec: a value is nested too deeply.") from None
 
 
 def _check_options(of: str, args: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    check_mapping(f"the options of {of}", args)
     for key in args:
         if key not in known:
             raise ValueError(

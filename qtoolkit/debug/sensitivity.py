@@ -10,7 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from qtoolkit.config import QConfigMapping
-from qtoolkit.config.mapping import Kind, path_of
+from qtoolkit.config.kinds import Kind, path_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import evaluating

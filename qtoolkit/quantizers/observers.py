@@ -171,7 +171,7 @@ class MovingAverageObserver(RangeObserver):
     def check(cls, spec: "QuantSpec") -> None:
         """Raise ValueError for a momentum outside (0, 1]."""
         momentum = cls.options(spec)["momentum"]
-        if not 0 < momentum <= 1:
+        if not isinstance(momentum, int | float) or not 0 < momentum <= 1:
             raise ValueError(f"QuantSpec: momentum must lie in (0, 1], got {momentum!r}.")
 
 
@@ -247,7 +247,7 @@ class HistogramObserver(Observer):
         if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
             raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
         check_known("method of observer 'histogram'", method, METHODS)
-        if not 0 < percentile <= 100:
+        if not isinstance(percentile, int | float) or not 0 < percentile <= 100:
             raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
 
     @classmethod

@@ -1,0 +1,57 @@
+"""The types and functions of `QConfigMapping.set_object_type` as text, and back without importing anything."""
+
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+Kind = type | Callable[..., Any]
+
+
+def path_of(kind: Kind) -> str:
+    """Return the import path of a type, function or tensor method, in the form module:name."""
+    # The __module__ of a tensor method is None: its class, __objclass__, has one.
+    owner = getattr(kind, "__objclass__", kind) if getattr(kind, "__module__", None) is None else kind
+    if owner is not kind:
+        return f"{owner.__module__}:{owner.__qualname__}.{kind.__name__}"
+    # The qualified name of some functions, such as torch.add, is not their name in the module.
+    is_global = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return f"{kind.__module__}:{kind.__name__ if is_global else kind.__qualname__}"
+
+
+def kind_at(path: str, types: Iterable[Kind]) -> Kind:
+    """Return the type, function or tensor method at a path, among torch's and `operator`'s and the caller's own.
+
+    Raises:
+        ValueError: It is none of them.
+
+    Example:
+        >>> kind_at("torch.nn.modules.conv:Conv2d", ()), kind_at("torch.nn:Conv2d", ())
+        (<class 'torch.nn.modules.conv.Conv2d'>, <class 'torch.nn.modules.conv.Conv2d'>)
+    """
+    known = {**_torch_kinds(), **{path_of(kind): kind for kind in types}}
+    if path not in known:
+        raise ValueError(
+            f"{path!r} is no module type or function of torch.nn, torch, torch.nn.functional or operator, and no method of "
+            f"torch.Tensor; pass your own in `types`, such as types=[MyLayer]."
+        )
+    return known[path]
+
+
+@cache
+def _torch_kinds() -> dict[str, Kind]:
+    """Return torch's module types, functions and tensor methods, and those of `operator`, by `path_of` and by public name."""
+    owners = {f"{module.__name__}:": vars(module) for module in (nn, torch, nn.functional, operator)}
+    owners["torch:Tensor."] = dict(inspect.getmembers(torch.Tensor))
+    public = {
+        f"{owner}{name}": value
+        for owner, members in owners.items()
+        for name, value in members.items()
+        if (issubclass(value, nn.Module) if isinstance(value, type) else inspect.isroutine(value))
+    }
+    return {**{path_of(kind): kind for kind in public.values()}, **public}
