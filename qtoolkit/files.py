@@ -1,27 +1,75 @@
 """Atomic writes of files."""
 
+import glob
 import os
-import tempfile
+import platform
+import secrets
+import stat
+import time
+from contextlib import suppress
 from pathlib import Path
+
+DAY = 24 * 60 * 60
 
 
 def write_atomically(data: bytes, path: str | os.PathLike[str]) -> None:
     """Write a file, with its folders. If any step fails, a file that exists at `path` stays unchanged.
 
+    A symbolic link stays one: the file that it points to is written. An existing file keeps its mode, and a new one has that of
+    the umask. A FIFO or a device is written directly. Temporary files are named .NAME.HOST.PID.RANDOM.tmp; those that a killed
+    process left are removed at the next write of the same file.
+
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_atomically(b"abc", folder + "/new/file.bin")
         ...     Path(folder, "new", "file.bin").read_bytes()
         b'abc'
     """
-    target = Path(path)
+    mode = _mode(path)
+    if mode is not None and not stat.S_ISREG(mode):
+        Path(path).write_bytes(data)
+        return
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    prefix = f".{target.name[:50]}.{platform.node()[:50]}."  # names have at most 255 bytes
+    _remove_stale(target.parent, prefix)
+    temporary = target.parent / f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
-        with os.fdopen(handle, "wb") as file:
+        new = 0o666 if mode is None else stat.S_IMODE(mode)  # less the umask
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, new)) as file:
             file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
+        if mode is not None:
+            temporary.chmod(stat.S_IMODE(mode))
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _mode(path: str | os.PathLike[str]) -> int | None:
+    """Return the type and the mode of the file that a path leads to; None where there is none yet."""
+    try:
+        return os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _remove_stale(folder: Path, prefix: str) -> None:
+    """Remove the temporary files of processes that no longer run, and those that are older than a day."""
+    for entry in folder.glob(glob.escape(prefix) + "*.*.tmp"):
+        pid = entry.name.removeprefix(prefix).partition(".")[0]
+        if pid.isdecimal():
+            with suppress(OSError):  # another process has removed it, or this one may not
+                if not _runs(int(pid)) or time.time() - entry.stat().st_mtime > DAY:
+                    entry.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True
