@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from qtoolkit.eager.record import check_links
 from qtoolkit.model_inputs import run_batch
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
@@ -51,7 +51,8 @@ def calibrate(
 
     The model runs in eval mode without gradients, and its quantizers observe and do not quantize. Afterwards it is in its own
     mode again. Ranges by "minmax" and "histogram" do not depend on how the data is split into batches, or into processes: if
-    torch.distributed is initialized, all ranks get the ranges of all data (moving averages: their mean).
+    torch.distributed is initialized, all ranks get the ranges of all data (moving averages: their mean). If anything raises,
+    forward and the data included, all ranges, scales and observers are as before.
 
     Args:
         prepared: A model with quantizers, prepared, replaced or the user's own.
@@ -67,7 +68,7 @@ def calibrate(
 
     Raises:
         ValueError: The model has no quantizer, there is no batch, a quantizer observed NaN or infinities, or a batch norm that
-            is linked to a layer is no longer in the model. The scales are then unchanged.
+            is linked to a layer is no longer in the model.
         TypeError: `batches` is not iterable.
 
     Example:
@@ -90,21 +91,22 @@ def calibrate(
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
     check_links(prepared)
-    for quantizer in quantizers.values():
-        quantizer.observer.reset()
     run = forward or run_batch
     count = 0
-    with torch.no_grad(), evaluating(prepared), calibrating(prepared):
-        for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
-            run(prepared, batch)
-            count += 1
-            if count == max_batches:
-                break
-    if synchronize and distributed.is_available() and distributed.is_initialized():
-        count = _share(quantizers, count)
-    if count == 0:
-        raise ValueError("calibrate: batches must hold at least one batch, got none.")
-    return _finish(prepared, quantizers, count)
+    with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
+        for quantizer in quantizers.values():
+            quantizer.observer.reset()
+        with torch.no_grad(), evaluating(prepared), calibrating(prepared):
+            for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
+                run(prepared, batch)
+                count += 1
+                if count == max_batches:
+                    break
+        if synchronize and distributed.is_available() and distributed.is_initialized():
+            count = _share(quantizers, count)
+        if count == 0:
+            raise ValueError("calibrate: batches must hold at least one batch, got none.")
+        return _finish(prepared, quantizers, count)
 
 
 def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:

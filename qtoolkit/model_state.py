@@ -31,13 +31,16 @@ def deepcopy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: s
 
 
 @contextmanager
-def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+def unchanged_on_error(model: nn.Module, parameters: bool = False) -> Iterator[None]:
     """Restore a model if the block raises: its submodules, their types, modes and attributes, and the values of buffers.
+
+    With `parameters`, the values of parameters too. They are copied before the block: for quantizers, not for whole models.
 
     The dicts of its modules stay the same objects, so that handles of hooks remain valid.
     """
     states = [(module, type(module), dict(vars(module)), _contents(vars(module))) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    tensors = [*model.buffers(), *(model.parameters() if parameters else ())]
+    values = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     except BaseException:
@@ -49,8 +52,11 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
                 state[name].clear()
                 state[name].update(content)
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for tensor, value in zip(tensors, values, strict=True):
+                if tensor.shape == value.shape:
+                    tensor.copy_(value)
+                else:  # the first input or a state dict has given a quantizer its number of channels
+                    tensor.data = value
         raise
 
 

@@ -116,8 +116,32 @@ def test_bad_data(model, batches: object, kwargs: dict[str, object], error: type
         assert torch.equal(scale.nan_to_num(), before[name].nan_to_num())
 
 
-def test_an_error_in_the_model_leaves_the_switches() -> None:
-    model = prepared_net()
-    with pytest.raises(RuntimeError):
-        qt.calibrate(model, [torch.ones(1, 2, 8, 8)], progress=False)
-    assert all(q.quantizing and not q.observing for q in qt.quantizers_of(model).values())
+LEARNED = qt.QConfig(qt.QuantSpec(quantizer="lsq", axis=1), qt.QuantSpec(quantizer="lsq", axis=0))
+HISTOGRAM = qt.QConfig(qt.QuantSpec(observer="histogram"), qt.QuantSpec(observer="moving_average"))
+
+
+def state_of(model: nn.Module) -> dict[str, object]:
+    quantizers = qt.quantizers_of(model)
+    switches = {name: (q.ready, q.observing, q.quantizing, q.name, q._shape_is_known) for name, q in quantizers.items()}
+    return {**switches, **{name: tensor.detach().clone() for name, tensor in model.state_dict().items()}}
+
+
+@pytest.mark.parametrize("qconfig", [qt.backends["tensorrt"].qconfig, LEARNED, HISTOGRAM])
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("bad", [torch.ones(1, 2, 8, 8), torch.full(SHAPE, torch.nan), (torch.ones(SHAPE), 5)])
+def test_an_error_leaves_all_ranges_and_switches(qconfig: qt.QConfig, calibrated: bool, bad: object) -> None:
+    mapping = qt.QConfigMapping().set_global(qconfig).set_module_name("up", None)
+    model = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), qconfig_mapping=mapping)
+    if calibrated:
+        qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
+    before = state_of(model)
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        qt.calibrate(model, [3 * torch.randn(SHAPE), bad], progress=False)
+    after = state_of(model)
+    assert list(after) == list(before)
+    for name, value in before.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert after[name] == value
+    qt.calibrate(model, [torch.randn(SHAPE)], progress=False)

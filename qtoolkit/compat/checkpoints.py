@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_state import unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import divisor_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -36,7 +37,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
     Models of `qtoolkit.compat.pytorch_quantization` do not need this function: their `load_state_dict` takes the checkpoint.
 
     Args:
-        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`. It is changed.
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`. It is changed, unless an error is raised.
         state_dict: The checkpoint.
         strict: Raise if the checkpoint has entries of quantizers that the model does not have. False ignores them.
 
@@ -68,8 +69,9 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
     for key, place in places.items():
         if place is not None:
             ranges[place][key] = _fitted(model, place, quantizers[place], entries[key], key)
-    for name, amaxes in ranges.items():
-        quantizers[name].amax = _largest(name, amaxes)
+    with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
+        for name, amaxes in ranges.items():
+            quantizers[name].amax = _largest(name, amaxes)
     return tuple(name for name in quantizers if name in ranges)
 
 

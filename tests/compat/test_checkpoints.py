@@ -217,6 +217,17 @@ def test_a_batch_norm_that_is_folded_already_is_an_error():
         load_amax(qt.prepare(floats()), checkpoint(floats()))
 
 
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+def test_a_bad_range_leaves_all_ranges(quantizer):
+    spec = qt.QuantSpec(quantizer=quantizer)
+    model = qt.quant_modules.replace(floats(), qt.QConfigMapping().set_global(qt.QConfig(spec, spec)))
+    good, bad = (f"{layer}._input_quantizer._amax" for layer in ("conv", "head"))
+    with pytest.raises(ValueError, match="amax must not be negative"):
+        load_amax(model, {good: torch.tensor(5.0), bad: torch.tensor(-1.0)})
+    assert not any(quantizer.ready for quantizer in qt.quantizers_of(model).values() if not quantizer.of_weight)
+    assert model.get_submodule("conv.input_quantizer").scale.isnan()
+
+
 def test_a_model_without_quantizers_is_refused():
     with pytest.raises(ValueError, match="Net has no quantizers; call qtoolkit.prepare"):
         load_amax(floats(), checkpoint(floats()))
