@@ -288,8 +288,11 @@ def backend_of(backend: str | Backend) -> Backend:
 
     Raises:
         ValueError: The name is not known; says which is nearest.
+        TypeError: It is neither a name nor a Backend.
     """
     if isinstance(backend, Backend):
         return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a name or a qtoolkit.Backend, got {backend!r}.")
     check_known("backend", backend, backends)
     return backends[backend]

@@ -9,6 +9,7 @@ from torch import distributed, nn
 from tqdm import tqdm
 
 from qtoolkit.eager.record import check_links
+from qtoolkit.errors import check_module
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
@@ -78,6 +79,7 @@ def calibrate(
         >>> report.ranges["activation_quantizers.input_1"]
         (1.0, 2.0)
     """
+    check_module(prepared, "calibrate", "prepared")
     quantizers = quantizers_of(prepared)
     if not quantizers:
         refuse_legacy_quantizers(prepared, "calibrate")

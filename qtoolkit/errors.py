@@ -1,8 +1,10 @@
-"""Errors for unknown names, which suggest the nearest known name."""
+"""Checks of arguments, and errors for unknown names, which suggest the nearest known name."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+
+from torch import nn
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
@@ -29,6 +31,22 @@ def check_mapping(what: str, value: object) -> None:
     """Raise ValueError unless a value is a mapping; for values read from a file."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping of names to values, got {type(value).__name__}.")
+
+
+def check_module(model: object, what: str, argument: str = "model") -> None:
+    """Raise TypeError unless an argument of the public function `what` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: {argument} must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def check_sequence(value: object, what: str, argument: str, of: str = "names") -> None:
+    """Raise TypeError for one string, None or another value in place of a sequence."""
+    if isinstance(value, str):
+        raise TypeError(
+            f"{what}: {argument} must be a sequence of {of}, got the string {value!r}; write {argument}=[{value!r}]."
+        )
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{what}: {argument} must be a sequence of {of}, got {value!r}; write {argument}=[] for none.")
 
 
 @contextmanager

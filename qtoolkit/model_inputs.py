@@ -60,6 +60,8 @@ def fixed_arguments(model: nn.Module, concrete_args: Mapping[str, Any] | None, e
         TypeError: The example inputs do not match the signature of forward.
     """
     parameters = inspect.signature(model.forward).parameters
+    if not isinstance(concrete_args, Mapping | None):
+        raise TypeError(f"prepare: concrete_args must be a dict of arguments of forward, got {concrete_args!r}.")
     for name in concrete_args or {}:
         check_known("argument of forward in prepare's concrete_args", name, parameters)
     given = {} if example_inputs is None else bind(model, example_inputs)

@@ -11,7 +11,7 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, check_module
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -188,8 +188,7 @@ def _names_in(gm: QuantizedGraphModule) -> list[str]:
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prepare: model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_module(model, "prepare")
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
     trace.check_model(model)

@@ -24,7 +24,7 @@ from qtoolkit.eager.rules import (
     entries_of,
     ignored_in,
 )
-from qtoolkit.errors import check_known, unknown
+from qtoolkit.errors import check_known, check_module, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Status
@@ -211,8 +211,7 @@ class Active(AbstractContextManager["Active"]):
 
 
 def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"replace: model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_module(model, "replace")
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("replace: this model is already prepared; call replace on the float model.")
     trace.check_model(model, "replace")

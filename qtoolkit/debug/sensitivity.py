@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, check_module
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import evaluating
 from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
@@ -173,6 +173,8 @@ def sensitivity(
     check_known("by", by, ("layer", "type"))
     check_known("mode", mode, ("one", "all_but_one"))
     _check(model)
+    if not callable(evaluate):
+        raise TypeError(f"sensitivity: evaluate must be a function of a model, got {evaluate!r}.")
     every = _units(model, by)
     if not every:
         raise ValueError(
@@ -241,8 +243,7 @@ def _types_of(model: nn.Module) -> dict[str, Kind]:
 
 
 def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"sensitivity: model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_module(model, "sensitivity")
     quantizers = named_quantizers(model)
     if not quantizers:
         raise ValueError(

@@ -12,7 +12,7 @@ from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
-from qtoolkit.errors import unknown
+from qtoolkit.errors import check_module, unknown
 from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.model_state import deepcopy_model, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
@@ -57,8 +57,7 @@ def fuse_modules(
         ['Conv2d', 'Identity', 'ReLU']
     """
     chains = chains_in(modules_to_fuse)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_modules: model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_module(model, "fuse_modules")
     ChainRules(model).check(chains)
     with unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model, what="fuse_modules")

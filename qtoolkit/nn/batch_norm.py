@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, check_module
 from qtoolkit.nn.module import shallow_copy_as
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def freeze_batch_norm(model: nn.Module) -> None:
         >>> prepared.train().get_submodule("1").training
         False
     """
-    _set_frozen(model, True)
+    _set_frozen(model, True, "freeze_batch_norm")
 
 
 def unfreeze_batch_norm(model: nn.Module) -> None:
@@ -197,14 +197,15 @@ def unfreeze_batch_norm(model: nn.Module) -> None:
     Raises:
         ValueError: No batch norm in the model is linked to a QAT layer.
     """
-    _set_frozen(model, False)
+    _set_frozen(model, False, "unfreeze_batch_norm")
 
 
-def _set_frozen(model: nn.Module, frozen: bool) -> None:
+def _set_frozen(model: nn.Module, frozen: bool, what: str) -> None:
+    check_module(model, what)
     found = [module for module in model.modules() if isinstance(module, LinkedBatchNorm)]
     if not found:
         raise ValueError(
-            f"freeze_batch_norm: no batch norm in this {type(model).__name__} is linked to a QAT layer; pass the result of "
+            f"{what}: no batch norm in this {type(model).__name__} is linked to a QAT layer; pass the result of "
             f"qtoolkit.prepare or qtoolkit.quant_modules.replace for a model in training mode."
         )
     for bn in found:

@@ -6,7 +6,7 @@ from typing import Literal, Self, get_args
 
 from torch import nn
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, check_module
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -29,6 +29,7 @@ class _Switch(AbstractContextManager["_Switch"]):
     quantizing: bool | None = None
 
     def __init__(self, model: nn.Module, which: Which = "all") -> None:
+        check_module(model, type(self).__name__)
         check_known(f"which of {type(self).__name__}:", which, get_args(Which))
         self.quantizers = _chosen(model, which)
         self.before: list[list[tuple[bool, bool]]] = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.errors import check_module
 from qtoolkit.quantizers.frozen import Grid, check_scale
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.spec_ops import grid_of_range
@@ -275,4 +276,5 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
 def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return a model's quantizers by their dotted names."""
+    check_module(model, "quantizers_of")
     return named_quantizers(model, TensorQuantizer)

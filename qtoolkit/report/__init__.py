@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from qtoolkit.errors import check_module
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine
 from qtoolkit.report.of_graph import report_of_graph
@@ -32,4 +33,5 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         >>> [(line.name, str(line.status), line.reason) for line in report.layers]
         [('0', 'quantized', ''), ('1', 'float', 'float: a softmax, which tensorrt computes in float')]
     """
+    check_module(model, "quantization_report")
     return report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)

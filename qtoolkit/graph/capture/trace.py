@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.errors import unknown
+from qtoolkit.errors import check_sequence, unknown
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture import in_place, subclasses
 from qtoolkit.graph.capture.functions import scripted_functions
@@ -61,6 +61,7 @@ def run(
     """
     check_model(model)
     check_leaf_modules(leaf_modules)
+    check_sequence(preserve_attributes or (), "prepare", "preserve_attributes")
     kept = {name: _find_attribute(model, name) for name in preserve_attributes or ()}
     leaf_submodules = _find_submodules(model, skip)
     fixed = fixed_arguments(model, concrete_args, example_inputs)
@@ -130,6 +131,7 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
 
 def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:
     """Raise TypeError unless all entries are module types."""
+    check_sequence(leaf_modules, "prepare", "leaf_modules", "module types")
     for kind in leaf_modules:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(
@@ -138,8 +140,7 @@ def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:
 
 
 def _find_submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    if isinstance(names, str):
-        raise TypeError(f"prepare: skip must be a sequence of names, got the string {names!r}; write skip=[{names!r}].")
+    check_sequence(names, "prepare", "skip")
     known = modules_by_name(model)
     for name in names:
         if not name:
