@@ -70,7 +70,7 @@ def calibrate(
     Raises:
         ValueError: The model has no quantizer, there is no batch, a quantizer observed NaN or infinities, or a batch norm that
             is linked to a layer is no longer in the model.
-        TypeError: `batches` is not iterable.
+        TypeError: `batches` is not iterable, or a batch does not match the signature of the model's forward.
 
     Example:
         >>> import qtoolkit as qt

@@ -28,13 +28,32 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
-    """Run a model on a batch: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch)."""
-    args, kwargs = split(tuple(batch) if isinstance(batch, list) else batch)
-    return model(*args, **kwargs)
+    """Run a model on a batch: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
+
+    Raises:
+        TypeError: The batch does not match the signature of forward, such as a data loader's (images, labels).
+    """
+    inputs = tuple(batch) if isinstance(batch, list) else batch
+    args, kwargs = split(inputs)
+    try:
+        return model(*args, **kwargs)
+    except TypeError:  # not checked before: hooks may change the inputs
+        first = repr(next(iter(kwargs), 0))
+        remedy = f"; pass forward=lambda model, batch: model(batch[{first}]) with the items that the model takes"
+        bind(model, inputs, "calibrate: a batch does", remedy)
+        raise
 
 
-def bind(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
+def bind(
+    model: nn.Module, example_inputs: Any, what: str = "prepare: example_inputs do", remedy: str = ""
+) -> dict[str, Any]:
     """Return the example value of each argument of a model's forward.
+
+    Args:
+        model: The model.
+        example_inputs: As for `split`.
+        what: How the error begins.
+        remedy: How the error ends.
 
     Raises:
         TypeError: The example inputs do not match the signature.
@@ -44,9 +63,7 @@ def bind(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
     try:
         return signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise TypeError(
-            f"prepare: example_inputs do not match {type(model).__name__}.forward{signature}: {error}."
-        ) from None
+        raise TypeError(f"{what} not match {type(model).__name__}.forward{signature}: {error}{remedy}.") from None
 
 
 def fixed_arguments(model: nn.Module, concrete_args: Mapping[str, Any] | None, example_inputs: Any) -> dict[str, Any]:

@@ -58,6 +58,32 @@ def test_a_batch_is_passed_by_its_type(batches: list[object], forward: object) -
     assert qt.calibrate(prepared_net(), batches, forward=forward, progress=False).batches == 1
 
 
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((torch.ones(SHAPE), torch.zeros(4)), r"too many positional arguments; .* model\(batch\[0\]\)"),
+        ([torch.ones(SHAPE), torch.zeros(4)], r"too many positional arguments; .* model\(batch\[0\]\)"),
+        ({"image": torch.ones(SHAPE)}, r"missing a required argument: 'x'; .* model\(batch\['image'\]\)"),
+    ],
+)
+@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
+def test_a_batch_with_labels_says_what_to_pass(road, batch: object, words: str) -> None:
+    model = road(nets.trained(nets.ConvNet(), *SHAPE))
+    match = rf"calibrate: a batch does not match ConvNet\.forward\(.*x.*\).*: {words}"
+    with pytest.raises(TypeError, match=match):
+        qt.calibrate(model, [batch], progress=False)
+
+
+def test_a_type_error_of_the_model_stays() -> None:
+    class Wrong(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + len(5)
+
+    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 4), Wrong(4, 4)), ignore="1")
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        qt.calibrate(model, [torch.ones(2, 4)], progress=False)
+
+
 def test_mode_and_switches_come_back() -> None:
     model = prepared_net()
     model.get_submodule("bn1").eval()
