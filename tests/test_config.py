@@ -121,6 +121,11 @@ def test_types_of_the_user_are_handed_over() -> None:
     assert qt.QConfigMapping.from_json(mapping.to_json(), types=[Mine]) == mapping
 
 
+def test_types_are_a_sequence() -> None:
+    with pytest.raises(TypeError, match="types must be a sequence of module types and functions, got <class"):
+        qt.QConfigMapping.from_json("{}", types=Mine)
+
+
 def test_a_file_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ran_by_a_config.py").write_text("class Layer: pass")
     monkeypatch.syspath_prepend(tmp_path)
@@ -131,7 +136,18 @@ def test_a_file_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     "kind",
-    [nn.Conv2d, torch.add, F.max_pool2d, F.linear, torch.matmul, operator.add, torch.Tensor.add, torch.Tensor.split],
+    [
+        nn.Conv2d,
+        torch.add,
+        F.max_pool2d,
+        F.linear,
+        torch.matmul,
+        operator.add,
+        torch.Tensor.add,
+        torch.Tensor.split,
+        qt.nn.Add,
+        nn.modules.linear.NonDynamicallyQuantizableLinear,
+    ],
 )
 def test_kinds_of_torch_survive_json(kind: object) -> None:
     mapping = qt.QConfigMapping().set_object_type(kind, W8)
@@ -186,7 +202,7 @@ def test_a_regex_must_match_the_whole_name() -> None:
         (lambda: qt.QConfigMapping.from_dict({"module_nam": []}), "did you mean 'module_name'"),
         (
             lambda: qt.QConfigMapping.from_dict({"object_type": [["no.such:Type", None]]}),
-            "object_type[0]: 'no.such:Type' is no module type or function of torch.nn, torch, torch.nn.functional or operator",
+            "object_type[0]: 'no.such:Type' is no module type or function of torch, torch.nn, operator or qtoolkit.nn",
         ),
         (
             lambda: qt.QConfigMapping.from_dict(

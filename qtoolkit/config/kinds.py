@@ -25,7 +25,7 @@ def path_of(kind: Kind) -> str:
 
 
 def kind_at(path: str, types: Iterable[Kind]) -> Kind:
-    """Return the type, function or tensor method at a path, among torch's and `operator`'s and the caller's own.
+    """Return the type, function or tensor method at a path, among those of torch, `operator`, qtoolkit and the caller.
 
     Raises:
         ValueError: It is none of them.
@@ -34,19 +34,22 @@ def kind_at(path: str, types: Iterable[Kind]) -> Kind:
         >>> kind_at("torch.nn.modules.conv:Conv2d", ()), kind_at("torch.nn:Conv2d", ())
         (<class 'torch.nn.modules.conv.Conv2d'>, <class 'torch.nn.modules.conv.Conv2d'>)
     """
-    known = {**_torch_kinds(), **{path_of(kind): kind for kind in types}}
+    known = {**_known_kinds(), **{path_of(kind): kind for kind in types}}
     if path not in known:
         raise ValueError(
-            f"{path!r} is no module type or function of torch.nn, torch, torch.nn.functional or operator, and no method of "
+            f"{path!r} is no module type or function of torch, torch.nn, operator or qtoolkit.nn, and no method of "
             f"torch.Tensor; pass your own in `types`, such as types=[MyLayer]."
         )
     return known[path]
 
 
 @cache
-def _torch_kinds() -> dict[str, Kind]:
-    """Return torch's module types, functions and tensor methods, and those of `operator`, by `path_of` and by public name."""
-    owners = {f"{module.__name__}:": vars(module) for module in (nn, torch, nn.functional, operator)}
+def _known_kinds() -> dict[str, Kind]:
+    """Return the types and functions of torch, torch.nn, `operator` and qtoolkit.nn, by `path_of` and by public name."""
+    modules = [
+        module for name, module in sys.modules.items() if f"{name}.".startswith("torch.nn.") or name == "qtoolkit.nn"
+    ]
+    owners = {f"{module.__name__}:": vars(module) for module in (torch, operator, *modules)}
     owners["torch:Tensor."] = dict(inspect.getmembers(torch.Tensor))
     public = {
         f"{owner}{name}": value

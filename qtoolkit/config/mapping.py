@@ -11,7 +11,7 @@ from torch import nn
 
 from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
-from qtoolkit.errors import check_known, check_mapping, unknown, within
+from qtoolkit.errors import check_known, check_mapping, check_sequence, unknown, within
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,13 @@ class QConfigMapping:
 
         Args:
             values: The parsed JSON.
-            types: Your own module types and functions that it names. Those of torch and `operator` need no entry.
+            types: Your own module types and functions that it names. Those of torch, `operator` and qtoolkit need no entry.
 
         Raises:
             ValueError: A key or a value is unknown or of the wrong type. The error names its place.
         """
         check_mapping("QConfigMapping", values)
+        check_sequence(types, "QConfigMapping.from_dict", "types", "module types and functions")
         mapping, types = cls(), tuple(types)
         for key in values:
             check_known("key of QConfigMapping", key, cls.SOURCES)
