@@ -70,7 +70,7 @@ def calibrate(
     Raises:
         ValueError: The model has no quantizer, there is no batch, a quantizer observed NaN or infinities, or a batch norm that
             is linked to a layer is no longer in the model.
-        TypeError: `batches` is not iterable, or a batch does not match the signature of the model's forward.
+        TypeError: An argument is of a wrong type, or a batch does not match the signature of the model's forward.
 
     Example:
         >>> import qtoolkit as qt
@@ -86,12 +86,7 @@ def calibrate(
         raise ValueError(
             "calibrate: the model has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace first."
         )
-    if isinstance(batches, torch.Tensor) or not isinstance(batches, Iterable):
-        raise TypeError(
-            f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}."
-        )
-    if max_batches is not None and max_batches < 1:
-        raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
+    _check(batches, max_batches, forward)
     check_links(prepared)
     run = forward or run_batch
     count = 0
@@ -109,6 +104,19 @@ def calibrate(
         if count == 0:
             raise ValueError("calibrate: batches must hold at least one batch, got none.")
         return _finish(prepared, quantizers, count)
+
+
+def _check(batches: object, max_batches: object, forward: object) -> None:
+    if isinstance(batches, torch.Tensor | str | Mapping) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}."
+        )
+    if max_batches is not None and not isinstance(max_batches, int):
+        raise TypeError(f"calibrate: max_batches must be a whole number or None, got {max_batches!r}.")
+    if max_batches is not None and max_batches < 1:
+        raise ValueError(f"calibrate: max_batches must be at least 1 or None, got {max_batches}.")
+    if forward is not None and not callable(forward):
+        raise TypeError(f"calibrate: forward must be a function of a model and a batch, or None, got {forward!r}.")
 
 
 def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
+from qtoolkit.compat.checkpoints import load_amax
 
 
 def net() -> nn.Module:
@@ -24,6 +25,7 @@ OF_MODULES: dict[str, Callable[[object], object]] = {
     "disable_quantization: model": qt.disable_quantization,
     "enable_quantization: model": qt.enable_quantization,
     "calibrating: model": qt.calibrating,
+    "load_amax: model": lambda m: load_amax(m, {}),
     "freeze_batch_norm: model": qt.freeze_batch_norm,
     "unfreeze_batch_norm: model": qt.unfreeze_batch_norm,
     "replace: model": qt.quant_modules.replace,
@@ -67,3 +69,23 @@ def test_what_is_no_function_does_not_evaluate(evaluate: object) -> None:
     qt.calibrate(prepared, [X], progress=False)
     with pytest.raises(TypeError, match=f"sensitivity: evaluate must be a function of a model, got {evaluate!r}"):
         qt.debug.sensitivity(prepared, evaluate, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("text",), "batches must be an iterable of batches, such as a list, got str"),
+        (({"x": X},), "batches must be an iterable of batches, such as a list, got dict"),
+        (([X], "3"), "max_batches must be a whole number or None, got '3'"),
+        (([X], None, 5), "forward must be a function of a model and a batch, or None, got 5"),
+    ],
+)
+def test_arguments_of_calibrate(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(TypeError, match=f"calibrate: {words}"):
+        qt.calibrate(qt.prepare(net()), *arguments)
+
+
+@pytest.mark.parametrize("state_dict", [None, 5, [X]])
+def test_a_checkpoint_is_a_mapping(state_dict: object) -> None:
+    with pytest.raises(TypeError, match="load_amax: state_dict must be a mapping of names to tensors, got"):
+        load_amax(qt.prepare(net()), state_dict)

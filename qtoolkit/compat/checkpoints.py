@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.errors import check_module
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import unchanged_on_error
 from qtoolkit.nn import QuantWeighted
@@ -46,6 +47,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
 
     Raises:
         ValueError: The model has no quantizers, or a range does not fit its quantizer.
+        TypeError: `model` is no module, or `state_dict` no mapping.
         KeyError: strict, and the checkpoint has no ranges, or has entries of quantizers that the model does not have.
 
     Example:
@@ -54,6 +56,11 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
         >>> load_amax(model, amax)
         ('0.weight_quantizer', 'activation_quantizers.input_1')
     """
+    check_module(model, "load_amax")
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"load_amax: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}."
+        )
     quantizers = quantizers_of(model)
     if not quantizers:
         raise ValueError(
