@@ -125,16 +125,23 @@ class LSQ(QuantizerKind):
         return {**super().tensors(spec, shape), "_scale": nn.Parameter(torch.full(shape, torch.nan))}
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
-        """Return 1 / sqrt(N * qmax), section 2.2 of the paper, for the quantizer's first input.
+        """Return 1 / sqrt(N * qmax), section 2.2 of the paper.
 
-        N is the number of elements that share a scale, without the batch dimension for a per-tensor scale.
+        N is the number of elements that share a scale: of all elements of a weight, or of the features of one sample of an
+        activation. It does not depend on the batch size, and is at least 1.
         """
-        if quantizer.grad_factor is None:
-            spec = quantizer.spec
-            scales = quantizer._scale.numel() if spec.axis is not None else (x.size(0) if x.dim() > 1 else 1)
-            sharing = x.numel() // max(scales, 1)
-            quantizer.grad_factor = float(max(sharing, 1) * spec.qmax) ** -0.5
-        return quantizer.grad_factor
+        spec = quantizer.spec
+        sizes = x.shape
+        if x.dim() > 1 and not quantizer.of_weight and not _differs_between_rows(spec, x.dim()):
+            sizes = x.shape[1:]
+        sharing = max(sizes.numel() // max(quantizer._scale.numel(), 1), 1)
+        factor: float = float(sharing * spec.qmax) ** -0.5
+        return factor
+
+
+def _differs_between_rows(spec: "QuantSpec", dims: int) -> bool:
+    """Return whether the scale of a tensor with this number of dimensions differs along dimension 0."""
+    return spec.axis is not None and (spec.axis % dims == 0 or spec.group_size is not None)
 
 
 QUANTIZERS: dict[str, QuantizerKind] = {"fixed": FixedScale(), "lsq": LSQ()}

@@ -34,7 +34,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         observing: Whether forward observes its input.
         quantizing: Whether forward quantizes its input.
         ready: Whether there is a range to quantize with.
-        grad_factor: Gradient factor that a learned quantizer took from its first input, or None.
 
     Example:
         >>> quantizer = TensorQuantizer(QuantSpec(bits=4))
@@ -60,7 +59,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if group > 1 and spec.axis is None:
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
         self.observing = False
-        self.grad_factor: float | None = None
         self._shape_is_known = spec.axis is None or channels is not None
         given = (channels,) if isinstance(channels, int) else channels
         shape = () if spec.axis is None else given or (1,)
