@@ -20,6 +20,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     A new quantizer has no range. It can quantize once it has observed data (see `qtoolkit.calibrate`), `amax` was set, or
     a state dict was loaded. The scale stays in float32 when the model is cast to half precision.
 
+    A model's `load_state_dict` takes the state dict of the float model, which has no entry of a quantizer, or one with the
+    entries of all quantizers; absent ones are reported as missing keys. A state dict of another spec raises ValueError
+    (the observer and the options of the quantizer may differ). The spec is in the state dict's metadata, which a copy into a
+    plain dict does not have; it is then not checked.
+
     Args:
         spec: How to quantize.
         channels: Number of scales along `spec.axis` (times `group`), or the shape of the scale (`spec.scale_shape`). By
