@@ -34,7 +34,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.quantizers.observers import HistogramObserver, MovingAverageObserver, Observer, RangeObserver
+from qtoolkit.quantizers.observers import (
+    HistogramObserver,
+    LSQStartObserver,
+    MovingAverageObserver,
+    Observer,
+    RangeObserver,
+)
 from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range
 
 if TYPE_CHECKING:  # QuantSpec checks itself by these tables
@@ -59,6 +65,10 @@ class QuantizerKind:
 
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
+
+    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
+        """Return the type of the observer of a spec."""
+        return OBSERVERS[spec.observer]
 
     def options(self, spec: "QuantSpec") -> dict[str, Any]:
         """Return the value of each option."""
@@ -107,7 +117,10 @@ class FixedScale(QuantizerKind):
 
 
 class LSQ(QuantizerKind):
-    """The scale is a parameter that starts from the observed range (LSQ, arXiv 1902.08153)."""
+    """The scale is a parameter (LSQ, arXiv 1902.08153).
+
+    It starts as in the paper where the spec's observer is the default, "minmax", and from the range of another observer.
+    """
 
     label = "lsq"
 
@@ -119,6 +132,10 @@ class LSQ(QuantizerKind):
             raise ValueError(
                 f"QuantSpec: pow2_scale=True needs quantizer='fixed'; {spec.quantizer!r} trains scales of any value."
             )
+
+    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
+        """Return the observer of the paper's start for "minmax"."""
+        return LSQStartObserver if spec.observer == "minmax" else super().observer_type(spec)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the scale as a parameter, and the zero point as a buffer."""

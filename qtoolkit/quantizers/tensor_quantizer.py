@@ -11,7 +11,7 @@ from qtoolkit.quantizers.frozen import Grid, check_scale
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
-from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS, QuantizerKind
+from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
 
 
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
@@ -70,7 +70,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         for attribute, tensor in self.kind.tensors(spec, shape).items():
             register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
             register(attribute, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
-        self.observer = OBSERVERS[spec.observer].from_spec(spec, shape, group)
+        self.observer = self.kind.observer_type(spec).from_spec(spec, shape, group)
         self.ready = False
 
     @property
