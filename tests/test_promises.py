@@ -169,9 +169,10 @@ def test_train_ema_works() -> None:
     assert not torch.equal(converted(x), qt.convert(prepared)(x))
 
 
-def test_train_resumed_is_train_without_a_break(tmp_path) -> None:
+@pytest.mark.parametrize("sizes", [[8] * 6, [8, 8, 8, 12, 8, 16]], ids=["one size", "several sizes"])
+def test_train_resumed_is_train_without_a_break(tmp_path, sizes: list[int]) -> None:
     """Model and optimizer come back from a file, into a model that was prepared anew and never calibrated."""
-    batches = torch.randn(6, *SHAPE)
+    batches = [torch.randn(*SHAPE[:2], size, size) for size in sizes]
     one = trainable()
     optimizer = torch.optim.Adam(one.parameters(), 1e-3)
     for x in batches[:3]:

@@ -31,7 +31,8 @@ class QuantSpec:
             histogram of all inputs, per tensor or per channel).
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average"; `bins` (2048),
             `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram".
-        quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153), or another name of
+        quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
+            "minmax" it starts from 2 * mean|x| / sqrt(qmax), at most from the range), or another name of
             `qtoolkit.quantizers.table`, which says how to add one.
         quantizer_args: Options of the quantizer. "fixed" and "lsq" have none.
 

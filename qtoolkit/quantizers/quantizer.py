@@ -1,5 +1,6 @@
 """Quantizer: the base class of the quantizer in training (TensorQuantizer) and of its frozen form (Grid)."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -38,6 +39,36 @@ class Quantizer(KeepsFloat32):
     def active(self) -> bool:
         """Whether forward does anything with its input."""
         return self.quantizing
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(
+            destination, "_metadata", {}
+        )  # beside the entries, whose names are those of earlier versions
+        metadata.setdefault(prefix[:-1], {})["spec"] = _spec_of(self)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        saved, own = local_metadata.get("spec", {}), _spec_of(self)
+        differing = [name for name in saved if saved[name] != own.get(name)]
+        if differing and any(key.startswith(prefix) for key in state_dict):
+            raise ValueError(
+                f"quantizer {self.name!r}: its spec in the state dict has {_listed(saved, differing)}, in the model "
+                f"{_listed(own, differing)}; prepare the model with the backend and the QConfigMapping of the saved model, or "
+                f"load only the entries of the float model."
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _spec_of(quantizer: Quantizer) -> dict[str, Any]:
+    """Return the part of a spec that a state dict must match: not how ranges are observed, nor the training options."""
+    fields = quantizer.spec.to_dict()
+    return {name: fields[name] for name in fields if name not in ("observer", "observer_args", "quantizer_args")}
+
+
+def _listed(fields: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={fields.get(name)!r}" for name in names)
 
 
 Q = TypeVar("Q", bound=Quantizer)

@@ -1,7 +1,8 @@
 """Ops of `qtoolkit.ops` with the arguments that a QuantSpec gives."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from qtoolkit import ops
@@ -23,7 +24,24 @@ def fake_quant(
     channels = (spec.axis, group, block_size)
     if spec.format != "int":
         return ops.fake_quant_float(x, scale, spec.format, *channels)
+    if torch.compiler.is_compiling() and grad_factor != 1.0:  # the op's own would be a constant: a graph for each size
+        scale = _WithFactor.apply(scale, grad_factor)
+        zero_point = None if zero_point is None else _WithFactor.apply(zero_point, grad_factor)
+        grad_factor = 1.0
     return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
+
+
+class _WithFactor(torch.autograd.Function):
+    """Return x; its gradient is multiplied by a factor, which may depend on a dynamic size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
 
 
 def grid_of_range(lo: Tensor, hi: Tensor, spec: "QuantSpec") -> tuple[Tensor, Tensor | None]:

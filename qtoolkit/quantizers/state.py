@@ -1,6 +1,8 @@
 """How quantizers and observers react to casts and state dicts."""
 
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -26,11 +28,51 @@ class KeepsFloat32(nn.Module):
 
 
 class LoadsFloatCheckpoints(nn.Module):
-    """A module that keeps its state if a state dict has no entry for it.
+    """A module that keeps its state if a state dict has no entry of such modules.
 
-    The state dict of a float model can therefore be loaded strictly into the prepared model.
+    The state dict of a float model can therefore be loaded strictly into the prepared model. A state dict with an entry of
+    one such module must have the entries of all.
     """
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if any(key.startswith(prefix) for key in state_dict):
-            super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
+        _LATEST_LOAD.of(missing_keys).add(missing, any(key.startswith(prefix) for key in state_dict))
+
+
+@dataclass
+class _Load:
+    """What one call of `load_state_dict` found: it calls each module with the same list of missing keys."""
+
+    missing_keys: list[str]
+    missing: list[str] = field(default_factory=list)  # to report if the state dict is not that of a float model
+    of_float_model: bool = True
+
+    def add(self, missing: list[str], found: bool) -> None:
+        self.missing += missing
+        self.of_float_model = self.of_float_model and not found
+        if not self.of_float_model:
+            self.missing_keys += self.missing
+            self.missing.clear()
+
+
+class _LatestLoad(threading.local):
+    """The latest call of `load_state_dict` in this thread."""
+
+    load = _Load([])
+
+    def of(self, missing_keys: list[str]) -> _Load:
+        if self.load.missing_keys is not missing_keys:
+            self.load = _Load(missing_keys)
+        return self.load
+
+
+_LATEST_LOAD = _LatestLoad()

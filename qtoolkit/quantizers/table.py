@@ -34,7 +34,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.quantizers.observers import HistogramObserver, MovingAverageObserver, Observer, RangeObserver
+from qtoolkit.quantizers.observers import (
+    HistogramObserver,
+    LSQStartObserver,
+    MovingAverageObserver,
+    Observer,
+    RangeObserver,
+)
 from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range
 
 if TYPE_CHECKING:  # QuantSpec checks itself by these tables
@@ -59,6 +65,10 @@ class QuantizerKind:
 
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
+
+    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
+        """Return the type of the observer of a spec."""
+        return OBSERVERS[spec.observer]
 
     def options(self, spec: "QuantSpec") -> dict[str, Any]:
         """Return the value of each option."""
@@ -107,7 +117,10 @@ class FixedScale(QuantizerKind):
 
 
 class LSQ(QuantizerKind):
-    """The scale is a parameter that starts from the observed range (LSQ, arXiv 1902.08153)."""
+    """The scale is a parameter (LSQ, arXiv 1902.08153).
+
+    It starts as in the paper where the spec's observer is the default, "minmax", and from the range of another observer.
+    """
 
     label = "lsq"
 
@@ -120,21 +133,32 @@ class LSQ(QuantizerKind):
                 f"QuantSpec: pow2_scale=True needs quantizer='fixed'; {spec.quantizer!r} trains scales of any value."
             )
 
+    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
+        """Return the observer of the paper's start for "minmax"."""
+        return LSQStartObserver if spec.observer == "minmax" else super().observer_type(spec)
+
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the scale as a parameter, and the zero point as a buffer."""
         return {**super().tensors(spec, shape), "_scale": nn.Parameter(torch.full(shape, torch.nan))}
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
-        """Return 1 / sqrt(N * qmax), section 2.2 of the paper, for the quantizer's first input.
+        """Return 1 / sqrt(N * qmax), section 2.2 of the paper.
 
-        N is the number of elements that share a scale, without the batch dimension for a per-tensor scale.
+        N is the number of elements that share a scale: of all elements of a weight, or of the features of one sample of an
+        activation. It does not depend on the batch size, and is at least 1.
         """
-        if quantizer.grad_factor is None:
-            spec = quantizer.spec
-            scales = quantizer._scale.numel() if spec.axis is not None else (x.size(0) if x.dim() > 1 else 1)
-            sharing = x.numel() // max(scales, 1)
-            quantizer.grad_factor = float(max(sharing, 1) * spec.qmax) ** -0.5
-        return quantizer.grad_factor
+        spec = quantizer.spec
+        sizes = x.shape
+        if x.dim() > 1 and not quantizer.of_weight and not _differs_between_rows(spec, x.dim()):
+            sizes = x.shape[1:]
+        sharing = max(sizes.numel() // max(quantizer._scale.numel(), 1), 1)
+        factor: float = float(sharing * spec.qmax) ** -0.5
+        return factor
+
+
+def _differs_between_rows(spec: "QuantSpec", dims: int) -> bool:
+    """Return whether the scale of a tensor with this number of dimensions differs along dimension 0."""
+    return spec.axis is not None and (spec.axis % dims == 0 or spec.group_size is not None)
 
 
 QUANTIZERS: dict[str, QuantizerKind] = {"fixed": FixedScale(), "lsq": LSQ()}

@@ -12,7 +12,7 @@ from qtoolkit.quantizers.frozen import Grid, check_scale
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
-from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS, QuantizerKind
+from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
 
 
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
@@ -20,6 +20,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     A new quantizer has no range. It can quantize once it has observed data (see `qtoolkit.calibrate`), `amax` was set, or
     a state dict was loaded. The scale stays in float32 when the model is cast to half precision.
+
+    A model's `load_state_dict` takes the state dict of the float model, which has no entry of a quantizer, or one with the
+    entries of all quantizers; absent ones are reported as missing keys. A state dict of another spec raises ValueError
+    (the observer and the options of the quantizer may differ). The spec is in the state dict's metadata, which a copy into a
+    plain dict does not have; it is then not checked.
 
     Args:
         spec: How to quantize.
@@ -35,7 +40,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         observing: Whether forward observes its input.
         quantizing: Whether forward quantizes its input.
         ready: Whether there is a range to quantize with.
-        grad_factor: Gradient factor that a learned quantizer took from its first input, or None.
 
     Example:
         >>> quantizer = TensorQuantizer(QuantSpec(bits=4))
@@ -61,14 +65,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if group > 1 and spec.axis is None:
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
         self.observing = False
-        self.grad_factor: float | None = None
         self._shape_is_known = spec.axis is None or channels is not None
         given = (channels,) if isinstance(channels, int) else channels
         shape = () if spec.axis is None else given or (1,)
         for attribute, tensor in self.kind.tensors(spec, shape).items():
             register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
             register(attribute, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
-        self.observer = OBSERVERS[spec.observer].from_spec(spec, shape, group)
+        self.observer = self.kind.observer_type(spec).from_spec(spec, shape, group)
         self.ready = False
 
     @property

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import qtoolkit as qt
 from qtoolkit.quantizers.spec_ops import grid_of_range
@@ -107,7 +108,8 @@ def test_amax_sets_and_reads_the_range() -> None:
 def test_learned_scale_trains_to_the_best_grid_and_stays_positive() -> None:
     torch.manual_seed(0)
     x = torch.randn(4096, 1)
-    quantizer = calibrated(qt.QuantSpec(bits=3, quantizer="lsq"), x)
+    quantizer = qt.TensorQuantizer(qt.QuantSpec(bits=3, quantizer="lsq"))
+    quantizer.set_range(x.min(), x.max())  # a start far from the best grid
     before = (quantizer(x) - x).square().mean().item()
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.5)
     for _ in range(200):
@@ -129,14 +131,56 @@ def test_a_scale_pushed_through_zero_stays_positive() -> None:
     assert quantizer.to_grid().scale > 0
 
 
-def test_lsq_gradient_factor_is_the_papers() -> None:
-    weight = torch.randn(8, 4, 3, 3)
-    per_channel = calibrated(qt.QuantSpec(bits=4, axis=0, quantizer="lsq"), weight, channels=8)
-    per_channel(weight)
-    assert per_channel.grad_factor == pytest.approx((36 * 7) ** -0.5)
-    per_tensor = calibrated(qt.QuantSpec(bits=4, quantizer="lsq"), torch.randn(16, 10))
-    per_tensor(torch.randn(16, 10))
-    assert per_tensor.grad_factor == pytest.approx((10 * 7) ** -0.5)
+def gradient_factor(quantizer: qt.TensorQuantizer, x: torch.Tensor) -> float:
+    """Return the factor by which forward multiplied the gradient of the scale."""
+    quantizer.zero_grad()
+    quantizer(x).sum().backward()
+    found, spec = quantizer.get_parameter("_scale").grad, quantizer.spec
+    scale = quantizer.scale.requires_grad_()
+    qt.ops.fake_quant(x, scale, None, spec.qmin, spec.qmax, spec.axis).sum().backward()
+    return float(found.sum() / scale.grad.sum())
+
+
+PER_TENSOR, PER_CHANNEL = (qt.QuantSpec(bits=4, axis=axis, quantizer="lsq") for axis in (None, 0))
+
+
+@pytest.mark.parametrize(
+    ("spec", "of_weight", "sharing"),
+    [
+        (PER_CHANNEL, True, 36),
+        (PER_TENSOR, True, 8 * 36),
+        (PER_CHANNEL, False, 36),
+        (PER_TENSOR, False, 36),
+        (qt.QuantSpec(bits=4, axis=1, quantizer="lsq"), False, 9),
+        (qt.QuantSpec(bits=4, axis=1, quantizer="lsq"), True, 8 * 9),
+    ],
+)
+def test_lsq_gradient_factor_is_the_papers(spec: qt.QuantSpec, of_weight: bool, sharing: int) -> None:
+    x = torch.randn(8, 4, 3, 3)
+    quantizer = calibrated(spec, x, of_weight=of_weight)
+    assert gradient_factor(quantizer, x) == pytest.approx((sharing * 7) ** -0.5, rel=1e-4)
+
+
+def test_lsq_gradient_factor_is_that_of_each_batch() -> None:
+    quantizer = calibrated(PER_TENSOR, torch.randn(4, 10))
+    quantizer(torch.empty(0, 10))  # the first batch in training
+    for shape, features in (((16, 10), 10), ((3, 10), 10), ((4, 40), 40), ((4, 10), 10)):
+        assert gradient_factor(quantizer, torch.randn(shape)) == pytest.approx((features * 7) ** -0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.parametrize(("dynamic", "sizes"), [(None, [4, 4, 4]), (True, [4, 5, 6, 9])])
+def test_lsq_compiles_once(axis: int | None, dynamic: bool | None, sizes: list[int]) -> None:
+    torch._dynamo.reset()
+    quantizer = calibrated(qt.QuantSpec(bits=4, axis=axis, quantizer="lsq"), torch.randn(2, 3, 4, 4))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(quantizer, fullgraph=True, backend=counter, dynamic=dynamic)
+    scale = quantizer.get_parameter("_scale")
+    for size in sizes:
+        x = torch.randn(2, 3, size, size)
+        (found,), (wanted,) = (torch.autograd.grad(f(x).square().sum(), [scale]) for f in (compiled, quantizer))
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert counter.frame_count == 1
 
 
 GROUPED = qt.QuantSpec(bits=4, axis=1, group_size=8)
@@ -181,11 +225,10 @@ def test_lsq_gradient_of_groups_is_the_papers() -> None:
         quantizer.get_parameter("_scale").mul_(0.7)
     grad = torch.randn(6, 24)
     quantizer(weight).backward(grad)
-    assert quantizer.grad_factor == pytest.approx((8 * 7) ** -0.5)
     scale = quantizer.scale.repeat_interleave(8, 1)
     codes = (weight / scale).round()
     terms = torch.where((codes >= -8) & (codes <= 7), codes - weight / scale, codes.clamp(-8, 7))
-    wanted = (grad * terms).unflatten(1, (3, 8)).sum(2) * quantizer.grad_factor
+    wanted = (grad * terms).unflatten(1, (3, 8)).sum(2) * (8 * 7) ** -0.5
     torch.testing.assert_close(quantizer.get_parameter("_scale").grad, wanted, rtol=1e-4, atol=1e-5)
 
 
