@@ -76,6 +76,7 @@ class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes firs
     """
 
     _is_param = _is_buffer = False  # torch.nn.Parameter and Buffer read these of every instance of Tensor
+    __format__ = object.__format__  # Tensor's would be recorded
 
     @classmethod
     def of(cls, value: Tensor, node: fx.Node, tracer: "ModelTracer") -> "TensorProxy":
@@ -87,6 +88,10 @@ class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes firs
     def __getattribute__(self, name: str) -> Any:
         """Return an attribute of the proxy, or record the read of a tensor's attribute."""
         return super().__getattribute__(name) if name in _OWN else self.__getattr__(name)
+
+    def __copy__(self) -> fx.Proxy:
+        """Record what copy.copy does with a tensor: the result shares its memory, and passes no gradient on."""
+        return self.tracer.create_proxy("call_method", "detach", (self,), {})
 
 
 _OWN = frozenset((*dir(SizedProxy), "node", "tracer", "_is_param", "_is_buffer"))

@@ -1,5 +1,6 @@
 """Constructs that hand a traced value to torch's C++: each is traced or refused in a sentence, never a crash."""
 
+import copy
 import multiprocessing
 import re
 from collections.abc import Callable
@@ -100,6 +101,12 @@ def below_torch_function(module: Construct, x: Tensor) -> Tensor:
         return torch.relu(x)
 
 
+def with_data_assigned(module: Construct, x: Tensor) -> Tensor:
+    x = x * 1
+    x.data = x.data * 2
+    return x
+
+
 def matched(module: Construct, x: Tensor) -> Tensor:
     match x:
         case Tensor():
@@ -115,6 +122,8 @@ TRACED: dict[str, Callable[[Construct, Tensor], Tensor]] = {
     "checkpoint_sequential": lambda m, x: checkpoint_sequential(m.layers, 2, x, use_reentrant=False),
     "is_tensor": lambda m, x: m.layers(x) if torch.is_tensor(x) and isinstance(x, Tensor) else x,
     "match": matched,
+    "format": lambda m, x: m.layers(x) if f"{x}" and f"{x!r}" else x,
+    "copy": lambda m, x: m.layers(copy.copy(x)),
     "as_tensor": lambda m, x: torch.as_tensor(x) * 2,
     "asarray": lambda m, x: torch.asarray(x) * 2,
     "new_tensor": lambda m, x: x.new_tensor(x) * 2,
@@ -153,6 +162,7 @@ REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
     "jit": (lambda m, x: torch.jit.trace(m.layers, x)(x), "Tracer cannot infer type"),
     "make_subclass": (lambda m, x: torch.Tensor._make_subclass(Tensor, x) * 2, "computed from a traced value in C"),
     "below __torch_function__": (below_torch_function, "Expected torch.dtype"),
+    "data": (with_data_assigned, "attribute of a tensor, such as data, is assigned"),
     "compile": (lambda m, x: torch.compile(m.layers, backend="eager")(x), "not installed as a submodule"),
 }
 
