@@ -95,8 +95,8 @@ def run(
 def _warn_of_checkpoint(model: nn.Module) -> None:
     warnings.warn(
         f"prepare: {type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
-        f"stores the activations instead of recomputing them. To keep the recomputation, use qtoolkit.quant_modules.replace, "
-        f"which does not trace.",
+        f"stores the activations instead of recomputing them. To keep the recomputation, make the submodules that use it leaf "
+        f"modules with `skip`.",
         stacklevel=4,  # the caller of prepare
     )
 

@@ -218,11 +218,24 @@ def test_refused_constructs_name_the_line_and_a_remedy_that_works(name: str) -> 
     assert "skip=['inner']" in text
 
 
+def layer_runs(model: nn.Module, name: str) -> int:
+    """Return how often a layer runs in a forward and backward pass."""
+    runs: list[None] = []
+    model.get_submodule(name).register_forward_pre_hook(lambda *_: runs.append(None))
+    with qt.disable_quantization(model):
+        model(torch.randn(2, 4)).sum().backward()
+    return len(runs)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_lost_recomputation_is_reported(reentrant: bool) -> None:
     model = Net(lambda m, x: checkpoint(m.layers, x, use_reentrant=reentrant))
-    with pytest.warns(UserWarning, match=r"prepare: Net uses torch\.utils\.checkpoint; .* stores"):
-        qt.prepare(model, (torch.randn(2, 4),))
+    with pytest.warns(
+        UserWarning, match=r"prepare: Net uses torch\.utils\.checkpoint; .* stores .* leaf modules with `skip`"
+    ):
+        prepared = qt.prepare(model, (torch.randn(2, 4),))
+    leaf = qt.prepare(model, (torch.randn(2, 4),), skip=["inner"])
+    assert (layer_runs(prepared, "inner.layers.0"), layer_runs(leaf, "inner.layers.0")) == (1, 2)
 
 
 def test_a_custom_function_is_refused_without_grad_and_example_inputs_too() -> None:
