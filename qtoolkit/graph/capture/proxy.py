@@ -18,15 +18,6 @@ class SizedProxy(fx.Proxy):
     """A proxy whose sizes, where the example inputs determine them, Python can use."""
 
     tracer: "ModelTracer"
-    _is_param = _is_buffer = False  # torch.nn.Parameter and Buffer read these of every instance of Tensor
-
-    @property
-    def __class__(self) -> type:  # isinstance reads it
-        return Tensor if isinstance(self.tracer.value_of(self), Tensor) else SizedProxy
-
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        raise TypeError("the class of a proxy cannot be set.")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):  # a protocol that proxies do not implement
@@ -75,6 +66,35 @@ def _assigning(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
     setattr(SizedProxy, f"__i{_name}__", _assigning(getattr(operator, f"__{_name}__")))
+
+
+class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes first in the method resolution order
+    """The proxy of a value that is known to be a tensor: a tensor on the meta device, whose operations are recorded.
+
+    Code in Python and C++ may treat it as a tensor. Code in C++ that does not call `__torch_function__`, such as torch.tensor,
+    returns a plain tensor on the meta device, which the tracer refuses.
+    """
+
+    _is_param = _is_buffer = False  # torch.nn.Parameter and Buffer read these of every instance of Tensor
+    __format__ = object.__format__  # Tensor's would be recorded
+
+    @classmethod
+    def of(cls, value: Tensor, node: fx.Node, tracer: "ModelTracer") -> "TensorProxy":
+        """Return the proxy of a node whose example value is a tensor on the meta device."""
+        proxy = value.detach().as_subclass(cls)
+        SizedProxy.__init__(proxy, node, tracer)
+        return proxy
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute of the proxy, or record the read of a tensor's attribute."""
+        return super().__getattribute__(name) if name in _OWN else self.__getattr__(name)
+
+    def __copy__(self) -> fx.Proxy:
+        """Record what copy.copy does with a tensor: the result shares its memory, and passes no gradient on."""
+        return self.tracer.create_proxy("call_method", "detach", (self,), {})
+
+
+_OWN = frozenset((*dir(SizedProxy), "node", "tracer", "_is_param", "_is_buffer"))
 
 
 def _missing() -> None:

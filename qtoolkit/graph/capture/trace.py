@@ -78,6 +78,8 @@ def run(
     except Exception as error:  # the user's forward may raise anything on proxies
         raise untraceable(error, model, tracer.path, example_inputs is not None) from error
     _warn_of_modes(model, tracer.branching)
+    if tracer.checkpointed:
+        _warn_of_checkpoint(model)
     in_place.run(graph, model)
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
@@ -89,6 +91,15 @@ def run(
     for name, value in kept.items():
         traced.keep(name, value)
     return traced
+
+
+def _warn_of_checkpoint(model: nn.Module) -> None:
+    warnings.warn(
+        f"prepare: {type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
+        f"stores the activations instead of recomputing them. To keep the recomputation, make the submodules that use it leaf "
+        f"modules with `skip`.",
+        stacklevel=4,  # the caller of prepare
+    )
 
 
 def _warn_of_modes(model: nn.Module, branching: Collection[nn.Module]) -> None:

@@ -2,16 +2,17 @@
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
 from qtoolkit.graph.capture.functions import is_foreign, is_weight, torchvision_ops
 from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in
-from qtoolkit.graph.capture.proxy import SizedProxy
+from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
 from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, is_plain
 from qtoolkit.graph.capture.subclasses import equivalent_type
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
@@ -22,6 +23,8 @@ from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, ch
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
+# Functions and methods that compute gradients, whose calls a graph does not record rightly.
+GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")
 LEAVES = (QuantModule, TensorQuantizer, Grid, TrainingMode, torch.jit.ScriptModule)
 # Containers of torch.nn, which are traced, so that the graph has their layers.
 CONTAINERS = (
@@ -63,6 +66,8 @@ class ModelTracer(fx.Tracer):
         branching: The submodules whose Python branches on their mode; the graph has the branch of this mode only.
         rebound: Proxies that an assignment to an item has bound to a new node, each with its former node.
         inlined: Nodes that return the result of an inlined function.
+        tensors: Parameters and buffers of the model.
+        checkpointed: Whether the forward calls torch.utils.checkpoint.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -80,12 +85,21 @@ class ModelTracer(fx.Tracer):
         super().__init__(autowrap_functions=self.leaf_functions)
         self.leaf_modules, self.leaf_submodules, self.shapes = tuple(leaf_modules), set(leaf_submodules), shapes
         self.path: list[tuple[str, nn.Module]] = []
-        self.torch_modes = _torch_modes()
+        self.tensors: set[Tensor] = set()
+        self.checkpointed = False
         self.propagating = False
         self.modes: dict[nn.Module, fx.Node] = {}
         self.branching: dict[nn.Module, None] = {}
         self.rebound: list[tuple[SizedProxy, fx.Node]] = []
         self.inlined: list[fx.Node] = []
+
+    def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Return the graph of a model."""
+        if isinstance(root, nn.Module):
+            self.tensors = {*root.parameters(), *root.buffers()}
+        with torch.enable_grad(), traced_checkpoints():
+            self.torch_modes = _torch_modes()
+            return super().trace(root, concrete_args)
 
     # ---- modules
 
@@ -102,6 +116,7 @@ class ModelTracer(fx.Tracer):
         if self.propagating:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
+        self._check_call(m, name, (args, kwargs))
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)
         self.path.append((name, m))
@@ -112,8 +127,28 @@ class ModelTracer(fx.Tracer):
         except BranchesOnModeError:
             self._roll_back(before)
             result = self.create_proxy("call_module", name, args, kwargs)
+        for value in tree_leaves(result):
+            self._check_traced(value)
         self.path.pop()
         return result
+
+    def _check_call(self, m: nn.Module, name: str, arguments: Any) -> None:
+        if not set(m.parameters()) <= self.tensors:
+            raise RuntimeError(
+                f"a parameter of {name!r} is replaced here, as torch.func.functional_call does, which a graph does not record."
+            )
+        for value in tree_leaves(arguments):
+            self._check_traced(value)
+
+    def _check_traced(self, value: Any) -> None:
+        """Raise RuntimeError for a tensor that was computed from a traced value without a node."""
+        if not isinstance(value, Tensor) or isinstance(value, fx.Proxy) or not value.is_meta:
+            return
+        if value not in self.tensors and value not in self.tensor_attrs:
+            raise RuntimeError(
+                "this code uses a tensor that was computed from a traced value in C++, which a graph does not record, as "
+                "torch.tensor(x), torch.Tensor(x) and torch.func.vmap do; use x.clone() for a copy."
+            )
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Return a proxy for a parameter or buffer of the model."""
@@ -126,6 +161,13 @@ class ModelTracer(fx.Tracer):
 
         torch.fx.wrap makes such a function one op, in which its layers would stay in float without a report.
         """
+        if target in GRADIENT_CALLS:
+            called = getattr(target, "__name__", target)
+            raise RuntimeError(f"{called} is called here; a graph does not record gradients inside a forward.")
+        if getattr(target, "__name__", "") == "__set__":
+            raise RuntimeError(
+                "an attribute of a tensor, such as data, is assigned here, which a graph does not record."
+            )
         takes_weights = kind == "call_function" and self._takes_weights(target, (args, kwargs))
         inlined = self._inline(target, args, kwargs) if takes_weights else None
         return super().create_proxy(kind, target, args, kwargs, *rest, **more) if inlined is None else inlined
@@ -167,16 +209,21 @@ class ModelTracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return the proxy of a node."""
-        return SizedProxy(node, self)
+        value = UNKNOWN if self.shapes is None else self.shapes[node]
+        return TensorProxy.of(value, node, self) if isinstance(value, Tensor) else SizedProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
         """Return a value as the argument of a node.
 
         torch.fx would take a proxy that is an instance of Tensor for a constant, an OrderedDict for a dict and a mode for an
         int.
+
+        Raises:
+            RuntimeError: A tensor was computed from a traced value without a node.
         """
         if isinstance(a, fx.Proxy):
             return a.node
+        self._check_traced(a)
         if isinstance(a, Mode):
             return self._read_mode(a)
         if type(a) is OrderedDict:
@@ -193,8 +240,10 @@ class ModelTracer(fx.Tracer):
         """
         if kind not in ("placeholder", "output") and _torch_modes() != self.torch_modes:
             raise RuntimeError(
-                "torch.no_grad, inference_mode or autocast is entered here, which a graph does not record."
+                "torch.no_grad, inference_mode or autocast is entered here, which a graph does not record (a "
+                "torch.autograd.Function enters no_grad)."
             )
+        self.checkpointed = self.checkpointed or is_checkpointed()
         if kind == "call_function":
             target, args = self._picklable_call(target, args)
         node = super().create_node(kind, target, args, kwargs, *rest, **more)

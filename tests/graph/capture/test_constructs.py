@@ -1,0 +1,243 @@
+"""Constructs that hand a traced value to torch's C++: each is traced or refused in a sentence, never a crash."""
+
+import copy
+import multiprocessing
+import re
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import qtoolkit as qt
+from tests.nets import linear_of
+
+
+class RoundThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+round_through = RoundThrough.apply
+
+
+class Construct(nn.Module):
+    """A submodule that applies a function to its input and its layers."""
+
+    def __init__(self, function: Callable[["Construct", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.layers = nn.Sequential(linear_of(), nn.ReLU(), linear_of(), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Net(nn.Module):
+    """A net whose middle submodule is a construct."""
+
+    def __init__(self, function: Callable[[Construct, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = linear_of(), Construct(function), linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+def with_hook(module: Construct, x: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        x.register_hook(lambda gradient: 2 * gradient)
+    return module.layers(x)
+
+
+def with_grad(module: Construct, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(module.layers(x).sum(), x)[0]
+
+
+def by_functional_call(module: Construct, x: Tensor) -> Tensor:
+    weights = {name: 2 * weight for name, weight in module.layers.named_parameters()}
+    return torch.func.functional_call(module.layers, weights, (x,))
+
+
+def with_dual(module: Construct, x: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        return torch.autograd.forward_ad.unpack_dual(dual * 2).primal
+
+
+def below_torch_function(module: Construct, x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.relu(x)
+
+
+def with_data_assigned(module: Construct, x: Tensor) -> Tensor:
+    x = x * 1
+    x.data = x.data * 2
+    return x
+
+
+def matched(module: Construct, x: Tensor) -> Tensor:
+    match x:
+        case Tensor():
+            return module.layers(x)
+    return x
+
+
+TRACED: dict[str, Callable[[Construct, Tensor], Tensor]] = {
+    "checkpoint": lambda m, x: checkpoint(m.layers, x, use_reentrant=False),
+    "reentrant checkpoint": lambda m, x: checkpoint(m.layers, x, use_reentrant=True),
+    "checkpoint by its module": lambda m, x: checkpoints.checkpoint(m.layers, x, use_reentrant=False),
+    "reentrant checkpoint_sequential": lambda m, x: checkpoint_sequential(m.layers, 2, x, use_reentrant=True),
+    "checkpoint_sequential": lambda m, x: checkpoint_sequential(m.layers, 2, x, use_reentrant=False),
+    "is_tensor": lambda m, x: m.layers(x) if torch.is_tensor(x) and isinstance(x, Tensor) else x,
+    "match": matched,
+    "format": lambda m, x: m.layers(x) if f"{x}" and f"{x!r}" else x,
+    "copy": lambda m, x: m.layers(copy.copy(x)),
+    "as_tensor": lambda m, x: torch.as_tensor(x) * 2,
+    "asarray": lambda m, x: torch.asarray(x) * 2,
+    "new_tensor": lambda m, x: x.new_tensor(x) * 2,
+    "Parameter": lambda m, x: nn.Parameter(x) * 2,
+    "_C": lambda m, x: torch._C._nn.gelu(x) + torch._C._VariableFunctions.relu(x),
+    "aten": lambda m, x: torch.ops.aten.relu(x),
+}
+# For each construct that is refused: the function, and words of the error.
+REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
+    "Function": (lambda m, x: RoundThrough.apply(x), "Function enters no_grad"),
+    "Function by a name": (lambda m, x: round_through(x), "Function enters no_grad"),
+    "Function that returns a view": (lambda m, x: Reverse.apply(x), "Function enters no_grad"),
+    "Function that returns its input": (lambda m, x: Same.apply(x), "Function enters no_grad"),
+    "torch.tensor": (lambda m, x: torch.tensor(x) * 2, "computed from a traced value in C"),
+    "Tensor": (lambda m, x: torch.Tensor(x) * 2, "computed from a traced value in C"),
+    "FloatTensor": (lambda m, x: torch.FloatTensor(x) * 2, "device=meta"),
+    "tensor of a list": (lambda m, x: torch.tensor([x[0, 0], x[0, 1]]).sum() * x, "symbolically traced"),
+    "as_subclass": (lambda m, x: x.as_subclass(nn.Parameter) * 2, "argument of type"),
+    "vmap": (lambda m, x: torch.func.vmap(m.layers)(x), "computed from a traced value in C"),
+    "jvp": (lambda m, x: torch.func.jvp(m.layers, (x,), (x,))[1], "_make_dual is called"),
+    "vjp": (lambda m, x: torch.func.vjp(m.layers, x)[0], "computed from a traced value in C"),
+    "grad": (lambda m, x: torch.func.grad(lambda y: m.layers(y).sum())(x), "computed from a traced value in C"),
+    "dual": (with_dual, "_make_dual is called"),
+    "autograd.grad": (with_grad, "grad is called here; a graph does not record gradients"),
+    "hook": (with_hook, "register_hook is called here"),
+    "functional_call": (by_functional_call, "parameter of 'inner.layers' is replaced"),
+    "dlpack": (lambda m, x: torch.from_dlpack(x.detach()) * 2, "capsule"),
+    "to_dlpack": (
+        lambda m, x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach())),
+        "Cannot pack tensors on meta",
+    ),
+    "numpy": (lambda m, x: torch.from_numpy(x.detach().numpy()), "expected np.ndarray"),
+    "asarray of numpy": (lambda m, x: torch.from_numpy(np.asarray(x.detach())), "can't convert np.ndarray"),
+    "tensor of sizes": (lambda m, x: x + torch.tensor(x.shape).sum(), "has no length"),
+    "cond": (lambda m, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "torch.cond"),
+    "jit": (lambda m, x: torch.jit.trace(m.layers, x)(x), "Tracer cannot infer type"),
+    "make_subclass": (lambda m, x: torch.Tensor._make_subclass(Tensor, x) * 2, "computed from a traced value in C"),
+    "below __torch_function__": (below_torch_function, "Expected torch.dtype"),
+    "data": (with_data_assigned, "attribute of a tensor, such as data, is assigned"),
+    "compile": (lambda m, x: torch.compile(m.layers, backend="eager")(x), "not installed as a submodule"),
+}
+
+
+def run(name: str, pipe: Connection) -> None:
+    """Prepare the net of a construct, and send the error's text, or nothing."""
+    torch.manual_seed(0)
+    model, x = Net(TRACED.get(name) or REFUSED[name][0]), torch.randn(2, 4, requires_grad=True)
+    expected, text = model(x), ""
+    try:
+        prepared = qt.prepare(model, (x,))
+    except qt.UntraceableError as error:
+        text = str(error)
+        prepared = qt.prepare(model, (x,), skip=[error.skip])
+    with qt.disable_quantization(prepared):
+        y = prepared(x)
+    assert torch.equal(y, expected)
+    for ours, reference in zip(gradients(y, x, prepared), gradients(expected, x, model), strict=True):
+        torch.testing.assert_close(ours, reference)
+    pipe.send(text)
+
+
+def gradients(y: Tensor, x: Tensor, model: nn.Module) -> list[Tensor | None]:
+    """Return the gradients of an output with respect to the input and a layer's weight."""
+    x.grad = None
+    y.sum().backward()
+    return [x.grad, *(model.get_parameter(f"{name}.weight").grad for name in ("first", "last", "inner.layers.0"))]
+
+
+def text_of(name: str) -> str:
+    """Return what `run` sends from a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # prepare imports it, which takes seconds
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(name, theirs))
+    process.start()
+    theirs.close()
+    process.join()
+    assert process.exitcode == 0, f"{name}: the process ends with {process.exitcode}."
+    return ours.recv()
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_constructs_keep_the_values_and_gradients(name: str) -> None:
+    assert text_of(name) == ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_constructs_name_the_line_and_a_remedy_that_works(name: str) -> None:
+    text = text_of(name)
+    assert re.search(REFUSED[name][1], text)
+    assert f"{__name__.rpartition('.')[2]}.py, line" in text
+    assert "skip=['inner']" in text
+
+
+def layer_runs(model: nn.Module, name: str) -> int:
+    """Return how often a layer runs in a forward and backward pass."""
+    runs: list[None] = []
+    model.get_submodule(name).register_forward_pre_hook(lambda *_: runs.append(None))
+    with qt.disable_quantization(model):
+        model(torch.randn(2, 4)).sum().backward()
+    return len(runs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_lost_recomputation_is_reported(reentrant: bool) -> None:
+    model = Net(lambda m, x: checkpoint(m.layers, x, use_reentrant=reentrant))
+    with pytest.warns(
+        UserWarning, match=r"prepare: Net uses torch\.utils\.checkpoint; .* stores .* leaf modules with `skip`"
+    ):
+        prepared = qt.prepare(model, (torch.randn(2, 4),))
+    leaf = qt.prepare(model, (torch.randn(2, 4),), skip=["inner"])
+    assert (layer_runs(prepared, "inner.layers.0"), layer_runs(leaf, "inner.layers.0")) == (1, 2)
+
+
+def test_a_custom_function_is_refused_without_grad_and_example_inputs_too() -> None:
+    with torch.no_grad(), pytest.raises(qt.UntraceableError, match="Function enters no_grad"):
+        qt.prepare(Net(lambda m, x: round_through(x)))
