@@ -15,7 +15,7 @@ from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.public import publish
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.switches import calibrating, disable_quantization, enable_quantization
+from qtoolkit.quantizers.switches import calibrating, disable_quantization, enable_quantization, freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
 
@@ -43,6 +43,7 @@ __all__ = [
     "export",
     "export_onnx",
     "freeze_batch_norm",
+    "freeze_ranges",
     "fuse_modules",
     "graph",
     "nn",

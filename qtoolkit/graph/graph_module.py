@@ -2,15 +2,18 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.weights import is_stale, set_weight_range
 from qtoolkit.shared_modules import names_by_module
 
 # Attributes of a module that copies keep.
@@ -97,14 +100,38 @@ class QuantizedGraphModule(fx.GraphModule):
     def train(self, mode: bool = True) -> Self:
         """Set the mode, and link layers to the batch norms that replaced those linked.
 
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones.
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones. In eval mode each range that follows a weight is that of
+        the weight after the last training step: QuantModule sets those of its own, and this method those of functions.
         """
         for node, follower in self.linked_batch_norms():
             name = str(follower.target)
             layer, bn = self.get_submodule(str(node.target)), self.get_submodule(name)
             if isinstance(layer, QuantWeighted) and layer.batch_norm is not bn and is_batch_norm(bn):
                 self.set_submodule(name, layer.replace_batch_norm(bn, name))
-        return super().train(mode)
+        super().train(mode)
+        if not mode:
+            self._refresh_weight_ranges()
+        return self
+
+    def _refresh_weight_ranges(self) -> None:
+        calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
+        stale = {node.all_input_nodes[0]: m for node, m in calls if isinstance(m, Quantizer) and m.inserted and is_stale(m)}
+        for producer, weight in self.values_of(list(stale)).items():
+            set_weight_range(stale[producer], weight)
+
+    def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
+        """Compute nodes that depend on parameters alone."""
+        interpreter = fx.Interpreter(self, garbage_collect_values=False)
+        waiting, needed = list(nodes), set()
+        while waiting:
+            node = waiting.pop()
+            needed.add(node)
+            waiting += [source for source in node.all_input_nodes if source not in needed]
+        with torch.no_grad():
+            for node in self.graph.nodes:
+                if node in needed:
+                    interpreter.env[node] = interpreter.run_node(node)
+        return {node: interpreter.env[node] for node in nodes}
 
     def linked_batch_norms(self) -> list[tuple[fx.Node, fx.Node]]:
         """Return the node of each QAT layer with a linked batch norm, with the node of that batch norm."""

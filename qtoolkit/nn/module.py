@@ -12,7 +12,7 @@ from qtoolkit.op_kinds.rules import OTHER
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.quantizers.weights import set_weight_range, weight_quantizer
+from qtoolkit.quantizers.weights import is_stale, set_weight_range, weight_quantizer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,6 +116,15 @@ class QuantModule(nn.Module):
         for quantizer, weight in self.quantized_weights().values():
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; in eval mode each range that follows a weight is that of the weight after the last training step."""
+        super().train(mode)
+        if not mode and any(is_stale(quantizer) for quantizer in self.weight_quantizers().values()):
+            for quantizer, weight in self.quantized_weights().values():
+                if is_stale(quantizer):
+                    set_weight_range(quantizer, weight.detach())
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

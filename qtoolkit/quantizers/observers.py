@@ -112,11 +112,17 @@ class RangeObserver(Observer):
 
     def forward(self, x: Tensor) -> None:
         """Observe the range of x."""
-        ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, self.axis, self.group, self.block_size)
+        self.blend(x, self.momentum)
 
-    def observe_and_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec") -> Tensor:
-        """Observe x, set scale and zero point from the range so far, and return x quantized with them, in one op."""
-        codes = (spec.qmin, spec.qmax, self.momentum, spec.pow2_scale)
+    def blend(self, x: Tensor, momentum: float | None) -> None:
+        """Observe the range of x with this weight; 1 sets the range to that of x alone."""
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, momentum, self.axis, self.group, self.block_size)
+
+    def observe_and_quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", momentum: float | None
+    ) -> Tensor:
+        """Blend x, set scale and zero point from the range so far, and return x quantized with them, in one op."""
+        codes = (spec.qmin, spec.qmax, momentum, spec.pow2_scale)
         return ops.observe_fake_quant(
             x, self.lo, self.hi, scale, zero_point, *codes, self.axis, self.group, self.block_size
         )

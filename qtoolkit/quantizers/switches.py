@@ -27,12 +27,13 @@ class _Switch(AbstractContextManager["_Switch"]):
 
     observing: bool | None = None
     quantizing: bool | None = None
+    following: bool | None = None
 
     def __init__(self, model: nn.Module, which: Which = "all") -> None:
         check_module(model, type(self).__name__)
         check_known(f"which of {type(self).__name__}:", which, get_args(Which))
         self.quantizers = _chosen(model, which)
-        self.before: list[list[tuple[bool, bool]]] = []
+        self.before: list[list[_State]] = []
         if self.observing and any(isinstance(quantizer, Grid) for quantizer in self.quantizers):
             raise ValueError(
                 f"{type(self).__name__}: a converted model has fixed scales and observes no ranges; pass the prepared one."
@@ -40,11 +41,10 @@ class _Switch(AbstractContextManager["_Switch"]):
 
     def apply(self) -> None:
         """Set the state permanently."""
+        wanted = (self.observing, self.quantizing, self.following)
         for quantizer in self.quantizers:
-            if self.observing is not None and isinstance(quantizer, TensorQuantizer):
-                quantizer.observing = self.observing
-            if self.quantizing is not None:
-                quantizer.quantizing = self.quantizing
+            state = zip(wanted, _state(quantizer), strict=True)
+            _set_state(quantizer, *(now if new is None else new for new, now in state))
 
     def __enter__(self) -> Self:
         self.before.append([_state(quantizer) for quantizer in self.quantizers])
@@ -54,14 +54,22 @@ class _Switch(AbstractContextManager["_Switch"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for quantizer, (observing, quantizing) in zip(self.quantizers, self.before.pop(), strict=True):
-            quantizer.quantizing = quantizing
-            if isinstance(quantizer, TensorQuantizer):
-                quantizer.observing = observing
+        for quantizer, state in zip(self.quantizers, self.before.pop(), strict=True):
+            _set_state(quantizer, *state)
 
 
-def _state(quantizer: Quantizer) -> tuple[bool, bool]:
-    return isinstance(quantizer, TensorQuantizer) and quantizer.observing, quantizer.quantizing
+_State = tuple[bool, bool, bool]  # observing, quantizing, following
+
+
+def _state(quantizer: Quantizer) -> _State:
+    moves = isinstance(quantizer, TensorQuantizer)
+    return moves and quantizer.observing, quantizer.quantizing, moves and quantizer.following
+
+
+def _set_state(quantizer: Quantizer, observing: bool, quantizing: bool, following: bool) -> None:
+    quantizer.quantizing = quantizing
+    if isinstance(quantizer, TensorQuantizer):
+        quantizer.observing, quantizer.following = observing, following
 
 
 def _chosen(model: nn.Module, which: Which) -> list[Quantizer]:
@@ -95,3 +103,25 @@ class calibrating(_Switch):  # noqa: N801
 
     observing = True
     quantizing = False
+
+
+class freeze_ranges(_Switch):  # noqa: N801
+    """Keep ranges as they are, for a `with` block or, with apply(), permanently; learned scales still train.
+
+    By default the range of a weight with a fixed scale follows the weight in training, and the range of an activation stays
+    as calibrated. After `freeze_ranges(model).apply()` no range moves, as in the last epochs of a schedule that fixes the
+    grid. A quantizer follows its weight again once its attribute `following` is True.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="onnxruntime").train()
+        >>> quantizer = prepared.get_submodule("0.weight_quantizer")
+        >>> with torch.no_grad(), qt.freeze_ranges(prepared, "weights"):
+        ...     quantizer(torch.full((2, 4), 127.0)).max() == quantizer.amax.max()
+        tensor(True)
+        >>> with torch.no_grad():
+        ...     quantizer(torch.full((2, 4), 127.0)).max()
+        tensor(127.)
+    """
+
+    observing = False
+    following = False

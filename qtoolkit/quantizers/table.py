@@ -101,17 +101,41 @@ class QuantizerKind:
         quantizer.observer(x)
         return quantizer.quantize(x)
 
+    def follows(self, quantizer: "TensorQuantizer") -> bool:
+        """Return whether the range can follow a weight in training, by `follow_and_quantize`."""
+        return False
+
+    def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Set the range to that of x alone, and return x quantized with it."""
+        raise NotImplementedError
+
 
 class FixedScale(QuantizerKind):
-    """The scale follows the observed range; with observing and quantizing on, at each step."""
+    """The scale is that of a range: as calibrated, of a weight as it is, or with `observing` as observed so far."""
+
+    def follows(self, quantizer: "TensorQuantizer") -> bool:
+        """Return whether the observer takes the range of one tensor in one read."""
+        return isinstance(quantizer.observer, RangeObserver)
 
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Observe x, set the scale from the range so far, and return x quantized with it."""
+        observer = quantizer.observer
+        return self._quantize_anew(quantizer, x, observer.momentum if isinstance(observer, RangeObserver) else None)
+
+    def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Set the range to that of x alone, and return x quantized with it."""
+        return self._quantize_anew(quantizer, x, 1.0)
+
+    def _quantize_anew(self, quantizer: "TensorQuantizer", x: Tensor, momentum: float | None) -> Tensor:
         spec, observer = quantizer.spec, quantizer.observer
         quantizer.ready = True
-        if isinstance(observer, RangeObserver) and spec.format == "int":
-            return observer.observe_and_quantize(x, quantizer._scale, quantizer._zero_point, spec)
-        observer(x)
+        if not isinstance(observer, RangeObserver):
+            observer(x)
+        elif spec.format == "int":
+            grid = quantizer._scale, quantizer._zero_point
+            return observer.observe_and_quantize(x, *grid, spec, momentum)
+        else:
+            observer.blend(x, momentum)
         quantizer.write_grid(*grid_of_range(*observer.range(), spec))
         return quantizer.quantize(x)
 

@@ -26,6 +26,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     (the observer and the options of the quantizer may differ). The spec is in the state dict's metadata, which a copy into a
     plain dict does not have; it is then not checked.
 
+    In training mode a fixed scale of a weight follows the weight: each forward takes the range of the weight as it then is
+    (see `follows`). The range of an activation stays as it was calibrated, unless `observing` is set.
+
     Args:
         spec: How to quantize.
         channels: Number of scales along `spec.axis` (times `group`), or the shape of the scale (`spec.scale_shape`). By
@@ -39,6 +42,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         spec: How it quantizes.
         observing: Whether forward observes its input.
         quantizing: Whether forward quantizes its input.
+        following: Whether the range of a weight may follow the weight in training. `qtoolkit.freeze_ranges` and setting
+            `amax` or a range clear it.
+        stale: Whether the weight may have changed since its range was last taken.
         ready: Whether there is a range to quantize with.
 
     Example:
@@ -65,6 +71,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if group > 1 and spec.axis is None:
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
         self.observing = False
+        self.following = True
+        self.stale = False
         self._shape_is_known = spec.axis is None or channels is not None
         given = (channels,) if isinstance(channels, int) else channels
         shape = () if spec.axis is None else given or (1,)
@@ -78,6 +86,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def active(self) -> bool:
         """Whether forward does anything with its input."""
         return self.observing or self.quantizing
+
+    @property
+    def follows(self) -> bool:
+        """Whether, in training mode, each forward takes the range anew from its input.
+
+        So does every quantizer of a weight with a fixed scale and the observer "minmax" or "moving_average", until its range
+        is frozen. The range of a histogram stays: a search at each step would take longer than the step.
+        """
+        return self.of_weight and self.following and self.kind.follows(self)
 
     # ---- the grid
 
@@ -111,11 +128,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.set_range(lo, amax)
 
     def set_range(self, lo: Tensor, hi: Tensor) -> None:
-        """Set the grid to cover the range [lo, hi], of one element or one per channel.
+        """Set the grid to cover the range [lo, hi], of one element or one per channel, and keep it in training.
 
         Raises:
             ValueError: The range is not finite, or its number of elements does not fit.
         """
+        self._take_range(lo, hi)
+        self.following = False
+
+    def _take_range(self, lo: Tensor, hi: Tensor) -> None:
         scale, zero_point = grid_of_range(lo.float(), hi.float(), self.spec)
         check_scale(self.name, scale)
         if scale.numel() not in (1, self._scale.numel()):
@@ -124,7 +145,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             )
         shape = scale.shape if scale.numel() == 1 else self._scale.shape
         self.write_grid(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
-        self.ready = True
+        self.ready, self.stale = True, False
 
     def write_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
         """Store a scale and a zero point, unchecked: a training step must not synchronize with the device."""
@@ -149,7 +170,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Set the grid from the range observed so far, and return that range; raises what `check_observed` does."""
         self.check_observed()
         lo, hi = self.observer.range()
-        self.set_range(lo, hi)
+        self._take_range(lo, hi)
         return lo, hi
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
@@ -162,7 +183,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     # ---- use
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, quantized if `quantizing`; observe it first if `observing`.
+        """Return x, quantized if `quantizing`; observe it first if `observing` or if the range follows a weight.
 
         Raises:
             RuntimeError: `quantizing` is set, but there is no range.
@@ -172,6 +193,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             if self.quantizing:
                 return self.kind.observe_and_quantize(self, x)
             self.observer(x)
+        elif self.training and self.follows:
+            self.stale = True  # the step after this forward changes the weight
+            if self.quantizing:
+                return self.kind.follow_and_quantize(self, x)
         return self.quantize(x) if self.quantizing else x
 
     def quantize(self, x: Tensor) -> Tensor:
@@ -190,9 +215,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         Args:
             x: The rows `table[index]`, (n, features), to which gradients flow.
             index: The rows' numbers, (n,).
-            table: The table, (rows, features). An observer sees all of it.
+            table: The table, (rows, features). An observer, or a range that follows it, sees all of it.
         """
-        if self.observing:
+        if self.observing or (self.training and self.follows):
             with torch.no_grad():
                 self.forward(table)
         if not self.quantizing:
@@ -269,11 +294,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self._resize(tuple(scale.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if scale is not None:
-            self.ready = bool(torch.isfinite(self._scale).all())
+            self.ready, self.stale = bool(torch.isfinite(self._scale).all()), False
 
     def extra_repr(self) -> str:
         """Return the spec and the state."""
         facts = {"observing": self.observing, "off": not self.quantizing, "no range yet": not self.ready}
+        facts["follows the weight"] = self.follows
         return ", ".join([self.spec.describe(), *(word for word, holds in facts.items() if holds)])
 
 

@@ -1,8 +1,11 @@
 """Quantizers of weights: one builder for layers and for functions that take a weight."""
 
+from typing import TypeGuard
+
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -50,3 +53,8 @@ def set_weight_range(quantizer: TensorQuantizer, weight: Tensor) -> None:
         quantizer.observer.reset()
         quantizer.observer(weight)
         quantizer.load_observed()
+
+
+def is_stale(quantizer: Quantizer) -> TypeGuard[TensorQuantizer]:
+    """Return whether the range of a quantizer follows a weight that a training step may have changed since."""
+    return isinstance(quantizer, TensorQuantizer) and quantizer.stale and quantizer.follows

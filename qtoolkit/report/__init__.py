@@ -1,9 +1,12 @@
 """quantization_report(): what is quantized and how, what stays in float and why."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from qtoolkit.errors import check_module
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine
 from qtoolkit.report.of_graph import report_of_graph
 from qtoolkit.report.of_modules import report_of_modules
@@ -34,4 +37,6 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         [('0', 'quantized', ''), ('1', 'float', 'float: a softmax, which tensorrt computes in float')]
     """
     check_module(model, "quantization_report")
-    return report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)
+    report = report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)
+    of_weights = {name: quantizer for name, quantizer in quantizers_of(model).items() if quantizer.of_weight}
+    return replace(report, following={name: quantizer.follows for name, quantizer in of_weights.items()})

@@ -1,7 +1,7 @@
 """The lines of a report: one for each layer or op, and one for each quantized tensor."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -78,10 +78,13 @@ class QuantizationReport:
     Attributes:
         layers: Every op of the model in order; for a model without a graph, its layers.
         tensors: Every quantized activation: those of the graph, then those that layers quantize themselves.
+        following: Whether the range of each weight follows the weight in training (`TensorQuantizer.follows`), by the name of
+            its quantizer; a converted model has none.
     """
 
     layers: tuple[LayerLine, ...]
     tensors: tuple[TensorLine, ...]
+    following: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def quantized(self) -> tuple[LayerLine, ...]:
@@ -102,7 +105,11 @@ class QuantizationReport:
             for t in self.tensors
         ]
         head = f"{len(self.quantized)} ops quantized, {len(self.left_float)} left in float, {len(self.tensors)} tensors"
-        return "\n".join([head, "", *table(rows), "", *table(tensors)])
+        lines = [head]
+        if self.following:
+            count = sum(self.following.values())
+            lines.append(f"{count} of {len(self.following)} weight ranges follow the weights in training")
+        return "\n".join([*lines, "", *table(rows), "", *table(tensors)])
 
 
 def weight_of(layer: nn.Module) -> str:

@@ -139,6 +139,7 @@ INDICES, OFFSETS = torch.tensor([1, 2, 4, 9, 1, 3]), torch.tensor([0, 2, 5])
 )  # fmt: skip
 def test_a_bag_is_torchs_own_on_quantized_rows(options: dict[str, object]) -> None:
     layer, ours = bag_pair(**options)
+    qt.freeze_ranges(ours).apply()  # max_norm changes the rows that the range would follow
     with qt.disable_quantization(ours):
         assert torch.equal(ours(INDICES, OFFSETS), layer(INDICES, OFFSETS))  # max_norm: both renormalize their rows
     rows = reference.fake_quant(layer.weight, ours.weight_quantizer.scale, None, SPEC.qmin, SPEC.qmax, 0)

@@ -69,7 +69,7 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
 
 
 def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> Iterator[Edge]:
-    values = _values_of(gm, [request.producer for request in requests])
+    values = gm.values_of([request.producer for request in requests])
     holder = _add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
     for request in requests:
         producer, consumer, spec = request.producer, request.consumer, request.spec
@@ -88,18 +88,3 @@ def _add_holder(gm: QuantizedGraphModule, name: str) -> str:
     free = next(free for free in chain([name], (f"{name}_{i}" for i in count(1))) if not hasattr(gm, free))
     gm.add_module(free, nn.Module())
     return free
-
-
-def _values_of(gm: QuantizedGraphModule, nodes: list[fx.Node]) -> dict[fx.Node, torch.Tensor]:
-    """Compute nodes that depend on parameters alone."""
-    interpreter = fx.Interpreter(gm, garbage_collect_values=False)
-    waiting, needed = list(nodes), set()
-    while waiting:
-        node = waiting.pop()
-        needed.add(node)
-        waiting += [source for source in node.all_input_nodes if source not in needed]
-    with torch.no_grad():
-        for node in gm.graph.nodes:
-            if node in needed:
-                interpreter.env[node] = interpreter.run_node(node)
-    return {node: interpreter.env[node] for node in nodes}
