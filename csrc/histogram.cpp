@@ -41,11 +41,13 @@ Method method_of(std::string_view name) {
 
 // Runs on the CPU on every device: a histogram is small, and calibration ends here.
 std::tuple<Tensor, Tensor> search_range(const Tensor& counts, const Tensor& lo, const Tensor& hi, int64_t qmin,
-                                        int64_t qmax, std::string_view method, double percentile, bool symmetric) {
+                                        int64_t qmax, std::string_view method, double percentile, bool symmetric,
+                                        at::IntArrayRef candidates) {
   check_search("search_range", counts, lo, hi, qmin, qmax, method, percentile);
+  check_candidates("search_range", candidates, counts.sym_size(-1), method, symmetric);
   const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   if (counts.is_meta()) return {like(lo), like(hi)};
-  const Search how = {qmin, qmax, method_of(method), percentile, symmetric};
+  const Search how = {qmin, qmax, method_of(method), percentile, symmetric, candidates.vec()};
   const Tensor here = counts.to(at::kCPU).contiguous();
   const Tensor low = lo.to(at::kCPU).contiguous(), high = hi.to(at::kCPU).contiguous();
   const Tensor new_lo = like(low), new_hi = like(high);

@@ -113,11 +113,11 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("observe_histogram_(Tensor x, Tensor(a!) counts, Tensor(b!) lo, Tensor(c!) hi) -> ()");
 
   // Returns the best range to quantize for codes [qmin, qmax], by a method ("percentile", "mse", "l2" or "entropy");
-  // see search.h. counts: (bins) or (channels, bins). An empty histogram gives [inf, -inf], one with lo and hi NaN
-  // gives NaN.
+  // see search.h. counts: (bins) or (channels, bins). candidates: for "entropy", the symmetric ranges to compare, in
+  // bins from zero (empty: every edge). An empty histogram gives [inf, -inf], one with lo and hi NaN gives NaN.
   m.def(
       "search_range(Tensor counts, Tensor lo, Tensor hi, int qmin, int qmax, str method, float percentile=99.99, "
-      "bool symmetric=True) -> (Tensor, Tensor)");
+      "bool symmetric=True, int[] candidates=[]) -> (Tensor, Tensor)");
 }
 
 // qtoolkit/_native.py reads this string from the file, since a library built for another torch does not load.

@@ -14,10 +14,10 @@ inline void check_momentum(const char* op, std::optional<double> momentum) {
                     ": momentum must lie in (0, 1] or be None, got ", momentum.value_or(0), ".");
 }
 
-inline void check_bins(const char* op, const at::Tensor& counts, const c10::SymInt& bins) {
+inline void check_bins(const char* op, const at::Tensor& counts, const c10::SymInt& bins, int64_t most) {
   TORCH_CHECK_TYPE(counts.scalar_type() == at::kLong, op, ": counts must be int64, got ", counts.scalar_type(), ".");
-  TORCH_CHECK_VALUE(bins >= 2 && bins <= (1 << 20) && bins % 2 == 0, op,
-                    ": counts must have an even number of bins from 2 to ", 1 << 20, ", got ", bins, " (shape ",
+  TORCH_CHECK_VALUE(bins >= 2 && bins <= most && bins % 2 == 0, op,
+                    ": counts must have an even number of bins from 2 to ", most, ", got ", bins, " (shape ",
                     counts.sym_sizes(), ").");
 }
 
@@ -40,7 +40,7 @@ inline void check_histogram(const char* op, const at::Tensor& x, const at::Tenso
   check_same_device(op, "counts", counts, x);
   TORCH_CHECK_VALUE(counts.dim() == 1, op, ": counts must have 1 dimension, got shape ", counts.sym_sizes(),
                     "; a histogram is per tensor.");
-  check_bins(op, counts, counts.sym_size(0));
+  check_bins(op, counts, counts.sym_size(0), 1 << 20);
   check_edges(op, lo, hi, counts, 1);
   TORCH_CHECK_VALUE(counts.is_contiguous(), op, ": counts must be contiguous, since it is updated in place.");
 }
@@ -49,7 +49,7 @@ inline void check_search(const char* op, const at::Tensor& counts, const at::Ten
                          int64_t qmin, int64_t qmax, std::string_view method, double percentile) {
   TORCH_CHECK_VALUE(counts.dim() == 1 || counts.dim() == 2, op,
                     ": counts must have shape (bins,) or (channels, bins), got ", counts.sym_sizes(), ".");
-  check_bins(op, counts, counts.sym_size(-1));
+  check_bins(op, counts, counts.sym_size(-1), 1 << 24);  // float32 holds such edges exactly
   check_edges(op, lo, hi, counts, counts.dim() == 1 ? c10::SymInt(1) : counts.sym_size(0));
   check_code_range(op, qmin, qmax);
   TORCH_CHECK_VALUE(qmin <= 0 && qmax > 0 && qmax - qmin < (1 << 16), op,
@@ -59,6 +59,18 @@ inline void check_search(const char* op, const at::Tensor& counts, const at::Ten
                     ": method must be 'percentile', 'mse', 'l2' or 'entropy', got '", method, "'.");
   TORCH_CHECK_VALUE(percentile > 0 && percentile <= 100, op, ": percentile must lie in (0, 100], got ", percentile,
                     ".");
+}
+
+// The ranges that a search by entropy compares.
+inline void check_candidates(const char* op, at::IntArrayRef candidates, const c10::SymInt& bins,
+                             std::string_view method, bool symmetric) {
+  TORCH_CHECK_VALUE(candidates.empty() || (method == "entropy" && symmetric), op,
+                    ": candidates need method 'entropy' and symmetric=True, got '", method,
+                    "' and symmetric=", symmetric ? "True" : "False", "; leave candidates empty.");
+  for (const int64_t bin : candidates) {
+    TORCH_CHECK_VALUE(bin >= 1 && bin <= bins, op, ": candidates must lie in [1, ", bins,
+                      "], since counts has that many bins, got ", bin, ".");
+  }
 }
 
 // Running ranges that an observer updates in place.

@@ -58,6 +58,19 @@ Span minimise(const Candidates& candidates, Cost cost, Floor floor) {
   return best;
 }
 
+// The largest of the ends with the least cost; costs that differ by rounding errors count as equal.
+template <class Cost>
+int64_t best_of(const std::vector<int64_t>& ends, Cost cost, double rounding) {
+  std::vector<double> costs;
+  for (const int64_t end : ends) costs.push_back(cost(end));
+  const double limit = *std::min_element(costs.begin(), costs.end()) + rounding;
+  int64_t best = 0;
+  for (size_t i = 0; i < ends.size(); ++i) {
+    if (costs[i] <= limit) best = std::max(best, ends[i]);
+  }
+  return best;
+}
+
 // ---- squared error ----------------------------------------------------------------------------------------------
 
 // Codes [qmin, qmax] with a step, in bins, and a zero point.
@@ -154,7 +167,7 @@ class Divergence {
   double operator()(int64_t begin, int64_t end, int64_t levels) const {
     const double all = total_.back(), inside = total_[end] - total_[begin];
     const double under = total_[begin], over = all - total_[end];
-    if (end - begin < std::min(levels, size())) return kInfinity;
+    if (inside == 0) return kInfinity;
     if ((under > 0 && counts_[begin] == 0) || (over > 0 && counts_[end - 1] == 0)) return kInfinity;
     double own = entropy_[end] - entropy_[begin];
     own += times_log(counts_[begin] + under) - times_log(counts_[begin]);
@@ -284,14 +297,21 @@ Found squared_error(const Histogram& h, const Search& how, const Candidates& can
 Found entropy(const Histogram& h, const Search& how, const Candidates& candidates, bool is_signed) {
   const int64_t zero = how.symmetric ? 0 : candidates.most.below;
   std::vector<double> row = how.symmetric ? h.folded(is_signed) : h.row(-zero, candidates.most.above);
+  for (const int64_t end : how.candidates) row.resize(std::max(row.size(), static_cast<size_t>(end)));
   const int64_t size = static_cast<int64_t>(row.size());
   if (zero + 1 < size) row[zero] = row[zero + 1];
-  const bool nothing_else = std::all_of(row.begin(), row.end(), [](double c) { return c == 0; });
-  const int64_t levels = how.symmetric ? how.qmax + 1 : how.qmax - how.qmin + 1;
+  const int64_t levels = how.symmetric ? how.qmax + 1 : how.qmax - how.qmin + 1, shortest = std::min(levels, size);
   const Divergence divergence(std::move(row));
-  const auto cost = [&](Span ends) { return divergence(zero - ends.below, zero + ends.above, levels); };
-  const auto floor = [](Span) { return -kInfinity; };
-  const Span best = nothing_else ? candidates.most : minimise(candidates, cost, floor);
+  if (!how.candidates.empty()) {
+    constexpr double kRounding = 1e-15;  // of a prefix sum, per bin
+    const auto score = [&](int64_t end) { return divergence(0, end, levels); };
+    const double end = static_cast<double>(best_of(how.candidates, score, kRounding * static_cast<double>(size)));
+    return {end, end};
+  }
+  const auto cost = [&](Span ends) {
+    return ends.below + ends.above < shortest ? kInfinity : divergence(zero - ends.below, zero + ends.above, levels);
+  };
+  const Span best = minimise(candidates, cost, [](Span) { return -kInfinity; });
   return {static_cast<double>(how.symmetric ? best.above : best.below), static_cast<double>(best.above)};
 }
 

@@ -14,7 +14,8 @@
 // with TensorRT, GTC 2017) and pytorch-quantization. P is the histogram within the range, with the counts beyond it
 // added to the last bin. Q is P without that addition, in as many levels as there are codes (symmetric: codes of one
 // sign), with each level's counts spread evenly over its non-empty bins. First the bin at zero takes the count of its
-// neighbour: else the zeros of ReLU dominate. A range has at least as many bins as levels.
+// neighbour: else the zeros of ReLU dominate. A range has at least as many bins as levels, unless `candidates` lists
+// the symmetric ranges to compare, in bins from zero; then all of them are scored.
 //
 // percentile: the range that holds that share of all values; affine: half of the rest is beyond each end. Within a bin,
 // counts are spread evenly, as numpy.percentile interpolates between samples.
@@ -25,6 +26,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace qtoolkit {
 
@@ -35,6 +37,7 @@ struct Search {
   Method method;
   double percentile;
   bool symmetric;
+  std::vector<int64_t> candidates;
 };
 
 struct Clip {

@@ -4,6 +4,8 @@ Arithmetic is float32 (float64 for float64 input), one IEEE operation at a time;
 line, or an idea, with the C++.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -192,13 +194,22 @@ def histogram(x: Tensor, n: int) -> tuple[np.ndarray, float, float]:
 class Bins:
     """A histogram with its bins as numbers, and what each method makes of a candidate range [-a, b], whole bins."""
 
-    def __init__(self, counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool):
+    def __init__(
+        self,
+        counts: Tensor,
+        lo: Tensor,
+        hi: Tensor,
+        qmin: int,
+        qmax: int,
+        symmetric: bool,
+        given: Sequence[int] = (),  # candidates
+    ):
         self.counts = counts.numpy().astype(np.float64)
         n = len(self.counts)
         self.width = (float(hi) - float(lo)) / n
         self.zero = round(-float(lo) / self.width)
         self.edges = np.arange(n + 1) - self.zero
-        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
+        self.qmin, self.qmax, self.symmetric, self.given = qmin, qmax, symmetric, given
         full = np.flatnonzero(self.counts)
         self.below, self.above = max(self.zero - full[0], 0), max(full[-1] + 1 - self.zero, 0)
 
@@ -234,6 +245,7 @@ class Bins:
             row[: len(up)] += up
             row[: len(down)] += down
             row = row[: max(self.above, self.below if self.qmin < 0 else 0)]
+            row = np.pad(row, (0, max(0, *self.given, len(row)) - len(row)))
             levels, begin, end, zero = self.qmax + 1, 0, b, 0
         else:
             row = self.counts[self.zero - self.below : self.zero + self.above].copy()
@@ -242,7 +254,7 @@ class Bins:
         if zero + 1 < len(row):
             row[zero] = row[zero + 1]
         inside = row[begin:end]
-        if len(inside) < min(levels, len(row)) or inside.sum() == 0:
+        if (len(inside) < min(levels, len(row)) and not self.given) or inside.sum() == 0:
             return np.inf
         p = inside.copy()
         p[0] += row[:begin].sum()
@@ -262,7 +274,7 @@ class Bins:
     def candidates(self) -> list[tuple[int, int]]:
         if self.symmetric:
             most = max(self.above, self.below) if self.qmin < 0 else self.above
-            return [(b, b) for b in range(1, most + 1)]
+            return [(b, b) for b in self.given or range(1, most + 1)] if most else []
         return [(a, b) for a in range(self.below + 1) for b in range(self.above + 1) if a + b > 0]
 
     def percentile(self, percent: float) -> tuple[float, float]:

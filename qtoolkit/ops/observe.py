@@ -1,5 +1,7 @@
 """Ranges and histograms of tensors, the range to quantize for a histogram, and the grid for a range."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from qtoolkit._native import library
@@ -203,6 +205,7 @@ def search_range(
     method: str = "mse",
     percentile: float = 99.99,
     symmetric: bool = True,
+    candidates: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return the best range to quantize, for histograms from `observe_histogram_`.
 
@@ -220,7 +223,7 @@ def search_range(
     waits for a GPU), with channels in parallel, in about a millisecond for 2048 bins and 8 bits.
 
     Args:
-        counts: int64 of shape (bins,) or (channels, bins).
+        counts: int64 of shape (bins,) or (channels, bins), an even number of bins, 2 to 2^24.
         lo: Lower ends of the histograms' ranges, float32, one per channel.
         hi: Upper ends.
         qmin: Lowest code, at most 0.
@@ -228,13 +231,15 @@ def search_range(
         method: "percentile", "mse", "l2" or "entropy".
         percentile: For "percentile": the share of the values to keep, in (0, 100].
         symmetric: Whether the grid has no zero point.
+        candidates: For "entropy" with a symmetric grid: the values of t to compare, as numbers of bins from zero. All of them
+            are compared, even if t spans fewer bins than there are levels. Empty: every edge.
 
     Returns:
         The lower and upper ends, of the shapes of lo and hi, which always include zero. [inf, -inf] for an empty histogram,
         NaN for a histogram of NaN or infinities, [0, 0] if all values were zero.
 
     Raises:
-        ValueError: A shape, device, range, method or percentile does not fit.
+        ValueError: A shape, device, range, method, percentile or candidate does not fit.
         TypeError: A dtype does not fit.
 
     Example:
@@ -243,5 +248,5 @@ def search_range(
         >>> search_range(counts, lo, hi, method="percentile", percentile=50)
         (tensor(-0.4990), tensor(0.4990))
     """
-    low, high = _search_range(counts, lo, hi, qmin, qmax, method, percentile, symmetric)
+    low, high = _search_range(counts, lo, hi, qmin, qmax, method, percentile, symmetric, candidates)
     return low, high

@@ -205,12 +205,17 @@ SHAPES = {
     "outlier": lambda: torch.cat([torch.tensor([30.0]), torch.randn(20000)]),
     "relu": lambda: torch.randn(20000).relu(),
     "exponential": lambda: torch.randn(5000).exp(),
+    "integers": lambda: torch.randint(0, 8, (20000,)).float(),  # several ranges that lose nothing
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
-    ("bits", "unsigned", "stride", "start"), [(8, False, 1, 128), (4, True, 3, 40), (6, False, 1, 64)]
+    ("bits", "unsigned", "stride", "start"),
+    [
+        *((8, False, 1, 128), (4, True, 3, 40), (6, False, 1, 64), (8, False, 7, 20), (8, True, 5, 150)),
+        *((1, True, 1, 1), (2, False, 2, 1), (12, False, 1, 100), (20, True, 1, 100)),
+    ],
 )
 def test_entropy(name: str, bits: int, unsigned: bool, stride: int, start: int) -> None:
     calibrator = HistogramCalibrator(bits, None, unsigned, num_bins=200)
@@ -271,6 +276,8 @@ def test_what_is_wrong_with_arguments() -> None:
     calibrator = counted(torch.rand(100), num_bins=100)
     of_floats = copy.copy(calibrator)
     of_floats._num_bits = (4, 3)
+    of_one_level = copy.copy(calibrator)
+    of_one_level._num_bits = 1
     with pytest.raises(TypeError, match="Unknown calibration method 'max'; it must be one of entropy, mse, percentile"):
         calibrator.compute_amax("max")
     for percentile in (-1, 100.5):
@@ -283,6 +290,8 @@ def test_what_is_wrong_with_arguments() -> None:
             calibrator.compute_amax(method)
     with pytest.raises(TypeError, match=r"entropy needs integer codes, got num_bits=\(4, 3\)"):
         of_floats.compute_amax("entropy")
+    with pytest.raises(ValueError, match="entropy needs two levels or more, got num_bits=1 with signed codes"):
+        of_one_level.compute_amax("entropy")
     assert HistogramCalibrator(8, None, False).compute_amax("mse") is None
 
 

@@ -47,7 +47,7 @@ def sample(op: str, x: Tensor) -> dict:
         "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1},
         "grid_of_range": {**range_of, **codes_of},
         "observe_histogram_": {"x": x, **histogram()},
-        "search_range": {**histogram(), **codes_of, "method": "mse"},
+        "search_range": {**histogram(), **codes_of, "method": "entropy", "candidates": [9, 30]},
     }[op]
 
 

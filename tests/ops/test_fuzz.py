@@ -271,6 +271,11 @@ class Drawn:
     def symmetric(self) -> bool:
         return self.r.random() < 0.5
 
+    def candidates(self) -> list[int]:
+        bins, takes = self.given["counts"].size(-1), self.given["method"] == "entropy" and self.given["symmetric"]
+        some = self.r.choices(range(1, bins + 1), k=3) if takes and bins else []
+        return self.mostly(self.r.choice([[], some]), [0], [1], [1, bins + 1], [2**40], [-1])
+
 
 # ---- what is right --------------------------------------------------------------------------------------------------
 
@@ -419,8 +424,10 @@ def check_search_range(drawn: Drawn, found: Results, counts, lo, hi, **how) -> N
         check_clip(low.item(), high.item(), one, **how)
 
 
-def check_clip(low: float, high: float, histogram: Results, qmin, qmax, method, percentile, symmetric) -> None:
-    h = reference.Bins(*histogram, qmin, qmax, symmetric)
+def check_clip(
+    low: float, high: float, histogram: Results, qmin, qmax, method, percentile, symmetric, candidates
+) -> None:
+    h = reference.Bins(*histogram, qmin, qmax, symmetric, candidates)
     if not h.counts[h.edges[:-1] != 0].any() and h.width < 2.0**-120:
         assert (low, high) == (0, 0)  # nothing but zeros
     elif not h.candidates():

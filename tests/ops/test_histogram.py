@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -283,6 +284,29 @@ def test_symmetric_search_finds_the_best_of_all_edges(name: str, method: str, co
     assert costs[chosen - 1] <= least + 1e-9 * (h.counts * h.edges[1:] ** 2).sum() * (method != "entropy") + 1e-10
 
 
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("candidates", [[5], [200, 3, 512], range(100, 500, 37)], ids=len)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_entropy_search_of_given_candidates(name: str, candidates: Sequence[int], codes: tuple[int, int]) -> None:
+    """Candidates may span fewer bins than there are levels, or reach beyond the largest magnitude."""
+    found = histogram(samples(name), bins=512)
+    h = reference.Bins(*found, *codes, symmetric=True, given=candidates)
+    chosen = round(ops.search_range(*found, *codes, "entropy", candidates=candidates)[1].item() / h.width)
+    costs = {b: h.entropy(b, b) for b, _ in h.candidates()}
+    assert costs.get(chosen, 0) <= min(costs.values(), default=0) + 1e-10
+    assert chosen in candidates or not costs
+
+
+@pytest.mark.parametrize("count", [3, 4, 8, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_widest_of_equal_candidates_is_chosen(count: int, seed: int) -> None:
+    """With a level for each value nothing is lost by the whole range, nor by the range of the first bin that is not empty."""
+    found = histogram(torch.randint(0, count, (10000,), generator=generator(seed)).float(), bins=512)
+    last = int(found[0].nonzero().max()) + 1
+    hi = ops.search_range(*found, 0, 127, "entropy", candidates=range(1, last + 1))[1]
+    assert hi == last * found[2] / 512
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("bins", "codes", "slack"),
@@ -396,6 +420,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(native.observe_histogram_.default, (x, *found))
     for method in ("percentile", "mse", "l2", "entropy"):
         torch.library.opcheck(native.search_range.default, (*found, -128, 127, method))
+    torch.library.opcheck(native.search_range.default, (*found, -128, 127, "entropy"), {"candidates": [3, 200]})
     batch = tuple(torch.stack([t, t]) for t in found)
     torch.library.opcheck(native.search_range.default, (*batch, -8, 7, "mse"), {"symmetric": False})
 
@@ -438,6 +463,18 @@ WRONG_OBSERVE = [
 ]
 WRONG_SEARCH = [
     ({"method": "kl"}, ValueError, "search_range: method must be 'percentile', 'mse', 'l2' or 'entropy', got 'kl'"),
+    (
+        {"candidates": [3]},
+        ValueError,
+        "candidates need method 'entropy' and symmetric=True, got 'mse' and symmetric=True",
+    ),
+    ({"method": "entropy", "symmetric": False, "candidates": [3]}, ValueError, "got 'entropy' and symmetric=False"),
+    (
+        {"method": "entropy", "candidates": [3, 0]},
+        ValueError,
+        "candidates must lie in [1, 2048], since counts has that",
+    ),
+    ({"method": "entropy", "candidates": [2049]}, ValueError, "many bins, got 2049."),
     ({"percentile": 0.0}, ValueError, "percentile must lie in (0, 100], got 0"),
     ({"percentile": float("nan")}, ValueError, "percentile must lie in (0, 100], got nan"),
     ({"qmin": 3, "qmax": 2}, ValueError, "qmin must be smaller than qmax"),

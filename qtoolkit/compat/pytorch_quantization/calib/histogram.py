@@ -1,13 +1,12 @@
 """A range chosen from a histogram of magnitudes, by entropy, squared error or percentile.
 
-The formulas are pytorch-quantization's. `qtoolkit.ops.observe_histogram_` and `search_range` differ from them:
+The formulas are pytorch-quantization's. The search by entropy is that of `qtoolkit.ops.search_range`. Counting and the other
+searches differ from `qtoolkit.ops`:
 
 - counting: the bins have the width that the first tensor sets, and more of them are appended; the native histogram has a
   fixed number of bins, whose width is a power of two and doubles.
-- entropy: `stride` and `start_bin` choose the candidates. The native search scores every edge that has at least as many bins
-  below it as there are levels; with stride 1 and start_bin equal to the number of levels, both choose the same edge.
-- mse: the candidates are centers of bins, and values are rounded in float32 by `tensor_quant`'s multiplier. The native
-  candidates are edges of bins, and it rounds by a step.
+- mse: the candidates are the centers of the bins, rounded to float32, and values are rounded in float32 by `tensor_quant`'s
+  multiplier. The native candidates are the edges of the bins, and its errors are computed in float64.
 - percentile: the result is the left edge of a bin, and shares are compared without tolerance (99.9 / 100 is above 0.999 in
   float64). The native search interpolates within the bin, and allows for the rounding of shares.
 """
@@ -19,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from qtoolkit import ops
 from qtoolkit.compat.pytorch_quantization.calib.calibrator import MaxCalibrator, _Calibrator, check_shape
 from qtoolkit.compat.pytorch_quantization.reduction import Axis, kept_axes
 from qtoolkit.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
@@ -182,32 +183,17 @@ def _counts_of(values: Tensor, bins: int, end: float) -> Tensor:
 
 
 def by_entropy(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int, start_bin: int) -> float:
-    """Return the last of the edges with the least KL divergence between the clipped histogram P and its quantized form Q.
-
-    With `i` bins inside: P is these bins, with all counts beyond added to the last one. Q is the same bins mapped uniformly
-    to 2^(num_bits - 1 + unsigned) levels; the counts of a level are spread evenly over its bins that are not empty. The
-    first bin, which holds the zeros, takes the count of the second one.
-    """
+    """Return the last of the edges with the least KL divergence between the clipped histogram and its quantized form."""
     if not isinstance(num_bits, int):
         raise TypeError(f"entropy needs integer codes, got num_bits={num_bits}; use mse, percentile or max.")
-    bins = counts.cpu().numpy().astype(np.float64)
-    candidates = _candidates(len(bins), len(bins), stride, start_bin).numpy()
-    bins[:1] = bins[1:2] if len(bins) > 1 else bins[:1]
-    scores = np.array([_divergence(bins, i, 1 << (num_bits - 1 + int(unsigned))) for i in candidates])
-    return float(edges[candidates[scores == scores.min()][-1]])
-
-
-def _divergence(bins: np.ndarray[Any, Any], i: int, levels: int) -> float:
-    inside = bins[:i]
-    full = inside > 0
-    p = inside.copy()
-    p[-1] += bins[i:].sum()
-    if not full.any() or (p[~full] > 0).any():
-        return float("inf")
-    level = (np.searchsorted(np.linspace(0, i, levels + 1), np.arange(i), "right") - 1)[full]
-    q = (np.bincount(level, inside[full], levels) / np.maximum(np.bincount(level, minlength=levels), 1))[level]
-    p, q = p[full] / p.sum(), q / q.sum()
-    return float((p * np.log(p / q)).sum())
+    if num_bits == 1 and not unsigned:
+        raise ValueError("entropy needs two levels or more, got num_bits=1 with signed codes; use unsigned=True.")
+    candidates = _candidates(len(counts), len(counts), stride, start_bin).tolist()
+    even = F.pad(counts.cpu(), (0, len(counts) % 2))  # an even number of bins of width 1, as search_range needs
+    levels = min(1 << (num_bits - 1 + int(unsigned)), len(even))  # with more levels than bins, each bin is a level
+    lo, hi = torch.zeros(1), torch.tensor([float(len(even))])
+    _, chosen = ops.search_range(even, lo, hi, 0, levels - 1, "entropy", candidates=candidates)
+    return float(edges[int(chosen)])
 
 
 def by_mse(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int, start_bin: int) -> float:
