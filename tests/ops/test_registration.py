@@ -2,13 +2,14 @@
 
 import contextlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
 from torch import Tensor, nn
 
-from qtoolkit import ops
+from qtoolkit import _native, ops
 from tests.cases import (
     CHANNELS,
     CODES,
@@ -317,6 +318,26 @@ def test_schema_and_kernels(op):
     }
     mutated = [a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert mutated == updated.get(op, [])
+
+
+NOT_BUILT = r": this build of qtoolkit has no CUDA kernels; .* rebuild it .*QTOOLKIT_CUDA=1 pip install .*x\.cpu\(\)"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_build_without_cuda_says_how_to_rebuild(op):
+    """The kernel that the dispatcher calls for CUDA tensors, called here without a GPU; it reads no argument."""
+    if "libcudart" in Path(_native.load().__file__).read_bytes().decode("latin-1"):
+        pytest.skip("CUDA kernels are built in")
+    overload = getattr(native, op).default
+    placeholders = {"Tensor": torch.ones(1), "Optional[Tensor]": None, "int": 1, "float": 1.0, "str": ""}
+    args = [
+        placeholders.get(str(a.type), [1])
+        for a in overload._schema.arguments
+        if not a.has_default_value() and not a.kwarg_only
+    ]
+    kwargs = {a.name: torch.float32 for a in overload._schema.arguments if a.kwarg_only}
+    with pytest.raises(NotImplementedError, match=f"^qtoolkit::{op}{NOT_BUILT}"):
+        overload._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
