@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
-from tests.cases import assert_same, floats, name_of
+from tests.cases import assert_same, floats, name_of, scales, zero_points
 
 HOST = Path(__file__).parent / "cuda_host"
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -34,32 +35,29 @@ SHAPES = {  # shape, axis
 
 
 @pytest.fixture(scope="module")
-def minmax(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels, compiled by the host's compiler with each launch as a call of device::launch."""
     folder = tmp_path_factory.mktemp("cuda_host")
     shutil.copytree(CSRC, folder / "csrc")
     for name in HEADERS:
         (folder / name).write_text(f'#include "{HOST / "device.h"}"\n')
-    for source in (folder / "csrc/cuda/observe.cu", folder / "csrc/cuda/loops.cuh"):
+    for source in (folder / "csrc/cuda" / name for name in ("fake_quant.cu", "observe.cu", "loops.cuh")):
         text, launches = LAUNCH.subn(r"device::launch(\2, \3, [&] { \1(\4); });", source.read_text())
         assert launches > 0
         assert "<<<" not in text
         source.write_text(text)
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{folder}", f"-I{folder / 'csrc'}"]
-    command = [os.environ.get("CXX", "c++"), *flags, str(HOST / "minmax.cpp"), "-o", str(folder / "minmax.so")]
+    command = [os.environ.get("CXX", "c++"), *flags, str(HOST / "kernels.cpp"), "-o", str(folder / "kernels.so")]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    return ctypes.CDLL(str(folder / "minmax.so"))
+    return ctypes.CDLL(str(folder / "kernels.so"))
 
 
-def on_host(library: ctypes.CDLL, x: Tensor, axis: int | None, order: str) -> list[Tensor]:
+def run(kernel: Callable, x: Tensor, axis: int | None, order: str, *others: Tensor) -> None:
     size, inner = (1, 1) if axis is None else (x.size(axis), x.stride(axis))
-    ranges, workspace = torch.full((2, size), torch.nan, dtype=torch.float64), torch.empty(1 << 18, dtype=torch.float64)
     channels = (ctypes.c_int64 * 4)(size, inner, x.numel(), size)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, workspace, ranges)]
-    numel = ctypes.c_int64(x.numel())
-    library.minmax_on_host(pointers[0], DTYPES.index(x.dtype), numel, channels, ORDERS[order], *pointers[1:])
-    return [t.to(x.dtype).view(size) for t in ranges]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, *others)]
+    kernel(pointers[0], DTYPES.index(x.dtype), ctypes.c_int64(x.numel()), channels, ORDERS[order], *pointers[1:])
 
 
 VALUES = {
@@ -71,12 +69,30 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_minmax(minmax, shape, dtype, values, order):
+def test_minmax(kernels, shape, dtype, values):
     sizes, axis = SHAPES[shape]
     x = VALUES[values](floats(dtype)(*sizes)).contiguous()
-    for got, wanted in zip(on_host(minmax, x, axis, order), ops.minmax(x, axis), strict=True):
-        assert_same(got, wanted.view(-1))
+    wanted = ops.minmax(x, axis)
+    for order in ORDERS:
+        ranges = torch.full((2, wanted[0].numel()), torch.nan, dtype=torch.float64)
+        run(kernels.minmax_on_host, x, axis, order, torch.empty(1 << 18, dtype=torch.float64), ranges)
+        assert_same(ranges.to(dtype), torch.stack([t.view(-1) for t in wanted]))
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fake_quant(kernels, shape, dtype, values):
+    sizes, axis = SHAPES[shape]
+    x = VALUES[values](floats(dtype)(*sizes)).contiguous()
+    count = 1 if axis is None else x.size(axis)
+    grid = [t(count).to(torch.float64 if dtype == torch.float64 else torch.float32) for t in (scales, zero_points)]
+    wanted = torch.ops.qtoolkit.fake_quant(x, *grid, -128, 127, axis, mask=True)
+    for order in ORDERS:
+        got = [torch.full_like(t, 7) for t in wanted]
+        run(kernels.fake_quant_on_host, x, axis, order, *grid, *got)
+        for g, w in zip(got, wanted, strict=True):
+            assert_same(g, w)
