@@ -47,6 +47,12 @@ def with_cuda() -> bool:
     return TYPES_WITH_CUDA.get(wanted, possible)
 
 
+def choose_architectures() -> None:
+    """Where no GPU is visible, build for two data-centre generations; torch detects visible ones. Both add PTX."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+
+
 def sanitized(sources: list[str], flags: list[str]) -> object:
     """The library for the CPU with a sanitizer in it, and faults for it to find."""
     wanted = os.environ["QTOOLKIT_SANITIZE"]
@@ -75,8 +81,7 @@ def extension(cuda: bool) -> object:
         return sanitized(sources, flags["cxx"])
     if not cuda:
         return cpp_extension.CppExtension("qtoolkit._C", sources, depends=headers, extra_compile_args=flags)
-    # Where no GPU is seen, torch cannot guess: build for the two data-centre generations and carry PTX for later ones.
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    choose_architectures()
     flags["nvcc"] = ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
     return cpp_extension.CUDAExtension(
         "qtoolkit._C",

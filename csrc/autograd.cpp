@@ -2,7 +2,7 @@
 // autograd, so that the op stays one node in compiled and exported graphs.
 #include "autograd.h"
 
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <array>
 
 namespace qtoolkit {
 namespace {
@@ -11,6 +11,8 @@ using at::Tensor;
 using std::optional;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+constexpr const char* kFakeQuant = "fake_quant";
 
 using ForwardSchema = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t,
                                                  int64_t, optional<int64_t>, int64_t, int64_t, double, bool);
@@ -22,34 +24,17 @@ std::tuple<Tensor, Tensor> forward_below(const Tensor& x, const Tensor& scale, c
                                          int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
                                          int64_t block_size, double grad_factor, bool mask) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op<ForwardSchema>("qtoolkit::fake_quant")
-      .call(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
+  static const auto op = find_op<ForwardSchema>("qtoolkit::fake_quant");
+  return op.call(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
 }
-
-// Fixed scale: saves only the packed mask, one bit per element.
-struct FakeQuant : torch::autograd::Function<FakeQuant> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
-                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
-                               int64_t group, int64_t block_size, double grad_factor) {
-    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, true);
-    ctx->save_for_backward({mask});
-    ctx->saved_data["order"] = memory_order(y);
-    ctx->mark_non_differentiable({mask});
-    return {y, mask};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Tensor dx = backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector());
-    return {dx, {}, {}, {}, {}, {}, {}, {}, {}};
-  }
-};
 
 // Learned scale (and zero point): saves the input; backward recomputes the rest.
 struct FakeQuantLearned : torch::autograd::Function<FakeQuantLearned> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale,
-                               const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, optional<int64_t> axis,
-                               int64_t group, int64_t block_size, double grad_factor, bool with_mask) {
-    auto [y, mask] = forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, with_mask);
+  template <class Below>
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
+                        int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group, int64_t block_size,
+                        double grad_factor, const Below& below) {
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({x, scale, zero_point.value_or(Tensor())});
     ctx->saved_data["qmin"] = qmin;
     ctx->saved_data["qmax"] = qmax;
@@ -57,55 +42,52 @@ struct FakeQuantLearned : torch::autograd::Function<FakeQuantLearned> {
     ctx->saved_data["group"] = group;
     ctx->saved_data["block_size"] = block_size;
     ctx->saved_data["grad_factor"] = grad_factor;
-    ctx->mark_non_differentiable({mask});
-    return {y, mask};
+    return below();
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<LearnedBackwardSchema>("qtoolkit::fake_quant_learned_backward");
+    if (!grads[0].defined()) return variable_list(10);
     const variable_list saved = ctx->get_saved_variables();
     const optional<Tensor> zero_point = saved[2].defined() ? optional<Tensor>(saved[2]) : std::nullopt;
     auto& data = ctx->saved_data;
-    auto [dx, ds, dz] = op<LearnedBackwardSchema>("qtoolkit::fake_quant_learned_backward")
-                            .call(grads[0], saved[0], saved[1], zero_point, data["qmin"].toInt(), data["qmax"].toInt(),
-                                  data["axis"].toOptional<int64_t>(), data["group"].toInt(), data["block_size"].toInt(),
-                                  data["grad_factor"].toDouble());
+    auto [dx, ds, dz] = op.call(grads[0], saved[0], saved[1], zero_point, data["qmin"].toInt(), data["qmax"].toInt(),
+                                data["axis"].toOptional<int64_t>(), data["group"].toInt(), data["block_size"].toInt(),
+                                data["grad_factor"].toDouble());
     return {dx, ds, zero_point ? dz : Tensor(), {}, {}, {}, {}, {}, {}, {}};
-  }
-};
-
-// Linear in grad, so its derivative is the same op: double backward works.
-struct FakeQuantBackward : torch::autograd::Function<FakeQuantBackward> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& mask, std::vector<int64_t> order) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({mask});
-    ctx->saved_data["order"] = order;
-    return backward_op(grad, mask, order);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector()), {}, {}};
   }
 };
 
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
                                       int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group,
                                       int64_t block_size, double grad_factor, bool mask) {
-  const bool grad_mode = at::GradMode::is_enabled();
-  const bool learned = grad_mode && (scale.requires_grad() || (zero_point.has_value() && zero_point->requires_grad()));
+  const auto below = [&](bool with_mask) {
+    return forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, with_mask);
+  };
+  const bool in_x = is_differentiated(kFakeQuant, x), in_scale = is_differentiated(kFakeQuant, scale);
+  const bool learned = is_differentiated(kFakeQuant, zero_point) || in_scale;
+  if (!in_x && !learned) return below(mask);
+  Tensor y, bits;
   if (learned) {
-    const auto out =
-        FakeQuantLearned::apply(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
-    return {out[0], out[1]};
+    y = FakeQuantLearned::apply(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, [&] {
+      std::tie(y, bits) = below(mask);
+      return y;
+    });
+  } else {
+    y = StraightThrough::apply(x, [&] {
+      std::tie(y, bits) = below(true);
+      return Masked{y, bits, memory_order(y)};
+    });
   }
-  if (grad_mode && x.requires_grad()) {
-    const auto out = FakeQuant::apply(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor);
-    return {out[0], out[1]};
-  }
-  return forward_below(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, mask);
+  return {y, bits};
 }
 
 // Boxed kernels serve ops of any signature.
 using torch::jit::Stack;
+
+std::string_view name_of(const c10::OperatorHandle& op) {
+  return std::string_view(op.operator_name().name).substr(sizeof("qtoolkit::") - 1);
+}
 
 // Ops whose first argument is x, whose last is `bool mask` and whose last result is the mask: the gradient in x is
 // straight-through, other tensors have none.
@@ -116,16 +98,14 @@ void straight_through(const c10::OperatorHandle& op, Stack* stack) {
     const at::AutoDispatchBelowAutograd guard;
     op.callBoxed(stack);
   };
-  if (!is_differentiated(x)) return below();
+  if (!is_differentiated(name_of(op), x)) return below();
   stack->back() = true;
-  const variable_list results = StraightThrough::apply(x, [&] {
+  const Tensor y = StraightThrough::apply(x, [&] {
     below();
-    variable_list results;
-    for (const c10::IValue& result : torch::jit::last(*stack, outputs)) results.push_back(result.toTensor());
-    return results;
+    const Tensor& y = torch::jit::peek(*stack, 0, outputs).toTensor();
+    return Masked{y, stack->back().toTensor(), memory_order(y)};
   });
-  torch::jit::drop(*stack, outputs);
-  for (const Tensor& result : results) stack->push_back(result);
+  torch::jit::peek(*stack, 0, outputs) = y;
 }
 
 // The same, and an error where the gradient of another tensor would be lost.
@@ -133,12 +113,63 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 1; i < arguments.size(); ++i) {
     const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
-    TORCH_CHECK_NOT_IMPLEMENTED(!value.isTensor() || !is_differentiated(value.toTensor()),
-                                op.schema().operator_name().name.substr(sizeof("qtoolkit::") - 1), ": ",
-                                arguments[i].name(), " must not require grad, since the op has no gradient for it; ",
-                                "pass ", arguments[i].name(), ".detach().");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !value.isTensor() || !is_differentiated(name_of(op), value.toTensor()), name_of(op), ": ", arguments[i].name(),
+        " must not require grad, since the op has no gradient for it; ", "pass ", arguments[i].name(), ".detach().");
   }
   straight_through(op, stack);
+}
+
+// The remedy for each op without a gradient.
+struct WithoutGradient {
+  std::string_view op, sentence;
+};
+constexpr std::array<WithoutGradient, 6> kWithoutGradient = {{
+    {"fake_quant_learned_backward",
+     "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
+     "scale.detach() "
+     "and zero_point.detach(), or compute the first gradient without create_graph=True."},
+    {"dequantize", "dequantize: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
+    {"dequantize_int4",
+     "dequantize_int4: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
+    {"minmax", "minmax: has no gradient; use torch.amin and torch.amax, or pass x.detach()."},
+    {"grid_of_range", "grid_of_range: has no gradient; pass lo.detach() and hi.detach()."},
+    {"search_range", "search_range: has no gradient; pass lo.detach() and hi.detach()."},
+}};
+
+// The results require grad, and backward through them raises an error: the gradient is not lost in silence.
+struct NoGradient : torch::autograd::Function<NoGradient> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList /*inputs*/, std::string_view op,
+                               const variable_list& results) {
+    ctx->saved_data["op"] = std::string(op);
+    ctx->set_materialize_grads(false);
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& /*grads*/) {
+    const std::string& op = ctx->saved_data["op"].toStringRef();
+    for (const WithoutGradient& each : kWithoutGradient) TORCH_CHECK_NOT_IMPLEMENTED(each.op != op, each.sentence);
+    return {};
+  }
+};
+
+void without_gradient(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t inputs = op.schema().arguments().size(), outputs = op.schema().returns().size();
+  variable_list differentiated;
+  for (const c10::IValue& value : torch::jit::last(*stack, inputs)) {
+    if (value.isTensor() && is_differentiated(name_of(op), value.toTensor()))
+      differentiated.push_back(value.toTensor());
+  }
+  {
+    const at::AutoDispatchBelowAutograd guard;
+    op.callBoxed(stack);
+  }
+  if (differentiated.empty()) return;
+  variable_list results;
+  for (const c10::IValue& result : torch::jit::last(*stack, outputs)) results.push_back(result.toTensor());
+  results = NoGradient::apply(at::TensorList(differentiated), name_of(op), results);
+  torch::jit::drop(*stack, outputs);
+  for (const Tensor& result : results) stack->push_back(result);
 }
 
 // Between autograd and the devices' kernels: the tensors that an op writes to count as changed.
@@ -157,13 +188,20 @@ void bump_versions(const c10::OperatorHandle& op, Stack* stack) {
   for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
 }
 
+// Linear in grad, so its derivative is the same op: double backward works.
 Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayRef order) {
-  return FakeQuantBackward::apply(grad, mask, order.vec());
+  const auto below = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return backward_op(grad, mask, order);
+  };
+  if (!is_differentiated(kFakeQuant, grad)) return below();
+  return StraightThrough::apply(grad, [&] { return Masked{below(), mask, order.vec()}; });
 }
 
 Tensor snapshot(const Tensor& x) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op<Tensor(const Tensor&)>("qtoolkit::snapshot").call(x);
+  static const auto op = find_op<Tensor(const Tensor&)>("qtoolkit::snapshot");
+  return op.call(x);
 }
 
 }  // namespace
@@ -179,10 +217,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   for (const char* name : {"tensor_quant", "fake_tensor_quant"}) {  // amax has no gradient, as in pytorch-quantization
     m.impl(name, CppFunction::makeFromBoxedFunction<&straight_through>());
   }
-  // To differentiate these is an error.
-  for (const char* name :
-       {"fake_quant_learned_backward", "dequantize", "dequantize_int4", "minmax", "grid_of_range", "search_range"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  for (const WithoutGradient& each : kWithoutGradient) {
+    m.impl(each.op.data(), CppFunction::makeFromBoxedFunction<&without_gradient>());
   }
 }
 

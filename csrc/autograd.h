@@ -1,44 +1,70 @@
-// Shared by the autograd kernels: calls of an op below autograd, and the straight-through gradient.
+// Shared by the autograd kernels: which tensors are differentiated, and the straight-through gradient.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "layout.h"
 
 namespace qtoolkit {
 
+// Callers keep the handle in a static variable of their own: finding it is slow.
 template <class Schema>
-const auto& op(const char* name) {
-  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
-  return handle;
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
 }
 
 inline at::Tensor backward_op(const at::Tensor& grad, const at::Tensor& mask, at::IntArrayRef order) {
-  using Schema = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef);
-  return op<Schema>("qtoolkit::fake_quant_backward").call(grad, mask, order);
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef)>("qtoolkit::fake_quant_backward");
+  return op.call(grad, mask, order);
 }
 
-inline bool is_differentiated(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
+// Whether autograd needs the gradient in t. All autograd kernels ask here, so that no op returns a zero derivative for
+// a mode of differentiation that it does not support.
+inline bool is_differentiated(std::string_view op, const at::Tensor& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(0).defined(), op,
+                              ": forward-mode AD (torch.func.jvp, torch.func.jacfwd, dual tensors) is not supported; "
+                              "use reverse mode: torch.autograd.grad or backward.");
+  if (!at::GradMode::is_enabled() || !t.requires_grad()) return false;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper), op,
+      ": the gradient transforms of torch.func (grad, vjp, jacrev, hessian) are not supported; use torch.autograd.grad "
+      "or backward, with torch.func.functional_call to pass parameters in.");
+  return true;
+}
 
-// The gradient in x is the incoming gradient where the mask's bit is set. `below` calls the op with mask=True; only its
-// first result is differentiable, and its last result is the mask.
+inline bool is_differentiated(std::string_view op, const std::optional<at::Tensor>& t) {
+  return t.has_value() && is_differentiated(op, *t);
+}
+
+// The result of an op, the packed mask of its elements inside the range, and the memory order of both.
+struct Masked {
+  at::Tensor y, mask;
+  std::vector<int64_t> order;
+};
+
+// The gradient in x is the incoming gradient where the mask's bit is set. `below` calls the op with mask=True. The mask
+// is no output of the node: autograd would fill a gradient of its size with zeros.
 struct StraightThrough : torch::autograd::Function<StraightThrough> {
   using variable_list = torch::autograd::variable_list;
   using AutogradContext = torch::autograd::AutogradContext;
 
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& /*x*/,
-                               const std::function<variable_list()>& below) {
-    variable_list results = below();
-    ctx->save_for_backward({results.back()});
-    ctx->saved_data["order"] = memory_order(results.front());
-    ctx->mark_non_differentiable({results.begin() + 1, results.end()});
-    return results;
+  template <class Below>
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*x*/, const Below& below) {
+    const Masked result = below();
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({result.mask});
+    ctx->saved_data["order"] = result.order;
+    return result.y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return {at::Tensor(), at::Tensor()};
     return {backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector()), {}};
   }
 };

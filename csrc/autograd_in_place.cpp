@@ -6,32 +6,11 @@ namespace {
 
 using at::Tensor;
 using std::optional;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+
+constexpr const char* kOp = "fake_quant_";
 
 using InPlaceSchema = Tensor(Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t, optional<int64_t>,
                              int64_t, int64_t, bool);
-
-bool is_differentiated(const optional<Tensor>& t) { return t.has_value() && qtoolkit::is_differentiated(*t); }
-
-// x is an output, so that its autograd history continues from here. The mask, which has no gradient, is returned
-// through a pointer: autograd allows one output only if x is a view.
-struct FakeQuantInPlace : torch::autograd::Function<FakeQuantInPlace> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t group, Tensor* mask,
-                        const std::function<Tensor()>& below) {
-    ctx->saved_data["order"] = memory_order(layout_of_result(x, group));
-    *mask = below();
-    ctx->save_for_backward({*mask});
-    ctx->mark_dirty({x});
-    return x;
-  }
-
-  // Not in place, since the incoming gradient may be shared (a sum passes the same one to all its terms).
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Tensor dx = backward_op(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["order"].toIntVector());
-    return {dx, {}, {}, {}};
-  }
-};
 
 // Checked before x is written: autograd would raise only afterwards.
 void check_writable(const Tensor& x) {
@@ -50,21 +29,27 @@ void check_writable(const Tensor& x) {
 
 Tensor fake_quant_(Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
                    optional<int64_t> axis, int64_t group, int64_t block_size, bool mask) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_differentiated(scale) && !is_differentiated(zero_point),
+  static const auto op = find_op<InPlaceSchema>("qtoolkit::fake_quant_");
+  const bool in_scale = is_differentiated(kOp, scale), in_zero_point = is_differentiated(kOp, zero_point);
+  TORCH_CHECK_NOT_IMPLEMENTED(!in_scale && !in_zero_point,
                               "fake_quant_: scale and zero_point must not require grad, since their gradients are "
                               "computed from x, which is overwritten; use fake_quant.");
   const auto call = [&](bool with_mask) {
     const at::AutoDispatchBelowAutograd guard;
-    return op<InPlaceSchema>("qtoolkit::fake_quant_")
-        .call(x, scale, zero_point, qmin, qmax, axis, group, block_size, with_mask);
+    return op.call(x, scale, zero_point, qmin, qmax, axis, group, block_size, with_mask);
   };
-  if (!is_differentiated(x)) return call(mask);
+  if (!is_differentiated(kOp, x)) return call(mask);
   check_writable(x);
   Tensor bits;
-  FakeQuantInPlace::apply(x, group, &bits, [&] {
-    const at::AutoDispatchBelowADInplaceOrView guard;  // mark_dirty bumps the version
-    return call(true);
+  // The node's output is an alias of x, whose history becomes that of x. The incoming gradient is not overwritten,
+  // since it may be shared (a sum passes the same one to all its terms).
+  const Tensor y = StraightThrough::apply(x, [&] {
+    const auto order = memory_order(layout_of_result(x, group));
+    bits = call(true);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return Masked{x.alias(), bits, order};
   });
+  torch::autograd::impl::rebase_history(x, torch::autograd::impl::gradient_edge(y));
   return bits;
 }
 

@@ -1,5 +1,6 @@
 """What a user sees when the package is not built, or built for another torch, or torch is not there."""
 
+import os
 import runpy
 import subprocess
 import sys
@@ -56,6 +57,20 @@ def test_a_bad_switch_is_named(switch: str, words: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert f"{switch} {words}" in done.stderr
+
+
+@pytest.mark.parametrize("given", [None, "7.5"])
+@pytest.mark.parametrize("visible", [False, True])
+def test_architectures_are_those_of_the_visible_gpu(monkeypatch, visible: bool, given: str | None) -> None:
+    """Where TORCH_CUDA_ARCH_LIST is unset, torch builds for the visible GPUs and adds PTX."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible)
+    monkeypatch.setenv("QTOOLKIT_CUDA", "0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    runpy.run_path(str(ROOT / "setup.py"))["choose_architectures"]()
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == (given or (None if visible else "8.0;9.0+PTX"))
 
 
 def test_importing_torch_first_is_not_needed() -> None:

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const double lo = nan ? NAN : range.lo, hi = nan ? NAN : range.hi;
-  join_block(tiling, {lo, hi}, ranges, Unite());
+  // United with the empty range, since a channel of one thread passes through no other join: -0 becomes +0.
+  join_block(tiling, Unite()({INFINITY, -INFINITY}, {lo, hi}), ranges, Unite());
 }
 
 template <class A>

@@ -1,10 +1,15 @@
 """How the ops meet the rest of torch: opcheck, compile, export, meta tensors, autocast, deterministic mode."""
 
+import contextlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from torch import Tensor, nn
 
-from qtoolkit import ops
+from qtoolkit import _native, ops
 from tests.cases import (
     CHANNELS,
     CODES,
@@ -138,17 +143,153 @@ def test_opcheck(op, args, kwargs):
     torch.library.opcheck(getattr(native, op).default, args, kwargs)
 
 
-@pytest.mark.parametrize("op", ["minmax", "dequantize", "dequantize_int4"])
+WITHOUT_GRADIENT = {
+    "minmax": (lambda x: ops.minmax(x)[1], "use torch.amin and torch.amax, or pass x.detach()."),
+    "dequantize": (lambda x: ops.dequantize(codes(torch.int8)(3), x, axis=0).sum(), "use fake_quant, which has"),
+    "dequantize_int4": (
+        lambda x: ops.dequantize_int4(codes(torch.uint8)(2), [3], x, axis=0).sum(),
+        "use fake_quant, which has",
+    ),
+    "grid_of_range": (lambda x: ops.grid_of_range(-x.abs(), x.abs(), -8, 7)[0].sum(), "pass lo.detach() and hi.detach"),
+    "search_range": (
+        lambda x: ops.search_range(torch.ones(3, 8, dtype=torch.long), -x.abs(), x.abs(), -8, 7, "mse")[0].sum(),
+        "pass lo.detach() and hi.detach()",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", WITHOUT_GRADIENT)
 def test_no_gradient_is_lost_in_silence(op):
     """They have none; to go backward through them is an error (torch's default is a warning, and None)."""
-    x = leaf(floats(torch.float32)(3))
-    y = {
-        "minmax": lambda: ops.minmax(x)[1],
-        "dequantize": lambda: ops.dequantize(codes(torch.int8)(3), x, axis=0).sum(),
-        "dequantize_int4": lambda: ops.dequantize_int4(codes(torch.uint8)(2), [3], x, axis=0).sum(),
-    }[op]()
-    with pytest.raises(RuntimeError, match="derivative for qtoolkit::.* is not implemented|does not require grad"):
+    call, remedy = WITHOUT_GRADIENT[op]
+    y = call(leaf(floats(torch.float32)(3)))
+    with pytest.raises(NotImplementedError, match=f"^{op}: has no gradient; {re.escape(remedy)}"):
         y.backward()
+    assert not call(floats(torch.float32)(3)).requires_grad
+
+
+# ---- other modes of differentiation -----------------------------------------------------------------------------------
+
+DIFFERENTIABLE = {
+    "fake_quant": lambda x: ops.fake_quant(x, torch.tensor(0.5)),
+    "fake_quant_": lambda x: ops.fake_quant_(x * 1, torch.tensor(0.5)),
+    "fake_quant_float": lambda x: ops.fake_quant_float(x, torch.tensor(0.5), "e4m3"),
+    "fake_quant_block": lambda x: ops.fake_quant_block(x, "e4m3", 16),
+    "observe_fake_quant": lambda x: native.observe_fake_quant(
+        x, torch.zeros(1), torch.zeros(1), torch.ones(1), None, -8, 7
+    )[0],
+    "tensor_quant": lambda x: ops.tensor_quant(x, torch.tensor(1.0))[0],
+    "fake_tensor_quant": lambda x: ops.fake_tensor_quant(x, torch.tensor(1.0)),
+    "minmax": lambda x: ops.minmax(x)[0],
+}
+
+
+def dual(f, x: Tensor) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+FORWARD = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "dual": dual,
+    "dual_that_requires_grad": lambda f, x: dual(f, leaf(x)),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_forward_mode_is_never_silently_zero(op, mode):
+    with pytest.raises(NotImplementedError, match=f"^{op}: forward-mode AD .* is not supported; use reverse mode"):
+        FORWARD[mode](DIFFERENTIABLE[op], floats(torch.float32)(32))
+
+
+@pytest.mark.parametrize("tangent", ["scale", "zero_point"])
+def test_forward_mode_in_a_grid_is_never_silently_zero(tangent):
+    given = {"scale": scales(1), "zero_point": zero_points(1)}
+    with pytest.raises(NotImplementedError, match="^fake_quant: forward-mode AD"):
+        dual(lambda t: ops.fake_quant(torch.ones(4), **given | {tangent: t}), given[tangent])
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "vmap_of_grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, x])),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradient_transforms_say_what_to_use(op, transform):
+    with pytest.raises(NotImplementedError, match=f"^{op}: the gradient transforms of torch.func .*functional_call"):
+        TRANSFORMS[transform](DIFFERENTIABLE[op], floats(torch.float32)(32))
+
+
+def test_functional_call_with_backward():
+    """The remedy that the errors name."""
+    block, x = Block(learned=True), floats(torch.float32)(2, 6, 9, 9)
+    parameters = {name: leaf(p) for name, p in block.named_parameters()}
+    got = torch.autograd.grad(torch.func.functional_call(block, parameters, (x,)).sum(), [*parameters.values()])
+    for g, w in zip(got, torch.autograd.grad(block(x).sum(), [*block.parameters()]), strict=True):
+        assert_same(g, w)
+
+
+NATIVE_CALLS = {
+    "fixed": lambda x: native.fake_quant(x, scales(1), None, -8, 7),
+    "learned": lambda x: native.fake_quant(x, leaf(scales(1)), zero_points(1), -8, 7, mask=True),
+    "block": lambda x: native.fake_quant_block(x, "e4m3", 16, "e8m0"),
+    "in_place": lambda x: (ops.fake_quant_(x * 1, scales(1)),),
+    "legacy": lambda x: native.tensor_quant(x, torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize("call", NATIVE_CALLS)
+def test_backward_fills_no_gradient_with_zeros(call):
+    """The mask needs none: it is as large as an eighth of the input."""
+    y = NATIVE_CALLS[call](leaf(floats(torch.float32)(4, 32)))[0]
+    grad = torch.ones_like(y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y.backward(grad)
+    names = {event.name for event in profile.events()}
+    assert any("fake_quant" in name and "backward" in name for name in names)
+    assert not names & {"aten::zeros", "aten::zero_", "aten::fill_"}
+
+
+class Undefined(torch.autograd.Function):
+    """The identity, whose gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("call", NATIVE_CALLS)
+def test_an_undefined_gradient_stays_undefined(call):
+    x = leaf(floats(torch.float32)(4, 32))
+    y = NATIVE_CALLS[call](x)[0]
+    assert torch.autograd.grad(Undefined.apply(y).sum(), x, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize("call", NATIVE_CALLS)
+def test_compiled_autograd_over_eager_forwards(call):
+    def gradient(mode) -> Tensor:
+        x = leaf(floats(torch.float32)(4, 32))
+        loss = (NATIVE_CALLS[call](x)[0] ** 2).sum()
+        with mode:
+            loss.backward()
+        return x.grad
+
+    torch._dynamo.reset()
+    compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    assert_same(gradient(compiled), gradient(contextlib.nullcontext()))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "expanded", "0-d", "empty"])
@@ -177,6 +318,26 @@ def test_schema_and_kernels(op):
     }
     mutated = [a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert mutated == updated.get(op, [])
+
+
+NOT_BUILT = r": this build of qtoolkit has no CUDA kernels; .* rebuild it .*QTOOLKIT_CUDA=1 pip install .*x\.cpu\(\)"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_build_without_cuda_says_how_to_rebuild(op):
+    """The kernel that the dispatcher calls for CUDA tensors, called here without a GPU; it reads no argument."""
+    if "libcudart" in Path(_native.load().__file__).read_bytes().decode("latin-1"):
+        pytest.skip("CUDA kernels are built in")
+    overload = getattr(native, op).default
+    placeholders = {"Tensor": torch.ones(1), "Optional[Tensor]": None, "int": 1, "float": 1.0, "str": ""}
+    args = [
+        placeholders.get(str(a.type), [1])
+        for a in overload._schema.arguments
+        if not a.has_default_value() and not a.kwarg_only
+    ]
+    kwargs = {a.name: torch.float32 for a in overload._schema.arguments if a.kwarg_only}
+    with pytest.raises(NotImplementedError, match=f"^qtoolkit::{op}{NOT_BUILT}"):
+        overload._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
