@@ -1,12 +1,12 @@
-"""Range search in a model of 100 quantizers: qtoolkit's methods beside pytorch-quantization's, on the same activations.
+"""Range search in a model of 100 quantizers: qtoolkit's methods beside those of `qtoolkit.compat`, on the same activations.
 
 python benchmarks/ranges.py                  prints the table
 python benchmarks/ranges.py --quantizers 20  fewer quantizers
 python benchmarks/ranges.py --json FILE      writes the figures too
 
 Each quantizer has counted one batch of activations, half of them after a ReLU. What is timed is the choice of all ranges from
-the counts, as `calibrate` does it at its end. pytorch-quantization's searches, as `qtoolkit.compat` has them, run on the first
-few quantizers; their seconds are for as many as ours.
+the counts, as `calibrate` does it at its end. The searches of `qtoolkit.compat` (percentile and mse are pytorch-quantization's
+own, entropy is `search_range` with its candidates) run on the first few quantizers; their seconds are for as many as ours.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def ours(method: str, axis: int | None, batches: Sequence[Tensor]) -> float:
 
 
 def legacy(method: str, batches: Sequence[Tensor]) -> float:
-    """Return the seconds that pytorch-quantization's search would take for all, from those for a few."""
+    """Return the seconds that `qtoolkit.compat`'s search would take for all, from those for a few."""
     calibrators = []
     for x in batches[:LEGACY_COUNT]:
         calibrators.append(HistogramCalibrator(8, None, False))
@@ -91,7 +91,7 @@ def main() -> None:
         for m in METHODS
     ]
     table = Table(title=f"seconds for the ranges of {args.quantizers} quantizers; goal, per tensor: {GOAL:g} s")
-    for column in ("method", "per tensor", f"{CHANNELS} channels", "pytorch-quantization's search", "ratio"):
+    for column in ("method", "per tensor", f"{CHANNELS} channels", "qtoolkit.compat's search", "ratio"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         old = ("", "") if row.legacy is None else (f"{row.legacy:.3f}", f"{row.legacy / row.per_tensor:.1f}")
