@@ -85,4 +85,4 @@ def test_range_search_beside_the_old_tool(tmp_path) -> None:
     assert set(rows) == {"percentile", "mse", "l2", "entropy"}
     assert all(row["per_tensor"] > 0 and row["per_channel"] > 0 for row in rows.values())
     assert {name for name, row in rows.items() if row["legacy"] is None} == {"l2"}
-    assert "pytorch-quantization" in run.stdout
+    assert "qtoolkit.compat's" in run.stdout
