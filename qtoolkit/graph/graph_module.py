@@ -115,7 +115,9 @@ class QuantizedGraphModule(fx.GraphModule):
 
     def _refresh_weight_ranges(self) -> None:
         calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
-        stale = {node.all_input_nodes[0]: m for node, m in calls if isinstance(m, Quantizer) and m.inserted and is_stale(m)}
+        stale = {
+            node.all_input_nodes[0]: m for node, m in calls if isinstance(m, Quantizer) and m.inserted and is_stale(m)
+        }
         for producer, weight in self.values_of(list(stale)).items():
             set_weight_range(stale[producer], weight)
 

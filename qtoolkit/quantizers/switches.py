@@ -62,8 +62,9 @@ _State = tuple[bool, bool, bool]  # observing, quantizing, following
 
 
 def _state(quantizer: Quantizer) -> _State:
-    moves = isinstance(quantizer, TensorQuantizer)
-    return moves and quantizer.observing, quantizer.quantizing, moves and quantizer.following
+    if isinstance(quantizer, TensorQuantizer):
+        return quantizer.observing, quantizer.quantizing, quantizer.following
+    return False, quantizer.quantizing, False
 
 
 def _set_state(quantizer: Quantizer, observing: bool, quantizing: bool, following: bool) -> None:

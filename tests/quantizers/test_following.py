@@ -56,7 +56,12 @@ SPECS = {
     "nnie": qt.QuantSpec(format="nnie"),
 }
 ROADS = {"prepare": qt.prepare, "replace": qt.quant_modules.replace}
-CASES = [(name, road) for name in LAYERS for road in ROADS if (name, road) not in {("lstm", "prepare"), ("function", "replace")}]
+CASES = [
+    (name, road)
+    for name in LAYERS
+    for road in ROADS
+    if (name, road) not in {("lstm", "prepare"), ("function", "replace")}
+]
 
 
 def calibrated(name: str, road: str = "prepare", spec: qt.QuantSpec | None = None) -> tuple[nn.Module, Tensor]:
@@ -264,7 +269,7 @@ def test_a_step_with_quantization_off_is_followed_too():
 
 
 def test_copies_and_pickles_keep_the_state():
-    model, x = calibrated("linear")
+    model, _ = calibrated("linear")
     qt.freeze_ranges(model).apply()
     file = io.BytesIO()
     torch.save(model, file)
