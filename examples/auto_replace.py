@@ -125,7 +125,7 @@ def error_of(model: nn.Module, images: Tensor, expected: Tensor) -> float:
 
 
 def finetune(model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """Train for one epoch at a hundredth of a usual rate; ranges and the batch norms' statistics stay as they are."""
+    """Train for one epoch at a hundredth of a usual rate; activations' ranges and batch norms' statistics stay as they are."""
     model.train()
     qt.freeze_batch_norm(model)
     batches = list(torch.randperm(len(images)).split(64))
