@@ -9,9 +9,8 @@ from torch import distributed, nn
 from tqdm import tqdm
 
 from qtoolkit.eager.record import check_links
-from qtoolkit.errors import check_module
 from qtoolkit.model_inputs import run_batch
-from qtoolkit.model_state import evaluating, unchanged_on_error
+from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-from torch import nn
-
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """Return a sentence for an unknown name, with the nearest known one.
@@ -31,12 +29,6 @@ def check_mapping(what: str, value: object) -> None:
     """Raise ValueError unless a value is a mapping; for values read from a file."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping of names to values, got {type(value).__name__}.")
-
-
-def check_module(model: object, what: str, argument: str = "model") -> None:
-    """Raise TypeError unless an argument of the public function `what` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{what}: {argument} must be a torch.nn.Module, got {type(model).__name__}.")
 
 
 def check_sequence(value: object, what: str, argument: str, of: str = "names") -> None:

@@ -1,4 +1,4 @@
-"""Protection of the user's model: a copy to change, its state restored after an error, its modes after a run."""
+"""Protection of the user's model: its check, a copy to change, its state restored after an error, its modes after a run."""
 
 import copy
 from collections.abc import Iterator
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+
+
+def check_module(model: object, what: str, argument: str = "model") -> None:
+    """Raise TypeError unless an argument of the public function `what` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: {argument} must be a torch.nn.Module, got {type(model).__name__}.")
 
 
 def deepcopy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:

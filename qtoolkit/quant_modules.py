@@ -24,12 +24,12 @@ from qtoolkit.eager.rules import (
     entries_of,
     ignored_in,
 )
-from qtoolkit.errors import check_known, check_module, unknown
+from qtoolkit.errors import check_known, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.layer_rules import LayerDecision, LayerRules
-from qtoolkit.model_state import deepcopy_model, unchanged_on_error
+from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.registry import QatModules, check_table

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.errors import check_module
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_state import unchanged_on_error
+from qtoolkit.model_state import check_module, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import divisor_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of

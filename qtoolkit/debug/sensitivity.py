@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
-from qtoolkit.errors import check_known, check_module
+from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import disable_quantization

@@ -12,9 +12,9 @@ from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
-from qtoolkit.errors import check_module, unknown
+from qtoolkit.errors import unknown
 from qtoolkit.graph.plan import Cause, Status, Verdict
-from qtoolkit.model_state import deepcopy_model, unchanged_on_error
+from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading

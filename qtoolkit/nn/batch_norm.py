@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.errors import check_known, check_module
+from qtoolkit.errors import check_known
+from qtoolkit.model_state import check_module
 from qtoolkit.nn.module import shallow_copy_as
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import Literal, Self, get_args
 
 from torch import nn
 
-from qtoolkit.errors import check_known, check_module
+from qtoolkit.errors import check_known
+from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import check_module
+from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.frozen import Grid, check_scale
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.spec_ops import grid_of_range
@@ -137,7 +137,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.following = False
 
     def _take_range(self, lo: Tensor, hi: Tensor) -> None:
-        scale, zero_point = grid_of_range(lo.float(), hi.float(), self.spec)
+        scale, zero_point = grid_of_range(lo.to(self._scale), hi.to(self._scale), self.spec)
         check_scale(self.name, scale)
         if scale.numel() not in (1, self._scale.numel()):
             raise ValueError(

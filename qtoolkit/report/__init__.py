@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtoolkit.errors import check_module
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine
 from qtoolkit.report.of_graph import report_of_graph
