@@ -115,11 +115,12 @@ class QuantizedGraphModule(fx.GraphModule):
 
     def _refresh_weight_ranges(self) -> None:
         calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
-        stale = {
-            node.all_input_nodes[0]: m for node, m in calls if isinstance(m, Quantizer) and m.inserted and is_stale(m)
-        }
-        for producer, weight in self.values_of(list(stale)).items():
-            set_weight_range(stale[producer], weight)
+        stale = [
+            (m, node.all_input_nodes[0]) for node, m in calls if isinstance(m, Quantizer) and m.inserted and is_stale(m)
+        ]
+        values = self.values_of([producer for _, producer in stale])
+        for quantizer, producer in stale:
+            set_weight_range(quantizer, values[producer])
 
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""

@@ -42,9 +42,8 @@ class Quantizer(KeepsFloat32):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(
-            destination, "_metadata", {}
-        )  # beside the entries, whose names are those of earlier versions
+        # The entries keep the names that they had in earlier versions: the spec is beside them, in the metadata.
+        metadata = getattr(destination, "_metadata", {})
         metadata.setdefault(prefix[:-1], {})["spec"] = _spec_of(self)
 
     def _load_from_state_dict(

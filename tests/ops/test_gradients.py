@@ -291,7 +291,7 @@ def test_gradcheck_in_zero_point(channels):
     )
 
 
-# ---- what is asked for, and what is kept ------------------------------------------------------------------------------
+# ---- which gradients are computed, and what is saved for them ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("needed", ["x", "scale", "zero_point", "scale+zero_point", "x+zero_point"])

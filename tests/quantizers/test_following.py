@@ -19,6 +19,17 @@ ROWS = torch.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
 INDEX = torch.tensor([[1, 4, 7], [0, 9, 1]])
 
 
+class Tied(nn.Module):
+    """Two functions with one weight, which has a quantizer for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).reshape(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.relu(F.linear(x, self.weight)), self.weight)
+
+
 class Function(nn.Module):
     """A layer written as a function, with a weight that the graph computes."""
 
@@ -44,6 +55,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "sparse_embedding": (lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True)), INDEX),
     "lstm": (lambda: nn.LSTM(8, 4, batch_first=True), ROWS),
     "function": (Function, ROWS),
+    "tied_functions": (Tied, ROWS),
 }
 SPECS = {
     "int8": qt.QuantSpec(axis=0),
@@ -60,7 +72,7 @@ CASES = [
     (name, road)
     for name in LAYERS
     for road in ROADS
-    if (name, road) not in {("lstm", "prepare"), ("function", "replace")}
+    if (name, road) not in {("lstm", "prepare"), ("function", "replace"), ("tied_functions", "replace")}
 ]
 
 
