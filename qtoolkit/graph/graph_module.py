@@ -13,7 +13,7 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.weights import is_stale, set_weight_range
+from qtoolkit.quantizers.weights import is_stale
 from qtoolkit.shared_modules import names_by_module
 
 # Attributes of a module that copies keep.
@@ -120,7 +120,7 @@ class QuantizedGraphModule(fx.GraphModule):
         ]
         values = self.values_of([producer for _, producer in stale])
         for quantizer, producer in stale:
-            set_weight_range(quantizer, values[producer])
+            quantizer.follow(values[producer])
 
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""

@@ -123,7 +123,7 @@ class QuantModule(nn.Module):
         if not mode and any(is_stale(quantizer) for quantizer in self.weight_quantizers().values()):
             for quantizer, weight in self.quantized_weights().values():
                 if is_stale(quantizer):
-                    set_weight_range(quantizer, weight.detach())
+                    quantizer.follow(weight)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -209,6 +209,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         kind, spec = self.kind, self.spec
         return kind.fake_quant(spec, x, *kind.grid(self), self.group, spec.block_size, kind.grad_factor(self, x))
 
+    def follow(self, weight: Tensor) -> None:
+        """Set the range to that of a weight, unchecked like a forward in training, whose op it calls."""
+        with torch.no_grad():
+            self.kind.follow_and_quantize(self, weight)
+        self.stale = False
+
     def quantize_rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
         """Return `forward(table)[index]`, computed from the indexed rows alone.
 

@@ -273,6 +273,15 @@ def test_converting_in_training_mode_takes_the_trained_weights(name, road):
     assert_same(scales(model), recalibrated(model, x))
 
 
+@pytest.mark.parametrize("name", ["linear", "function"])
+def test_the_mode_of_a_model_that_diverged_can_be_changed(name):
+    model, x = calibrated(name)
+    step(model, x, torch.nan)
+    assert not any(module.training for module in model.eval().modules())
+    with pytest.raises(ValueError, match="scale"):
+        qt.convert(model)
+
+
 def test_a_step_with_quantization_off_is_followed_too():
     model, x = calibrated("linear")
     with qt.disable_quantization(model):
