@@ -14,11 +14,12 @@ void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Dev
   if (args.numel > 0 || is_reduction(kernel)) cpu::launch(kernel, args, grid);
 }
 
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum) {
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
+                  const at::Tensor* skipped) {
 #ifdef QTOOLKIT_CUDA
-  if (lo.is_cuda()) return cuda::blend_ranges(lo, hi, batch, momentum);
+  if (lo.is_cuda()) return cuda::blend_ranges(lo, hi, batch, momentum, skipped);
 #endif
-  cpu::blend_ranges(lo, hi, batch, momentum);
+  cpu::blend_ranges(lo, hi, batch, momentum, skipped);
 }
 
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {

@@ -40,8 +40,10 @@ void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Dev
 // The lowest (row 0) and highest (row 1) values of each channel of x, in float64: exact for every input dtype.
 at::Tensor ranges_of(const at::Tensor& x, const Axis& axis);
 
-// Widens lo and hi to hold the ranges of a batch; with a momentum, moves them towards those ranges.
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
+// Widens lo and hi to hold the ranges of a batch; with a momentum, moves them towards those ranges. `skipped` may be
+// null; see next_range() in observe.h.
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
+                  const at::Tensor* skipped);
 
 // Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);

@@ -25,12 +25,16 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_(Tensor(a!) x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
       "int block_size=0, bool mask=False) -> Tensor");
 
+  // Returns start * max(softplus(ratio), 2^-24), equal to start * ratio from 0.75 up; of start's shape. Differentiable
+  // in ratio, with the gradient divided by start^2; see positive_scale.cpp.
+  m.def("positive_scale(Tensor start, Tensor ratio) -> Tensor");
+
   // observe_minmax_, then grid_of_range of the new ranges, written to scale and zero_point (symmetric without a zero
   // point), then fake_quant on this grid. Differentiable in x.
   m.def(
       "observe_fake_quant(Tensor x, Tensor(a!) lo, Tensor(b!) hi, Tensor(c!) scale, Tensor(d!)? zero_point, int qmin, "
-      "int qmax, float? momentum=None, bool pow2_scale=False, int? axis=None, int group=1, int block_size=0, "
-      "bool mask=False) -> (Tensor, Tensor)");
+      "int qmax, float? momentum=None, bool pow2_scale=False, int? axis=None, int group=1, "
+      "int block_size=0, Tensor(e!)? skipped=None, bool mask=False) -> (Tensor, Tensor)");
 
   // Returns values on the grid of a small float format ("e4m3", "e5m2" or "e2m1"): x / scale rounded half to even,
   // saturated at the format's largest number, times scale; or on the logarithmic grid "nnie", whose largest number is
@@ -97,10 +101,11 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("minmax(Tensor x, int? axis=None, int group=1, int block_size=0) -> (Tensor, Tensor)");
 
   // Widens the running ranges lo and hi to hold those of x; with a momentum, moves them towards those of x. The initial
-  // range is [inf, -inf].
+  // range is [inf, -inf]. With skipped (int64, as many elements as lo), a range with NaN or infinities is counted there
+  // and not taken in.
   m.def(
       "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1, "
-      "int block_size=0) -> ()");
+      "int block_size=0, Tensor(c!)? skipped=None) -> ()");
 
   // Returns the scale and zero point (empty if symmetric) whose codes cover the ranges [lo, hi]; see range_grid.h.
   m.def(

@@ -48,12 +48,12 @@ std::tuple<Tensor, Tensor> minmax(const Tensor& x, optional<int64_t> axis, int64
 }
 
 void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> momentum, optional<int64_t> axis,
-                     int64_t group, int64_t block_size) {
+                     int64_t group, int64_t block_size, const optional<Tensor>& skipped) {
   check_float("observe_minmax_", "x", x);
   const Axis a = check_axis("observe_minmax_", x, axis, group, block_size);
-  check_running_ranges("observe_minmax_", lo, hi, x, a);
+  check_running_ranges("observe_minmax_", lo, hi, skipped, x, a);
   check_momentum("observe_minmax_", momentum);
-  if (!x.is_meta()) blend_ranges(lo, hi, ranges_of(x, a), momentum);
+  if (!x.is_meta()) blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
 }
 
 std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,

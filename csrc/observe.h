@@ -43,4 +43,16 @@ QT_FN Range<A> blend(Range<A> old, Range<A> batch, A momentum) {
   return {old.lo + momentum * (batch.lo - old.lo), old.hi + momentum * (batch.hi - old.hi)};
 }
 
+// The range after one more batch, by a moving average or as a union. With `skipped`, a batch with NaN or infinities
+// counts there and leaves the range as it is.
+template <class A>
+QT_FN Range<A> next_range(Range<A> old, Range<A> batch, bool average, A momentum, int64_t* skipped) {
+  const bool empty = batch.lo > batch.hi, finite = batch.lo - batch.lo == 0 && batch.hi - batch.hi == 0;
+  if (skipped != nullptr && !empty && !finite) {
+    ++*skipped;
+    return old;
+  }
+  return average ? blend(old, batch, momentum) : unite(old, batch);
+}
+
 }  // namespace qtoolkit

@@ -73,9 +73,9 @@ inline void check_candidates(const char* op, at::IntArrayRef candidates, const c
   }
 }
 
-// Running ranges that an observer updates in place.
-inline void check_running_ranges(const char* op, const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& x,
-                                 const Axis& axis) {
+// Running ranges, and the count of skipped batches, that an observer updates in place.
+inline void check_running_ranges(const char* op, const at::Tensor& lo, const at::Tensor& hi,
+                                 const std::optional<at::Tensor>& skipped, const at::Tensor& x, const Axis& axis) {
   const c10::SymInt wanted = count_of_channels(x, axis);
   for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"lo", lo}, {"hi", hi}}) {
     TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, op, ": ", name,
@@ -88,6 +88,13 @@ inline void check_running_ranges(const char* op, const at::Tensor& lo, const at:
   }
   TORCH_CHECK_TYPE(lo.scalar_type() == hi.scalar_type(), op, ": lo and hi must have the same dtype, got ",
                    lo.scalar_type(), " and ", hi.scalar_type(), ".");
+  if (!skipped.has_value()) return;
+  TORCH_CHECK_TYPE(skipped->scalar_type() == at::kLong, op, ": skipped must be int64, got ", skipped->scalar_type(),
+                   ".");
+  check_same_device(op, "skipped", *skipped, x);
+  TORCH_CHECK_VALUE(skipped->sym_numel() == wanted && skipped->is_contiguous(), op,
+                    ": skipped must be contiguous and have as many elements as lo, ", wanted, ", got ",
+                    skipped->sym_numel(), ".");
 }
 
 // The codes that cover a range.
@@ -125,11 +132,11 @@ inline void check_written(const char* op, const char* name, const at::Tensor& t,
 inline Axis check_observe_fake_quant(const at::Tensor& x, const at::Tensor& lo, const at::Tensor& hi,
                                      const at::Tensor& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin,
                                      int64_t qmax, std::optional<double> momentum, std::optional<int64_t> axis,
-                                     int64_t group, int64_t block_size) {
+                                     int64_t group, int64_t block_size, const std::optional<at::Tensor>& skipped) {
   constexpr const char* kOp = "observe_fake_quant";
   check_float(kOp, "x", x);
   const Axis a = check_axis(kOp, x, axis, group, block_size);
-  check_running_ranges(kOp, lo, hi, x, a);
+  check_running_ranges(kOp, lo, hi, skipped, x, a);
   check_momentum(kOp, momentum);
   check_covering_codes(kOp, qmin, qmax, !zero_point.has_value());
   check_written(kOp, "scale", scale, lo);

@@ -9,7 +9,8 @@ namespace cpu {
 const char* instruction_set();
 
 void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid);
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum);
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
+                  const at::Tensor* skipped);
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
 

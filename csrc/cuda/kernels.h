@@ -24,11 +24,10 @@ QT_OTHER_KERNELS(QT_DECLARE)
 // The workspace of a kernel in float64 values; a kernel with 0 ignores it.
 int64_t workspace_size(KernelId kernel, const KernelArgs& args);
 
-// lo and hi have `count` elements. With `average` they move towards the ranges of a batch by blend() of observe.h, else
-// they are widened to hold those ranges.
+// next_range() of observe.h for each of `count` ranges; skipped may be null.
 template <class A>
 void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
-                  cudaStream_t stream);
+                  int64_t* skipped, cudaStream_t stream);
 
 // The grids that cover `count` ranges; zero_point may be null.
 template <class A>

@@ -34,18 +34,20 @@ void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Dev
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum) {
+void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
+                  const at::Tensor* skipped) {
   const c10::cuda::CUDAGuard guard(lo.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(lo.device().index()).stream();
   const double* news = batch.const_data_ptr<double>();
   const int64_t count = lo.numel();
   const double m = momentum.value_or(0);
+  int64_t* skips = skipped == nullptr ? nullptr : skipped->mutable_data_ptr<int64_t>();
   if (lo.scalar_type() == at::kDouble) {
     blend_ranges<double>(lo.mutable_data_ptr<double>(), hi.mutable_data_ptr<double>(), news, news + count, count,
-                         momentum.has_value(), m, stream);
+                         momentum.has_value(), m, skips, stream);
   } else {
     blend_ranges<float>(lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(), news, news + count, count,
-                        momentum.has_value(), static_cast<float>(m), stream);
+                        momentum.has_value(), static_cast<float>(m), skips, stream);
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -38,6 +38,7 @@ from qtoolkit.ops.observe import (
     observe_minmax_,
     search_range,
 )
+from qtoolkit.ops.positive import positive_scale
 
 __all__ = [
     "dequantize",
@@ -52,6 +53,7 @@ __all__ = [
     "observe_fake_quant",
     "observe_histogram_",
     "observe_minmax_",
+    "positive_scale",
     "quantize",
     "quantize_int4",
     "search_range",

@@ -47,6 +47,7 @@ def observe_minmax_(
     axis: int | None = None,
     group: int = 1,
     block_size: int = 0,
+    skipped: Tensor | None = None,
 ) -> None:
     """Update running ranges in place with those of x, without waiting for the device.
 
@@ -58,6 +59,8 @@ def observe_minmax_(
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a range, or 0 for no blocks.
+        skipped: int64, as many elements as lo: counts the ranges of x with NaN or infinities, which are not taken in. None
+            takes them in.
 
     Raises:
         ValueError: A shape, axis, group, block size, device or the momentum does not fit.
@@ -70,7 +73,7 @@ def observe_minmax_(
         >>> lo, hi
         (tensor(-3.), tensor(5.))
     """
-    _observe_minmax_(x, lo, hi, momentum, axis, group, block_size)
+    _observe_minmax_(x, lo, hi, momentum, axis, group, block_size, skipped)
 
 
 def grid_of_range(
@@ -119,12 +122,13 @@ def observe_fake_quant(
     axis: int | None = None,
     group: int = 1,
     block_size: int = 0,
+    skipped: Tensor | None = None,
 ) -> Tensor:
     """Observe x, update the grid from the new range, and round x to it: training with moving ranges, in one op.
 
     The results are those of `observe_minmax_`, `grid_of_range` and `fake_quant`, bit for bit. The gradient in x is
-    straight-through on the new grid. The op does not wait for the device. NaN or infinities in x propagate to the range and
-    the scale.
+    straight-through on the new grid. The op does not wait for the device. Without `skipped`, NaN or infinities in x propagate
+    to the range and the scale.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16. An empty one leaves the range as it is.
@@ -139,6 +143,7 @@ def observe_fake_quant(
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a range, or 0 for no blocks.
+        skipped: Counts the ranges with NaN or infinities, which are not taken in, as `observe_minmax_` does.
 
     Returns:
         A tensor with the shape, dtype and memory format of x.
@@ -155,8 +160,8 @@ def observe_fake_quant(
         >>> lo, hi, scale
         (tensor(-1.4000), tensor(7.), tensor(1.))
     """
-    channels = (axis, group, block_size)
-    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, *channels)[0]
+    codes, channels = (qmin, qmax, momentum, pow2_scale), (axis, group, block_size)
+    y: Tensor = _observe_fake_quant(x, lo, hi, scale, zero_point, *codes, *channels, skipped)[0]
     return y
 
 

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from qtoolkit import ops
 from qtoolkit.quantizers.observers import (
     HistogramObserver,
     LSQStartObserver,
@@ -42,6 +43,7 @@ from qtoolkit.quantizers.observers import (
     RangeObserver,
 )
 from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range
+from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:  # QuantSpec checks itself by these tables
     from qtoolkit.config import QuantSpec
@@ -80,7 +82,11 @@ class QuantizerKind:
         `_scale` and `_zero_point` are required. `_scale` is NaN while there is no range; `_zero_point` is None for a
         symmetric spec.
         """
-        return {"_scale": torch.full(shape, torch.nan), "_zero_point": None if spec.symmetric else torch.zeros(shape)}
+        zero_point = None if spec.symmetric else torch.zeros(shape, dtype=scale_dtype())
+        return {"_scale": torch.full(shape, torch.nan, dtype=scale_dtype()), "_zero_point": zero_point}
+
+    def upgrade(self, state: dict[str, Any], prefix: str) -> None:
+        """Change the entries of a state dict from before `TensorQuantizer`'s version 2 to those of today."""
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale and the zero point of a range; called under torch.no_grad."""
@@ -119,31 +125,31 @@ class FixedScale(QuantizerKind):
 
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Observe x, set the scale from the range so far, and return x quantized with it."""
-        observer = quantizer.observer
-        return self._quantize_anew(quantizer, x, observer.momentum if isinstance(observer, RangeObserver) else None)
+        return self._quantize_anew(quantizer, x, alone=False)
 
     def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Set the range to that of x alone, and return x quantized with it."""
-        return self._quantize_anew(quantizer, x, 1.0)
+        return self._quantize_anew(quantizer, x, alone=True)
 
-    def _quantize_anew(self, quantizer: "TensorQuantizer", x: Tensor, momentum: float | None) -> Tensor:
+    def _quantize_anew(self, quantizer: "TensorQuantizer", x: Tensor, alone: bool) -> Tensor:
         spec, observer = quantizer.spec, quantizer.observer
         quantizer.ready = True
-        if not isinstance(observer, RangeObserver):
-            observer(x)
-        elif spec.format == "int":
-            grid = quantizer._scale, quantizer._zero_point
-            return observer.observe_and_quantize(x, *grid, spec, momentum)
+        if isinstance(observer, RangeObserver) and spec.format == "int":
+            return observer.observe_and_quantize(x, quantizer._scale, quantizer._zero_point, spec, alone)
+        if isinstance(observer, RangeObserver) and alone:
+            observer.follow(x)
         else:
-            observer.blend(x, momentum)
+            observer(x)
         quantizer.write_grid(*grid_of_range(*observer.range(), spec))
         return quantizer.quantize(x)
 
 
 class LSQ(QuantizerKind):
-    """The scale is a parameter (LSQ, arXiv 1902.08153).
+    """The scale is trained (LSQ, arXiv 1902.08153).
 
     It starts as in the paper where the spec's observer is the default, "minmax", and from the range of another observer.
+    The parameter is the ratio of the scale to its start (see `qtoolkit.ops.positive_scale`): the scale stays positive, and
+    SGD trains it as in the paper.
     """
 
     label = "lsq"
@@ -162,8 +168,25 @@ class LSQ(QuantizerKind):
         return LSQStartObserver if spec.observer == "minmax" else super().observer_type(spec)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the scale as a parameter, and the zero point as a buffer."""
-        return {**super().tensors(spec, shape), "_scale": nn.Parameter(torch.full(shape, torch.nan))}
+        """Return the start and the zero point as buffers, and the ratio as a parameter of at least one dimension."""
+        ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
+        return {**super().tensors(spec, shape), "_relative_scale": ratio}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the scale as the start, and the zero point."""
+        super().set_grid(quantizer, scale, zero_point)
+        quantizer._relative_scale.fill_(1)
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the trained scale, and the zero point."""
+        return ops.positive_scale(quantizer._scale, quantizer._relative_scale), quantizer._zero_point
+
+    def upgrade(self, state: dict[str, Any], prefix: str) -> None:
+        """Take the scale, which was the parameter, of either sign, as the start."""
+        scale = state.get(prefix + "_scale")
+        if scale is not None:
+            state[prefix + "_scale"] = scale.abs()
+            state.setdefault(prefix + "_relative_scale", torch.ones_like(scale).reshape(scale.shape or (1,)))
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return 1 / sqrt(N * qmax), section 2.2 of the paper.

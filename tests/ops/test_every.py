@@ -20,12 +20,20 @@ def sample(op: str, x: Tensor) -> dict:
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
     symmetric = {"scale": scales(6), "axis": 1}
     range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
-    floating = {"dtype": torch.float32}
+    floating, counted = {"dtype": torch.float32}, {"skipped": torch.zeros(6, dtype=torch.int64)}
     mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)
     return {
         "fake_quant": {"x": x, **grid},
         "fake_quant_": {"x": x, **grid},
-        "observe_fake_quant": {"x": x, **range_of, "scale": torch.ones(6), "zero_point": None, **codes_of, "axis": 1},
+        "observe_fake_quant": {
+            "x": x,
+            **range_of,
+            "scale": torch.ones(6),
+            "zero_point": None,
+            **codes_of,
+            "axis": 1,
+            **counted,
+        },
         "fake_quant_float": {"x": x, "format": "e4m3", **symmetric},
         "fake_quant_block": {"x": x, "format": "e2m1", "block_size": 16, "scale_format": "e8m0"},
         "tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
@@ -33,6 +41,7 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_quant_backward": {"grad": x, "mask": mask, "order": []},
         "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
         "snapshot": {"x": x},
+        "positive_scale": {"start": scales(6), "ratio": torch.linspace(-0.5, 2, 6)},
         "quantize": {"x": x, **grid, "dtype": torch.int8},
         "dequantize": {"codes": codes(torch.uint8)(*x.shape), "zero_point": None, **symmetric, **floating},
         "quantize_int4": {"x": x, **symmetric, "zero_point": None},
@@ -44,7 +53,7 @@ def sample(op: str, x: Tensor) -> dict:
             **floating,
         },
         "minmax": {"x": x, "axis": 1},
-        "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1},
+        "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1, **counted},
         "grid_of_range": {**range_of, **codes_of},
         "observe_histogram_": {"x": x, **histogram()},
         "search_range": {**histogram(), **codes_of, "method": "entropy", "candidates": [9, 30]},

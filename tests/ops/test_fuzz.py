@@ -55,6 +55,8 @@ class Drawn:
             [r.choice([0, 1, 2, 3, 4, 6, 8]) for _ in range(r.choice([0, 1, 2, 2, 3, 4]))] if shape is None else shape
         )
         spread = torch.randn(shape) * r.choice([9.0, 9.0, 1e4])
+        if "observe" in self.op and r.random() < 0.2:
+            spread = torch.where(torch.rand(shape) < 0.2, r.choice([np.nan, np.inf, -np.inf]), spread)
         t = spread.to(self.mostly(r.choice(dtypes), *CODES, *OTHERS))
         if shape and r.random() < 0.3:
             t = t.transpose(0, -1).contiguous().transpose(0, -1)
@@ -166,6 +168,18 @@ class Drawn:
 
     def grad_factor(self) -> float:
         return self.r.choice([1.0, 0.3, -2.0, 0.0])
+
+    def start(self) -> Tensor:
+        return self.vector(self.r.choice([0, 1, 2, 5]), dtypes=FLOATS[:2])
+
+    def ratio(self) -> Tensor:
+        start = self.given["start"]
+        wrong = (torch.rand(start.numel() + 1), start.half())
+        return self.mostly(torch.randn(start.shape).to(start) * 2, *wrong)
+
+    def skipped(self) -> Tensor | None:
+        count = torch.zeros(self.given["lo"].shape, dtype=torch.int64)
+        return self.mostly(self.r.choice([None, count]), count.int(), torch.zeros(7, dtype=torch.int64))
 
     def dtype(self) -> torch.dtype:
         return self.mostly(self.r.choice(CODES if self.op == "quantize" else FLOATS), *FLOATS, *CODES, *OTHERS)
@@ -306,11 +320,24 @@ def check_fake_quant_(drawn: Drawn, found: Results, mask: bool, **grid) -> None:
 
 
 def check_observe_fake_quant(
-    drawn: Drawn, found: Results, x, lo, hi, scale, zero_point, qmin, qmax, momentum, pow2_scale, mask, **channels
+    drawn: Drawn,
+    found: Results,
+    x,
+    lo,
+    hi,
+    scale,
+    zero_point,
+    qmin,
+    qmax,
+    momentum,
+    pow2_scale,
+    skipped,
+    mask,
+    **channels,
 ) -> None:
     """From the ranges that came out on."""
     new_lo, new_hi, new_scale, new_zero_point = (drawn.given[n] for n in ("lo", "hi", "scale", "zero_point"))
-    check_observe_minmax_(drawn, (new_lo, new_hi), x, lo, hi, momentum, **channels)
+    check_observe_minmax_(drawn, (new_lo, new_hi, drawn.given["skipped"]), x, lo, hi, momentum, skipped, **channels)
     check_grid_of_range(drawn, (new_scale, new_zero_point), new_lo, new_hi, qmin, qmax, zero_point is None, pow2_scale)
     grid = {"x": x, "scale": new_scale, "zero_point": new_zero_point, "qmin": qmin, "qmax": qmax}
     check_fake_quant(drawn, found, 1.0, mask, **grid, **channels)
@@ -376,6 +403,15 @@ def check_snapshot(drawn: Drawn, found: Results, x: Tensor) -> None:
     assert found[0].contiguous().untyped_storage().tolist() == x.clone().contiguous().untyped_storage().tolist()
 
 
+def check_positive_scale(drawn: Drawn, found: Results, start: Tensor, ratio: Tensor) -> None:
+    r = ratio.double()
+    softplus = torch.where(r > 0.75, r, torch.log1p(torch.exp(20 * r)) / 20).clamp(min=2**-24)
+    wanted = start.double() * softplus.reshape(start.shape)
+    assert found[0].shape == start.shape
+    limits = {"rtol": 1e-5, "atol": 1e-37} if start.dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-300}
+    torch.testing.assert_close(found[0].double(), wanted, **limits, equal_nan=True)
+
+
 def check_quantize(drawn: Drawn, found: Results, **given) -> None:
     assert_same(found[0], reference.quantize(**given))
 
@@ -399,11 +435,16 @@ def check_minmax(drawn: Drawn, found: Results, **given) -> None:
         assert_same(got, wanted)
 
 
-def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, **channels) -> None:
+def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, skipped, **channels) -> None:
     """`lo` and `hi` are those before; three roundings of what is at most as large as the largest of all."""
-    for got, wanted in zip(found, reference.moved((lo, hi), x, momentum, **channels), strict=True):
+    counted = () if skipped is None else (skipped,)
+    found = found[: 2 + len(counted)]
+    for got, wanted in zip(found, reference.moved((lo, hi), x, momentum, *counted, **channels), strict=True):
+        if got.dtype == torch.int64:
+            assert torch.equal(got, wanted)
+            continue
         exact = got.double().eq(wanted) | (got.isnan() & wanted.isnan())
-        largest = x.double().abs().amax() + 3 if x.numel() else 3
+        largest = x.double().abs().nan_to_num(0, 0).amax() + 3 if x.numel() else 3
         near = (got.double() - wanted).abs() <= 3 * largest * torch.finfo(got.dtype).eps
         assert (exact | (near if momentum else False)).all()
 
@@ -451,7 +492,7 @@ def trial(op: str, seed: str) -> bool:
     """Whether the arguments were taken; then the results must be right."""
     torch.manual_seed(random.Random(seed).getrandbits(32))
     drawn = Drawn(op, random.Random(seed))
-    changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts")
+    changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts", "skipped")
     kept = {n: t.clone() if isinstance(t, Tensor) and n in changed else t for n, t in drawn.given.items()}
     try:
         found = OPS[op](**drawn.given)
@@ -460,7 +501,7 @@ def trial(op: str, seed: str) -> bool:
         assert re.fullmatch(rf"{op}: .*\.", sentence), sentence
         return False
     if found is None:  # what it updates is its result
-        found = tuple(drawn.given[n] for n in WRITTEN[op])
+        found = tuple(drawn.given[n] for n in WRITTEN[op] if drawn.given[n] is not None)
     found = (found,) if isinstance(found, Tensor) else found
     if not any(t.is_meta for t in found):
         CHECKS[op](drawn, found, **kept)

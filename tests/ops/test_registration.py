@@ -31,7 +31,7 @@ OPS = (
     *("fake_quant", "fake_quant_backward", "fake_quant_learned_backward"),
     *("quantize", "dequantize", "quantize_int4", "dequantize_int4", "minmax", "observe_minmax_"),
     *("observe_histogram_", "search_range"),
-    *("fake_quant_", "observe_fake_quant", "grid_of_range"),
+    *("fake_quant_", "observe_fake_quant", "grid_of_range", "positive_scale"),
 )
 
 
@@ -311,10 +311,10 @@ def test_schema_and_kernels(op):
     for key in ("CPU", "Meta"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"qtoolkit::{op}", key)
     updated = {
-        "observe_minmax_": ["lo", "hi"],
+        "observe_minmax_": ["lo", "hi", "skipped"],
         "observe_histogram_": ["counts", "lo", "hi"],
         "fake_quant_": ["x"],
-        "observe_fake_quant": ["lo", "hi", "scale", "zero_point"],
+        "observe_fake_quant": ["lo", "hi", "scale", "zero_point", "skipped"],
     }
     mutated = [a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert mutated == updated.get(op, [])

@@ -122,21 +122,65 @@ def test_learned_scale_trains_to_the_best_grid_and_stays_positive() -> None:
     assert 0.45 < quantizer.scale.item() < 0.75
 
 
-def test_a_scale_pushed_through_zero_stays_positive() -> None:
+@pytest.mark.parametrize("value", [-3.0, -0.5, 0.0, 0.2])
+def test_a_scale_is_positive_for_every_value_of_its_parameter(value: float) -> None:
     quantizer = calibrated(LSQ, torch.tensor([1.0]))
+    (parameter,) = quantizer.parameters()
+    start = float(quantizer.scale)
     with torch.no_grad():
-        next(quantizer.parameters()).mul_(-1)
-    assert quantizer.scale > 0
-    assert quantizer(torch.tensor([1.0])).item() == pytest.approx(1.0)
-    assert quantizer.to_grid().scale > 0
+        parameter.fill_(value)
+    assert 0 < quantizer.scale < start
+    assert quantizer.to_grid().scale == quantizer.scale
+    quantizer(torch.tensor([1e-9])).backward()
+    assert parameter.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+def test_adam_changes_small_and_large_scales_by_the_same_factor(optimizer: str) -> None:
+    """1e-3 is more than the scale of a usual weight in 8 bits, which it must not drive through zero."""
+    torch.manual_seed(0)
+    small, large = (calibrated(LSQ, factor * torch.randn(1000)) for factor in (1e-3, 1e3))
+    for quantizer, factor in ((small, 1e-3), (large, 1e3)):
+        before = float(quantizer.scale)
+        trained = getattr(torch.optim, optimizer)(quantizer.parameters(), 1e-3)
+        for _ in range(20):
+            trained.zero_grad()
+            quantizer(factor * torch.randn(1000)).div(factor).square().sum().backward()
+            trained.step()
+        assert 0.95 * before < quantizer.scale < before
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"momentum": 0.9}, {"weight_decay": 0.01}, {"momentum": 0.9, "nesterov": True}], ids=str
+)
+def test_sgd_trains_the_scale_as_if_it_were_the_parameter(how: dict) -> None:
+    torch.manual_seed(0)
+    start = torch.tensor([0.02, 0.3, 2.0], dtype=torch.float64)
+    scale, ratio = start.clone().requires_grad_(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    of_scale, of_ratio = torch.optim.SGD([scale], 1e-3, **how), torch.optim.SGD([ratio], 1e-3, **how)
+    for _ in range(20):
+        target = torch.randn(3, dtype=torch.float64)
+        for optimizer, value in ((of_scale, lambda: scale), (of_ratio, lambda: qt.ops.positive_scale(start, ratio))):
+            optimizer.zero_grad()
+            (value() * target).square().sum().backward()
+            optimizer.step()
+    assert not torch.allclose(scale, start, rtol=1e-3)
+    torch.testing.assert_close(qt.ops.positive_scale(start, ratio), scale)
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_learned_quantizer_has_no_nan_parameter_before_data(axis: int | None) -> None:
+    model = nn.Sequential(qt.TensorQuantizer(qt.QuantSpec(axis=axis, quantizer="lsq")))
+    assert all(p.isfinite().all() and p.dim() == 1 for p in model.parameters())  # fully_shard takes no 0-d parameters
+    assert model[0].scale.isnan().all()
 
 
 def gradient_factor(quantizer: qt.TensorQuantizer, x: torch.Tensor) -> float:
     """Return the factor by which forward multiplied the gradient of the scale."""
     quantizer.zero_grad()
     quantizer(x).sum().backward()
-    found, spec = quantizer.get_parameter("_scale").grad, quantizer.spec
-    scale = quantizer.scale.requires_grad_()
+    spec, scale = quantizer.spec, quantizer.scale.requires_grad_()
+    found = quantizer.get_parameter("_relative_scale").grad * scale.detach()  # see ops.positive_scale
     qt.ops.fake_quant(x, scale, None, spec.qmin, spec.qmax, spec.axis).sum().backward()
     return float(found.sum() / scale.grad.sum())
 
@@ -175,7 +219,7 @@ def test_lsq_compiles_once(axis: int | None, dynamic: bool | None, sizes: list[i
     quantizer = calibrated(qt.QuantSpec(bits=4, axis=axis, quantizer="lsq"), torch.randn(2, 3, 4, 4))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(quantizer, fullgraph=True, backend=counter, dynamic=dynamic)
-    scale = quantizer.get_parameter("_scale")
+    scale = quantizer.get_parameter("_relative_scale")
     for size in sizes:
         x = torch.randn(2, 3, size, size)
         (found,), (wanted,) = (torch.autograd.grad(f(x).square().sum(), [scale]) for f in (compiled, quantizer))
@@ -222,14 +266,15 @@ def test_lsq_gradient_of_groups_is_the_papers() -> None:
     weight = torch.randn(6, 24)
     quantizer = calibrated(qt.QuantSpec(bits=4, axis=1, group_size=8, quantizer="lsq"), weight)
     with torch.no_grad():
-        quantizer.get_parameter("_scale").mul_(0.7)
+        quantizer.get_parameter("_relative_scale").mul_(0.7)
     grad = torch.randn(6, 24)
     quantizer(weight).backward(grad)
     scale = quantizer.scale.repeat_interleave(8, 1)
     codes = (weight / scale).round()
     terms = torch.where((codes >= -8) & (codes <= 7), codes - weight / scale, codes.clamp(-8, 7))
     wanted = (grad * terms).unflatten(1, (3, 8)).sum(2) * (8 * 7) ** -0.5
-    torch.testing.assert_close(quantizer.get_parameter("_scale").grad, wanted, rtol=1e-4, atol=1e-5)
+    found = quantizer.get_parameter("_relative_scale").grad * scale[:, ::8] / 0.7  # see ops.positive_scale
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_groups_survive_state_dict_copies_casts_and_freezing() -> None:

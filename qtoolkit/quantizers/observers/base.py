@@ -39,7 +39,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         raise NotImplementedError
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest values to quantize; lo > hi if nothing was observed, NaN if a NaN was."""
+        """Return the lowest and highest values to quantize; lo > hi if nothing was observed."""
         raise NotImplementedError
 
     def seen(self) -> bool:

@@ -67,8 +67,8 @@ class HistogramObserver(Observer):
         self.method, self.percentile = method, percentile
         self.axis, self.group = axis, group
         self.register_buffer("counts", torch.zeros(*shape, bins, dtype=torch.int64))
-        self.register_buffer("lo", torch.zeros(shape))
-        self.register_buffer("hi", torch.zeros(shape))
+        self.register_buffer("lo", torch.zeros(shape, dtype=torch.float32))
+        self.register_buffer("hi", torch.zeros(shape, dtype=torch.float32))
 
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:

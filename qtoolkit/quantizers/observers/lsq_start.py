@@ -36,8 +36,6 @@ class LSQStartObserver(RangeObserver):
         (tensor(-0.6667), tensor(6.))
     """
 
-    kept_dtypes = (torch.float32, torch.float64, torch.int64)
-
     total: Tensor
     count: Tensor
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.quantizers.observers.base import Observer
+from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
     from qtoolkit.config import QuantSpec
@@ -15,6 +16,8 @@ if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
 
 class RangeObserver(Observer):
     """Running minimum and maximum, per tensor, per channel or per block.
+
+    An input with NaN or infinities in a channel does not change that channel's range; it is counted in `skipped`.
 
     Args:
         shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
@@ -32,6 +35,7 @@ class RangeObserver(Observer):
 
     lo: Tensor
     hi: Tensor
+    skipped: Tensor
 
     def __init__(
         self,
@@ -43,8 +47,9 @@ class RangeObserver(Observer):
     ) -> None:
         super().__init__()
         self.axis, self.group, self.block_size, self.momentum = axis, group, block_size, momentum
-        self.register_buffer("lo", torch.full(shape, torch.inf))
-        self.register_buffer("hi", torch.full(shape, -torch.inf))
+        self.register_buffer("lo", torch.full(shape, torch.inf, dtype=scale_dtype()))
+        self.register_buffer("hi", torch.full(shape, -torch.inf, dtype=scale_dtype()))
+        self.register_buffer("skipped", torch.zeros(shape, dtype=torch.int64), persistent=False)
 
     @classmethod
     def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
@@ -53,20 +58,21 @@ class RangeObserver(Observer):
 
     def forward(self, x: Tensor) -> None:
         """Observe the range of x."""
-        self.blend(x, self.momentum)
+        channels = (self.axis, self.group, self.block_size)
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, *channels, self.skipped)
 
-    def blend(self, x: Tensor, momentum: float | None) -> None:
-        """Observe the range of x with this weight; 1 sets the range to that of x alone."""
-        ops.observe_minmax_(x.detach(), self.lo, self.hi, momentum, self.axis, self.group, self.block_size)
+    def follow(self, x: Tensor) -> None:
+        """Set the range to that of x alone; NaN and infinities propagate."""
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, 1.0, self.axis, self.group, self.block_size)
 
     def observe_and_quantize(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", momentum: float | None
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", alone: bool
     ) -> Tensor:
-        """Blend x, set scale and zero point from the range so far, and return x quantized with them, in one op."""
-        codes = (spec.qmin, spec.qmax, momentum, spec.pow2_scale)
-        return ops.observe_fake_quant(
-            x, self.lo, self.hi, scale, zero_point, *codes, self.axis, self.group, self.block_size
-        )
+        """Observe or follow x, set scale and zero point from the range, and return x quantized with them, in one op."""
+        codes = (spec.qmin, spec.qmax, 1.0 if alone else self.momentum, spec.pow2_scale)
+        channels = (self.axis, self.group, self.block_size)
+        skipped = None if alone else self.skipped
+        return ops.observe_fake_quant(x, self.lo, self.hi, scale, zero_point, *codes, *channels, skipped)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values observed, or their moving averages."""
@@ -77,17 +83,18 @@ class RangeObserver(Observer):
         return not bool((self.lo > self.hi).any())
 
     def finite(self) -> bool:
-        """Return whether all ranges are finite."""
-        return bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all())
+        """Return whether no range was skipped."""
+        return not bool(self.skipped.any())
 
     def reset(self) -> None:
         """Discard what was observed."""
         self.lo.fill_(torch.inf)
         self.hi.fill_(-torch.inf)
+        self.skipped.zero_()
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
-        for bound in (self.lo, self.hi):
+        for bound in (self.lo, self.hi, self.skipped):
             bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
@@ -103,6 +110,7 @@ class RangeObserver(Observer):
             lo, hi = torch.where(count > 0, lo, unseen), torch.where(count > 0, hi, -unseen)
         self.lo.copy_(lo)
         self.hi.copy_(hi)
+        self.skipped.copy_(torch.stack([state["skipped"] for state in states]).sum(0))
 
     def extra_repr(self) -> str:
         """Return the options that are not the default."""
