@@ -15,7 +15,13 @@ from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.public import publish
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.switches import calibrating, disable_quantization, enable_quantization, freeze_ranges
+from qtoolkit.quantizers.switches import (
+    calibrating,
+    disable_quantization,
+    enable_quantization,
+    freeze_ranges,
+    stop_on_nonfinite,
+)
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
 
@@ -52,6 +58,7 @@ __all__ = [
     "quant_modules",
     "quantization_report",
     "quantizers_of",
+    "stop_on_nonfinite",
     "unfreeze_batch_norm",
 ]
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)

@@ -1,11 +1,12 @@
 """prepare() and convert(): the passes in order."""
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfigMapping
@@ -23,6 +24,7 @@ from qtoolkit.nn import QAT_MODULES, QuantModule
 from qtoolkit.nn.registry import QatModules, check_table
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.shared_modules import modules_by_name
 
 M = TypeVar("M", bound=nn.Module)
@@ -111,7 +113,7 @@ def prepare(
     return gm
 
 
-def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
+def convert(prepared: M, arithmetic: Literal["float"] = "float", state_dict: Mapping[str, Tensor] | None = None) -> M:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
     The result computes in float what the deployed model computes: every quantizer is a `Grid`. Each quantized layer also has
@@ -122,6 +124,9 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
         prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
             calibrated.
         arithmetic: "float": layers compute in float on values from the grid.
+        state_dict: The state dict of a model that was converted before, from the same float model, backend and
+            QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
+            model in a new process.
 
     Returns:
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
@@ -131,7 +136,9 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
         RuntimeError: A quantizer saw no data. The error names it.
         ValueError: A scale is not positive and finite, `arithmetic` is not known, or a batch norm that is linked to a layer is
             no longer in the model.
-        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`.
+        TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is no
+            mapping.
+        RuntimeError, ValueError: `state_dict` does not fit the model.
 
     Example:
         >>> import qtoolkit as qt
@@ -141,11 +148,33 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
         >>> converted = qt.convert(prepared)
         >>> bool((converted(torch.ones(1, 4)) == prepared(torch.ones(1, 4))).all())
         True
+        >>> new = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> restored = qt.convert(new, state_dict=converted.state_dict())
+        >>> bool((converted(torch.ones(1, 4)) == restored(torch.ones(1, 4))).all())
+        True
     """
     check_known("arithmetic", arithmetic, ("float",))
     check_quantized(prepared, "convert")
     check_links(prepared)
-    return passes.freeze.run(copy.deepcopy(prepared))
+    if state_dict is None:
+        _warn_of_skipped(prepared)
+        return passes.freeze.run(copy.deepcopy(prepared))
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
+    return passes.freeze.restore(copy.deepcopy(prepared), state_dict)
+
+
+def _warn_of_skipped(model: nn.Module) -> None:
+    """Warn of quantizers whose ranges leave out what was not finite."""
+    names = [
+        name for name, quantizer in quantizers_of(model).items() if quantizer.ready and not quantizer.observer.finite()
+    ]
+    if names:
+        warnings.warn(
+            f"convert: {len(names)} quantizers got NaN or infinities in training, which their ranges leave out: "
+            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; qtoolkit.stop_on_nonfinite finds the first one.",
+            stacklevel=3,
+        )
 
 
 def _warn_of_types(

@@ -123,8 +123,10 @@ def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int =
     return tensor(lo.reshape(shape), x.dtype), tensor(hi.reshape(shape), x.dtype)
 
 
-def moved(old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, **channels) -> tuple[Tensor, Tensor]:
-    """Running ranges after x, in float64; the first range that is seen is taken as it is."""
+def moved(
+    old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, skipped: Tensor | None = None, **channels
+) -> tuple[Tensor, ...]:
+    """Running ranges after x, in float64, and the new count; the first range that is seen is taken as it is."""
     new = [array(t, np.float64).reshape(-1) for t in minmax(x.double(), **channels)]
     was = [array(t, np.float64).reshape(-1) for t in old]
     if momentum is None:
@@ -134,7 +136,13 @@ def moved(old: tuple[Tensor, Tensor], x: Tensor, momentum: float | None, **chann
             now = [w * (1 - momentum) + n * momentum for w, n in zip(was, new, strict=True)]
         unseen, nothing = was[0] > was[1], new[0] > new[1]
         now = [np.where(nothing, w, np.where(unseen, n, m)) for w, n, m in zip(was, new, now, strict=True)]
-    return tuple(tensor(n.reshape(t.shape), torch.float64) for n, t in zip(now, old, strict=True))
+    if skipped is None:
+        return tuple(tensor(n.reshape(t.shape), torch.float64) for n, t in zip(now, old, strict=True))
+    with np.errstate(all="ignore"):
+        left_out = ~(np.isfinite(new[0]) & np.isfinite(new[1])) & ~(new[0] > new[1])
+    now = [np.where(left_out, w, n) for w, n in zip(was, now, strict=True)]
+    ends = (tensor(n.reshape(t.shape), torch.float64) for n, t in zip(now, old, strict=True))
+    return (*ends, skipped + torch.from_numpy(left_out).reshape(skipped.shape))
 
 
 def grid_of_range(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, pow2: bool) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ class Net(nn.Module):
         return F.linear(self.bn(self.conv(x)).mean((2, 3)), self.weight)
 
 
-def quantizer(name: str, affine: bool) -> list[str]:
-    return [f"{name}.{tensor}" for tensor in ("_scale", *(["_zero_point"] if affine else []), *RANGE)]
+def quantizer(name: str, affine: bool, kind: str = "fixed") -> list[str]:
+    learned = ["_relative_scale"] if kind == "lsq" else []
+    return [f"{name}.{tensor}" for tensor in ("_scale", *learned, *(["_zero_point"] if affine else []), *RANGE)]
 
 
 @pytest.mark.parametrize("kind", ["fixed", "lsq"])
@@ -37,9 +39,9 @@ def test_prepared(kind: str) -> None:
     prepared = qt.prepare(Net(), X, backend="onnxruntime", qconfig_mapping=mapping)
     assert sorted(prepared.state_dict()) == sorted(
         ["weight", "conv.weight", "conv.bias", *(f"bn.{tensor}" for tensor in BATCH_NORM)]
-        + quantizer("conv.weight_quantizer", affine=False)
-        + quantizer("weight_quantizers.linear", affine=False)
-        + [name for node in ("x", "bn", "mean") for name in quantizer(f"activation_quantizers.{node}", affine=True)]
+        + quantizer("conv.weight_quantizer", False, kind)
+        + quantizer("weight_quantizers.linear", False, kind)
+        + [name for node in ("x", "bn", "mean") for name in quantizer(f"activation_quantizers.{node}", True, kind)]
     )
 
 
@@ -92,7 +94,7 @@ def test_a_state_dict_with_ranges_must_have_all(quantizer: str, wrapped: bool) -
     model = prepared_net(quantizer="lsq")
     model, prefix = (nn.ModuleDict({"net": model, "z": nn.Linear(2, 2)}), "net.") if wrapped else (model, "")
     state = {name: value for name, value in model.state_dict().items() if quantizer not in name}
-    missing = [f"{prefix}{quantizer}{tensor}" for tensor in ("_scale", *RANGE)]
+    missing = [f"{prefix}{quantizer}{tensor}" for tensor in ("_relative_scale", "_scale", *RANGE)]
     with pytest.raises(RuntimeError, match=f"Missing key.*{re.escape(missing[0])}"):
         model.load_state_dict(state)
     result = model.load_state_dict(state, strict=False)
@@ -163,3 +165,136 @@ def test_training_options_may_change_and_earlier_state_dicts_have_no_spec() -> N
     earlier = OrderedDict(one.state_dict())
     assert not hasattr(earlier, "_metadata")
     qt.TensorQuantizer(qt.QuantSpec()).load_state_dict(earlier)
+
+
+# ---- earlier versions, modes, models on the meta device, values that are not finite
+
+
+def saved(model: nn.Module, folder: Path) -> dict:
+    torch.save(model.state_dict(), folder / "state.pt")
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def of_version_1(model: nn.Module, sign: int) -> OrderedDict:
+    """The state dict that this model had when a learned scale was the parameter itself."""
+    state = copy.deepcopy(model.state_dict())
+    for name, quantizer in qt.quantizers_of(model).items():
+        scale = quantizer.scale * sign
+        del state[f"{name}._relative_scale"]
+        state[f"{name}._scale"] = scale
+        state._metadata[name]["version"] = 1
+    return state
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_learned_scales_of_version_1_load(sign: int) -> None:
+    model, other = prepared_net(quantizer="lsq"), prepared_net(quantizer="lsq")
+    with torch.no_grad():
+        for quantizer in qt.quantizers_of(model).values():
+            quantizer.get_parameter("_relative_scale").uniform_(0.3, 2)
+    wanted = model(X)
+    assert not torch.equal(other(X), wanted)
+    assert other.load_state_dict(of_version_1(model, sign)) == ([], [])
+    assert torch.equal(other(X), wanted)
+
+
+def modes(model: nn.Module) -> list[tuple]:
+    quantizers = qt.quantizers_of(model).values()
+    return [(q.observing, q.quantizing, q.following, q.stale) for q in quantizers]
+
+
+def test_modes_are_in_checkpoints(tmp_path) -> None:
+    model = prepared_net()
+    qt.freeze_ranges(model, "weights").apply()
+    qt.freeze_batch_norm(model)
+    model.get_submodule("activation_quantizers.x").observing = True
+    model.get_submodule("activation_quantizers.mean").disable()
+    other = prepared_net()
+    assert modes(other) != modes(model)
+    state = saved(model, tmp_path)
+    assert other.load_state_dict(state) == ([], [])
+    assert modes(other) == modes(model)
+    other.train()
+    assert not other.get_submodule("bn").training
+    assert other.get_submodule("bn").frozen
+    third = prepared_net()
+    before = modes(third)
+    third.load_state_dict(dict(state))  # a plain dict has no metadata: the modes stay
+    assert modes(third) == before
+
+
+def test_a_training_that_is_saved_and_resumed_is_the_uninterrupted_one(tmp_path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        model(torch.randn_like(X)).square().sum().backward()
+        optimizer.step()
+
+    model = prepared_net().train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    step(model, optimizer, 0)
+    state = saved(model, tmp_path), copy.deepcopy(optimizer.state_dict())
+    resumed = prepared_net().train()
+    optimizer_of_resumed = torch.optim.SGD(resumed.parameters(), 0.05, momentum=0.9)
+    resumed.load_state_dict(state[0])
+    optimizer_of_resumed.load_state_dict(state[1])
+    evaluated = prepared_net().eval()
+    evaluated.load_state_dict(state[0])  # saved after a step, which changed the weights, and before the ranges followed
+    assert torch.equal(evaluated(X), copy.deepcopy(model).eval()(X))
+    for seed in (1, 2):
+        step(model, optimizer, seed)
+        step(resumed, optimizer_of_resumed, seed)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), resumed.state_dict().values(), strict=True)
+    )
+    assert torch.equal(model.eval()(X), resumed.eval()(X))
+
+
+def test_a_float_checkpoint_loads_over_statistics_that_are_nan() -> None:
+    prepared, floats = prepared_net(), Net().state_dict()
+    wanted = copy.deepcopy(prepared)
+    prepared.get_submodule("bn").running_var.fill_(torch.nan)
+    for model in (prepared, wanted):
+        assert model.load_state_dict(floats) == ([], [])
+    conv, alike = (model.get_submodule("conv.weight_quantizer") for model in (prepared, wanted))
+    assert torch.equal(conv.scale, alike.scale)
+
+
+def test_the_range_of_a_loaded_weight_is_that_with_the_loaded_batch_norm() -> None:
+    prepared, source = prepared_net(), Net()
+    nn.init.constant_(source.bn.weight, 3.0)
+    for strict in (True, False):
+        nn.ModuleDict({"net": prepared}).load_state_dict(
+            {f"net.{k}": v for k, v in source.state_dict().items()}, strict
+        )
+        fresh = qt.prepare(copy.deepcopy(source).train(strict), X, backend="tensorrt")  # in eval mode, folded
+        for name in ("conv.weight_quantizer", "weight_quantizers.linear"):
+            assert torch.equal(prepared.get_submodule(name).scale, fresh.get_submodule(name).scale), name
+
+
+@pytest.mark.parametrize("kind", ["fixed", "lsq"])
+@pytest.mark.parametrize("how", ["to_empty", "assign"])
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_a_model_made_on_the_meta_device_is_loaded(kind: str, how: str, quantized: bool, road: str) -> None:
+    def quantize(model: nn.Module) -> nn.Module:
+        mapping = qt.QConfigMapping().set_global(
+            qt.QConfig(qt.QuantSpec(quantizer=kind), qt.QuantSpec(axis=0, quantizer=kind))
+        )
+        quantized = qt.prepare if road == "graph" else qt.quant_modules.replace
+        return quantized(model.train(), qconfig_mapping=mapping, backend="onnxruntime")
+
+    torch.manual_seed(0)
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    wanted = quantize(copy.deepcopy(float_model))
+    qt.calibrate(wanted, [X], progress=False)
+    model = quantize(copy.deepcopy(float_model).to("meta"))
+    model = model.to_empty(device="cpu") if how == "to_empty" else model
+    state = wanted.state_dict() if quantized else float_model.state_dict()
+    assert model.load_state_dict(state, assign=how == "assign") == ([], [])
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if not quantized:
+        with pytest.raises(RuntimeError, match="has no range yet"):
+            model(X)
+        qt.calibrate(model, [X], progress=False)
+    assert torch.equal(model.cpu().eval()(X), wanted.eval()(X))

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.module import reset_after_loading
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.weights import is_stale
@@ -70,6 +71,7 @@ class QuantizedGraphModule(fx.GraphModule):
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
+        result.register_load_state_dict_post_hook(_update_ranges)  # type: ignore[no-untyped-call]
         return result
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
@@ -157,6 +159,13 @@ class QuantizedGraphModule(fx.GraphModule):
         # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
         facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
         return restore_graph_module, (rebuild, arguments, type(self).__name__, self.plan, self.kept, facts)
+
+
+def _update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
+    """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
+    reset_after_loading(gm, keys)
+    if not gm.training:
+        gm._refresh_weight_ranges()
 
 
 def restore_graph_module(

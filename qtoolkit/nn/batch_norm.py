@@ -52,6 +52,7 @@ class LinkedBatchNorm(nn.Module):
     strategy: str
     frozen: bool
     float_type: type[nn.Module]
+    _seen: tuple[tuple[Any, ...], Tensor] | None = None  # what `step_variance` returned last, with what it depends on
 
     @property
     def folded(self) -> bool:
@@ -70,6 +71,7 @@ class LinkedBatchNorm(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; a frozen batch norm stays in eval mode."""
+        self._seen = None
         return super().train(mode and not self.frozen)
 
     def freeze(self, frozen: bool) -> None:
@@ -80,9 +82,21 @@ class LinkedBatchNorm(nn.Module):
     def to_float(self) -> nn.Module:
         """Return the batch norm of its float type, with the same parameters and buffers."""
         bn = shallow_copy_as(self.float_type, self)
-        for name in ("strategy", "frozen", "float_type"):
-            del bn.__dict__[name]
+        for name in ("strategy", "frozen", "float_type", "_seen"):
+            bn.__dict__.pop(name, None)
         return bn
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})["frozen"] = self.frozen
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self._seen = None
+        if "frozen" in local_metadata and self.frozen != local_metadata["frozen"]:
+            self.freeze(bool(local_metadata["frozen"]))
 
 
 class QuantBatchNorm1d(LinkedBatchNorm, nn.BatchNorm1d):
@@ -224,14 +238,31 @@ def running_variance(bn: Any) -> Tensor:
     return variance
 
 
+def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
+    """Return the running variance before the first forward of the present training step.
+
+    The weight is quantized with it. Each forward moves the statistics, but gradient checkpointing runs a forward once more
+    in backward, and must then see what the first one saw. A step ends when a parameter of the layer or of the batch norm
+    changes, or `train()` is called.
+    """
+    variance = running_variance(bn)
+    if torch.compiler.is_compiling():
+        return variance
+    versions = [None if p.is_inference() else p._version for p in (*layer.parameters(), *bn.parameters())]
+    state = (*versions, variance.dtype, variance.device)
+    if bn._seen is None or bn._seen[0] != state:
+        bn._seen = state, variance.clone()
+    return bn._seen[1]
+
+
 def factor_of(bn: nn.Module) -> Tensor:
     """Return gamma / sqrt(running_var + eps), by which a batch norm in eval mode scales each channel."""
     return _factor(bn, running_variance(bn))
 
 
-def divisor_of(bn: nn.Module) -> Tensor:
+def divisor_of(bn: nn.Module, variance: Tensor | None = None) -> Tensor:
     """Return the factor with zeros replaced by 1, as a divisor, and so that a channel with gamma 0 still has a range."""
-    factor = factor_of(bn)
+    factor = _factor(bn, running_variance(bn) if variance is None else variance)
     return torch.where(factor == 0, torch.ones_like(factor), factor)
 
 
@@ -264,10 +295,11 @@ def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Te
 
 
 def _unscaled(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
-    factor = divisor_of(bn)
+    factor = divisor_of(bn, step_variance(layer, bn))
     weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, factor))
-    y = compute(weight, None) / layer.along_channels(factor)
-    return y if layer.bias is None else y + layer.along_channels(layer.bias)
+    out = compute(weight, None)
+    y = out / layer.along_channels(factor)
+    return (y if layer.bias is None else y + layer.along_channels(layer.bias)).to(out.dtype)
 
 
 def _with_batch_statistics(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
@@ -276,10 +308,10 @@ def _with_batch_statistics(layer: "QuantWeighted", bn: LinkedBatchNorm, compute:
     wide = y if y.dtype == torch.float64 else y.float()
     variance, mean = torch.var_mean(wide, [d for d in range(y.dim()) if d != channel], correction=0)
     of_batch = _factor(bn, variance)
-    running = running_variance(bn).clone() if bn.strategy == "std_correction" else variance
+    running = step_variance(layer, bn) if bn.strategy == "std_correction" else variance
     bn.take_in(y)
     weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, _factor(bn, running)))
     corrected = compute(weight, None)
     if bn.strategy == "std_correction":
         corrected = corrected * layer.along_channels(torch.sqrt((running + bn.eps) / (variance + bn.eps)))
-    return corrected + layer.along_channels(folded_bias(bn, layer.bias, of_batch, mean))
+    return (corrected + layer.along_channels(folded_bias(bn, layer.bias, of_batch, mean))).to(y.dtype)

@@ -1,6 +1,6 @@
 """QuantModule: the base class of QAT modules, as the passes, the reports and the export use them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor, nn
@@ -120,11 +120,20 @@ class QuantModule(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the mode; in eval mode each range that follows a weight is that of the weight after the last training step."""
         super().train(mode)
-        if not mode and any(is_stale(quantizer) for quantizer in self.weight_quantizers().values()):
+        if not mode:
+            self.refresh_weight_range()
+        return self
+
+    def refresh_weight_range(self) -> None:
+        """Set each range that follows a weight to that of the weight, if a training step may have changed it since."""
+        if any(is_stale(quantizer) for quantizer in self.weight_quantizers().values()):
             for quantizer, weight in self.quantized_weights().values():
                 if is_stale(quantizer):
                     quantizer.follow(weight)
-        return self
+
+    def depends_on(self) -> Sequence[nn.Module]:
+        """Return the modules beside it whose tensors scale the weights that it quantizes."""
+        return ()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -135,10 +144,22 @@ class QuantModule(nn.Module):
 
 
 def reset_after_loading(module: nn.Module, keys: Any) -> None:
-    """Reset the weight ranges of each layer in a module whose state dict had weights without ranges: a hook."""
+    """Set the weight ranges of each layer in a module that a state dict without them, or out of date, was loaded into: a hook.
+
+    The hook of a layer runs before that of the model. A layer with a linked batch norm, which is loaded later, waits.
+    """
+    device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
+    for quantizer in module.modules():
+        if isinstance(quantizer, TensorQuantizer) and device is not None:
+            quantizer.materialize(device)
     for layer in module.modules():
-        if isinstance(layer, QuantModule) and layer._loaded_float:
+        if not isinstance(layer, QuantModule) or (layer is module and layer.depends_on()):
+            continue
+        if layer._loaded_float:
+            layer._loaded_float = False
             layer.reset_weight_range()
+        elif not layer.training:
+            layer.refresh_weight_range()
 
 
 def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:

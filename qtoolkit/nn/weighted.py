@@ -1,6 +1,6 @@
 """QuantWeighted: the base class of layers with one quantized weight, with the batch norm that folds into it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,10 @@ class QuantWeighted(QuantModule):
         """The batch norm after the layer, which conversion folds, or None. It keeps its place in the model."""
         return self._batch_norm[0] if self._batch_norm else None
 
+    def depends_on(self) -> Sequence[nn.Module]:
+        """Return the linked batch norm, if there is one."""
+        return self._batch_norm
+
     def link_batch_norm(self, bn: LinkedBatchNorm) -> None:
         """Quantize the weight as folding this batch norm scales it."""
         self._holds_batch_norm = True
@@ -101,8 +105,9 @@ class QuantWeighted(QuantModule):
         factor = batch_norm.factor_of(bn).detach()
         weight = self.scale_output_channels(self.weight.detach(), factor)
         bias = batch_norm.folded_bias(bn, self.bias, factor).detach()
-        self.weight = nn.Parameter(weight, self.weight.requires_grad)
-        self.bias = nn.Parameter(bias, self.weight.requires_grad)
+        dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
+        self.weight = nn.Parameter(weight.to(dtype), self.weight.requires_grad)
+        self.bias = nn.Parameter(bias.to(dtype), self.weight.requires_grad)
         self._batch_norm, self._holds_batch_norm = (), True
 
     # ---- forward
@@ -133,7 +138,8 @@ class QuantWeighted(QuantModule):
     def _compute_with(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        return self.compute(x, weight, bias, *args, **kwargs)
+        dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
+        return self.compute(x, weight.to(dtype), None if bias is None else bias.to(dtype), *args, **kwargs)
 
     # ---- for subclasses to implement or override
 

@@ -1,7 +1,7 @@
 """Quantizer: the base class of the quantizer in training (TensorQuantizer) and of its frozen form (Grid)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 from torch import nn
 
@@ -20,8 +20,11 @@ class Quantizer(KeepsFloat32):
         inserted: Whether a graph pass inserted it as a node of its own.
 
     Attributes:
+        MODES: The attributes that a state dict keeps in its metadata, and loading restores.
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
     """
+
+    MODES: ClassVar[tuple[str, ...]] = ("quantizing",)
 
     spec: QuantSpec
     group: int
@@ -42,22 +45,28 @@ class Quantizer(KeepsFloat32):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # The entries keep the names that they had in earlier versions: the spec is beside them, in the metadata.
-        metadata = getattr(destination, "_metadata", {})
-        metadata.setdefault(prefix[:-1], {})["spec"] = _spec_of(self)
+        # The entries keep the names that they had in earlier versions: what is no tensor is beside them, in the metadata.
+        metadata = getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})
+        metadata["spec"] = _spec_of(self)
+        metadata["modes"] = {name: getattr(self, name) for name in self.MODES}
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         saved, own = local_metadata.get("spec", {}), _spec_of(self)
         differing = [name for name in saved if saved[name] != own.get(name)]
-        if differing and any(key.startswith(prefix) for key in state_dict):
+        found = any(key.startswith(prefix) for key in state_dict)
+        if differing and found:
             raise ValueError(
                 f"quantizer {self.name!r}: its spec in the state dict has {_listed(saved, differing)}, in the model "
                 f"{_listed(own, differing)}; prepare the model with the backend and the QConfigMapping of the saved model, or "
                 f"load only the entries of the float model."
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if found:
+            vars(self).update(
+                {name: bool(on) for name, on in local_metadata.get("modes", {}).items() if name in self.MODES}
+            )
 
 
 def _spec_of(quantizer: Quantizer) -> dict[str, Any]:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 
 
+def scale_dtype() -> torch.dtype:
+    """Return the dtype of new scales and ranges: torch's default dtype, but at least float32."""
+    default = torch.get_default_dtype()
+    return default if default == torch.float64 else torch.float32
+
+
 class KeepsFloat32(nn.Module):
     """A module whose own parameters and buffers stay in float32 or float64 when the model is cast to half precision."""
 
-    kept_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+    kept_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.int64)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: tensor.detach() for name, tensor in self._own_tensors()}
@@ -45,7 +51,15 @@ class LoadsFloatCheckpoints(nn.Module):
     ) -> None:
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
+        self._leave_meta_device()
         _LATEST_LOAD.of(missing_keys).add(missing, any(key.startswith(prefix) for key in state_dict))
+
+    def _leave_meta_device(self) -> None:
+        """Set what is not in the state dict to zero, on the device of what `load_state_dict(assign=True)` has put there."""
+        device = next((buffer.device for buffer in self.buffers(recurse=False) if not buffer.is_meta), None)
+        for name in self._non_persistent_buffers_set if device is not None else ():
+            if self.get_buffer(name).is_meta:
+                setattr(self, name, torch.zeros_like(self.get_buffer(name), device=device))
 
 
 @dataclass

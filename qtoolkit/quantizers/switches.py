@@ -29,6 +29,7 @@ class _Switch(AbstractContextManager["_Switch"]):
     observing: bool | None = None
     quantizing: bool | None = None
     following: bool | None = None
+    stopping: bool | None = None
 
     def __init__(self, model: nn.Module, which: Which = "all") -> None:
         check_module(model, type(self).__name__)
@@ -42,7 +43,7 @@ class _Switch(AbstractContextManager["_Switch"]):
 
     def apply(self) -> None:
         """Set the state permanently."""
-        wanted = (self.observing, self.quantizing, self.following)
+        wanted = (self.observing, self.quantizing, self.following, self.stopping)
         for quantizer in self.quantizers:
             state = zip(wanted, _state(quantizer), strict=True)
             _set_state(quantizer, *(now if new is None else new for new, now in state))
@@ -59,19 +60,19 @@ class _Switch(AbstractContextManager["_Switch"]):
             _set_state(quantizer, *state)
 
 
-_State = tuple[bool, bool, bool]  # observing, quantizing, following
+_State = tuple[bool, bool, bool, bool]  # observing, quantizing, following, stopping
 
 
 def _state(quantizer: Quantizer) -> _State:
     if isinstance(quantizer, TensorQuantizer):
-        return quantizer.observing, quantizer.quantizing, quantizer.following
-    return False, quantizer.quantizing, False
+        return quantizer.observing, quantizer.quantizing, quantizer.following, quantizer.stopping
+    return False, quantizer.quantizing, False, False
 
 
-def _set_state(quantizer: Quantizer, observing: bool, quantizing: bool, following: bool) -> None:
+def _set_state(quantizer: Quantizer, observing: bool, quantizing: bool, following: bool, stopping: bool) -> None:
     quantizer.quantizing = quantizing
     if isinstance(quantizer, TensorQuantizer):
-        quantizer.observing, quantizer.following = observing, following
+        quantizer.observing, quantizer.following, quantizer.stopping = observing, following, stopping
 
 
 def _chosen(model: nn.Module, which: Which) -> list[Quantizer]:
@@ -127,3 +128,23 @@ class freeze_ranges(_Switch):  # noqa: N801
 
     observing = False
     following = False
+
+
+class stop_on_nonfinite(_Switch):  # noqa: N801
+    """Raise ValueError where a quantizer gets NaN or infinities, for a `with` block or, with apply(), permanently.
+
+    By default a forward goes on: a range that moves leaves out what is not finite, and counts it in `observer.skipped`. With
+    this switch the first quantizer on the way names itself. Each quantizer then reads its input once more and waits for the
+    device.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> _ = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
+        >>> with qt.stop_on_nonfinite(prepared):
+        ...     prepared(torch.full((1, 4), torch.nan))
+        Traceback (most recent call last):
+        ...
+        ValueError: quantizer 'activation_quantizers.input_1' got NaN or infinities: the layer before it returns them, ...
+    """
+
+    stopping = True

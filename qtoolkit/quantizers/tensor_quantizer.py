@@ -10,6 +10,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.frozen import Grid, check_scale
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
+from qtoolkit.quantizers.recomputation import check_not_recomputing
 from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
@@ -23,8 +24,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     A model's `load_state_dict` takes the state dict of the float model, which has no entry of a quantizer, or one with the
     entries of all quantizers; absent ones are reported as missing keys. A state dict of another spec raises ValueError
-    (the observer and the options of the quantizer may differ). The spec is in the state dict's metadata, which a copy into a
-    plain dict does not have; it is then not checked.
+    (the observer and the options of the quantizer may differ). Loading also restores whether a quantizer observes,
+    quantizes and follows. Spec and modes are in the state dict's metadata, which a copy into a plain dict does not have; the
+    spec is then not checked, and the modes stay as they are.
 
     In training mode a fixed scale of a weight follows the weight: each forward takes the range of the weight as it then is
     (see `follows`). The range of an activation stays as it was calibrated, unless `observing` is set.
@@ -44,6 +46,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         quantizing: Whether forward quantizes its input.
         following: Whether the range of a weight may follow the weight in training. `qtoolkit.freeze_ranges` and setting
             `amax` or a range clear it.
+        stopping: Whether forward raises an error for NaN and infinities (see `qtoolkit.stop_on_nonfinite`).
         stale: Whether the weight may have changed since its range was last taken.
         ready: Whether there is a range to quantize with.
 
@@ -54,8 +57,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         tensor([1., 7.])
     """
 
+    MODES = ("quantizing", "observing", "following", "stale")
+    _version = 2  # of the state dict: 1 had the learned scale itself as a parameter
+
+    stopping = False
     _scale: Tensor
     _zero_point: Tensor | None
+    _relative_scale: Tensor
 
     def __init__(
         self,
@@ -147,6 +155,22 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.write_grid(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape))
         self.ready, self.stale = True, False
 
+    def load_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
+        """Set the grid to that of a Grid, of the shape that it has there.
+
+        Raises:
+            ValueError: The shape does not fit, or a scale is not positive and finite.
+        """
+        if not self._shape_is_known:
+            self._resize(tuple(scale.shape))
+        check_scale(self.name, scale)
+        if scale.shape != self._scale.shape:
+            raise ValueError(
+                f"quantizer {self.name!r}: its scale must have shape {tuple(self._scale.shape)}, got {tuple(scale.shape)}."
+            )
+        self.write_grid(scale, zero_point)
+        self.ready, self.stale = True, False
+
     def write_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
         """Store a scale and a zero point, unchecked: a training step must not synchronize with the device."""
         with torch.no_grad():
@@ -159,12 +183,18 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             RuntimeError: Nothing was observed.
             ValueError: An observed value is not finite.
         """
+        if not self.observer.finite():
+            raise self._not_finite("has observed")
         if not self.observer.seen():
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
-        if not self.observer.finite():
-            raise ValueError(
-                f"quantizer {self.name!r} has observed NaN or infinities; look for the layer before it that returns them."
-            )
+
+    def _not_finite(self, verb: str) -> ValueError:
+        look = (
+            "the weight, or the batch norm that scales it, has them"
+            if self.of_weight
+            else "the layer before it returns them"
+        )
+        return ValueError(f"quantizer {self.name!r} {verb} NaN or infinities: {look}, or the data has.")
 
     def load_observed(self) -> tuple[Tensor, Tensor]:
         """Set the grid from the range observed so far, and return that range; raises what `check_observed` does."""
@@ -186,9 +216,14 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Return x, quantized if `quantizing`; observe it first if `observing` or if the range follows a weight.
 
         Raises:
-            RuntimeError: `quantizing` is set, but there is no range.
+            RuntimeError: `quantizing` is set, but there is no range; or `observing` is set in a recomputation of gradient
+                checkpointing, whose range would not be that of the first computation.
+            ValueError: `stopping` is set, and x has NaN or infinities.
         """
+        if self.stopping and not bool(torch.isfinite(x).all()):
+            raise self._not_finite("got")
         if self.observing:
+            check_not_recomputing(self.name)
             self._fit_channels(x)
             if self.quantizing:
                 return self.kind.observe_and_quantize(self, x)
@@ -288,24 +323,38 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     # ---- state
 
+    def materialize(self, device: torch.device) -> None:
+        """Leave the meta device, without a range: for a model that was made there and got only its float tensors."""
+        if self._scale.is_meta:
+            self.to_empty(device=device)
+            self.observer.reset()
+            empty = torch.full_like(self._scale, torch.nan)
+            self.write_grid(empty, torch.zeros_like(empty))
+
     def _resize(self, shape: tuple[int, ...]) -> None:
         self.observer.resize(shape)
         for _, tensor in self._own_tensors():
             tensor.data = tensor.data.new_full(shape, float(tensor.detach().flatten()[0]))
         self._shape_is_known = True
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if local_metadata.get("version", self._version) < 2:
+            self.kind.upgrade(state_dict, prefix)
         scale = state_dict.get(prefix + "_scale")
         if scale is not None and not self._shape_is_known:
             self._resize(tuple(scale.shape))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.stale = scale is None  # then the weight may have been loaded without its range
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if scale is not None:
-            self.ready, self.stale = bool(torch.isfinite(self._scale).all()), False
+            self.ready = not self._scale.is_meta and bool(torch.isfinite(self._scale).all())
 
     def extra_repr(self) -> str:
         """Return the spec and the state."""
         facts = {"observing": self.observing, "off": not self.quantizing, "no range yet": not self.ready}
         facts["follows the weight"] = self.follows
+        facts["has skipped NaN or infinities"] = not self._scale.is_meta and not self.observer.finite()
         return ", ".join([self.spec.describe(), *(word for word, holds in facts.items() if holds)])
 
 

@@ -212,6 +212,7 @@ def test_training_compiles_without_graph_breaks(strategy: str) -> None:
     twin = copy.deepcopy(prepared)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for _ in range(2):  # the second step has other running statistics
+        prepared.train()  # without it, a step of an optimizer begins the next step of the batch norm
         prepared(x).square().sum().backward()
         compiled(x).square().sum().backward()
     assert_same_gradients(twin, prepared)
@@ -413,3 +414,44 @@ def test_a_frozen_batch_norm_without_a_layer_before_it_is_reported() -> None:
     prepared = qt.prepare(nn.Sequential(nn.ReLU(), FrozenBatchNorm2d(3)), torch.randn(1, 3, 2, 2))
     lines = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert "no layer right before it" in lines["1"]
+
+
+@each_strategy
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_batch_norms_in_float32_inside_a_model_in_half_precision(
+    strategy: str, training: bool, dtype: torch.dtype
+) -> None:
+    """The usual recipe: `model.bfloat16()`, then `.float()` of each batch norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.BatchNorm2d(2)
+    )
+    model, x = model.to(dtype), torch.rand(2, 3, 8, 8, dtype=dtype)
+    for bn in (model[1], model[4]):
+        bn.float()
+        nn.init.uniform_(bn.running_var, 0.5, 2)
+    backend = replace(qt.backends.get("onnxruntime"), batch_norm=strategy)
+    prepared = qt.prepare(model, backend=backend)
+    qt.calibrate(prepared, [x], progress=False)
+    for module in (prepared, model):
+        module.train(training)
+    with qt.disable_quantization(prepared):
+        y, wanted = prepared(x), model(x)
+        assert y.dtype == wanted.dtype == dtype
+        close = {"rtol": 0.1, "atol": 0.1}
+        torch.testing.assert_close(y, model.eval()(x) if strategy == "frozen" else wanted, **close)
+    prepared(x).float().square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in prepared.parameters() if p.grad is not None)
+    converted = qt.convert(prepared)
+    assert converted.get_parameter("0.weight").dtype == converted(x).dtype == dtype
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_range_before_calibration_is_that_of_the_weight_as_folded(training: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train(training)
+    nn.init.constant_(model[1].weight, 3.0)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=0)))
+    quantizer = qt.prepare(model, qconfig_mapping=mapping).get_submodule("0.weight_quantizer")
+    wanted = 3 * model[0].weight.detach().flatten(1).abs().amax(1) / (1 + model[1].eps) ** 0.5
+    torch.testing.assert_close(quantizer.amax, wanted)

@@ -1,8 +1,9 @@
 """The convert pass: fold linked batch norms, and freeze every quantizer."""
 
+from collections.abc import Mapping
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -31,6 +32,27 @@ def run(model: M) -> M:
     if model not in graphs:
         _run_on_modules(model)
     return model.eval()
+
+
+def restore(model: M, state: Mapping[str, Tensor]) -> M:
+    """Convert a model, with the weights and scales of a state dict of its converted form.
+
+    Raises:
+        RuntimeError: The entries of the state dict are not those of the converted model.
+        ValueError: A scale is not positive and finite, or a quantizer's spec differs.
+    """
+    for name, quantizer in quantizers_of(model).items():
+        quantizer.name = name
+        scale, zero_point = state.get(f"{name}.scale"), state.get(f"{name}.zero_point")
+        if scale is None:
+            raise RuntimeError(
+                f"convert: state_dict has no entry '{name}.scale'; it must be that of a model converted from the same float "
+                f"model, backend and QConfigMapping (load that of a prepared model by prepared.load_state_dict)."
+            )
+        quantizer.load_grid(scale, zero_point)
+    converted = run(model)
+    converted.load_state_dict(state)
+    return converted
 
 
 def _run_on_graph(gm: QuantizedGraphModule) -> None:

@@ -24,7 +24,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         if gm.training:
             _link(gm, node, follower, rules.backend.batch_norm)
         else:
-            fold(gm, node, follower)
+            fold(gm, node, follower).reset_weight_range()
     gm.recompile()
     return gm
 
@@ -65,8 +65,8 @@ def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: 
         layer.link_batch_norm(new)
 
 
-def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
-    """Fold a batch norm into the layer before it, and remove it from the graph."""
+def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> QuantWeighted:
+    """Fold a batch norm into the layer before it, and remove it from the graph. Return the layer; its ranges stay."""
     layer = module_of(node)
     if not isinstance(layer, QuantWeighted):
         raise TypeError(
@@ -80,6 +80,7 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> None:
         gm.set_submodule(name, _holder_of(bn))
     else:
         gm.delete_submodule(name)
+    return layer
 
 
 def _holder_of(bn: nn.Module) -> nn.Module:

@@ -1,0 +1,23 @@
+"""Recomputation: gradient checkpointing runs a forward a second time, inside backward."""
+
+import torch
+
+# Private: torch has no documented way to ask. Without it, nothing counts as a recomputation.
+_current_graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
+
+
+def is_recomputing() -> bool:
+    """Return whether autograd's backward is running: a forward that runs now recomputes an earlier one."""
+    if _current_graph_task_id is None or torch.compiler.is_compiling():
+        return False
+    return bool(_current_graph_task_id() != -1)
+
+
+def check_not_recomputing(name: str) -> None:
+    """Raise RuntimeError if the quantizer of this name would observe a second time what it observed in the forward."""
+    if is_recomputing():
+        raise RuntimeError(
+            f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, whose range would differ "
+            f"from that of the first forward, and with it the gradients; calibrate before training and set observing=False, "
+            f"as qtoolkit.freeze_ranges(model, 'activations').apply() does, or do not checkpoint this part of the model."
+        )

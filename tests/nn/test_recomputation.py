@@ -1,0 +1,108 @@
+"""Gradient checkpointing runs a forward again in backward: it must see what the first one saw, or raise."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import qtoolkit as qt
+from qtoolkit.nn.batch_norm import STRATEGIES
+from qtoolkit.quantizers import recomputation
+
+
+def prepared_net(strategy: str = "unscale", bits: int = 4, quantizer: str = "fixed") -> nn.Module:
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(*parts).train()
+    for bn in (model[1], model[4]):
+        nn.init.uniform_(bn.running_var, 0.05, 4.0)  # far from those of the batch: they move with each forward
+    specs = qt.QConfig(qt.QuantSpec(bits=8, quantizer=quantizer), qt.QuantSpec(bits=bits, axis=0, quantizer=quantizer))
+    mapping = qt.QConfigMapping().set_global(specs)
+    backend = dataclasses.replace(qt.backends.get("onnxruntime"), batch_norm=strategy)
+    prepared = qt.prepare(model, backend=backend, qconfig_mapping=mapping)
+    qt.calibrate(prepared, [torch.rand(4, 3, 10, 10)], progress=False)
+    return prepared
+
+
+def twice_shared(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Two forwards before the backward, which recomputes the second one first."""
+    return run(x).square().mean() + run(x.flip(0) * 2).square().mean()
+
+
+def once(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return run(x).square().mean()
+
+
+def gradients(model: nn.Module, use: Callable, checkpointed: bool, reentrant: bool, steps: int = 2) -> list[Tensor]:
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        x = torch.rand(4, 3, 10, 10, requires_grad=True)
+        optimizer.zero_grad()
+        state = copy.deepcopy({name: b for name, b in model.named_buffers() if "running" in name or "num_b" in name})
+        use((lambda y: checkpoint(model, y, use_reentrant=reentrant)) if checkpointed else model, x).backward()
+        found += [x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        optimizer.step()
+        with torch.no_grad():  # torch's batch norm counts a recomputed batch twice: not what is tested here
+            for name, buffer in model.named_buffers():
+                if name in state:
+                    buffer.copy_(state[name] * 0.5 + 0.5)
+    return found
+
+
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+@pytest.mark.parametrize("use", [once, twice_shared])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_those_without_checkpointing(
+    strategy: str, reentrant: bool, use: Callable, quantizer: str
+) -> None:
+    model = prepared_net(strategy, quantizer=quantizer)
+    wanted = gradients(copy.deepcopy(model), use, False, reentrant)
+    found = gradients(model, use, True, reentrant)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_the_variance_of_a_step_moves_on_with_each_step_and_mode() -> None:
+    model, x = prepared_net(), torch.rand(4, 3, 10, 10)
+    bn = model.get_submodule("1")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def seen() -> Tensor:
+        model(x).sum().backward()
+        return bn._seen[1].clone()
+
+    first = seen()
+    assert torch.equal(seen(), first)
+    optimizer.step()
+    second = seen()
+    assert not torch.equal(second, first)
+    model.train()
+    assert not torch.equal(seen(), second)
+    assert "_seen" not in vars(bn.to_float())
+
+
+def test_observing_raises_in_a_recomputation() -> None:
+    model = prepared_net()
+    quantizer = model.get_submodule("activation_quantizers.input_1")
+    quantizer.observing = True
+    x = torch.rand(4, 3, 10, 10, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=False)
+    with pytest.raises(
+        RuntimeError, match=r"'activation_quantizers.input_1' observes .* gradient checkpointing .*freeze_"
+    ):
+        y.sum().backward()
+    qt.freeze_ranges(model, "activations").apply()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_without_the_private_function_nothing_counts_as_recomputation(monkeypatch) -> None:
+    monkeypatch.setattr(recomputation, "_current_graph_task_id", None)
+    assert not recomputation.is_recomputing()
