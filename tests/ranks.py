@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import qtoolkit as qt
@@ -77,6 +78,27 @@ def sync_batch_norm(rank: int) -> dict[str, Any]:
     return {"equal in eval": torch.equal(sync.eval()(data()), plain.eval()(data())), "error": error}
 
 
+def sharded() -> dict[str, Any]:
+    """Three steps with fully_shard and without, on the same data: what differs in the parameters."""
+    torch.manual_seed(0)
+    spec = qt.QuantSpec(quantizer="lsq")
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec(axis=0, quantizer="lsq")))
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3))
+    one = qt.prepare(model.train(), backend="onnxruntime", qconfig_mapping=mapping)
+    qt.calibrate(one, [data()], progress=False, synchronize=False)
+    one.train()
+    several = fully_shard(copy.deepcopy(one))
+    for each in (one, several):
+        optimizer = torch.optim.SGD(each.parameters(), 0.05)
+        for images in data().split(4):
+            optimizer.zero_grad()
+            each(images / 4).square().mean().backward()
+            optimizer.step()
+    several.unshard()
+    pairs = zip(one.named_parameters(), several.parameters(), strict=True)
+    return {name: torch.equal(p.detach(), q.detach()) for (name, p), q in pairs}
+
+
 def replaced(quantizer: str = "fixed") -> nn.Module:
     """A calibrated model whose layers quantize their own inputs."""
     torch.manual_seed(0)
@@ -109,5 +131,6 @@ def work(rank: int, folder: str) -> None:
     step(DistributedDataParallel(model), images)
     result["trained"] = model.state_dict()
     result["sync"] = sync_batch_norm(rank)
+    result["sharded"] = sharded()
     torch.save(result, Path(folder) / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -254,6 +254,12 @@ def test_train_ddp_is_the_step_of_one_process(of_two_ranks) -> None:
         assert not torch.equal(one[name], before[name]), name
 
 
+def test_train_fully_sharded_is_the_training_of_one_process(of_two_ranks) -> None:
+    for found in of_two_ranks:
+        assert len(found["sharded"]) == 10
+        assert all(found["sharded"].values()), found["sharded"]
+
+
 def test_train_with_sync_batch_norm_on_cpus_is_refused_by_torch_and_eval_works(of_two_ranks) -> None:
     for found in of_two_ranks:
         assert "SyncBatchNorm expected input tensor to be on" in found["sync"]["error"]

@@ -23,6 +23,7 @@ from qtoolkit import ops
 from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module
 from qtoolkit.nn.module import shallow_copy_as
+from qtoolkit.quantizers.recomputation import is_recomputing, steps_taken
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
@@ -242,15 +243,15 @@ def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     """Return the running variance before the first forward of the present training step.
 
     The weight is quantized with it. Each forward moves the statistics, but gradient checkpointing runs a forward once more
-    in backward, and must then see what the first one saw. A step ends when a parameter of the layer or of the batch norm
-    changes, or `train()` is called.
+    in backward, and must then see what the first one saw. A step ends when an optimizer takes one, when a parameter of the
+    layer or of the batch norm changes, or when `train()` is called.
     """
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
         return variance
     versions = [None if p.is_inference() else p._version for p in (*layer.parameters(), *bn.parameters())]
-    state = (*versions, variance.dtype, variance.device)
-    if bn._seen is None or bn._seen[0] != state:
+    state = (steps_taken(), *versions, variance.dtype, variance.device)
+    if bn._seen is None or (bn._seen[0] != state and not is_recomputing()):
         bn._seen = state, variance.clone()
     return bn._seen[1]
 
