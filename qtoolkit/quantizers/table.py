@@ -102,18 +102,27 @@ class QuantizerKind:
         """Return the factor of the gradients of scale and zero point, for the input x."""
         return 1.0
 
-    def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Observe x, and return it quantized with the present scale."""
+    def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Observe x while quantizing."""
         quantizer.observer(x)
+
+    def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Observe x, and return it quantized with the scale that then holds."""
+        self.observe(quantizer, x)
         return quantizer.quantize(x)
 
     def follows(self, quantizer: "TensorQuantizer") -> bool:
-        """Return whether the range can follow a weight in training, by `follow_and_quantize`."""
+        """Return whether the range can follow a weight in training, by `follow` and `follow_and_quantize`."""
         return False
+
+    def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Set the range to that of x alone."""
+        raise NotImplementedError
 
     def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Set the range to that of x alone, and return x quantized with it."""
-        raise NotImplementedError
+        self.follow(quantizer, x)
+        return quantizer.quantize(x)
 
 
 class FixedScale(QuantizerKind):
@@ -123,25 +132,37 @@ class FixedScale(QuantizerKind):
         """Return whether the observer takes the range of one tensor in one read."""
         return isinstance(quantizer.observer, RangeObserver)
 
+    def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Observe x, and set the scale from the range so far."""
+        quantizer.observer(x)
+        self._take_observed(quantizer)
+
+    def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Set the range and the scale to those of x alone."""
+        if isinstance(quantizer.observer, RangeObserver):
+            quantizer.observer.follow(x)
+        self._take_observed(quantizer)
+
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Observe x, set the scale from the range so far, and return x quantized with it."""
-        return self._quantize_anew(quantizer, x, alone=False)
+        """Do both in one op where there is one."""
+        fused = self._in_one_op(quantizer, x, alone=False)
+        return super().observe_and_quantize(quantizer, x) if fused is None else fused
 
     def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Set the range to that of x alone, and return x quantized with it."""
-        return self._quantize_anew(quantizer, x, alone=True)
+        """Do both in one op where there is one."""
+        fused = self._in_one_op(quantizer, x, alone=True)
+        return super().follow_and_quantize(quantizer, x) if fused is None else fused
 
-    def _quantize_anew(self, quantizer: "TensorQuantizer", x: Tensor, alone: bool) -> Tensor:
-        spec, observer = quantizer.spec, quantizer.observer
+    def _take_observed(self, quantizer: "TensorQuantizer") -> None:
         quantizer.ready = True
-        if isinstance(observer, RangeObserver) and spec.format == "int":
-            return observer.observe_and_quantize(x, quantizer._scale, quantizer._zero_point, spec, alone)
-        if isinstance(observer, RangeObserver) and alone:
-            observer.follow(x)
-        else:
-            observer(x)
-        quantizer.write_grid(*grid_of_range(*observer.range(), spec))
-        return quantizer.quantize(x)
+        quantizer.write_grid(*grid_of_range(*quantizer.observer.range(), quantizer.spec))
+
+    def _in_one_op(self, quantizer: "TensorQuantizer", x: Tensor, alone: bool) -> Tensor | None:
+        spec, observer = quantizer.spec, quantizer.observer
+        if not isinstance(observer, RangeObserver) or spec.format != "int":
+            return None
+        quantizer.ready = True
+        return observer.observe_and_quantize(x, quantizer._scale, quantizer._zero_point, spec, alone)
 
 
 class LSQ(QuantizerKind):

@@ -245,9 +245,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         return kind.fake_quant(spec, x, *kind.grid(self), self.group, spec.block_size, kind.grad_factor(self, x))
 
     def follow(self, weight: Tensor) -> None:
-        """Set the range to that of a weight, unchecked like a forward in training, whose op it calls."""
+        """Set the range to that of a weight, unchecked like a forward in training."""
         with torch.no_grad():
-            self.kind.follow_and_quantize(self, weight)
+            self.kind.follow(self, weight)
         self.stale = False
 
     def quantize_rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:
@@ -258,9 +258,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             index: The rows' numbers, (n,).
             table: The table, (rows, features). An observer, or a range that follows it, sees all of it.
         """
-        if self.observing or (self.training and self.follows):
-            with torch.no_grad():
-                self.forward(table)
+        with torch.no_grad():
+            if self.observing:
+                self._fit_channels(table)
+                self.kind.observe(self, table) if self.quantizing else self.observer(table)
+            elif self.training and self.follows:
+                self.kind.follow(self, table)
+                self.stale = True
         if not self.quantizing:
             return x
         self.check_ready()
