@@ -4,13 +4,13 @@
 // size, such as Adam, changes a small and a large scale by the same factor. The gradient of the ratio is divided by
 // start^2: then a step of SGD changes the scale as if the scale itself were the parameter,
 //   start * lr * (dL/dscale * start / start^2) = lr * dL/dscale.
-// softplus keeps the scale positive: it equals its argument from kThreshold / kBeta = 0.75 up, to the last bit of
-// float32, and falls to 2^-24 below.
+// The scale takes the ratio's magnitude, since a step of SGD may be larger than a scale. A scale that vanished instead
+// (as with softplus or exp) would have no gradient to come back.
+#include <ATen/ops/abs.h>
 #include <ATen/ops/clamp_min.h>
+#include <ATen/ops/copysign.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/softplus.h>
-#include <ATen/ops/softplus_backward.h>
 
 #include "autograd.h"
 #include "checks.h"
@@ -24,8 +24,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr const char* kOp = "positive_scale";
-constexpr int kBeta = 20, kThreshold = 15;
-constexpr double kLeast = 1.0 / (1 << 24);  // of the start: softplus itself underflows
+constexpr double kLeast = 1.0 / (1 << 24);  // of the start
 
 Tensor positive_scale(const Tensor& start, const Tensor& ratio) {
   for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"start", start}, {"ratio", ratio}}) {
@@ -38,8 +37,7 @@ Tensor positive_scale(const Tensor& start, const Tensor& ratio) {
                     ", got ", ratio.device(), ".");
   TORCH_CHECK_VALUE(ratio.sym_numel() == start.sym_numel(), kOp, ": ratio must have as many elements as start, ",
                     start.sym_numel(), ", got ", ratio.sym_numel(), ".");
-  const Tensor relative = at::softplus(ratio, kBeta, kThreshold).view_symint(start.sym_sizes());
-  return at::mul(start, at::clamp_min(relative, kLeast));
+  return at::mul(start, at::clamp_min(at::abs(ratio), kLeast).view_symint(start.sym_sizes()));
 }
 
 Tensor below_autograd(const Tensor& start, const Tensor& ratio) {
@@ -58,8 +56,9 @@ struct PositiveScale : torch::autograd::Function<PositiveScale> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return {Tensor(), Tensor()};
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor per_ratio = at::div(grads[0], saved[0]).view_symint(saved[1].sym_sizes());
-    return {Tensor(), at::softplus_backward(per_ratio, saved[1], kBeta, kThreshold)};
+    // start with the sign of the ratio
+    const Tensor signed_start = at::copysign(saved[0].view_symint(saved[1].sym_sizes()), saved[1]);
+    return {Tensor(), at::div(grads[0].view_symint(saved[1].sym_sizes()), signed_start)};
   }
 };
 

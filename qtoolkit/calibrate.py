@@ -131,7 +131,7 @@ def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
 def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int) -> CalibrationReport:
     for name, quantizer in quantizers.items():
         quantizer.name = name
-    reached = {n: q for n, q in quantizers.items() if q.observer.seen()}
+    reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}
     for quantizer in reached.values():
         quantizer.check_observed()
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}

@@ -1,7 +1,7 @@
 """Graphs of models: capture traces a model, placement decides on quantizers, and passes change the graph."""
 
 from qtoolkit.graph.capture.tracer import ModelTracer
-from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, restore_graph_module
+from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, restore_graph_module, update_ranges
 from qtoolkit.graph.plan import Cause, Edge, Plan, Status, Tracing, Verdict
 from qtoolkit.op_kinds.facts import NodeFacts
 from qtoolkit.op_kinds.recorded import (
@@ -36,4 +36,4 @@ __all__ = [
     "set_item",
 ]
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
-publish(__name__, restore_graph_module)
+publish(__name__, restore_graph_module, update_ranges)

@@ -71,7 +71,7 @@ class QuantizedGraphModule(fx.GraphModule):
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
-        result.register_load_state_dict_post_hook(_update_ranges)  # type: ignore[no-untyped-call]
+        result.register_load_state_dict_post_hook(update_ranges)  # type: ignore[no-untyped-call]
         return result
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
@@ -161,7 +161,7 @@ class QuantizedGraphModule(fx.GraphModule):
         return restore_graph_module, (rebuild, arguments, type(self).__name__, self.plan, self.kept, facts)
 
 
-def _update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
+def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
     if not gm.training:

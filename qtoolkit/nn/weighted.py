@@ -38,7 +38,7 @@ class QuantWeighted(QuantModule):
     bias: Any
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
-    _batch_norm: tuple[LinkedBatchNorm, ...]
+    _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(

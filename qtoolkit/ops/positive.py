@@ -8,13 +8,11 @@ _positive_scale = library.positive_scale.default
 
 
 def positive_scale(start: Tensor, ratio: Tensor) -> Tensor:
-    """Return start * max(softplus(ratio), 2**-24), positive for every ratio, to train a scale by its ratio to a start.
-
-    softplus(r) = log(1 + exp(20 r)) / 20 equals r from 0.75 up. A ratio of 1 gives `start` exactly.
+    """Return start * max(|ratio|, 2**-24), positive for every ratio, to train a scale by its ratio to a start.
 
     An optimizer with steps of a fixed size, such as Adam, changes scales of all sizes by the same factor. The gradient of
     ratio is divided by start squared, so that a step of SGD changes the scale as if the scale itself were the parameter
-    (and weight decay too), as long as the ratio is at least 0.75.
+    (with momentum and weight decay too).
 
     Args:
         start: Scales at the start of training, positive; float32 or float64, any shape.
@@ -35,7 +33,7 @@ def positive_scale(start: Tensor, ratio: Tensor) -> Tensor:
         >>> scale, ratio.grad
         (tensor(0.5000, grad_fn=...), tensor([2.]))
         >>> positive_scale(torch.tensor(0.5), torch.tensor([-0.1]))
-        tensor(0.0032)
+        tensor(0.0500)
     """
     scale: Tensor = _positive_scale(start, ratio)
     return scale
