@@ -1,0 +1,67 @@
+"""Observer: the base class of observers."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import Tensor
+
+from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+
+class Observer(KeepsFloat32, LoadsFloatCheckpoints):
+    """The base class of observers.
+
+    Attributes:
+        OPTIONS: The options that `QuantSpec.observer_args` may hold, with their defaults.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that this observer does not support, or for an option out of its range."""
+
+    @classmethod
+    def options(cls, spec: "QuantSpec") -> dict[str, Any]:
+        """Return the value of each option."""
+        return {**cls.OPTIONS, **spec.observer_args}
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> None:
+        """Observe x."""
+        raise NotImplementedError
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values to quantize; lo > hi if nothing was observed, NaN if a NaN was."""
+        raise NotImplementedError
+
+    def seen(self) -> bool:
+        """Return whether every channel has observed something. Synchronizes with the device."""
+        raise NotImplementedError
+
+    def finite(self) -> bool:
+        """Return whether all observed values are finite. Synchronizes with the device."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Discard what was observed."""
+        raise NotImplementedError
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of the ranges, known from the first input. Nothing must have been observed yet."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was observed, on the CPU, for `merge` in another process."""
+        return {name: buffer.cpu() for name, buffer in self.named_buffers(recurse=False)}
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Replace what was observed by what several observers did; their states include this observer's own."""
+        raise NotImplementedError

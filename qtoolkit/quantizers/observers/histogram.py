@@ -1,0 +1,180 @@
+"""The observer of histograms, and the methods that choose a range from one."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.errors import check_known
+from qtoolkit.quantizers.observers.base import Observer
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+METHODS = ("percentile", "mse", "l2", "entropy")
+
+
+class HistogramObserver(Observer):
+    """A running histogram, per tensor or per channel, and the range that a method chooses from it.
+
+    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
+
+    Args:
+        qmin: Lowest code of the grid that the range is for.
+        qmax: Highest code.
+        symmetric: Whether the grid has no zero point.
+        bins: Number of bins, even.
+        method: "percentile", "mse", "l2" or "entropy" (see `qtoolkit.ops.search_range`).
+        percentile: Percentage of the values inside the range; for method "percentile".
+        shape: Shape of the ranges: () per tensor, (channels,) per channel.
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+    Example:
+        >>> observer = HistogramObserver(method="percentile", percentile=50)
+        >>> observer(torch.arange(1000) / 1000)
+        >>> observer.range()
+        (tensor(-0.4990), tensor(0.4990))
+        >>> observer = HistogramObserver(method="percentile", percentile=100, shape=(2,), axis=0)
+        >>> observer(torch.tensor([[0.0, 1.0], [0.0, -4.0]]))
+        >>> observer.range()[1]
+        tensor([1.0010, 4.0078])
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048, "method": "mse", "percentile": 99.99}
+    kept_dtypes = (torch.float32, torch.int64)
+
+    counts: Tensor
+    lo: Tensor
+    hi: Tensor
+
+    def __init__(
+        self,
+        qmin: int = -128,
+        qmax: int = 127,
+        symmetric: bool = True,
+        bins: int = OPTIONS["bins"],
+        method: str = OPTIONS["method"],
+        percentile: float = OPTIONS["percentile"],
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
+    ) -> None:
+        super().__init__()
+        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
+        self.method, self.percentile = method, percentile
+        self.axis, self.group = axis, group
+        self.register_buffer("counts", torch.zeros(*shape, bins, dtype=torch.int64))
+        self.register_buffer("lo", torch.zeros(shape))
+        self.register_buffer("hi", torch.zeros(shape))
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
+        options = cls.options(spec)
+        bins, method, percentile = options["bins"], options["method"], options["percentile"]
+        if spec.format != "int" and method != "percentile":
+            raise ValueError(
+                f"QuantSpec: format={spec.format!r} needs another observer than 'histogram', whose methods other than "
+                f"'percentile' search the best integer grid; take 'minmax' or observer_args={{'method': 'percentile'}}."
+            )
+        if spec.group_size is not None:
+            raise ValueError(
+                f"QuantSpec: observer='histogram' needs group_size=None, got {spec.group_size}; take 'minmax' for a scale "
+                f"per group."
+            )
+        if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
+            raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
+        check_known("method of observer 'histogram'", method, METHODS)
+        if not isinstance(percentile, int | float) or not 0 < percentile <= 100:
+            raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        options = cls.options(spec)
+        return cls(spec.qmin, spec.qmax, spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)
+
+    def forward(self, x: Tensor) -> None:
+        """Count the values of x."""
+        for part, histogram in zip(self._channels_of(x.detach()), _histograms(dict(self.named_buffers())), strict=True):
+            ops.observe_histogram_(part, *histogram)
+
+    def _channels_of(self, x: Tensor) -> list[Tensor]:
+        """Return the values of each channel, in the order of the ranges."""
+        if self.axis is None:
+            return [x]
+        axis = self.axis % x.dim()
+        groups = [x] if self.group == 1 else x.chunk(self.group)
+        return [values for part in groups for values in part.unbind(axis)]
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the range that the method chooses. Synchronizes with the device."""
+        return ops.search_range(
+            self.counts, self.lo, self.hi, self.qmin, self.qmax, self.method, self.percentile, self.symmetric
+        )
+
+    def seen(self) -> bool:
+        """Return whether every channel has observed something, finite or not."""
+        return not bool((self.hi <= self.lo).any())
+
+    def finite(self) -> bool:
+        """Return whether all observed values are finite."""
+        return bool(torch.isfinite(self.hi).all())
+
+    def reset(self) -> None:
+        """Discard what was observed."""
+        for buffer in (self.counts, self.lo, self.hi):
+            buffer.zero_()
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of the ranges. Nothing must have been observed yet."""
+        self.counts.data = self.counts.data.new_zeros(*shape, self.counts.size(-1))
+        for bound in (self.lo, self.hi):
+            bound.data = bound.data.new_zeros(shape)
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Set the histogram to the sum of the histograms, with the bins that a histogram of all the data has."""
+        for mine, *theirs in zip(*map(_histograms, (dict(self.named_buffers()), *states)), strict=True):
+            for buffer, value in zip(mine, _sum_of(theirs) or mine, strict=True):
+                buffer.copy_(value)
+
+    def extra_repr(self) -> str:
+        """Return the method and the number of bins."""
+        return f"method={self.method!r}, bins={self.counts.size(-1)}"
+
+
+Histogram = tuple[Tensor, Tensor, Tensor]  # counts, lo, hi
+
+
+def _histograms(state: Mapping[str, Tensor]) -> list[Histogram]:
+    """Return the histogram of each channel, as views of an observer's buffers."""
+    counts, lo, hi = state["counts"], state["lo"], state["hi"]
+    if counts.dim() == 1:
+        return [(counts, lo, hi)]
+    return [(counts[i], lo[i], hi[i]) for i in range(counts.size(0))]
+
+
+def _sum_of(histograms: Sequence[Histogram]) -> Histogram | None:
+    """Return the sum of several histograms: one with values that are not finite if there is any, None if all are empty."""
+    seen = [histogram for histogram in histograms if not bool(histogram[2] <= histogram[1])]
+    not_finite = [histogram for histogram in seen if not bool(torch.isfinite(histogram[2]))]
+    if not_finite or not seen:
+        return not_finite[0] if not_finite else None
+    hi = max(float(hi) for _, _, hi in seen)
+    lo = -hi if any(float(lo) < 0 for _, lo, _ in seen) else 0.0
+    counts = torch.stack([_on_bins(histogram, lo, hi) for histogram in seen]).sum(0)
+    return counts, torch.tensor(lo), torch.tensor(hi)
+
+
+def _on_bins(histogram: Histogram, lo: float, hi: float) -> Tensor:
+    """Return a histogram's counts on wider bins, each the union of whole bins of its own (csrc/histogram.h)."""
+    counts = histogram[0]
+    n = counts.numel()
+    own_lo, own_hi = float(histogram[1]), float(histogram[2])
+    ratio = round((hi - lo) / (own_hi - own_lo))
+    numbers = torch.arange(n) - (n // 2 if own_lo < 0 else 0)
+    places = torch.div(numbers, ratio, rounding_mode="floor") + (n // 2 if lo < 0 else 0)
+    return torch.zeros_like(counts).index_add_(0, places, counts)

@@ -1,0 +1,102 @@
+"""The range from which a learned scale starts."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.quantizers.observers.minmax import RangeObserver
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+
+class LSQStartObserver(RangeObserver):
+    """The range of the start of LSQ (arXiv 1902.08153, section 2.1): scale = 2 * mean|x| / sqrt(qmax).
+
+    It is the range of all inputs, multiplied by a factor so that the scale is the paper's; the zero point is that of the
+    whole range. It never exceeds the observed range: with many bits, the paper's scale would leave codes unused. What the
+    mean needs is not part of the state dict; after loading one, the range is that of all inputs.
+
+    Args:
+        qmin: Lowest code of the grid that the range is for.
+        qmax: Highest code.
+        symmetric: Whether the grid has no zero point.
+        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        block_size: Elements along the axis that share a range, or 0.
+
+    Example:
+        >>> observer = LSQStartObserver(qmin=-2, qmax=1)
+        >>> observer(torch.tensor([-1.0, -1.0, 1.0, 9.0]))
+        >>> observer.range()
+        (tensor(-0.6667), tensor(6.))
+    """
+
+    kept_dtypes = (torch.float32, torch.float64, torch.int64)
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(
+        self,
+        qmin: int = -128,
+        qmax: int = 127,
+        symmetric: bool = True,
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
+        block_size: int = 0,
+    ) -> None:
+        super().__init__(shape, axis, group, block_size)
+        self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
+        self.register_buffer("total", torch.zeros(shape, dtype=torch.float64), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        return cls(spec.qmin, spec.qmax, spec.symmetric, shape, spec.axis, group, spec.block_size)
+
+    def forward(self, x: Tensor) -> None:
+        """Observe the range and the magnitudes of x."""
+        super().forward(x)
+        self.total += self._sums(x.detach().abs()).reshape(self.total.shape)
+        self.count += x.numel() // max(self.total.numel(), 1)
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """Return the sum of the elements that share a range, in the order of the ranges."""
+        if self.axis is None:
+            return x.sum(dtype=torch.float64)
+        axis = self.axis % x.dim()
+        if self.block_size:
+            return torch.unflatten(x, axis, (-1, self.block_size)).sum(axis + 1, dtype=torch.float64)
+        groups = torch.unflatten(x, 0, (self.group, x.size(0) // self.group)).movedim(axis + 1, 1)
+        return groups.flatten(2).sum(2, dtype=torch.float64)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the range of the start, at most the observed one."""
+        whole = ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
+        start = 2 * self.total / self.count / self.qmax**0.5
+        factor = torch.where(self.count > 0, (start / whole).clamp(max=1), 1).to(self.lo.dtype)
+        return self.lo * factor, self.hi * factor
+
+    def reset(self) -> None:
+        """Discard what was observed."""
+        super().reset()
+        self.total.zero_()
+        self.count.zero_()
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of the ranges. Nothing must have been observed yet."""
+        super().resize(shape)
+        self.total.data = self.total.data.new_zeros(shape)
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Set the range to the union of the ranges, and the mean to that of all inputs."""
+        super().merge(states)
+        for name, buffer in (("total", self.total), ("count", self.count)):
+            buffer.copy_(torch.stack([state[name] for state in states]).sum(0))

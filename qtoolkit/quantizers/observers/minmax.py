@@ -1,0 +1,122 @@
+"""Observers of the lowest and highest values: of all inputs, or a moving average."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.quantizers.observers.base import Observer
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+
+class RangeObserver(Observer):
+    """Running minimum and maximum, per tensor, per channel or per block.
+
+    Args:
+        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        block_size: Elements along the axis that share a range, or 0.
+        momentum: Weight of each new range in a moving average; None for the range of all inputs.
+
+    Example:
+        >>> observer = RangeObserver()
+        >>> observer(torch.tensor([-1.0, 3.0]))
+        >>> observer.lo, observer.hi
+        (tensor(-1.), tensor(3.))
+    """
+
+    lo: Tensor
+    hi: Tensor
+
+    def __init__(
+        self,
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
+        block_size: int = 0,
+        momentum: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.group, self.block_size, self.momentum = axis, group, block_size, momentum
+        self.register_buffer("lo", torch.full(shape, torch.inf))
+        self.register_buffer("hi", torch.full(shape, -torch.inf))
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        return cls(shape, spec.axis, group, spec.block_size, cls.options(spec).get("momentum"))
+
+    def forward(self, x: Tensor) -> None:
+        """Observe the range of x."""
+        self.blend(x, self.momentum)
+
+    def blend(self, x: Tensor, momentum: float | None) -> None:
+        """Observe the range of x with this weight; 1 sets the range to that of x alone."""
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, momentum, self.axis, self.group, self.block_size)
+
+    def observe_and_quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", momentum: float | None
+    ) -> Tensor:
+        """Blend x, set scale and zero point from the range so far, and return x quantized with them, in one op."""
+        codes = (spec.qmin, spec.qmax, momentum, spec.pow2_scale)
+        return ops.observe_fake_quant(
+            x, self.lo, self.hi, scale, zero_point, *codes, self.axis, self.group, self.block_size
+        )
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values observed, or their moving averages."""
+        return self.lo, self.hi
+
+    def seen(self) -> bool:
+        """Return whether every channel has observed something."""
+        return not bool((self.lo > self.hi).any())
+
+    def finite(self) -> bool:
+        """Return whether all ranges are finite."""
+        return bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all())
+
+    def reset(self) -> None:
+        """Discard what was observed."""
+        self.lo.fill_(torch.inf)
+        self.hi.fill_(-torch.inf)
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of the ranges. Nothing must have been observed yet."""
+        for bound in (self.lo, self.hi):
+            bound.data = bound.data.new_full(shape, float(bound.detach().flatten()[0]))
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Set the range to the union of the ranges, or to the mean of moving averages."""
+        lo, hi = (torch.stack([state[name] for state in states]) for name in ("lo", "hi"))
+        if self.momentum is None:
+            lo, hi = lo.amin(0), hi.amax(0)
+        else:
+            seen = ~(lo > hi)
+            count = seen.sum(0)
+            unseen = torch.full_like(lo[0], torch.inf)
+            lo, hi = (torch.where(seen, bound, 0).sum(0) / count for bound in (lo, hi))
+            lo, hi = torch.where(count > 0, lo, unseen), torch.where(count > 0, hi, -unseen)
+        self.lo.copy_(lo)
+        self.hi.copy_(hi)
+
+    def extra_repr(self) -> str:
+        """Return the options that are not the default."""
+        return "" if self.momentum is None else f"momentum={self.momentum}"
+
+
+class MovingAverageObserver(RangeObserver):
+    """Moving average of the minimum and maximum; option `momentum` is the weight of each new range."""
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"momentum": 0.1}
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for a momentum outside (0, 1]."""
+        momentum = cls.options(spec)["momentum"]
+        if not isinstance(momentum, int | float) or not 0 < momentum <= 1:
+            raise ValueError(f"QuantSpec: momentum must lie in (0, 1], got {momentum!r}.")
