@@ -1,5 +1,7 @@
 """The numerics of pytorch-quantization 2.x: multipliers from amax."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,14 @@ def has_values(*tensors: Tensor) -> bool:
 
 def check_values(x: Tensor, amax: Tensor, unsigned: bool) -> None:
     """Raise an error for values that have no codes, where values can be checked. NaN and infinities in x may be in amax."""
-    if not has_values(x, amax):
+    if not has_values(x, amax) or amax.numel() == 0:
         return
     if unsigned and bool((x < 0).any()):
         raise TypeError("Negative values encountered in unsigned quantization.")
-    if bool((amax < 0).any()):
+    low, high = (float(end) for end in ((amax, amax) if amax.numel() == 1 else torch.aminmax(amax)))
+    if low < 0:
         raise ValueError("Negative values in amax")
-    if not bool(amax.isfinite().all()) and bool(x.isfinite().all()):
+    if not high < math.inf and bool(x.isfinite().all()):
         raise ValueError(
             "NaN or infinities in amax, of an input that has none: the range was set, loaded or calibrated wrongly; calibrate "
             "again."
