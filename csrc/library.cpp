@@ -107,9 +107,11 @@ TORCH_LIBRARY(qtoolkit, m) {
       "-> (Tensor, Tensor)");
 
   // Adds x to the running histogram counts (int64, an even number of equal bins) of the range [lo, hi], which is
-  // widened as needed; see histogram.h. hi <= lo: no values yet. NaN, an infinity or a magnitude of 2^126 or more makes
-  // lo and hi NaN, and later values are not counted.
-  m.def("observe_histogram_(Tensor x, Tensor(a!) counts, Tensor(b!) lo, Tensor(c!) hi) -> ()");
+  // widened as needed; see histogram.h. Per channel: counts has a row for each. hi <= lo: no values yet. NaN, an
+  // infinity or a magnitude of 2^126 or more makes lo and hi NaN, and later values are not counted.
+  m.def(
+      "observe_histogram_(Tensor x, Tensor(a!) counts, Tensor(b!) lo, Tensor(c!) hi, int? axis=None, int group=1) "
+      "-> ()");
 
   // Returns the best range to quantize for codes [qmin, qmax], by a method ("percentile", "mse", "l2" or "entropy");
   // see search.h. counts: (bins) or (channels, bins). candidates: for "entropy", the symmetric ranges to compare, in

@@ -304,6 +304,30 @@ def test_histogram(run, dtype, bins):
                 assert_same(g, w)
 
 
+@pytest.mark.sweep(2)
+@strided
+@dtypes
+@pytest.mark.parametrize("bins", [64, 16384])
+@pytest.mark.parametrize("shape", ["rows", "columns", "planes", "whole_vectors", "slices", "groups"])
+def test_histograms_of_channels(run, shape, bins, dtype, layout):
+    """A batch of small values, one that widens the histograms of some channels, and one with NaN in a channel."""
+    of, count = SHAPES[shape][1:3], channels(*SHAPES[shape])[3]
+    wider = input_of(shape, dtype, seed=1)
+    wider[:, 0] *= 1000
+    batches = [input_of(shape, dtype, layout).abs() / 64, wider, VALUES["a_nan"](wider)]
+    states = {
+        order: (torch.zeros(count, bins, dtype=torch.int64), *torch.zeros(2, count)) for order in (*ORDERS, "cpu")
+    }
+    for x in batches:
+        native.observe_histogram_(x, *states["cpu"], *of)
+        for order in ORDERS:
+            counts, lo, hi = states[order]
+            fields = {"numel": x.numel(), "channels": channels(*SHAPES[shape]), "x": x, "bins": bins}
+            run("histogram", order, counts=counts, lo=lo, hi=hi, **fields)
+            for g, w in zip(states[order], states["cpu"], strict=True):
+                assert_same(g, w)
+
+
 def empty_histogram(bins: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros(bins, dtype=torch.int64), torch.zeros(()), torch.zeros(())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 HOST = Path(__file__).parent
 CSRC = HOST.parents[2] / "csrc"
 HEADERS = ("cuda_runtime.h", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h")
-LAUNCH = re.compile(r"([\w<>]+?)<<<(.+?), (\w+), (\w+), stream>>>\((.*?)\);")
+LAUNCH = re.compile(r"([\w<>]+?)<<<(.+?), (\w+), (\w+), stream>>>\((.*?)\);", re.DOTALL)
 SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
 ORDERS = {"forwards": 0, "backwards": 1, "shuffled": 2}
 DTYPES = [  # in the order of Dtype in kernel_args.h
