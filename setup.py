@@ -65,6 +65,7 @@ def sanitized(sources: list[str], flags: list[str]) -> object:
         [*sources, *(f"tests/sanitize/{name}.cpp" for name in beside)],
         extra_compile_args=[*flags, *extra, *slower],
         extra_link_args=extra,
+        py_limited_api=True,
     )
 
 
@@ -74,21 +75,23 @@ def extension(cuda: bool) -> object:
         str(p.relative_to(ROOT)) for f in folders for p in sorted((ROOT / f).iterdir()) if p.suffix in (".cpp", ".cu")
     ]
     headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cuh")]
+    # The library has no Python in it: one build serves every version of Python.
+    common = {"depends": headers, "py_limited_api": True}
     # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h). ATen's parallel_for runs
     # on one thread unless the compiler has OpenMP on; its library is torch's own, so it is not linked again.
     flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-fopenmp"]}
     if "QTOOLKIT_SANITIZE" in os.environ:
         return sanitized(sources, flags["cxx"])
     if not cuda:
-        return cpp_extension.CppExtension("qtoolkit._C", sources, depends=headers, extra_compile_args=flags)
+        return cpp_extension.CppExtension("qtoolkit._C", sources, extra_compile_args=flags, **common)
     choose_architectures()
     flags["nvcc"] = ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
     return cpp_extension.CUDAExtension(
         "qtoolkit._C",
         sources,
-        depends=headers,
         extra_compile_args=flags,
         define_macros=[("QTOOLKIT_CUDA", None)],
+        **common,
     )
 
 
@@ -104,4 +107,5 @@ class Build(cpp_extension.BuildExtension):
 setup(
     ext_modules=[extension(with_cuda() and "QTOOLKIT_SANITIZE" not in os.environ)],
     cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

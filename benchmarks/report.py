@@ -11,7 +11,7 @@ from measure import Row
 from rich.console import Console
 from rich.table import Table
 
-from qtoolkit import _native
+from qtoolkit._native import library
 
 NOISY = 0.3  # an interquartile range above this share of the median is marked
 KEPT_TITLE = "kept for backward, bytes an element (fixed / learned scale); goal: 1/8 with a fixed scale"
@@ -90,7 +90,7 @@ def facts(device: str) -> dict[str, object]:
         "cpu": _processor(),
         "cores": os.cpu_count(),
         "device": "CPU" if device == "cpu" else torch.cuda.get_device_name(device),
-        "instruction_set": _native.load().instruction_set(),
+        "instruction_set": library.instruction_set(),
         "torch": torch.__version__,
     }
 

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include <optional>
 #include <string_view>
 #include <tuple>
 
@@ -18,19 +19,33 @@ namespace {
 
 using at::Tensor;
 
-void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi) {
-  check_float("observe_histogram_", "x", x);
-  check_histogram("observe_histogram_", x, counts, lo, hi);
-  if (x.is_meta()) return;
+void add_to(const RunningHistogram& first, const Tensor& x, const Axis& axis, int64_t channels) {
   Tensor in = x;
-  const Tensor order = layout_of_result(x, 1);
+  const Tensor order = layout_of_result(x, axis.group);
   KernelArgs args;
   args.numel = x.numel();
-  args.channels = channels_of(order, {}, 1);
+  args.channels = channels_of(order, axis, channels);
   args.x = operand_of(in, order);
-  args.histogram = {counts.mutable_data_ptr<int64_t>(), lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(),
-                    counts.numel()};
+  args.histogram = first;
   launch(KernelId::histogram, args, {}, x.device());
+}
+
+// A CPU divides each channel between its threads; a GPU counts all channels at once.
+void observe_histogram_(const Tensor& x, Tensor& counts, Tensor& lo, Tensor& hi, std::optional<int64_t> axis,
+                        int64_t group) {
+  check_float("observe_histogram_", "x", x);
+  const Axis a = check_axis("observe_histogram_", x, axis, group);
+  check_histogram("observe_histogram_", x, counts, lo, hi, a);
+  if (x.is_meta()) return;
+  const RunningHistogram first = {counts.mutable_data_ptr<int64_t>(), lo.mutable_data_ptr<float>(),
+                                  hi.mutable_data_ptr<float>(), counts.size(-1)};
+  const int64_t channels = lo.numel();
+  if (a.index < 0 || !x.is_cpu()) return add_to(first, x, a, channels);
+  const int64_t size = x.size(a.index), rows = x.size(0) / group;
+  for (int64_t i = 0; i < channels; ++i) {
+    const Tensor part = x.narrow(0, i / size * rows, rows).select(a.index, i % size);
+    add_to(channel_of(first, i), part, {}, 1);
+  }
 }
 
 Method method_of(std::string_view name) {

@@ -34,13 +34,17 @@ struct CodeBounds {
   double lo = 0, hi = 0;
 };
 
-// A running histogram in the memory of its device; see histogram.h.
+// A running histogram in the memory of its device, or the first of one for each channel; see histogram.h.
 struct RunningHistogram {
   int64_t* counts = nullptr;
   float* lo = nullptr;
   float* hi = nullptr;
   int64_t bins = 0;
 };
+
+QT_FN RunningHistogram channel_of(const RunningHistogram& first, int64_t channel) {
+  return {first.counts + channel * first.bins, first.lo + channel, first.hi + channel, first.bins};
+}
 
 // A small float format: mantissa bits, smallest normal number and largest finite number.
 struct FloatFormat {

@@ -6,7 +6,6 @@
 // divides axis into blocks that share a scale (ONNX's blocked quantization); scale then has x's shape with dimension
 // axis divided by block_size, or as many elements in one dimension. zero_point: as many elements as scale, or absent
 // (symmetric). Results have the memory format of the input.
-#include <Python.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
@@ -113,9 +112,11 @@ TORCH_LIBRARY(qtoolkit, m) {
       "-> (Tensor, Tensor)");
 
   // Adds x to the running histogram counts (int64, an even number of equal bins) of the range [lo, hi], which is
-  // widened as needed; see histogram.h. hi <= lo: no values yet. NaN, an infinity or a magnitude of 2^126 or more makes
-  // lo and hi NaN, and later values are not counted.
-  m.def("observe_histogram_(Tensor x, Tensor(a!) counts, Tensor(b!) lo, Tensor(c!) hi) -> ()");
+  // widened as needed; see histogram.h. Per channel: counts has a row for each. hi <= lo: no values yet. NaN, an
+  // infinity or a magnitude of 2^126 or more makes lo and hi NaN, and later values are not counted.
+  m.def(
+      "observe_histogram_(Tensor x, Tensor(a!) counts, Tensor(b!) lo, Tensor(c!) hi, int? axis=None, int group=1) "
+      "-> ()");
 
   // Returns the best range to quantize for codes [qmin, qmax], by a method ("percentile", "mse", "l2" or "entropy");
   // see search.h. counts: (bins) or (channels, bins). candidates: for "entropy", the symmetric ranges to compare, in
@@ -123,27 +124,11 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def(
       "search_range(Tensor counts, Tensor lo, Tensor hi, int qmin, int qmax, str method, float percentile=99.99, "
       "bool symmetric=True, int[] candidates=[]) -> (Tensor, Tensor)");
+
+  // Returns the instruction set of the CPU's kernels.
+  m.def("instruction_set() -> str", [] { return std::string(qtoolkit::cpu::instruction_set()); });
 }
 
 // qtoolkit/_native.py reads this string from the file, since a library built for another torch does not load.
 extern "C" __attribute__((used, visibility("default"))) const char qtoolkit_built_for[] =
     "qtoolkit was built for torch " TORCH_VERSION;
-
-// The module that Python imports: loading it registers the ops. Its function returns the instruction set of the
-// kernels.
-static PyObject* instruction_set(PyObject*, PyObject*) {
-  try {
-    return PyUnicode_FromString(qtoolkit::cpu::instruction_set());
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-    return nullptr;
-  }
-}
-
-static PyMethodDef methods[] = {{"instruction_set", instruction_set, METH_NOARGS, nullptr},
-                                {nullptr, nullptr, 0, nullptr}};
-
-PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
-}

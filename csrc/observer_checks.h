@@ -34,15 +34,24 @@ inline void check_edges(const char* op, const at::Tensor& lo, const at::Tensor& 
   }
 }
 
-// A running histogram that an observer updates in place.
+// Running histograms that an observer updates in place.
 inline void check_histogram(const char* op, const at::Tensor& x, const at::Tensor& counts, const at::Tensor& lo,
-                            const at::Tensor& hi) {
+                            const at::Tensor& hi, const Axis& axis) {
   check_same_device(op, "counts", counts, x);
-  TORCH_CHECK_VALUE(counts.dim() == 1, op, ": counts must have 1 dimension, got shape ", counts.sym_sizes(),
-                    "; a histogram is per tensor.");
-  check_bins(op, counts, counts.sym_size(0), 1 << 20);
-  check_edges(op, lo, hi, counts, 1);
-  TORCH_CHECK_VALUE(counts.is_contiguous(), op, ": counts must be contiguous, since it is updated in place.");
+  const c10::SymInt channels = count_of_channels(x, axis);
+  if (axis.index < 0) {
+    TORCH_CHECK_VALUE(counts.dim() == 1, op, ": counts must have 1 dimension if axis is None, got shape ",
+                      counts.sym_sizes(), "; pass the channel axis for a histogram per channel.");
+  } else {
+    TORCH_CHECK_VALUE(counts.dim() == 2 && counts.sym_size(0) == channels, op,
+                      ": counts must have shape (channels, bins) with ", channels, " channels, got ",
+                      counts.sym_sizes(), ".");
+  }
+  check_bins(op, counts, counts.sym_size(-1), 1 << 20);
+  check_edges(op, lo, hi, counts, channels);
+  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"counts", counts}, {"lo", lo}, {"hi", hi}}) {
+    TORCH_CHECK_VALUE(t.is_contiguous(), op, ": ", name, " must be contiguous, since it is updated in place.");
+  }
 }
 
 inline void check_search(const char* op, const at::Tensor& counts, const at::Tensor& lo, const at::Tensor& hi,

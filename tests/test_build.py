@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_library_tells_what_it_was_built_for() -> None:
-    library = Path(_native.load().__file__)
-    assert _native.built_for(library) == torch.__version__.split("+")[0]
+    assert _native.built_for(_native.FILE) == torch.__version__.split("+")[0]
 
 
 def test_another_torch_gives_one_clear_sentence(monkeypatch) -> None:
@@ -25,19 +24,22 @@ def test_another_torch_gives_one_clear_sentence(monkeypatch) -> None:
         _native.load()
 
 
-def test_a_missing_library_says_what_to_type(monkeypatch) -> None:
-    monkeypatch.setattr(_native, "find_spec", lambda name: None)
+def test_a_missing_library_says_what_to_type(tmp_path) -> None:
     with pytest.raises(ImportError, match=r"native library is missing.*pip install --no-build-isolation \."):
-        _native.load()
+        _native.load(tmp_path / "_C.abi3.so")
 
 
-def test_a_library_that_does_not_load_says_why(monkeypatch) -> None:
-    def fail(name: str) -> None:
-        raise ImportError("undefined symbol: _ZN3c10")
+def test_a_library_that_does_not_load_says_why(tmp_path) -> None:
+    (tmp_path / "_C.abi3.so").write_bytes(b"no library")
+    with pytest.raises(ImportError, match=r"does not load under torch .*\(.*_C\.abi3\.so: .*\)\. Rebuild it"):
+        _native.load(tmp_path / "_C.abi3.so")
 
-    monkeypatch.setattr(_native, "import_module", fail)
-    with pytest.raises(ImportError, match=r"does not load under torch .*\(undefined symbol: _ZN3c10\)\. Rebuild it"):
-        _native.load()
+
+def test_the_library_needs_no_version_of_python() -> None:
+    undefined = subprocess.run(
+        ["nm", "-D", "--undefined-only", _native.FILE], capture_output=True, text=True, check=True
+    )
+    assert not [line for line in undefined.stdout.splitlines() if " Py" in line or " _Py" in line]
 
 
 def test_building_without_torch_says_what_to_type(monkeypatch) -> None:

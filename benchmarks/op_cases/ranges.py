@@ -95,6 +95,5 @@ def channel_ranges(weight: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Return the ranges of least squared error, one for each channel of axis 0."""
     counts = torch.zeros(weight.size(0), bins, dtype=torch.int64)
     lo, hi = torch.zeros(2, weight.size(0))
-    for channel, state in zip(weight, zip(counts, lo, hi, strict=True), strict=True):
-        ops.observe_histogram_(channel, *state)
+    ops.observe_histogram_(weight, counts, lo, hi, 0)
     return ops.search_range(counts, lo, hi, QMIN, QMAX, method="mse")

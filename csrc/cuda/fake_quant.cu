@@ -25,28 +25,39 @@ __global__ void __launch_bounds__(kThreads) elementwise_kernel(const KernelArgs 
   });
 }
 
-// A thread computes the scales of eight blocks, one after the other; block sizes are multiples of kVectorSize.
+// Neighbouring threads read neighbouring vectors of `tile` blocks; then one thread joins the vectors of each. A block
+// has 2 to 128 whole vectors. NaN fails the comparisons.
 template <class A, bool kDense>
 __global__ void __launch_bounds__(kThreads) block_scale_kernel(const KernelArgs args) {
+  __shared__ A largest[kThreads];
   const A tensor_scale = args.scale == nullptr ? A(1) : grid_of<A>(args, 0).scale;
-  const int64_t size = args.channels.inner;
-  for_vectors(args.numel, [&](const Contiguous& at) {
-    A scales[kVectorSize] = {};
-    for (int b = 0; b < at.n; ++b) {
-      A amax = 0;
-      for (int64_t i = 0; i < size; i += kVectorSize) {
-        A v[kVectorSize];
-        load<kDense>(args.x, Contiguous{(at.first + b) * size + i, kVectorSize}, v);
+  const int vectors = static_cast<int>(args.channels.inner) / kVectorSize, tile = kThreads / vectors;
+  const int thread = threadIdx.x;
+  for (int64_t first = int64_t{tile} * blockIdx.x; first < args.numel; first += int64_t{tile} * gridDim.x) {
+    const int blocks = static_cast<int>(args.numel - first < tile ? args.numel - first : tile);
+    A amax = 0;
+    if (thread < blocks * vectors) {
+      A v[kVectorSize];
+      load<kDense>(args.x, Contiguous{(first * vectors + thread) * kVectorSize, kVectorSize}, v);
 #pragma unroll
-        for (int k = 0; k < kVectorSize; ++k) {
-          const A magnitude = v[k] < 0 ? -v[k] : v[k];
-          amax = magnitude > amax ? magnitude : amax;
-        }
+      for (int k = 0; k < kVectorSize; ++k) {
+        const A magnitude = v[k] < 0 ? -v[k] : v[k];
+        amax = magnitude > amax ? magnitude : amax;
       }
-      scales[b] = qtoolkit::block_scale(amax, args.format, args.scale_format, tensor_scale);
     }
-    store(args, at, scales);
-  });
+    largest[thread] = amax;
+    __syncthreads();
+    if (thread < blocks) {
+      A whole = 0;
+      for (int i = 0; i < vectors; ++i) {
+        const A part = largest[thread * vectors + i];
+        whole = part > whole ? part : whole;
+      }
+      static_cast<A*>(args.y)[first + thread] =
+          qtoolkit::block_scale(whole, args.format, args.scale_format, tensor_scale);
+    }
+    __syncthreads();
+  }
 }
 
 template <class A, bool kDense>
@@ -128,7 +139,7 @@ QT_ELEMENTWISE_KERNELS(QT_DEFINE)
 void block_scale(const KernelArgs& args, double*, cudaStream_t stream) {
   launch_elementwise(pick(args.x.dtype, args.x.dense, block_scale_kernel<float, true>, block_scale_kernel<float, false>,
                           block_scale_kernel<double, false>),
-                     args, stream);
+                     args, stream, kThreads * kVectorSize / args.channels.inner);
 }
 
 void fake_quant_backward(const KernelArgs& args, double*, cudaStream_t stream) {
@@ -159,7 +170,8 @@ void learned_gradient(const double* sums, double factor, const void* scale, int6
 int64_t workspace_size(KernelId kernel, const KernelArgs& args) {
   const bool is_histogram = kernel == KernelId::histogram;
   if (!is_reduction(kernel) && !is_histogram) return 0;
-  return 2 * slots_of(tiling_of(args), args) + (is_histogram ? 2 + args.histogram.bins : 0);
+  const int64_t of_histograms = is_histogram ? args.channels.count * (2 + args.histogram.bins) : 0;
+  return 2 * slots_of(tiling_of(args), args) + of_histograms;
 }
 
 }  // namespace cuda

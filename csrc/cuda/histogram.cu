@@ -1,5 +1,5 @@
-// Running histograms on CUDA: the range of the batch, then a small kernel that widens the histogram, then the counts.
-// The device decides whether to widen, so the host does not wait for it.
+// Running histograms on CUDA: the ranges of the batch, then a small kernel that widens the histograms, then the counts.
+// The device decides whether to widen, so the host does not wait for it. All channels are counted at once.
 #include "../histogram.h"
 #include "kernels.h"
 #include "loops.cuh"
@@ -13,11 +13,14 @@ constexpr int64_t kMostShared = 8192;  // bins, up to which blocks count in shar
 
 using Count = unsigned long long;
 
-// Launched with one block. `scratch` has an element for each bin.
-__global__ void grow_kernel(const __grid_constant__ RunningHistogram running, const double* range, int64_t* scratch) {
-  const int64_t n = running.bins;
+// Launched with a block for each channel. `scratch` has an element for each bin.
+__global__ void grow_kernel(const __grid_constant__ RunningHistogram first, const double* lows, const double* highs,
+                            int64_t* scratch) {
+  const int64_t channel = blockIdx.x, n = first.bins;
+  const RunningHistogram running = channel_of(first, channel);
   const Bins old = bins_of(*running.lo, *running.hi, n);
-  const Bins bins = join(old, bins_for(range[0], range[1], n));
+  const Bins bins = join(old, bins_for(lows[channel], highs[channel], n));
+  scratch += channel * n;
   __syncthreads();  // after all threads have read lo and hi
   if (bins.exponent == kBroken) {
     if (threadIdx.x == 0) *running.lo = *running.hi = NAN;
@@ -39,13 +42,33 @@ __global__ void grow_kernel(const __grid_constant__ RunningHistogram running, co
   }
 }
 
-// Counts the values in the bin at zero in a register: after ReLU they are half of all values.
-template <class A, class F>
-QT_DEVICE unsigned count_vectors(const KernelArgs& args, Bins bins, F add) {
+// Calls f with the elements of a channel, divided between the threads of `slices` blocks.
+template <class F>
+QT_DEVICE void for_channel(const KernelArgs& args, int64_t channel, int64_t slice, int64_t slices, F f) {
+  const Channels& c = args.channels;
+  const int64_t elements = args.numel / c.count, step = kThreads * slices;
+  const int64_t first = channel / c.size * c.group_span, within = channel % c.size;
+  for (int64_t i = slice * kThreads + threadIdx.x; i < elements; i += step * kVectorSize) {
+    Scattered at = {{}, 0};
+#pragma unroll
+    for (int k = 0; k < kVectorSize; ++k) {
+      const int64_t element = i + k * step, run = element / c.inner;
+      if (element >= elements) continue;
+      at.index[k] = first + (run * c.size + within) * c.inner + element % c.inner;
+      at.n = k + 1;
+    }
+    f(at);
+  }
+}
+
+// Counts the values in the bin at zero in a register: after ReLU they are half of all values. Of several channels,
+// those of a block's own.
+template <class A, bool kChannels, class F>
+QT_DEVICE unsigned count_values(const KernelArgs& args, int64_t slices, Bins bins, F add) {
   const int32_t first = static_cast<int32_t>(first_bin(bins, args.histogram.bins));
   const A reciprocal = static_cast<A>(power_of_two(-bins.exponent));
   unsigned zeros = 0;
-  for_vectors(args.numel, [&](const Contiguous& at) {
+  const auto count = [&](const auto& at) {
     A x[kVectorSize];
     load<false>(args.x, at, x);
 #pragma unroll
@@ -58,26 +81,35 @@ QT_DEVICE unsigned count_vectors(const KernelArgs& args, Bins bins, F add) {
         add(index);
       }
     }
-  });
+  };
+  if constexpr (kChannels) {
+    for_channel(args, blockIdx.x / slices, blockIdx.x % slices, slices, count);
+  } else {
+    for_vectors(args.numel, count);
+  }
   return zeros;
 }
 
-template <class A>
-__global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__ KernelArgs args) {
+// Launched with `slices` blocks for each channel.
+template <class A, bool kChannels>
+__global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__ KernelArgs args, int64_t slices) {
   extern __shared__ unsigned shared[];
-  const int64_t n = args.histogram.bins;
-  const Bins bins = bins_of(*args.histogram.lo, *args.histogram.hi, n);
+  const RunningHistogram running = channel_of(args.histogram, blockIdx.x / slices);
+  const int64_t n = running.bins;
+  const Bins bins = bins_of(*running.lo, *running.hi, n);
   if (!is_counting(bins)) return;
-  Count* counts = reinterpret_cast<Count*>(args.histogram.counts);
+  Count* counts = reinterpret_cast<Count*>(running.counts);
   Count* zero = counts - first_bin(bins, n);
   if (n > kMostShared) {
-    const unsigned zeros = count_vectors<A>(args, bins, [&](int32_t index) { atomicAdd(counts + index, Count{1}); });
+    const auto add = [&](int32_t index) { atomicAdd(counts + index, Count{1}); };
+    const unsigned zeros = count_values<A, kChannels>(args, slices, bins, add);
     if (zeros != 0) atomicAdd(zero, static_cast<Count>(zeros));
     return;
   }
   for (int64_t i = threadIdx.x; i < n; i += kThreads) shared[i] = 0;
   __syncthreads();
-  const unsigned zeros = count_vectors<A>(args, bins, [&](int32_t index) { atomicAdd(shared + index, 1u); });
+  const auto add = [&](int32_t index) { atomicAdd(shared + index, 1u); };
+  const unsigned zeros = count_values<A, kChannels>(args, slices, bins, add);
   if (zeros != 0) atomicAdd(shared - first_bin(bins, n), zeros);
   __syncthreads();
   for (int64_t i = threadIdx.x; i < n; i += kThreads) {
@@ -87,24 +119,27 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__
 
 }  // namespace
 
-// The workspace: the range of x, a copy of the counts, and the workspace of minmax.
+// The workspace: the ranges of x, a copy of the counts, and the workspace of minmax.
 void histogram(const KernelArgs& args, double* workspace, cudaStream_t stream) {
   constexpr int64_t kFewBlocks = 1024;        // since each adds its bins to the result
   constexpr int64_t kVectorsOfABlock = 1024;  // fewer do not pay for that addition
   if (args.numel == 0) return;
-  const int64_t n = args.histogram.bins;
-  KernelArgs range = args;
-  range.sum_scale = workspace;
-  range.sum_zero_point = workspace + 1;
-  minmax(range, workspace + 2 + n, stream);
-  grow_kernel<<<1, kGrowThreads, 0, stream>>>(args.histogram, workspace, reinterpret_cast<int64_t*>(workspace + 2));
-  // The counts of a block are 32-bit.
-  const int64_t needed = divide_up(args.numel, int64_t{1} << 31);
-  int64_t blocks = least(divide_up(args.numel, kVectorSize * kVectorsOfABlock), kFewBlocks);
-  if (blocks < needed) blocks = needed;
+  const int64_t n = args.histogram.bins, channels = args.channels.count, elements = args.numel / channels;
+  KernelArgs ranges = args;
+  ranges.sum_scale = workspace;
+  ranges.sum_zero_point = workspace + channels;
+  double* rest = workspace + 2 * channels;
+  minmax(ranges, rest + channels * n, stream);
+  grow_kernel<<<static_cast<unsigned>(channels), kGrowThreads, 0, stream>>>(
+      args.histogram, ranges.sum_scale, ranges.sum_zero_point, reinterpret_cast<int64_t*>(rest));
+  const int64_t needed = divide_up(elements, int64_t{1} << 31);  // the counts of a block are 32-bit
+  int64_t slices = least(divide_up(elements, kVectorSize * kVectorsOfABlock), kFewBlocks / channels);
+  if (slices < needed) slices = needed;
   const size_t bytes = n <= kMostShared ? n * sizeof(unsigned) : 0;
-  const auto kernel = args.x.dtype == Dtype::f64 ? count_kernel<double> : count_kernel<float>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(args);
+  const bool f64 = args.x.dtype == Dtype::f64;
+  const auto kernel = channels == 1 ? (f64 ? count_kernel<double, false> : count_kernel<float, false>)
+                                    : (f64 ? count_kernel<double, true> : count_kernel<float, true>);
+  kernel<<<static_cast<unsigned>(channels * slices), kThreads, bytes, stream>>>(args, slices);
 }
 
 }  // namespace cuda

@@ -48,10 +48,12 @@ QT_DEVICE void for_grids(const KernelArgs& args, const Contiguous& at, F f) {
   }
 }
 
-static inline void launch_elementwise(void (*kernel)(KernelArgs), const KernelArgs& args, cudaStream_t stream) {
+// `results`: how many a block of threads computes at once.
+static inline void launch_elementwise(void (*kernel)(KernelArgs), const KernelArgs& args, cudaStream_t stream,
+                                      int64_t results = kVectorSize * kThreads) {
   constexpr int64_t kMostBlocks = 1 << 14;  // several waves on the largest GPU
   if (args.numel == 0) return;
-  const int64_t blocks = least(divide_up(args.numel, kVectorSize * kThreads), kMostBlocks);
+  const int64_t blocks = least(divide_up(args.numel, results), kMostBlocks);
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
 }
 

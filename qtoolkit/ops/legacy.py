@@ -1,5 +1,7 @@
 """The numerics of pytorch-quantization 2.x: multipliers from amax."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,32 @@ _fake_tensor_quant = library.fake_tensor_quant.default
 _tensor_quant = library.tensor_quant.default
 
 
-def _check_legacy(x: Tensor, amax: Tensor, unsigned: bool) -> None:
-    """Check the values of eager CPU tensors: on a GPU this would wait for the device; while compiling there are no values."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or amax.device.type != "cpu":
+def has_values(*tensors: Tensor) -> bool:
+    """Return whether values can be checked: not while compiling or tracing, nor on a GPU, for which the check would wait."""
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    return not recorded and all(t.device.type == "cpu" for t in tensors)
+
+
+def check_values(x: Tensor, amax: Tensor, unsigned: bool) -> None:
+    """Raise an error for values that have no codes, where values can be checked. NaN and infinities in x may be in amax."""
+    if not has_values(x, amax) or amax.numel() == 0:
         return
     if unsigned and bool((x < 0).any()):
         raise TypeError("Negative values encountered in unsigned quantization.")
-    if bool((amax < 0).any()):
+    low, high = (float(end) for end in ((amax, amax) if amax.numel() == 1 else torch.aminmax(amax)))
+    if low < 0:
         raise ValueError("Negative values in amax")
+    if not high < math.inf and bool(x.isfinite().all()):
+        raise ValueError(
+            "NaN or infinities in amax, of an input that has none: the range was set, loaded or calibrated wrongly; calibrate "
+            "again."
+        )
+
+
+def check_multiplier(scale: Tensor, amax: Tensor) -> None:
+    """Raise ValueError for an infinite multiplier of dtype float16, where values can be checked."""
+    if scale.dtype == torch.float16 and has_values(scale) and bool(scale.isinf().any()):
+        raise ValueError(f"scale is too large for FP16 with amax={amax}")
 
 
 def tensor_quant(
@@ -28,8 +48,8 @@ def tensor_quant(
     code use `quantize`, which computes the codes of deployed models. Arithmetic is float32 (float64 for float64). The
     gradient in x passes where |x| <= amax; amax has none.
 
-    Signs are checked on CPU tensors only, since the check would wait for a GPU. On a GPU the magnitude of amax is used, and
-    negative values are clamped to 0 if unsigned.
+    Values are checked on CPU tensors only, since the check would wait for a GPU. On a GPU the magnitude of amax is used,
+    negative values are clamped to 0 if unsigned, and an amax of NaN gives NaN.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
@@ -43,19 +63,17 @@ def tensor_quant(
         amax is 2^-24 or less.
 
     Raises:
-        ValueError: amax has negative values, its shape or device or num_bits does not fit, or the multiplier is too large
-            for float16.
+        ValueError: amax has negative values, NaN or infinities (unless x has NaN or infinities), its shape or device or
+            num_bits does not fit, or the multiplier is too large for float16.
         TypeError: unsigned and x has negative values, or a dtype does not fit.
 
     Example:
         >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), torch.tensor(1.0), num_bits=4)
         (tensor([-7.,  2.,  7.]), tensor(7.))
     """
-    _check_legacy(x, amax, unsigned)
+    check_values(x, amax, unsigned)
     codes, scale, _ = _tensor_quant(x, amax, num_bits, unsigned, narrow_range)
-    checked = x.dtype == torch.float16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if checked and bool(scale.isinf().any()):
-        raise ValueError(f"scale is too large for FP16 with amax={amax}")
+    check_multiplier(scale, amax)
     return codes, scale
 
 
@@ -67,7 +85,7 @@ def fake_tensor_quant(
     The codes of `tensor_quant` divided by its multiplier. For new code use `fake_quant`, whose grid is ONNX's. The
     gradient in x passes where |x| <= amax, for which one bit per element is saved; amax has none.
 
-    Signs are checked on CPU tensors only; see `tensor_quant`.
+    Values are checked on CPU tensors only; see `tensor_quant`.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
@@ -80,7 +98,8 @@ def fake_tensor_quant(
         A tensor with the shape, dtype and memory format of x.
 
     Raises:
-        ValueError: amax has negative values, or its shape or device or num_bits does not fit.
+        ValueError: amax has negative values, NaN or infinities (unless x has NaN or infinities), or its shape or device or
+            num_bits does not fit.
         TypeError: unsigned and x has negative values, or a dtype does not fit.
 
     Example:
@@ -88,6 +107,6 @@ def fake_tensor_quant(
         >>> fake_tensor_quant(x, x.abs().max())
         tensor([0.5071, 0.8187, 0.4782, 0.9201])
     """
-    _check_legacy(x, amax, unsigned)
+    check_values(x, amax, unsigned)
     y: Tensor = _fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)[0]
     return y

@@ -165,8 +165,12 @@ def observe_fake_quant(
     return y
 
 
-def observe_histogram_(x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor) -> None:
+def observe_histogram_(
+    x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor, axis: int | None = None, group: int = 1
+) -> None:
     """Add the values of x to a running histogram in place, which widens its range as needed, without waiting for the device.
+
+    With an axis, each channel has a histogram of its own.
 
     The width of the bins is a power of two. There are two layouts: all bins are above zero while all values were
     non-negative; after that, half of them are on each side of zero. The width is the smallest one that holds all values.
@@ -179,14 +183,16 @@ def observe_histogram_(x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor) -> Non
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16. An empty one changes nothing.
-        counts: int64 of shape (bins,): an even number of bins, 2 to 2^20; start with zeros. A bin includes its edge
-            nearer to zero; zero of either sign is in the first bin above zero.
-        lo: Lower end of the range that counts covers, float32, one element; start with 0.
+        counts: int64 of shape (bins,), or (channels, bins): an even number of bins, 2 to 2^20; start with zeros. A bin
+            includes its edge nearer to zero; zero of either sign is in the first bin above zero.
+        lo: Lower end of the range that counts covers, float32, one element per histogram; start with 0.
         hi: Upper end, likewise. hi <= lo means that no value was counted. NaN, an infinity or a magnitude of 2^126 or more
             makes both NaN, and later values are not counted.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
 
     Raises:
-        ValueError: A shape or device does not fit, or the number of bins is odd or out of range.
+        ValueError: A shape, axis, group or device does not fit, or the number of bins is odd or out of range.
         TypeError: A dtype does not fit.
 
     Example:
@@ -198,7 +204,7 @@ def observe_histogram_(x: Tensor, counts: Tensor, lo: Tensor, hi: Tensor) -> Non
         >>> counts, lo, hi
         (tensor([1, 0, 4, 0]), tensor(-2.), tensor(2.))
     """
-    _observe_histogram_(x, counts, lo, hi)
+    _observe_histogram_(x, counts, lo, hi, axis, group)
 
 
 def search_range(

@@ -254,13 +254,29 @@ def test_mse_of_the_float_format() -> None:
 
 
 def test_percentile_by_hand() -> None:
-    """Ten values in bins of width 1: 4, 3, 2, 0, 1. The range is the left edge of the bin that reaches the share."""
+    """Ten values in bins of width 1: 4, 3, 2, 0, 1. The range is the left edge of the bin that reaches the share.
+
+    In float64 0.4 + 0.3 + 0.2 is less than 0.9, and all shares are less than 1: pytorch-quantization takes the next bin.
+    """
     x = torch.tensor([0.1, 0.2, 0.3, 0.4, 1.1, 1.2, 1.3, 2.1, 2.2, 5.0])
     calibrator = counted(x, num_bins=5)
     assert calibrator._calib_hist.tolist() == [4, 3, 2, 0, 1]
-    wanted = {0: 0, 40: 0, 41: 1, 70: 1, 71: 2, 90: 2, 91: 4, 99.99: 4, 100: 4}
+    wanted = {0: 0, 40: 0, 41: 1, 70: 1, 71: 2, 89.99: 2, 90: 4, 99.99: 4, 100: 5}
     assert {p: float(calibrator.compute_amax("percentile", percentile=p)) for p in wanted} == wanted
     assert calibrator.compute_amax() == calibrator.compute_amax("percentile", percentile=99.99)  # the default
+
+
+@pytest.mark.parametrize("count", [100, 200, 1000])
+@pytest.mark.parametrize("percentile", [50, 90, 99, 99.9])
+def test_a_share_that_is_met_exactly_chooses_pytorch_quantizations_bin(count: int, percentile: float) -> None:
+    """One value in each bin: its rule is the first bin whose cumulative share, added in float64, reaches the percentile."""
+    calibrator = HistogramCalibrator(8, None, False, num_bins=count)
+    calibrator.collect(torch.arange(1, count + 1) - 0.5)
+    assert calibrator._calib_hist.tolist() == [1] * count
+    total, chosen = 0.0, 0
+    while (total := total + 1 / count) < percentile / 100:
+        chosen += 1
+    assert calibrator.compute_amax("percentile", percentile=percentile) == calibrator._calib_bin_edges[chosen]
 
 
 def test_entropy_by_hand() -> None:
@@ -391,7 +407,7 @@ def test_clip_with_fixed_bounds() -> None:
     y = clip(x, low, 0.5)
     assert torch.equal(y, torch.minimum(torch.maximum(x, low), torch.tensor(0.5)))
     with pytest.raises(
-        ValueError, match=r"clip: clip_value_min can be learned as one number only, got the shape \[2, 1\]"
+        ValueError, match=r"Learnable min/max can only be scalar; clip_value_min requires grad, got the shape \[2, 1\]"
     ):
         clip(x, low.requires_grad_(), 0.5)
 
@@ -435,11 +451,11 @@ def test_parameters_are_grouped_by_name() -> None:
 @pytest.mark.parametrize(
     ("args", "error", "words"),
     [
-        (("conv",), TypeError, "patterns_list must be a list of lists of patterns, got 'conv'"),
-        ((["conv"],), TypeError, "patterns_list must be a list of lists of patterns, got ['conv']"),
+        (("conv",), TypeError, "patterns_list must be list of list of patterns, got 'conv'"),
+        ((["conv"],), TypeError, "patterns_list must be list of list of patterns, got ['conv']"),
         (([["conv"]], 0.1), TypeError, "lrs must be a list or None, got 0.1"),
         (([["conv"]], None, 0.9), TypeError, "momentums must be a list or None"),
-        (([["conv"]], None, None, [1, 2]), ValueError, "weight_decays must have one value for each of the 1 lists"),
+        (([["conv"]], None, None, [1, 2]), TypeError, "len(weight_decays) must match len(patterns_list), got 2 and 1"),
     ],
 )
 def test_bad_groups_are_refused(args: tuple, error: type[Exception], words: str) -> None:

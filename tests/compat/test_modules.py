@@ -199,7 +199,7 @@ def test_defaults_are_set_per_class(linear):
     assert linear.default_quant_desc_input is not desc
     assert quant_nn.QuantLinear(3, 4).input_quantizer.num_bits == 8
     for setter in (linear.set_default_quant_desc_input, linear.set_default_quant_desc_weight):
-        with pytest.raises(ValueError, match="A default must be a QuantDescriptor, got a int"):
+        with pytest.raises(ValueError, match="is not an instance of QuantDescriptor, got a int"):
             setter(8)
     pool = type("Pool", (quant_nn.QuantMaxPool2d,), {})
     pool.set_default_quant_desc_input(desc)
@@ -209,9 +209,9 @@ def test_defaults_are_set_per_class(linear):
 
 def test_init_quantizer_belongs_into_init():
     layer = quant_nn.QuantLinear(3, 4)
-    with pytest.raises(TypeError, match="must be called in __init__, not in test_init_quantizer_belongs_into_init"):
+    with pytest.raises(TypeError, match="only called by __init__ of quantized module, not in test_init_quantizer"):
         layer.init_quantizer(QuantDescriptor(), QuantDescriptor())
-    with pytest.raises(TypeError, match="must be called in __init__"):
+    with pytest.raises(TypeError, match="only called by __init__ of quantized module"):
         quant_nn.QuantMaxPool2d(2).init_quantizer(QuantDescriptor())
 
 
@@ -230,8 +230,9 @@ def test_lists_of_quantizers():
 def test_layer_argument_errors(make):
     with pytest.raises(TypeError, match="Unused keys: quant_desc_output"):
         make(quant_desc_output=QuantDescriptor())
-    with pytest.raises(TypeError):
-        make(colour=1)
+    for unknown in ("colour", "weight_spec"):
+        with pytest.raises(TypeError, match=f"Unused keys: {unknown}. Besides the arguments of torch's layer"):
+            make(**{unknown: None})
     with pytest.raises(ValueError, match="Only fake quantization is supported!"):
         make(quant_desc_input=QuantDescriptor(fake_quant=False))
 
@@ -302,6 +303,11 @@ def test_custom_classes():
     assert (mine.Layer, torch.nn.Linear) == (torch.nn.ReLU, quant_nn.QuantLinear)
 
 
+def test_custom_quant_modules_win_over_float_module_list():
+    initialize(float_module_list=["Linear"], custom_quant_modules=[(torch.nn, "Linear", quant_nn.QuantLinear)])
+    assert torch.nn.Linear is quant_nn.QuantLinear
+
+
 def test_a_name_that_is_not_in_the_table_is_warned_of():
     with pytest.warns(UserWarning, match="unknown float module 'Conv2D'; did you mean 'Conv2d'"):
         initialize(float_module_list=["Conv2D"])
@@ -327,6 +333,7 @@ PATHS = [
     "calib.calibrator",
     "calib.histogram",
     "calib.max",
+    "cuda_ext",
     "nn",
     "nn.functional",
     "nn.modules",
@@ -343,6 +350,7 @@ PATHS = [
     "quant_modules",
     "tensor_quant",
     "utils",
+    "utils.quant_logging",
 ]
 
 
@@ -353,6 +361,91 @@ def test_submodules_have_pytorch_quantizations_names(path):
     for part in path.split("."):
         found = getattr(found, part)
     assert found is module
+
+
+MODULES = {
+    "quant_conv": [name for name in WEIGHTED if "Conv" in name],
+    "quant_instancenorm": ["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"],
+    "quant_linear": ["Linear"],
+    "quant_pooling": [name for name in INPUTS if "Pool" in name],
+    "quant_rnn": ["LSTM", "LSTMCell"],
+}
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_modules_have_the_names_without_the_prefix(path):
+    module = importlib.import_module(f"{OURS}.nn.modules.{path}")
+    for name in MODULES[path]:
+        assert getattr(module, name) is getattr(module, f"Quant{name}") is getattr(quant_nn, name)
+
+
+def test_convolutions_have_the_old_base_classes():
+    quant_conv = importlib.import_module(f"{OURS}.nn.modules.quant_conv")
+    assert isinstance(quant_nn.Conv2d(3, 4, 3), quant_conv._QuantConvNd)
+    assert isinstance(quant_nn.ConvTranspose1d(3, 4, 3), quant_conv._QuantConvTransposeNd)
+    assert not issubclass(quant_nn.ConvTranspose1d, quant_conv._QuantConvNd)
+
+
+def test_a_script_derives_a_layer_from_the_base_of_convolutions():
+    quant_conv = importlib.import_module(f"{OURS}.nn.modules.quant_conv")
+
+    class Pointwise(quant_conv._QuantConvNd):
+        def __init__(self, channels, outputs, **kwargs):
+            descs = _utils.pop_quant_desc_in_kwargs(type(self), **kwargs)
+            descs = dict(zip(("quant_desc_input", "quant_desc_weight"), descs, strict=True))
+            geometry = [(1, 1), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, False, "zeros"]
+            super().__init__(channels, outputs, *geometry, **descs)
+
+        def forward(self, x):
+            return F.conv2d(*self._quant(x))
+
+    layer, x = Pointwise(3, 4, quant_desc_input=QuantDescriptor(num_bits=4)), data((1, 3, 2, 2))
+    wanted = F.conv2d(by_own_range(x, desc=QuantDescriptor(num_bits=4)), by_own_range(layer.weight))
+    assert torch.equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("TensorQuantFunction", "tensor_quant"),
+        ("FakeTensorQuantFunction", "fake_tensor_quant"),
+        ("LegacyFakeTensorQuantFunction", "legacy_fake_tensor_quant"),
+        ("FakeAffineTensorQuantFunction", "fake_affine_tensor_quant"),
+        ("ScaledE4M3Function", "scaled_e4m3"),
+    ],
+)
+def test_autograd_functions_have_their_names(name, function):
+    assert getattr(tq, name).apply is getattr(tq, function)
+    assert quant_nn.functional.ClipFunction.apply is quant_nn.functional.clip
+
+
+def test_cuda_ext_computes_on_any_device():
+    cuda_ext = importlib.import_module(f"{OURS}.cuda_ext")
+    x, amax = data((2, 3, 4)), torch.tensor([0.5, 1.0, 1e-26])
+    wanted = tq.fake_tensor_quant(x, amax.view(1, 3, 1), 4)
+    assert torch.equal(cuda_ext.fake_tensor_quant_with_axis(x, amax, axis=1, num_bits=4), wanted)
+    y = x.clone().requires_grad_()
+    assert not cuda_ext.fake_tensor_quant(y, amax[:1]).requires_grad
+    cuda_ext.fake_tensor_quant_(y, amax[0])
+    assert torch.equal(y, tq.fake_tensor_quant(x, 0.5))
+    assert torch.equal(cuda_ext.fake_e4m3fy(x), x.to(torch.float8_e4m3fn).float())
+
+
+def test_utils_reduce_amax_is_a_module_and_a_function():
+    program = (
+        f"from {OURS} import install\ninstall()\nfrom pytorch_quantization import utils\n"
+        "from pytorch_quantization.utils.reduce_amax import reduce_amax\nimport pytorch_quantization.utils.reduce_amax\n"
+        "print(utils.reduce_amax is reduce_amax)"
+    )
+    assert run(program).strip() == "True"
+
+
+def test_quant_logging_removes_the_handlers_of_the_root_logger():
+    program = (
+        f"import logging\nfrom {OURS} import install\ninstall()\nfrom pytorch_quantization.utils import quant_logging\n"
+        "logging.basicConfig()\nquant_logging.reset_logger_handler()\nprint(logging.getLogger().handlers)"
+    )
+    assert run(program).strip() == "[]"
 
 
 def run(program: str) -> str:

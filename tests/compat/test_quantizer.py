@@ -107,6 +107,27 @@ def test_gradients_pass_inside_the_range():
     assert x.grad.tolist() == [1, 1, 1, 0]
 
 
+def test_a_range_of_nan_raises():
+    with pytest.raises(ValueError, match="QuantDescriptor: amax must not be NaN"):
+        QuantDescriptor(amax=[1.0, float("nan")])
+    with pytest.raises(ValueError, match="TensorQuantizer: amax must not be NaN"):
+        TensorQuantizer().amax = float("nan")
+    loaded = TensorQuantizer()
+    loaded.load_state_dict({"_amax": torch.tensor(float("nan"))})  # as load_calib_amax(strict=False) once wrote it
+    with pytest.raises(ValueError, match="NaN or infinities in amax"):
+        loaded(values())
+    loaded.disable()
+    assert torch.equal(loaded(values()), values())
+    assert TensorQuantizer()(values() * float("nan")).isnan().all()
+
+
+def test_get_amax_is_the_range_for_an_input():
+    assert torch.equal(TensorQuantizer()._get_amax(values()), values().abs().max())
+    assert torch.equal(
+        TensorQuantizer(QuantDescriptor(amax=2.0, scale_amax=0.5))._get_amax(values()), torch.tensor(1.0)
+    )
+
+
 # ---- settings and switches
 
 
@@ -229,7 +250,7 @@ def test_trained_bounds_clip_and_get_gradients():
 def test_trained_bounds_start_at_the_range():
     quantizer = TensorQuantizer(QuantDescriptor(learn_amax=True))
     assert quantizer.clip.clip_value_max.tolist() == 1
-    with pytest.raises(RuntimeError, match="init_learn_amax needs learn_amax=True and an amax"):
+    with pytest.raises(RuntimeError, match="init_learn_amax needs an amax"):
         quantizer.init_learn_amax()
     quantizer.amax = 2.5
     quantizer.init_learn_amax()
@@ -237,7 +258,7 @@ def test_trained_bounds_start_at_the_range():
     loaded = TensorQuantizer(QuantDescriptor(learn_amax=True))
     loaded.load_state_dict(quantizer.state_dict())
     assert loaded.clip.clip_value_max.tolist() == 2.5
-    with pytest.raises(RuntimeError, match="init_learn_amax needs"):
+    with pytest.raises(RuntimeError, match="Called init_learn_amax with learn_amax=False"):
         TensorQuantizer(QuantDescriptor(amax=1.0)).init_learn_amax()
 
 
@@ -268,8 +289,17 @@ def test_clip_has_fixed_and_trained_bounds():
     assert clip(torch.tensor([[-5.0, -5.0], [0.5, 5.0]])).tolist() == [[-1, -2], [0.5, 1]]
     assert [name for name, _ in clip.named_parameters()] == ["clip_value_max"]
     assert [name for name, _ in clip.named_buffers()] == ["clip_value_min"]
-    with pytest.raises(ValueError, match=r"clip_value_min can be trained as one number only, got shape \[2\]"):
-        quant_nn.Clip(torch.tensor([-1.0, -2.0]), 1.0, learn_min=True)
+    with pytest.raises(ValueError, match=r"clip_value_min must be scalar to be trained, got \[2\]"):
+        quant_nn.Clip(np.array([-1.0, -2.0]), 1.0, learn_min=True)
+    assert quant_nn.Clip(np.array(-1.0), 1.0, learn_min=True).clip_value_min.requires_grad
+
+
+def test_a_trained_bound_is_no_tensor():
+    for learned in ("min", "max"):
+        with pytest.raises(
+            ValueError, match=f"clip_value_{learned} must be scalar to be trained, got a tensor, .* float"
+        ):
+            quant_nn.Clip(torch.tensor(0.3), torch.tensor(0.7), **{f"learn_{learned}": True})
 
 
 # ---- state
@@ -370,8 +400,8 @@ def test_disabled_quantizers_pass_through():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_bits": 4, "amax": 1.0}, "must have 8 bits, got num_bits=4"),
-        ({"num_bits": (4, 3), "amax": 1.0}, r"must have 8 bits, got num_bits=\(4, 3\)"),
+        ({"num_bits": 4, "amax": 1.0}, "must have 8 bits, or be E4M3, got num_bits=4"),
+        ({"num_bits": (4, 3), "amax": [1.0, 2.0]}, r"FP8 ops take one range, got an amax of shape \[2\]"),
         ({}, "a quantizer has no amax"),
         ({"amax": 1.0, "narrow_range": True}, "must have narrow_range=False"),
     ],
@@ -380,6 +410,19 @@ def test_disabled_quantizers_pass_through():
 def test_export_is_checked(fields, words, error):
     with enable_onnx_export(), pytest.raises(error, match=words):
         TensorQuantizer(QuantDescriptor(**fields))(values())
+
+
+def test_narrow_codes_are_refused_wherever_the_form_is_computed(monkeypatch):
+    quantizer = TensorQuantizer(QuantDescriptor(amax=1.0, narrow_range=True))
+    monkeypatch.setattr(TensorQuantizer, "use_fb_fake_quant", True)
+    with pytest.raises(LegacyExportError, match="must have narrow_range=False to be exported"):
+        quantizer(values())
+    monkeypatch.setattr(TensorQuantizer, "use_fb_fake_quant", False)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(LegacyExportError, match="must have narrow_range=False to be exported"):
+        quantizer(values())
+    quantizer.unsigned = True
+    assert quantizer(values().abs()).max() == 1
 
 
 @pytest.mark.parametrize("dynamo", [True, False])

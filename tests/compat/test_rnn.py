@@ -132,6 +132,20 @@ def test_sixteen_bits_are_near_float() -> None:
     torch.testing.assert_close(layer(x)[0], twin(x)[0], rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_disabled_lstm_equals_float_bit_for_bit(options: dict) -> None:
+    layer, twin = QuantLSTM(F, H, **options), nn.LSTM(F, H, **options)
+    twin.load_state_dict(layer.state_dict())
+    for number, quantizer in enumerate((*layer._input_quantizers, *layer._weight_quantizers)):
+        quantizer.disable() if number % 2 else quantizer.disable_quant()
+    for x in (torch.randn(T, B, F), pack_sequence([torch.randn(n, F) for n in (5, 3)])):
+        (y, ends), (wanted, wanted_ends) = layer(x), twin(x)
+        assert all(map(torch.equal, ends, wanted_ends))
+        assert torch.equal(getattr(y, "data", y), getattr(wanted, "data", wanted))
+    layer._input_quantizers[0].pre_quant_scale = 0.5
+    assert not torch.equal(layer(torch.ones(T, B, F))[0], twin(torch.ones(T, B, F))[0])
+
+
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_and_gradients(copy_of) -> None:
     x = torch.randn(T, B, F)
@@ -142,7 +156,7 @@ def test_copies_and_gradients(copy_of) -> None:
 
 
 def test_projections_and_unknown_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="QuantLSTM: proj_size must be 0, got 2"):
+    with pytest.raises(ValueError, match="proj_size is not supported and must be 0, got 2"):
         QuantLSTM(F, H, proj_size=2)
     with pytest.raises(TypeError, match="Unused keys: quant_desc_inputs"):
         QuantLSTM(F, H, quant_desc_inputs=INPUT)

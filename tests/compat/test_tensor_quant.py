@@ -98,6 +98,28 @@ def test_sign_errors(shape):
         tq.scaled_e4m3(x, -one)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("shape", [(), (2, 1), (2, 2)])
+def test_an_amax_that_is_not_finite_raises(shape, bad):
+    x, amax = torch.tensor([[-1.0, 1.0], [0.0, 2.0]]), torch.full(shape, bad)
+    for f in (tq.tensor_quant, tq.fake_tensor_quant, tq.legacy_fake_tensor_quant, tq.scaled_e4m3):
+        with pytest.raises(ValueError, match="NaN or infinities in amax"):
+            f(x, amax)
+    assert tq.fake_tensor_quant(x * torch.nan, torch.tensor(torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("blocks", [(1, 3), (2, 3), (2, 1)])
+def test_two_dimensional_blocks_by_a_view_of_the_matrix(blocks):
+    """A range for each block of a matrix: the functions take an amax along several dimensions of a reshaped input."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    tiles = x.reshape(4 // blocks[0], blocks[0], 6 // blocks[1], blocks[1])
+    y = tq.fake_tensor_quant(tiles, tiles.abs().amax((1, 3), keepdim=True), 4).reshape(4, 6)
+    for row in range(0, 4, blocks[0]):
+        for column in range(0, 6, blocks[1]):
+            tile = (slice(row, row + blocks[0]), slice(column, column + blocks[1]))
+            assert_same(y[tile], reference.tensor_quant(x[tile], x[tile].abs().max(), 4, False, True)[2])
+
+
 @pytest.mark.parametrize("shape", [(), (2, 2)])
 def test_a_multiplier_beyond_float16_is_an_error(shape):
     with pytest.raises(ValueError, match="scale is too large for FP16 with amax="):
@@ -224,16 +246,22 @@ def test_amax_becomes_a_float32_array(amax):
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"num_bits": -1}, ValueError, "num_bits must be 1 or more, got -1"),
-        ({"num_bits": 0}, ValueError, "num_bits must be 1 or more, got 0"),
+        ({"num_bits": -1}, ValueError, "num_bits must be > 0, got -1"),
+        ({"num_bits": 0}, ValueError, "num_bits must be > 0, got 0"),
         ({"num_bits": (5, 2)}, TypeError, r"must be an int or \(4, 3\), got \(5, 2\)"),
         ({"num_bits": 8.0}, TypeError, "must be an int"),
         ({"name": 3}, TypeError, "name must be a string or None, got a int"),
-        ({"learn_amax": True, "axis": 0}, TypeError, "axis must be None, got 0"),
+        ({"learn_amax": True, "axis": 0}, TypeError, "axis is ignored and must be None when learn_amax is true, got 0"),
         ({"amax": 3}, TypeError, "amax must be float, list or ndarray"),
         ({"axis": "0"}, TypeError, "axis must be an int"),
         ({"calib_method": "histgoram"}, ValueError, "did you mean 'histogram'"),
-        ({"bits": 8}, TypeError, "bits"),
+        ({"bits": 8}, TypeError, "Unused keys: bits. Known: num_bits, name"),
+        (
+            {"block_sizes": {-1: 16}},
+            TypeError,
+            r"Unused keys: block_sizes.*for blocks, use qtoolkit.QuantSpec\(group_size",
+        ),
+        ({"amax": float("nan")}, ValueError, "amax must not be NaN, got nan"),
     ],
 )
 def test_descriptor_errors(fields, error, words):

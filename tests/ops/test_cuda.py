@@ -310,6 +310,24 @@ def test_histograms(dtype, bins):
             assert_same(gpu, cpu)
 
 
+@pytest.mark.parametrize("bins", [64, 20000])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(("axis", "group"), [(0, 1), (1, 1), (1, 2), (-1, 1)])
+def test_histograms_of_channels(axis, group, dtype, bins):
+    x = floats(dtype)(4, 6, 5, 700)
+    for given in (x, x.to(memory_format=torch.channels_last), x[:, :, 1:], x.transpose(2, 3)):
+        count = given.size(axis) * group
+        both = [
+            [torch.zeros(count, bins, dtype=torch.int64, device=d), *torch.zeros(2, count, device=d)]
+            for d in ("cuda", "cpu")
+        ]
+        for part in (given.abs() / 100, given):
+            ops.observe_histogram_(on_gpu(part), *both[0], axis, group)
+            ops.observe_histogram_(part, *both[1], axis, group)
+            for gpu, cpu in zip(*both, strict=True):
+                assert_same(gpu, cpu)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**126])
 def test_what_has_no_bin_breaks_a_histogram(bad):
     counts, lo, hi = torch.zeros(64, dtype=torch.int64, device="cuda"), *torch.zeros(2, device="cuda")

@@ -15,6 +15,15 @@ def histogram(bins: int = 64) -> dict[str, Tensor]:
     return {"counts": torch.arange(bins), "lo": torch.tensor([-4.0]), "hi": torch.tensor([4.0])}
 
 
+def histograms(channels: int) -> dict[str, Tensor]:
+    one = histogram()
+    return {
+        "counts": one["counts"].repeat(channels, 1),
+        "lo": one["lo"].repeat(channels),
+        "hi": one["hi"].repeat(channels),
+    }
+
+
 def sample(op: str, x: Tensor) -> dict:
     """Arguments of an op on x (of three dimensions, six channels on axis 1, a multiple of 16 elements in a row)."""
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
@@ -55,7 +64,7 @@ def sample(op: str, x: Tensor) -> dict:
         "minmax": {"x": x, "axis": 1},
         "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1, **counted},
         "grid_of_range": {**range_of, **codes_of},
-        "observe_histogram_": {"x": x, **histogram()},
+        "observe_histogram_": {"x": x, **histograms(6), "axis": 1},
         "search_range": {**histogram(), **codes_of, "method": "entropy", "candidates": [9, 30]},
     }[op]
 

@@ -25,7 +25,7 @@ from tests.ops.test_gradients import assert_sum
 from tests.ops.test_int4 import packed
 
 ROOT = Path(__file__).parents[2]
-NAMES = re.findall(r'"(\w+)\(', (ROOT / "csrc" / "library.cpp").read_text())
+NAMES = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text())
 OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in NAMES}
 WRITTEN = {
     name: [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -231,12 +231,13 @@ class Drawn:
     # ---- observers
 
     def counts(self) -> Tensor:
-        """Of one to three histograms; so few bins that a search tries every range."""
-        several = self.op == "search_range" and self.r.random() < 0.5
+        """Of one histogram or several; so few bins that a search tries every range."""
+        if self.op == "search_range":
+            several, number = self.r.choice([(False, 1), (True, 3)])
+        else:
+            several, number = self.channels.axis is not None, self.mostly(max(self.count, 1), 1, 2)
         bins = self.mostly(self.r.choice([2, 4, 6]), 0, 3)
-        self.previous = [
-            torch.randn(9) * self.r.choice([0.0, 1.0, 1.0, 40.0, -(2.0**100)]) for _ in range(3 if several else 1)
-        ]
+        self.previous = [torch.randn(9) * self.r.choice([0.0, 1.0, 1.0, 40.0, -(2.0**100)]) for _ in range(number)]
         if self.r.random() < 0.3:
             self.previous = [t.abs() for t in self.previous]
         found = [reference.histogram(t, bins) if bins in (2, 4, 6) else (np.zeros(bins), 0, 0) for t in self.previous]
@@ -444,14 +445,16 @@ def check_observe_minmax_(drawn: Drawn, found: Results, x, lo, hi, momentum, ski
         assert (exact | (near if momentum else False)).all()
 
 
-def check_observe_histogram_(drawn: Drawn, found: Results, x, counts, lo, hi) -> None:
-    values = torch.cat([drawn.previous[0].double(), x.double().reshape(-1)])
-    wanted = reference.histogram(values, len(counts))
-    if np.isnan(wanted[1]):
-        assert found[1].isnan()
-        return
-    assert torch.equal(found[0], torch.from_numpy(wanted[0]))
-    assert (found[1].item(), found[2].item()) == wanted[1:]
+def check_observe_histogram_(drawn: Drawn, found: Results, x, counts, lo, hi, axis, group) -> None:
+    numbers = torch.from_numpy(reference.channels(tuple(x.shape), axis, group)[0])
+    for i, (row, low, high) in enumerate(zip(found[0].reshape(-1, counts.size(-1)), *found[1:], strict=True)):
+        values = torch.cat([drawn.previous[i].double(), x[numbers == i].double()])
+        wanted = reference.histogram(values, counts.size(-1))
+        if np.isnan(wanted[1]):
+            assert low.isnan()
+            continue
+        assert torch.equal(row, torch.from_numpy(wanted[0]))
+        assert (low.item(), high.item()) == wanted[1:]
 
 
 def check_search_range(drawn: Drawn, found: Results, counts, lo, hi, **how) -> None:

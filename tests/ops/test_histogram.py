@@ -444,13 +444,34 @@ def test_compiled_observer_updates_its_buffers(backend: str) -> None:
     assert_equal((mine.counts, mine.lo, mine.hi), (theirs.counts, theirs.lo, theirs.hi))
 
 
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if LAYOUTS[n](torch.empty).dim() == 4])
+@pytest.mark.parametrize(("axis", "group"), [(0, 1), (1, 1), (-1, 1), (2, 2)])
+def test_each_channel_has_the_histogram_of_its_values(axis: int, group: int, layout: str) -> None:
+    x = LAYOUTS[layout](floats(torch.float32))
+    group = group if x.size(0) % group == 0 else 1
+    x = x * torch.logspace(-3, 3, x.size(axis)).reshape([-1 if d == axis % 4 else 1 for d in range(4)])
+    count = x.size(axis) * group
+    together = torch.zeros(count, 64, dtype=torch.int64), torch.zeros(count), torch.zeros(count)
+    for part in (x / 100, x):
+        ops.observe_histogram_(part, *together, axis, group)
+    for i, one in enumerate(zip(*together, strict=True)):
+        alone = empty(64)
+        for part in (x / 100, x):
+            ops.observe_histogram_(part.chunk(group)[i // x.size(axis)].select(axis, i % x.size(axis)), *alone)
+        assert_equal(one, [t.reshape(o.shape) for t, o in zip(alone, one, strict=True)])
+
+
 X = torch.ones(4, 6)
 WRONG_OBSERVE = [
     ((X.int(), *empty()), TypeError, "observe_histogram_: x must be float32, float64, bfloat16 or float16, got Int"),
     ((X, torch.zeros(8), *empty()[1:]), TypeError, "observe_histogram_: counts must be int64, got Float"),
     ((X, *empty(7)), ValueError, "even number of bins from 2 to 1048576, got 7"),
     ((X, *empty(0)), ValueError, "even number of bins from 2 to 1048576, got 0"),
-    ((X, empty()[0].view(2, 1024), *empty()[1:]), ValueError, "counts must have 1 dimension"),
+    ((X, empty()[0].view(2, 1024), *empty()[1:]), ValueError, "counts must have 1 dimension if axis is None"),
+    ((X, *empty(), 1), ValueError, "counts must have shape (channels, bins) with 6 channels, got [2048]"),
+    ((X, empty()[0].view(4, 512), *empty()[1:], 1), ValueError, "with 6 channels, got [4, 512]"),
+    ((X, empty()[0].view(8, 256), *empty()[1:], 1, 3), ValueError, "group must divide x.size(0) = 4, got 3"),
+    ((X, empty()[0].view(4, 512), torch.zeros(8)[::2], torch.zeros(4), 0), ValueError, "lo must be contiguous"),
     ((X, empty(16)[0][::2], *empty()[1:]), ValueError, "counts must be contiguous"),
     ((X, empty()[0], torch.zeros(2), torch.zeros(2)), ValueError, "lo must have 1 element, got 2"),
     ((X, empty()[0], torch.zeros(1).double(), torch.zeros(1)), TypeError, "lo must be float32, got Double"),

@@ -30,7 +30,7 @@ from tests.cases import (
 )
 
 NAMES = ("avx512", "avx2", "plain")
-TELL = "from qtoolkit import ops, _C; print(_C.instruction_set())"
+TELL = "import torch, qtoolkit; print(torch.ops.qtoolkit.instruction_set())"
 native = torch.ops.qtoolkit
 
 
@@ -148,9 +148,11 @@ def test_the_widest_is_the_default():
     assert with_instruction_set("", TELL).stdout.strip() == has[0]
 
 
-@pytest.mark.parametrize("program", ["_C.instruction_set()", "ops.fake_quant(torch.ones(3), torch.ones(1))"])
+@pytest.mark.parametrize(
+    "program", ["torch.ops.qtoolkit.instruction_set()", "ops.fake_quant(torch.ones(3), torch.ones(1))"]
+)
 def test_unknown_name(program):
-    ran = with_instruction_set("sse9", f"import torch; from qtoolkit import ops, _C; {program}")
+    ran = with_instruction_set("sse9", f"import torch; from qtoolkit import ops; {program}")
     assert ran.returncode == 1
     assert "ValueError: QTOOLKIT_CPU must name an instruction set of this processor (" in ran.stderr
     assert "plain), got 'sse9'; unset it to use the widest." in ran.stderr

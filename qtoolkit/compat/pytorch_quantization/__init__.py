@@ -6,7 +6,16 @@ Scripts change one line: `import qtoolkit.compat.pytorch_quantization as pytorch
 
 import sys
 
-from qtoolkit.compat.pytorch_quantization import calib, nn, optim, quant_modules, reduction, tensor_quant
+from qtoolkit.compat.pytorch_quantization import (
+    calib,
+    cuda_ext,
+    nn,
+    optim,
+    quant_logging,
+    quant_modules,
+    reduction,
+    tensor_quant,
+)
 from qtoolkit.compat.pytorch_quantization.nn import functional
 from qtoolkit.compat.pytorch_quantization.nn.modules import layers, mixins
 from qtoolkit.compat.pytorch_quantization.quant_modules import deactivate, enable_onnx_export, initialize
@@ -25,12 +34,14 @@ _ALIASES = {  # pytorch-quantization's file -> the module that has its names
     "nn.modules.quant_pooling": layers,
     "optim.helper": optim,
     "utils": reduction,
+    "utils.quant_logging": quant_logging,
 }
 
 for _path, _module in _ALIASES.items():
     _parent, _, _attribute = f"{__name__}.{_path}".rpartition(".")
     setattr(sys.modules[_parent], _attribute, _module)
     sys.modules[f"{__name__}.{_path}"] = _module
+sys.modules[f"{__name__}.utils.reduce_amax"] = reduction  # the attribute `utils.reduce_amax` is the function
 
 
 def install() -> None:
@@ -60,6 +71,7 @@ def install() -> None:
 __all__ = [
     "__version__",
     "calib",
+    "cuda_ext",
     "deactivate",
     "enable_onnx_export",
     "initialize",

@@ -28,7 +28,7 @@ class ScaledQuantDescriptor:
         narrow_range: Leave out the lowest of the signed codes.
 
     Raises:
-        ValueError: num_bits is an int below 1, or calib_method is unknown.
+        ValueError: num_bits is an int below 1, amax has NaN, or calib_method is unknown.
         TypeError: num_bits, name, axis or amax has another type, learn_amax is given with an axis, or an argument is
             unknown.
 
@@ -49,16 +49,28 @@ class ScaledQuantDescriptor:
     unsigned: bool = False
     narrow_range: bool = False
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "ScaledQuantDescriptor":
+        """Check the names of the arguments."""
+        known = [field.name for field in fields(cls)]
+        unused = sorted(kwargs.keys() - known)
+        if unused:
+            blocks = "; for blocks, use qtoolkit.QuantSpec(group_size=...)" if "block_sizes" in unused else ""
+            raise TypeError(f"Unused keys: {', '.join(unused)}. Known: {', '.join(known)}{blocks}.")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if isinstance(self.num_bits, int) and self.num_bits < 1:
-            raise ValueError(f"QuantDescriptor: num_bits must be 1 or more, got {self.num_bits}.")
+            raise ValueError(f"QuantDescriptor: num_bits must be > 0, got {self.num_bits}.")
         if not isinstance(self.num_bits, int) and self.num_bits != (4, 3):
             raise TypeError(f"QuantDescriptor: num_bits must be an int or (4, 3), got {self.num_bits!r}.")
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"QuantDescriptor: name must be a string or None, got a {type(self.name).__name__}.")
         object.__setattr__(self, "axis", _axes(self.axis))
         if self.learn_amax and self.axis is not None:
-            raise TypeError(f"QuantDescriptor: learn_amax trains one range, so axis must be None, got {self.axis}.")
+            raise TypeError(
+                f"QuantDescriptor: axis is ignored and must be None when learn_amax is true, got {self.axis}; one range is "
+                f"trained."
+            )
         check_known("calib_method", self.calib_method, ("histogram", "max"))
         object.__setattr__(self, "amax", _array(self.amax))
 
@@ -110,7 +122,10 @@ def _array(amax: object) -> np.ndarray[Any, Any] | None:
         return None
     if not isinstance(amax, float | list | np.ndarray):
         raise TypeError(f"QuantDescriptor: amax must be float, list or ndarray, got a {type(amax).__name__}.")
-    return np.array(amax, dtype=np.float32)
+    array = np.array(amax, dtype=np.float32)
+    if np.isnan(array).any():
+        raise ValueError(f"QuantDescriptor: amax must not be NaN, got {amax!r}.")
+    return array
 
 
 def _yaml() -> ModuleType:

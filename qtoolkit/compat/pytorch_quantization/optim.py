@@ -36,11 +36,10 @@ def group_parameters(
         weight_decays: Weight decay of each group.
 
     Raises:
-        TypeError: patterns_list is not a list of lists, or an option is not a list.
-        ValueError: An option and patterns_list differ in length.
+        TypeError: patterns_list is not a list of lists, an option is not a list, or its length differs from patterns_list's.
     """
     if not _is_list(patterns_list) or not all(_is_list(patterns) for patterns in patterns_list):
-        raise TypeError(f"patterns_list must be a list of lists of patterns, got {patterns_list!r}.")
+        raise TypeError(f"patterns_list must be list of list of patterns, got {patterns_list!r}.")
     groups: list[dict[str, Any]] = [{"params": list(match_parameters(model, patterns))} for patterns in patterns_list]
     for key, values in {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}.items():
         if values is not None:
@@ -58,7 +57,7 @@ def _check_option(name: str, values: Sequence[float], count: int) -> None:
     if not _is_list(values):
         raise TypeError(f"{name} must be a list or None, got {values!r}.")
     if len(values) != count:
-        raise ValueError(f"{name} must have one value for each of the {count} lists of patterns, got {len(values)}.")
+        raise TypeError(f"len({name}) must match len(patterns_list), got {len(values)} and {count}.")
 
 
 def freeze_parameters(model: nn.Module, patterns: Iterable[str]) -> None:

@@ -43,13 +43,13 @@ class QuantModuleReplacementHelper:
         self.originals: list[QuantEntry] = []
 
     def prepare_state(self, float_module_list: Sequence[str] | None = None, custom_map: _Custom | None = None) -> None:
-        """Set the names that `apply_quant_modules` rebinds: the table and the custom map, without those that stay float."""
-        table = [*_DEFAULT_QUANT_MAP, *(QuantEntry(*entry) for entry in custom_map or ())]
-        names = {entry.mod_name for entry in table}
-        for name in float_module_list or ():
+        """Set the names that `apply_quant_modules` rebinds: the table's without those that stay float, and the custom map's."""
+        stay_float, names = float_module_list or (), {entry.mod_name for entry in _DEFAULT_QUANT_MAP}
+        for name in stay_float:
             if name not in names:
                 warnings.warn(f"quant_modules: {unknown('float module', name, names)}", stacklevel=3)
-        self.entries = [entry for entry in table if entry.mod_name not in (float_module_list or ())]
+        table = [entry for entry in _DEFAULT_QUANT_MAP if entry.mod_name not in stay_float]
+        self.entries = [*table, *(QuantEntry(*entry) for entry in custom_map or ())]
 
     def apply_quant_modules(self) -> None:
         """Rebind the names, after those of an earlier call were restored."""
@@ -77,7 +77,8 @@ def initialize(float_module_list: Sequence[str] | None = None, custom_quant_modu
 
     Args:
         float_module_list: Names that stay float, such as ["Linear"]. Unknown names cause a warning.
-        custom_quant_modules: Further names to rebind, as (module, "ClassName", quantized class).
+        custom_quant_modules: Further names to rebind, as (module, "ClassName", quantized class). They win over
+            `float_module_list`, and over the table.
 
     Example:
         >>> initialize(float_module_list=["Linear"])

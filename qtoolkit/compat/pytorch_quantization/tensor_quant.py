@@ -4,6 +4,7 @@
 along several dimensions; torch's own ops compute these.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.compat.pytorch_quantization.descriptor import *  # noqa: F403  # names that scripts import from here
+from qtoolkit.ops.legacy import check_multiplier, check_values, has_values
 
 TINY = 2.0**-24  # ranges up to here count as zero
 E4M3_MAX = 448.0
@@ -53,8 +55,8 @@ def tensor_quant(
 
     Raises:
         TypeError: unsigned and x has negative values (checked on CPU tensors).
-        ValueError: amax has negative values (checked on CPU tensors), a shape does not fit, num_bits is below 1, or the
-            multiplier is too large for float16.
+        ValueError: amax has negative values, NaN or infinities (checked on CPU tensors; x may have NaN and infinities, and
+            amax with it), a shape does not fit, num_bits is below 1, or the multiplier is too large for float16.
 
     Example:
         >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), 1.0, 4)
@@ -65,8 +67,7 @@ def tensor_quant(
         return ops.tensor_quant(x, amax, num_bits, unsigned, narrow_range)
     codes, scale = _codes(x, amax, num_bits, unsigned, narrow_range)
     scale = scale.to(x.dtype)
-    if x.dtype == torch.float16 and _has_values(x, amax) and bool(scale.isinf().any()):
-        raise ValueError(f"scale is too large for FP16 with amax={amax}")
+    check_multiplier(scale, amax)
     return _straight_through(x, codes, amax), scale
 
 
@@ -126,7 +127,7 @@ def fake_affine_tensor_quant(
     _check_bits("fake_affine_tensor_quant", num_bits)
     wide = _wide(x)
     low, high = _as_tensor(min_range, wide).to(wide.dtype), _as_tensor(max_range, wide).to(wide.dtype)
-    if _has_values(low, high) and not bool((low < high).all()):
+    if has_values(low, high) and not bool((low < high).all()):
         raise ValueError(
             f"fake_affine_tensor_quant: max_range must be above min_range, got min_range={low} and max_range={high}."
         )
@@ -153,7 +154,7 @@ def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: in
 
     Raises:
         NotImplementedError: E, M are not 4, 3.
-        ValueError: amax has negative values (checked on CPU tensors).
+        ValueError: amax has negative values, NaN or infinities (checked on CPU tensors, as by `tensor_quant`).
 
     Example:
         >>> scaled_e4m3(torch.tensor([0.3, 1.3, 5.0]), 2.0)
@@ -164,11 +165,26 @@ def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: in
             f"scaled_e4m3: E, M must be 4, 3, got {E}, {M}; other float formats are not supported."
         )
     wide, amax = _wide(x).detach(), _as_tensor(E4M3_MAX if amax is None else amax, x)
-    _check_signs(x, amax, unsigned=False)
+    check_values(x, amax, unsigned=False)
     largest = amax.detach().to(wide.dtype)
     scale = torch.where(largest <= TINY, 1.0, E4M3_MAX / largest)
     values = ops.fake_quant_float(wide * scale, wide.new_ones(()), "e4m3") / scale
     return _straight_through(x, values.masked_fill((wide.abs() < TINY) | (largest <= TINY), 0), amax)
+
+
+# ---- names of the autograd functions
+
+
+def function_class(name: str, apply: Callable[..., Any]) -> type:
+    """Return a class with the name of an autograd function of pytorch-quantization, whose `apply` is the given function."""
+    return type(name, (), {"apply": staticmethod(apply), "__doc__": apply.__doc__, "__module__": apply.__module__})
+
+
+TensorQuantFunction = function_class("TensorQuantFunction", tensor_quant)
+FakeTensorQuantFunction = function_class("FakeTensorQuantFunction", fake_tensor_quant)
+LegacyFakeTensorQuantFunction = function_class("LegacyFakeTensorQuantFunction", legacy_fake_tensor_quant)
+FakeAffineTensorQuantFunction = function_class("FakeAffineTensorQuantFunction", fake_affine_tensor_quant)
+ScaledE4M3Function = function_class("ScaledE4M3Function", scaled_e4m3)
 
 
 # ---- what the functions share
@@ -183,20 +199,6 @@ def _has_kernel(amax: Tensor, num_bits: int) -> bool:
     return 2 <= num_bits <= 16 and sum(size != 1 for size in amax.shape) <= 1
 
 
-def _has_values(*tensors: Tensor) -> bool:
-    """Return whether values can be checked: not while compiling, and not on a GPU, for which the check would wait."""
-    return not torch.compiler.is_compiling() and all(t.device.type == "cpu" for t in tensors)
-
-
-def _check_signs(x: Tensor, amax: Tensor, unsigned: bool) -> None:
-    if not _has_values(x, amax):
-        return
-    if unsigned and bool((x < 0).any()):
-        raise TypeError("Negative values encountered in unsigned quantization.")
-    if bool((amax < 0).any()):
-        raise ValueError("Negative values in amax")
-
-
 def _check_bits(op: str, num_bits: int) -> None:
     if num_bits < 1:
         raise ValueError(f"{op}: num_bits must be 1 or more, got {num_bits}.")
@@ -208,7 +210,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _codes(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[Tensor, Tensor]:
     _check_bits("tensor_quant", num_bits)
-    _check_signs(x, amax, unsigned)
+    check_values(x, amax, unsigned)
     wide = _wide(x).detach()
     high = 2.0 ** (num_bits - 1 + unsigned) - 1
     low = 0.0 if unsigned else -high if narrow_range else -high - 1

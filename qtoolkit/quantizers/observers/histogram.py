@@ -99,16 +99,7 @@ class HistogramObserver(Observer):
 
     def forward(self, x: Tensor) -> None:
         """Count the values of x."""
-        for part, histogram in zip(self._channels_of(x.detach()), _histograms(dict(self.named_buffers())), strict=True):
-            ops.observe_histogram_(part, *histogram)
-
-    def _channels_of(self, x: Tensor) -> list[Tensor]:
-        """Return the values of each channel, in the order of the ranges."""
-        if self.axis is None:
-            return [x]
-        axis = self.axis % x.dim()
-        groups = [x] if self.group == 1 else x.chunk(self.group)
-        return [values for part in groups for values in part.unbind(axis)]
+        ops.observe_histogram_(x.detach(), self.counts, self.lo, self.hi, self.axis, self.group)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range that the method chooses. Synchronizes with the device."""

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -32,6 +33,14 @@ inline Extent threadIdx, blockIdx, blockDim, gridDim;
 template <class T>
 T __ldg(const T* p) {
   return *p;
+}
+
+// Threads of a block take turns only at barriers, and blocks do not overlap.
+template <class T>
+T atomicAdd(T* p, T value) {
+  const T before = *p;
+  *p += value;
+  return before;
 }
 
 // The storage types of half precision.
@@ -69,6 +78,7 @@ struct Fiber {
 inline ucontext_t scheduler;
 inline Fiber* running = nullptr;
 inline const std::function<void()>* kernel = nullptr;
+inline std::vector<char> shared;  // of a block, in the size that the launch names
 
 // A fiber never returns: the scheduler does not resume one that has ended.
 inline void run_fiber() {
@@ -99,12 +109,15 @@ inline bool run_to_barrier(std::vector<Fiber>& fibers) {
   return ended == 0;
 }
 
-inline void launch(unsigned blocks, unsigned threads, const std::function<void()>& body) {
+inline void launch(unsigned blocks, unsigned threads, size_t bytes, const std::function<void()>& body) {
+  static std::map<unsigned, std::vector<Fiber>> pool;  // a fiber's stack is expensive
+  std::vector<Fiber>& fibers = pool[threads];
+  fibers.resize(threads);
   kernel = &body;
   gridDim = {blocks}, blockDim = {threads};
-  std::vector<Fiber> fibers(threads);
   for (const unsigned block : ordered(blocks)) {
     blockIdx = {block};
+    shared.assign(bytes, char{85});  // not zero: a kernel must write what it reads
     for (Fiber& fiber : fibers) {
       fiber.ended = false;
       getcontext(&fiber.context);

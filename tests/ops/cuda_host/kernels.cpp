@@ -1,35 +1,37 @@
-// The CUDA kernels of minmax and fake_quant for dense tensors, to be called from Python; their launches are replaced.
+// Every CUDA kernel as a function NAME_on_host, to be called from Python; their launches are replaced.
 #include "cuda/fake_quant.cu"
+#include "cuda/histogram.cu"
 #include "cuda/observe.cu"
+#include "cuda/quantize.cu"
 
 using namespace qtoolkit;
 
-static KernelArgs arguments(const void* x, int dtype, int64_t numel, const int64_t* channels, int order) {
+extern "C" int64_t size_of_arguments() { return sizeof(KernelArgs); }
+
+// A kernel must write what it reads of its workspace.
+static void run(KernelId id, void (*kernel)(const KernelArgs&, double*, cudaStream_t), const KernelArgs& args,
+                int order) {
+  std::vector<double> workspace(cuda::workspace_size(id, args), NAN);
   device::order = static_cast<device::Order>(order);
-  KernelArgs args;
-  args.numel = numel;
-  args.channels = {channels[0], channels[1], channels[2], channels[3]};
-  args.x.data = x;
-  args.x.dtype = args.y_dtype = static_cast<Dtype>(dtype);
-  return args;
+  kernel(args, workspace.data(), nullptr);
 }
 
-extern "C" void minmax_on_host(const void* x, int dtype, int64_t numel, const int64_t* channels, int order,
-                               double* workspace, double* ranges) {
-  KernelArgs args = arguments(x, dtype, numel, channels, order);
-  args.sum_scale = ranges;
-  args.sum_zero_point = ranges + args.channels.count;
-  cuda::minmax(args, workspace, nullptr);
+#define QT_ON_HOST(name, ...) \
+  extern "C" void name##_on_host(const KernelArgs* args, int order) { run(KernelId::name, cuda::name, *args, order); }
+QT_ELEMENTWISE_KERNELS(QT_ON_HOST)
+QT_OTHER_KERNELS(QT_ON_HOST)
+
+extern "C" void learned_gradient_on_host(const double* sums, double factor, const void* scale, int64_t count, int dtype,
+                                         void* gradient) {
+  cuda::learned_gradient(sums, factor, scale, count, static_cast<Dtype>(dtype), gradient, nullptr);
 }
 
-// Codes are those of int8.
-extern "C" void fake_quant_on_host(const void* x, int dtype, int64_t numel, const int64_t* channels, int order,
-                                   const void* scale, const void* zero_point, void* y, uint8_t* mask) {
-  KernelArgs args = arguments(x, dtype, numel, channels, order);
-  args.bounds = {-128, 127};
-  args.scale = scale;
-  args.zero_point = zero_point;
-  args.y = y;
-  args.mask = mask;
-  cuda::fake_quant(args, nullptr, nullptr);
+extern "C" void blend_ranges_on_host(float* lo, float* hi, const double* batch, int64_t count, bool average,
+                                     double momentum) {
+  cuda::blend_ranges<float>(lo, hi, batch, batch + count, count, average, static_cast<float>(momentum), nullptr);
+}
+
+extern "C" void grid_of_ranges_on_host(const float* lo, const float* hi, int64_t count, double qmin, double qmax,
+                                       float* scale, float* zero_point) {
+  cuda::grid_of_ranges<float>(lo, hi, count, {qmin, qmax, zero_point == nullptr, false}, scale, zero_point, nullptr);
 }

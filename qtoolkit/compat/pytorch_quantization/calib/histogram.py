@@ -7,8 +7,9 @@ searches differ from `qtoolkit.ops`:
   fixed number of bins, whose width is a power of two and doubles.
 - mse: the candidates are the centers of the bins, rounded to float32, and values are rounded in float32 by `tensor_quant`'s
   multiplier. The native candidates are the edges of the bins, and its errors are computed in float64.
-- percentile: the result is the left edge of a bin, and shares are compared without tolerance (99.9 / 100 is above 0.999 in
-  float64). The native search interpolates within the bin, and allows for the rounding of shares.
+- percentile: the result is the left edge of a bin. The shares of the bins are added in float64 and compared without tolerance,
+  so their rounding errors decide where a share is met exactly. The native search interpolates within the bin, and allows for
+  these errors.
 """
 
 import copy
@@ -217,7 +218,8 @@ def by_percentile(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bo
     """Return the left edge of the first bin up to which there is at least that share of the values."""
     if not 0 <= percentile <= 100:
         raise ValueError(f"Invalid percentile. Must be in range 0 <= percentile <= 100, got {percentile}.")
-    shares = counts.cpu().numpy().cumsum() / int(counts.sum())
+    values = counts.cpu().numpy()
+    shares = np.cumsum(values / values.sum())
     return float(edges[int(np.searchsorted(shares, percentile / 100))])
 
 

@@ -4,16 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 from qtoolkit.compat.pytorch_quantization.nn import functional, modules
 from qtoolkit.compat.pytorch_quantization.nn.functional import Clip
-from qtoolkit.compat.pytorch_quantization.nn.modules.layers import LAYERS
-from qtoolkit.compat.pytorch_quantization.nn.modules.quant_rnn import QuantLSTM, QuantLSTMCell
+from qtoolkit.compat.pytorch_quantization.nn.modules.layers import LAYERS, NAMES
+from qtoolkit.compat.pytorch_quantization.nn.modules.quant_rnn import LSTM, LSTMCell, QuantLSTM, QuantLSTMCell
 from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
 
 QUANTIZED = {**LAYERS, "QuantLSTM": QuantLSTM, "QuantLSTMCell": QuantLSTMCell}
-_NAMES = {**QUANTIZED, **{name.removeprefix("Quant"): cls for name, cls in QUANTIZED.items()}}
-globals().update(_NAMES)
+globals().update(NAMES)
 
-__all__ = ["Clip", "TensorQuantizer", "functional", "modules"]
-__all__ += list(_NAMES)
+__all__ = ["LSTM", "Clip", "LSTMCell", "QuantLSTM", "QuantLSTMCell", "TensorQuantizer", "functional", "modules"]
+__all__ += list(NAMES)
 
 if TYPE_CHECKING:
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.compat.pytorch_quantization.tensor_quant import function_class
+
 
 class _Clip(torch.autograd.Function):
     @staticmethod
@@ -50,9 +52,14 @@ def clip(inputs: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor 
     for name, value in (("clip_value_min", clip_value_min), ("clip_value_max", clip_value_max)):
         bound = torch.as_tensor(value, device=inputs.device)
         if bound.requires_grad and bound.numel() != 1:
-            raise ValueError(f"clip: {name} can be learned as one number only, got the shape {list(bound.shape)}.")
+            raise ValueError(
+                f"clip: Learnable min/max can only be scalar; {name} requires grad, got the shape {list(bound.shape)}."
+            )
         bounds.append(bound.to(inputs.dtype))
     return _Clip.apply(inputs, *bounds)  # type: ignore[no-any-return]  # a Tensor
+
+
+ClipFunction = function_class("ClipFunction", clip)
 
 
 class Clip(nn.Module):
@@ -61,11 +68,11 @@ class Clip(nn.Module):
     Args:
         clip_value_min: Lower bound, a number or a tensor that broadcasts to the input.
         clip_value_max: Upper bound, likewise.
-        learn_min: Make the lower bound a Parameter; it must be one number.
-        learn_max: Make the upper bound a Parameter; it must be one number.
+        learn_min: Make the lower bound a Parameter; it must be a number, or an array of one.
+        learn_max: Make the upper bound a Parameter, likewise.
 
     Raises:
-        ValueError: A bound to be trained has several elements.
+        ValueError: A bound to be trained is a tensor, or has several elements.
 
     Example:
         >>> Clip(-1.0, 2.0, learn_max=True)(torch.tensor([-3.0, 1.0, 3.0])).tolist()
@@ -90,10 +97,11 @@ class Clip(nn.Module):
         bound = torch.as_tensor(value, dtype=torch.float32).detach().clone()
         if not learn:
             self.register_buffer(name, bound)
-        elif bound.numel() == 1:
+        elif bound.numel() == 1 and not isinstance(value, Tensor):
             self.register_parameter(name, nn.Parameter(bound))
         else:
-            raise ValueError(f"Clip: {name} can be trained as one number only, got shape {list(bound.shape)}.")
+            got = "a tensor, which would not be trained; pass float(bound)" if bound.numel() == 1 else list(bound.shape)
+            raise ValueError(f"Clip: {name} must be scalar to be trained, got {got}.")
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the clamped input."""

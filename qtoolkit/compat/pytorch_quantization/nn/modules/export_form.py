@@ -1,31 +1,33 @@
-"""What a quantizer computes for exporters: torch's fake-quantize ops, which become Q/DQ pairs in ONNX."""
+"""What a quantizer computes for exporters: torch's fake-quantize ops or TensorRT's FP8 ops, which are Q/DQ pairs in ONNX."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, scaled_e4m3
+
+QUANTIZE, DEQUANTIZE = "trt::TRT_FP8QuantizeLinear", "trt::TRT_FP8DequantizeLinear"
 
 
 class LegacyExportError(ValueError, AssertionError):
     """A quantizer has no Q/DQ form. pytorch-quantization raises AssertionError."""
 
 
-def check_exportable(num_bits: int | tuple[int, int], unsigned: bool, narrow_range: bool, has_range: bool) -> None:
-    """Raise LegacyExportError unless a quantizer has 8 bits, a range, and all codes if they are signed."""
-    if num_bits != 8:
+def check_exportable(num_bits: int | tuple[int, int], has_range: bool) -> None:
+    """Raise LegacyExportError unless a quantizer has 8 bits, or is E4M3, and has a range."""
+    if num_bits not in (8, (4, 3)):
         raise LegacyExportError(
-            f"enable_onnx_export: quantizers must have 8 bits, got num_bits={num_bits}; disable the others, or use "
+            f"enable_onnx_export: quantizers must have 8 bits, or be E4M3, got num_bits={num_bits}; disable the others, or use "
             f"qtoolkit.quant_modules.replace and qtoolkit.export_onnx, which write more formats."
         )
     if not has_range:
         raise LegacyExportError(
             "enable_onnx_export: a quantizer has no amax; calibrate and call load_calib_amax() first, or disable() it."
         )
-    if narrow_range and not unsigned:
-        raise LegacyExportError(
-            "enable_onnx_export: Q/DQ covers [-128, 127], so signed quantizers must have narrow_range=False, got True."
-        )
 
 
-def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool) -> Tensor:
+def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
     """Fake-quantize x with the step `amax / bound` and the codes [-bound - 1, bound], or [0, bound] if unsigned.
 
     Args:
@@ -33,10 +35,15 @@ def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool) -> Tenso
         amax: Largest magnitude: one element, or several along one dimension. 0 gives the step 1.
         num_bits: Bits of a code.
         unsigned: Whether the lowest code is 0.
+        narrow_range: Must be False if codes are signed.
 
     Raises:
-        LegacyExportError: amax has more than one element along several dimensions.
+        LegacyExportError: amax has more than one element along several dimensions, or the range of codes is narrow.
     """
+    if narrow_range and not unsigned:
+        raise LegacyExportError(
+            "Q/DQ covers [-128, 127], so signed quantizers must have narrow_range=False to be exported, got True."
+        )
     axes = [d - amax.dim() + x.dim() for d, size in enumerate(amax.shape) if size != 1]
     if len(axes) > 1:
         raise LegacyExportError(
@@ -53,3 +60,43 @@ def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool) -> Tenso
     else:
         y = torch.fake_quantize_per_tensor_affine(wide, scale, zeros, lowest, bound)
     return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def e4m3_form(x: Tensor, amax: Tensor) -> Tensor:
+    """Fake-quantize x in the float format E4M3; exporters to ONNX get TensorRT's FP8 ops, which take any opset.
+
+    Args:
+        x: Input, of a floating dtype; the ops of half types compute in float32.
+        amax: Largest magnitude, one element. 0 gives the step 1.
+
+    Raises:
+        LegacyExportError: amax has several elements.
+    """
+    if any(size != 1 for size in amax.shape):
+        raise LegacyExportError(
+            f"enable_onnx_export: TensorRT's FP8 ops take one range, got an amax of shape {list(amax.shape)}; use axis=None."
+        )
+    if not torch.onnx.is_in_onnx_export():
+        return scaled_e4m3(x, amax)
+    wide = x if x.dtype == torch.float32 else x.float()
+    largest = amax.detach().float().reshape(())
+    scale = torch.where(largest == 0, 1.0, largest / E4M3_MAX)
+    by_torchscript = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    y = _TorchScriptPair.apply(wide, scale) if by_torchscript else _dynamo_pair(wide, scale)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def _dynamo_pair(x: Tensor, scale: Tensor) -> Tensor:
+    codes = torch.onnx.ops.symbolic(QUANTIZE, (x, scale), dtype=torch.uint8, shape=x.shape, version=1)
+    return torch.onnx.ops.symbolic(DEQUANTIZE, (codes, scale), dtype=x.dtype, shape=x.shape, version=1)
+
+
+class _TorchScriptPair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return scaled_e4m3(x, scale * E4M3_MAX)
+
+    @staticmethod
+    def symbolic(g: Any, x: Any, scale: Any) -> Any:
+        codes = g.op(QUANTIZE, x, scale).setType(x.type().with_dtype(torch.uint8))
+        return g.op(DEQUANTIZE, codes, scale).setType(x.type())

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.modules import conv
 
 from qtoolkit import nn as qnn
 from qtoolkit.compat.pytorch_quantization import descriptor
+from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantInputMixin, QuantMixin, take_quant_desc
 from qtoolkit.config import QuantSpec
 
@@ -41,10 +43,22 @@ class QuantLayer(QuantMixin):
         """Return no quantizers, likewise."""
         return {}
 
+    @fx_leaf
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the layer with its quantized input and weight; further arguments are those of torch's layer."""
-        x, weight = self._input_quantizer(input), self._weight_quantizer(self.weight)
-        return self.compute(x, weight, self.bias, *args, **kwargs)  # type: ignore[no-any-return]
+        return self.compute(*self._quant(input), self.bias, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _quant(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the quantized input and weight, for layers of scripts."""
+        return self._input_quantizer(input), self._weight_quantizer(self.weight)
+
+
+class _QuantConvNd(QuantLayer, conv._ConvNd):
+    """The base class of the convolutions, from which scripts derive layers."""
+
+
+class _QuantConvTransposeNd(QuantLayer, conv._ConvTransposeNd):
+    """The base class of the transposed convolutions, likewise."""
 
 
 class _QuantInputLayer(QuantInputMixin):
@@ -55,6 +69,7 @@ class _QuantInputLayer(QuantInputMixin):
         super().__init__(*args, **kwargs)
         self.init_quantizer(desc)
 
+    @fx_leaf
     def forward(self, input: Tensor) -> Any:
         """Compute the layer with its quantized input."""
         return super().forward(self._input_quantizer(input))  # type: ignore[misc]  # of torch's class
@@ -73,12 +88,13 @@ _WEIGHTED = {
     "ConvTranspose2d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL,
     "ConvTranspose3d": descriptor.QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL,
 }
+_BASES = {"Linear": QuantLayer, "Conv": _QuantConvNd, "ConvTranspose": _QuantConvTransposeNd}
 _KINDS = ("MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm")
 
 LAYERS = {
     f"Quant{name}": _layer(
         name,
-        (QuantLayer, getattr(qnn, f"Quant{name}")),
+        (_BASES[name.rstrip("123d")], getattr(qnn, f"Quant{name}")),
         f"torch.nn.{name} with quantized input and weight; by default the weight has a range for each index of axis "
         f"{desc.axis}.",
         default_quant_desc_weight=desc,
@@ -88,7 +104,8 @@ LAYERS = {
     f"Quant{name}": _layer(name, (_QuantInputLayer, getattr(nn, name)), f"torch.nn.{name} with a quantized input.")
     for name in (f"{kind}{dims}d" for kind in _KINDS for dims in (1, 2, 3))
 }
-globals().update(LAYERS)  # pickle and scripts find the classes here
+NAMES = {**LAYERS, **{name.removeprefix("Quant"): cls for name, cls in LAYERS.items()}}
+globals().update(NAMES)  # pickle and scripts find the classes here
 
 if TYPE_CHECKING:
 

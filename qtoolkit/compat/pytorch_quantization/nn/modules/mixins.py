@@ -1,6 +1,7 @@
 """Mixins that add quantizers to a layer; scripts import this module as `nn.modules._utils`."""
 
 import inspect
+from collections.abc import Collection
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -97,20 +98,38 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
     names = ["quant_desc_input"] if input_only else ["quant_desc_input", "quant_desc_weight"]
     unused = kwargs.keys() - names
     if unused:
-        raise TypeError(f"Unused keys: {', '.join(sorted(unused))}. {quant_cls.__name__} takes {' and '.join(names)}.")
+        raise TypeError(
+            f"Unused keys: {', '.join(sorted(unused))}. Besides the arguments of torch's layer, {quant_cls.__name__} takes "
+            f"{' and '.join(names)}."
+        )
     found = [kwargs[name] if name in kwargs else getattr(quant_cls, f"default_{name}") for name in names]
     return found[0] if input_only else tuple(found)
 
 
 def take_quant_desc(quant_cls: Any, kwargs: dict[str, Any], input_only: bool = False) -> Any:
-    """Remove the descriptors from a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does."""
-    given = {name: kwargs.pop(name) for name in tuple(kwargs) if name.startswith("quant_desc_")}
+    """Remove the descriptors from a layer's arguments, and return them as `pop_quant_desc_in_kwargs` does.
+
+    Raises:
+        TypeError: There are arguments that torch's layer does not take either.
+    """
+    known = _arguments_of_torch(quant_cls)
+    given = {name: kwargs.pop(name) for name in tuple(kwargs) if name not in known}
     return pop_quant_desc_in_kwargs(quant_cls, input_only, **given)
+
+
+def _arguments_of_torch(quant_cls: type) -> Collection[str]:
+    """Return the names of the arguments of the layer of torch.nn that a class derives from."""
+    for cls in quant_cls.__mro__:
+        if cls.__module__.startswith("torch.nn."):
+            parameters = inspect.signature(cls).parameters
+            if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                return parameters
+    return ()
 
 
 def _copy_of_default(value: object) -> QuantDescriptor:
     if not isinstance(value, QuantDescriptor):
-        raise ValueError(f"A default must be a QuantDescriptor, got a {type(value).__name__}.")
+        raise ValueError(f"The default is not an instance of QuantDescriptor, got a {type(value).__name__}.")
     return deepcopy(value)
 
 
@@ -126,4 +145,6 @@ def _check_caller() -> None:
     for _ in range(2):
         frame = None if frame is None else frame.f_back
     if frame is not None and frame.f_code.co_name != "__init__":
-        raise TypeError(f"init_quantizer must be called in __init__, not in {frame.f_code.co_name}.")
+        raise TypeError(
+            f"init_quantizer should be only called by __init__ of quantized module, not in {frame.f_code.co_name}."
+        )

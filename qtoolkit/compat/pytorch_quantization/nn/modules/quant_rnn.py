@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from qtoolkit import nn as qnn
 from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
 from qtoolkit.compat.pytorch_quantization.nn.modules.layers import QuantLayer
+from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
 from qtoolkit.compat.pytorch_quantization.nn.modules.mixins import QuantMixin, take_quant_desc
 from qtoolkit.nn.recurrent import State, Step
 
@@ -22,8 +23,8 @@ def _split(quantizer: nn.Module, first: Tensor, second: Tensor) -> tuple[Tensor,
 class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers follow from descriptors, not from specs
     """torch.nn.LSTM with a quantizer of cat([x, h], 1) and one of cat([w_ih, w_hh], 1) for each layer and direction.
 
-    They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed separately;
-    `qtoolkit.nn.QuantLSTM` can use the fused kernel for all steps.
+    They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed separately,
+    unless all quantizers are disabled; `qtoolkit.nn.QuantLSTM` can use the fused kernel for all steps.
 
     Args:
         *args: Arguments of torch.nn.LSTM.
@@ -47,13 +48,18 @@ class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
         nn.LSTM.__init__(self, *args, **kwargs)
         if self.proj_size:
             raise ValueError(
-                f"QuantLSTM: proj_size must be 0, got {self.proj_size}; qtoolkit.nn.QuantLSTM quantizes projections."
+                f"QuantLSTM: proj_size is not supported and must be 0, got {self.proj_size}; qtoolkit.nn.QuantLSTM quantizes "
+                f"projections."
             )
         self.init_quantizer(of_input, of_weight, len(self.keys()))
 
+    @fx_leaf
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Compute all layers and steps; arguments and results are those of torch.nn.LSTM."""
-        return self.by_steps(input, hx)
+        quantizers = (*self._input_quantizers, *self._weight_quantizers)
+        # Scripts may set modules of their own in place of the quantizers.
+        active = any(getattr(quantizer, "active", True) for quantizer in quantizers)
+        return self.by_steps(input, hx) if active else self.forward_fp32(input, hx)
 
     def _between(self, x: Tensor, layer: int) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if layer else x
@@ -89,6 +95,7 @@ class QuantLSTMCell(QuantMixin, nn.LSTMCell):
         super().__init__(*args, **kwargs)
         self.init_quantizer(*descs)
 
+    @fx_leaf
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Compute one step; arguments and results are those of torch.nn.LSTMCell."""
         batched = input.dim() == 2
@@ -99,3 +106,6 @@ class QuantLSTMCell(QuantMixin, nn.LSTMCell):
         weights = _split(self._weight_quantizer, self.weight_ih, self.weight_hh)
         h, c = torch.lstm_cell(x, (h, c), *weights, self.bias_ih, self.bias_hh)
         return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
+
+
+LSTM, LSTMCell = QuantLSTM, QuantLSTMCell

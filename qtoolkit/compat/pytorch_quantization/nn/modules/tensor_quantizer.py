@@ -10,7 +10,8 @@ from torch import Tensor
 from qtoolkit.compat.pytorch_quantization import calib
 from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
 from qtoolkit.compat.pytorch_quantization.nn.functional import Clip
-from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_form, check_exportable
+from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_form, check_exportable, e4m3_form
+from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
 from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
 from qtoolkit.quantizers.quantizer import LegacyQuantizer
@@ -150,6 +151,8 @@ class TensorQuantizer(LegacyQuantizer):
 
     def _set_buffer(self, name: str, value: Any) -> None:
         old, new = getattr(self, name), _float32(value)
+        if bool(new.isnan().any()):
+            raise ValueError(f"TensorQuantizer: {name} must not be NaN, got {value}.")
         if old is None:
             self.register_buffer(f"_{name}", new)
         elif new.shape == old.shape:
@@ -200,15 +203,18 @@ class TensorQuantizer(LegacyQuantizer):
 
     def init_learn_amax(self) -> None:
         """Start the trained bounds at the range; RuntimeError without learn_amax or without a range."""
-        if not self._learn_amax or self.amax is None:
-            raise RuntimeError("TensorQuantizer: init_learn_amax needs learn_amax=True and an amax; calibrate first.")
+        if not self._learn_amax:
+            raise RuntimeError("Called init_learn_amax with learn_amax=False; a QuantDescriptor sets it.")
+        if self.amax is None:
+            raise RuntimeError("TensorQuantizer: init_learn_amax needs an amax; calibrate first.")
         if self._amax.numel() > 1:
             warnings.warn("TensorQuantizer: one range is trained, so it starts at the largest amax.", stacklevel=2)
         with torch.no_grad():
             self.clip.clip_value_min.copy_(-self._amax.max())
             self.clip.clip_value_max.copy_(self._amax.max())
 
-    def _range_for(self, inputs: Tensor) -> Tensor:
+    def _get_amax(self, inputs: Tensor) -> Tensor:
+        """Return the range for an input; scripts call this, too."""
         if self._learn_amax:
             return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach()
         amax = self._own_range(inputs) if self.amax is not None else amax_along(inputs.detach(), self._axis)
@@ -221,6 +227,13 @@ class TensorQuantizer(LegacyQuantizer):
 
     # ---- forward
 
+    @property
+    def active(self) -> bool:
+        """Whether forward does anything with its input."""
+        switched_on = self._if_quant or self._if_clip or self._if_calib
+        return self.pre_quant_scale is not None or (switched_on and not self._disabled)
+
+    @fx_leaf
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the inputs after all steps that are switched on."""
         if self.pre_quant_scale is not None:
@@ -237,18 +250,17 @@ class TensorQuantizer(LegacyQuantizer):
 
     def _quantize(self, inputs: Tensor) -> Tensor:
         if self._enable_onnx_export:
-            has_range = self._learn_amax or self.amax is not None
-            check_exportable(self._num_bits, self._unsigned, self._narrow_range, has_range)
-        amax = self._range_for(inputs)
+            check_exportable(self._num_bits, self._learn_amax or self.amax is not None)
+        amax, exported = self._get_amax(inputs), self._enable_onnx_export or torch.onnx.is_in_onnx_export()
         if isinstance(self._num_bits, tuple):
             if not self._fake_quant:
                 raise NotImplementedError("TensorQuantizer: E4M3 is fake-quantized only; fake_quant must be True.")
-            return scaled_e4m3(inputs, amax, *self._num_bits)
+            return e4m3_form(inputs, amax) if exported else scaled_e4m3(inputs, amax, *self._num_bits)
         if not self._fake_quant:
             codes, self._scale = tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
             return codes
-        if self._enable_onnx_export or self.use_fb_fake_quant or torch.onnx.is_in_onnx_export():
-            return affine_form(inputs, amax, self._num_bits, self._unsigned)
+        if exported or self.use_fb_fake_quant:
+            return affine_form(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
         return fake_tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
 
     # ---- state
