@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.export.positions import SUM_ERROR, ChosenMaxima
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.frozen import Grid
 
@@ -17,8 +18,7 @@ from qtoolkit.quantizers.frozen import Grid
 TIE_SHARE = 1e-4
 TIES_IN_SMALL_TENSORS = 4
 # Half the width, in steps, of the band around a rounding boundary in which runtimes may disagree: the rounding error of a sum
-# that spans all steps of a grid, with 32 units in the last place for the order of a float32 sum, or one of half precision.
-SUM_ERROR = 2**-18
+# that spans all steps of a grid: SUM_ERROR for the order of a float32 sum, or one unit in the last place of half precision.
 LEAST_BAND, LARGEST_BAND = 2**-10, 0.5
 
 
@@ -129,6 +129,7 @@ class CodeComparison:
     Args:
         converted: The model.
         nodes: The nodes of each quantizer by its dotted name, in the order of the file.
+        positions: The positions that onnxruntime's max pools return, where they are used, in the order of the file.
 
     Attributes:
         grids: Each quantizer that has nodes, by its dotted name.
@@ -142,8 +143,10 @@ class CodeComparison:
         TypeError: The model was not converted.
     """
 
-    def __init__(self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]]) -> None:
-        self.converted, self.nodes = converted, nodes
+    def __init__(
+        self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]], positions: Sequence[Any] = ()
+    ) -> None:
+        self.converted, self.nodes, self.positions = converted, nodes, positions
         self.names = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
         self.grids = {name: _grid(converted, name) for name in nodes}
         self.weights = _layer_weights(converted)
@@ -163,7 +166,8 @@ class CodeComparison:
         counted = {self.grids[name]: nodes for name, nodes in self.nodes.items()}
         self.waiting = {grid: iter(nodes) for grid, nodes in counted.items() if len(nodes) == calls[grid]}
         in_layers = {grid for grid, _ in self.weights.values()}
-        with forward_hooks([grid for grid in self.names if grid not in in_layers], self._compare_call):
+        between_layers = [grid for grid in self.names if grid not in in_layers]
+        with forward_hooks(between_layers, self._compare_call), ChosenMaxima(self.positions):
             self.converted(*args, **kwargs)
         for name, (grid, weight) in self.weights.items():
             if name in self.nodes or calls[grid]:

@@ -16,6 +16,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, save
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
+from qtoolkit.export.quiet import without_noise
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import evaluating
@@ -132,13 +133,13 @@ def export_onnx(
     inputs = Inputs.of(converted, example_inputs, input_names)
     check_dtypes(converted, inputs)
     chosen = _choose_opset(opset, converted, exporter)
-    with evaluating(converted):
-        with torch.no_grad():
-            check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
+    with evaluating(converted), torch.no_grad():
+        check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
+    with evaluating(converted), without_noise():
         exported = EXPORTERS[exporter](Request(converted, inputs, chosen, output_names, dynamic_shapes))
-    if integer_weights is None:
-        integer_weights = _backend_of(converted).integer_weights
-    _finish(exported, integer_weights)
+        if integer_weights is None:
+            integer_weights = _backend_of(converted).integer_weights
+        _finish(exported, integer_weights)
     with tempfile.TemporaryDirectory() as folder:
         file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
         check_file(file, chosen)

@@ -27,7 +27,8 @@ class Verification:
         weight_codes: Codes of all weights, and of other parameters and buffers that are quantized.
         quantizer_codes: Codes of each activation quantizer for exactly the input of its node in onnxruntime.
         layer_codes: Codes of each activation quantizer when torch computes the ops before it from onnxruntime's codes at
-            their inputs. Differences are rounding ties of a layer's sums.
+            their inputs. Differences are rounding ties of a layer's sums. Max pools return the positions that onnxruntime's
+            do, where these hold a maximum up to a rounding error.
         by_quantizer: `layer_codes` of each quantizer.
         output_difference: Largest absolute difference of the outputs end to end, where ties accumulate.
         missing: Quantizers without a node in the file.
@@ -95,12 +96,14 @@ def verify_onnx(converted: nn.Module, model: "onnx.ModelProto | str | os.PathLik
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = OpenedFile.of(model)
     nodes = _quantizer_nodes(file.proto)
-    values = file.run(tensors_of((args, kwargs)), [name for node in nodes for name in (node.source, node.codes)])
+    positions = _positions_of_maxima(file.proto.graph)
+    names = [name for node in nodes for name in (node.source, node.codes)]
+    values = file.run(tensors_of((args, kwargs)), [*names, *positions])
     codes: dict[str, list[NodeCodes]] = defaultdict(list)
     for node in nodes:
         codes[node.quantizer].append(NodeCodes(values[node.codes], node.is_constant))
     with torch.no_grad():
-        comparison = CodeComparison(converted, codes)
+        comparison = CodeComparison(converted, codes, [values[name] for name in positions])
         outputs = comparison.run(*args, **kwargs)
         computed = [(comparison.grids[node.quantizer], node) for node in nodes if not node.is_stored]
         quantizer_codes = sum_of(
@@ -166,6 +169,13 @@ def _varying(graph: Any) -> set[str]:
         if has_body or varying.intersection(node.input):
             varying.update(node.output)
     return varying
+
+
+def _positions_of_maxima(graph: Any) -> list[str]:
+    """Return the names of the positions that max pools return, where a node takes them."""
+    taken = {name for node in graph.node for name in node.input}
+    pools = [node for node in graph.node if node.op_type == "MaxPool" and len(node.output) > 1]
+    return [node.output[1] for node in pools if node.output[1] in taken]
 
 
 def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:
