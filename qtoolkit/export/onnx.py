@@ -18,7 +18,6 @@ from qtoolkit.export.files import check_file, save
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.files import write_atomically
-from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
@@ -157,7 +156,7 @@ def export_onnx(
 
 def _backend_of(model: nn.Module) -> Backend:
     """Return the backend that a model was prepared for, or the default one if the model records none."""
-    plan = model.plan if isinstance(model, QuantizedGraphModule) else plan_of(model)
+    plan = plan_of(model)
     return backends["tensorrt"] if plan is None else plan.backend
 
 
