@@ -163,6 +163,9 @@ class Divergence {
 
   int64_t size() const { return static_cast<int64_t>(counts_.size()); }
 
+  // The number of bins in [begin, end) that are not empty.
+  int64_t filled(int64_t begin, int64_t end) const { return filled_[end] - filled_[begin]; }
+
   // The divergence of bins [begin, end) in that many levels.
   double operator()(int64_t begin, int64_t end, int64_t levels) const {
     const double all = total_.back(), inside = total_[end] - total_[begin];
@@ -300,16 +303,21 @@ Found entropy(const Histogram& h, const Search& how, const Candidates& candidate
   for (const int64_t end : how.candidates) row.resize(std::max(row.size(), static_cast<size_t>(end)));
   const int64_t size = static_cast<int64_t>(row.size());
   if (zero + 1 < size) row[zero] = row[zero + 1];
-  const int64_t levels = how.symmetric ? how.qmax + 1 : how.qmax - how.qmin + 1, shortest = std::min(levels, size);
+  const int64_t levels = how.symmetric ? how.qmax + 1 : how.qmax - how.qmin + 1;
   const Divergence divergence(std::move(row));
+  const double rounding = 1e-15 * static_cast<double>(size);  // of prefix sums
   if (!how.candidates.empty()) {
-    constexpr double kRounding = 1e-15;  // of a prefix sum, per bin
     const auto score = [&](int64_t end) { return divergence(0, end, levels); };
-    const double end = static_cast<double>(best_of(how.candidates, score, kRounding * static_cast<double>(size)));
+    const double end = static_cast<double>(best_of(how.candidates, score, rounding));
     return {end, end};
   }
+  // With fewer bins that hold values than levels, no level merges two of them: the divergence is zero however much is clipped.
+  const int64_t fewest = std::min(levels, divergence.filled(0, size));
   const auto cost = [&](Span ends) {
-    return ends.below + ends.above < shortest ? kInfinity : divergence(zero - ends.below, zero + ends.above, levels);
+    const int64_t begin = zero - ends.below, end = zero + ends.above;
+    if (divergence.filled(begin, end) < fewest) return kInfinity;
+    const double found = divergence(begin, end, levels);
+    return found <= rounding ? 0 : found;  // of equal ranges the widest
   };
   const Span best = minimise(candidates, cost, [](Span) { return -kInfinity; });
   return {static_cast<double>(how.symmetric ? best.above : best.below), static_cast<double>(best.above)};

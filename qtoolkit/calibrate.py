@@ -1,42 +1,66 @@
 """calibrate(): run data through a prepared model, set every range, and report the quantizers that saw no data."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from tqdm import tqdm
 
 from qtoolkit.eager.record import check_links
+from qtoolkit.errors import check_known
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizers.grid_ends import grid_ends
+from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.report.lines import table
+
+MUCH_CLIPPED = 0.05  # the best range of eight levels for a normal distribution clips 3 %
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
     """The result of `calibrate`. It prints as a table.
 
+    With several scales, a range reaches from the lowest end of all to the highest.
+
     Attributes:
         batches: Batches that were run, in all processes.
-        ranges: The lowest and highest value of each quantizer's range.
+        ranges: The range that each quantizer's observer chose. The grid covers it.
         unreached: Quantizers that saw no data. Their layers cannot be converted.
+        observed: The lowest and highest value that each quantizer saw: exactly, to the width of a histogram's bin, or their
+            moving averages.
+        grids: The lowest and highest value that each quantizer represents.
+        clipped: The share of the values beyond the grid by more than half a step; None where the observer cannot tell.
     """
 
     batches: int
     ranges: Mapping[str, tuple[float, float]]
     unreached: tuple[str, ...]
+    observed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    grids: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    clipped: Mapping[str, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        width = max((len(name) for name in self.ranges), default=0)
         lines = [f"{self.batches} batches, {len(self.ranges)} quantizers calibrated, {len(self.unreached)} not reached"]
-        lines += [f"{name.ljust(width)}  [{lo:.6g}, {hi:.6g}]" for name, (lo, hi) in self.ranges.items()]
+        rows: list[tuple[str, ...]] = [("quantizer", "observed", "grid", "clipped")]
+        rows += [
+            (name, _ends(self.observed[name]), _ends(self.grids[name]), "?" if share is None else f"{share:.3%}")
+            for name, share in self.clipped.items()
+        ]
+        lines += table(rows)
         lines += [f"{name}: no data reached it" for name in self.unreached]
         return "\n".join(lines)
+
+
+def _ends(ends: tuple[float, float]) -> str:
+    return f"[{ends[0]:.6g}, {ends[1]:.6g}]"
 
 
 def calibrate(
@@ -46,6 +70,7 @@ def calibrate(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     progress: bool = True,
     synchronize: bool = True,
+    method: str | None = None,
 ) -> CalibrationReport:
     """Observe the ranges of all quantizers on data, and set their scales. Then the model quantizes.
 
@@ -62,13 +87,20 @@ def calibrate(
         forward: forward(model, batch), for other batches, such as a data loader's (images, labels).
         progress: Show a progress bar.
         synchronize: In a process group, merge the ranges of all ranks; every rank must then call this. False merges nothing.
+        method: How the ranges of all activations are chosen: "minmax", or from a histogram by "mse", "l2", "entropy" or
+            "percentile" (99.99 %; a spec's `observer_args` take another). The specs of their quantizers then say so. None
+            follows the specs.
 
     Returns:
         The ranges, and the quantizers that saw no data.
 
+    Warns:
+        UserWarning: A range clips more than a few per cent of the values that its quantizer saw.
+
     Raises:
-        ValueError: The model has no quantizer, there is no batch, a quantizer observed NaN or infinities, or a batch norm that
-            is linked to a layer is no longer in the model.
+        ValueError: The model has no quantizer, there is no batch, the method is unknown or does not support a quantizer's
+            format, a quantizer observed NaN or infinities, or a batch norm that is linked to a layer is no longer in the
+            model.
         TypeError: An argument is of a wrong type, or a batch does not match the signature of the model's forward.
 
     Example:
@@ -90,6 +122,8 @@ def calibrate(
     run = forward or run_batch
     count = 0
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
+        if method is not None:
+            _observe_by(method, quantizers.values())
         for quantizer in quantizers.values():
             quantizer.observer.reset()
         with torch.no_grad(), evaluating(prepared), calibrating(prepared):
@@ -118,6 +152,17 @@ def _check(batches: object, max_batches: object, forward: object) -> None:
         raise TypeError(f"calibrate: forward must be a function of a model and a batch, or None, got {forward!r}.")
 
 
+def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
+    """Give the quantizers of activations the observer of a method."""
+    check_known("method of calibrate", method, ("minmax", *METHODS))
+    name, options = ("minmax", {}) if method == "minmax" else ("histogram", {"method": method})
+    for quantizer in quantizers:
+        if not quantizer.of_weight:
+            spec = replace(quantizer.spec, observer=name, observer_args=options)
+            observer = quantizer.kind.observer_type(spec).from_spec(spec, tuple(quantizer.scale.shape), quantizer.group)
+            quantizer.spec, quantizer.observer = spec, observer.to(quantizer.scale.device)
+
+
 def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
     """Merge the observations of all ranks on each rank; return the number of batches on all ranks."""
     mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
@@ -135,9 +180,43 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     for quantizer in reached.values():
         quantizer.check_observed()
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
-    observed = set(reached.values())
+    calibrated = set(reached.values())
     for module in prepared.modules():
-        if isinstance(module, QuantModule) and observed.isdisjoint(module.weight_quantizers().values()):
+        if isinstance(module, QuantModule) and calibrated.isdisjoint(module.weight_quantizers().values()):
             module.reset_weight_range()  # a layer that no batch ran through has a weight too
-    ranges = {name: (float(lo.min()), float(hi.max())) for name, (lo, hi) in loaded.items()}
-    return CalibrationReport(count, ranges, tuple(n for n in quantizers if n not in reached))
+    observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
+    grids = {name: _whole(grid_ends(quantizer)) for name, quantizer in reached.items()}
+    clipped = {name: _share_clipped(quantizer) for name, quantizer in reached.items()}
+    ranges = {name: _whole(ends) for name, ends in loaded.items()}
+    unreached = tuple(name for name in quantizers if name not in reached)
+    _warn_of_clipping(reached, clipped)
+    return CalibrationReport(count, ranges, unreached, observed, grids, clipped)
+
+
+def _warn_of_clipping(quantizers: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None]) -> None:
+    """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or few codes make it best."""
+    much = [
+        f"{name!r} ({share:.1%})"
+        for name, share in clipped.items()
+        if (share or 0) > MUCH_CLIPPED
+        and quantizers[name].spec.bits > 2
+        and quantizers[name].spec.observer_args.get("method") != "percentile"
+    ]
+    if much:
+        more = f" and {len(much) - 5} more" if len(much) > 5 else ""
+        warnings.warn(
+            f"calibrate: the ranges of {', '.join(much[:5])}{more} clip more than {MUCH_CLIPPED:.0%} of the values; if the "
+            f"accuracy is low, take another method of the observer 'histogram', such as 'mse', the observer 'minmax', or a "
+            f"signed spec for values of both signs.",
+            stacklevel=4,
+        )
+
+
+def _whole(ends: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    return float(ends[0].min()), float(ends[1].max())
+
+
+def _share_clipped(quantizer: TensorQuantizer) -> float | None:
+    lo, hi = grid_ends(quantizer)
+    half = quantizer.scale / 2
+    return quantizer.observer.share_outside(lo - half, hi + half)

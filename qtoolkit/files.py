@@ -1,23 +1,27 @@
 """Atomic writes of files."""
 
 import glob
+import io
 import os
 import platform
 import secrets
+import shutil
 import stat
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 DAY = 24 * 60 * 60
 
 
-def write_atomically(data: bytes, path: str | os.PathLike[str]) -> None:
-    """Write a file, with its folders. If any step fails, a file that exists at `path` stays unchanged.
+def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
+    """Write a file, with its folders: these bytes, or what another file holds.
 
-    A symbolic link stays one: the file that it points to is written. An existing file keeps its mode, and a new one has that of
-    the umask. A FIFO or a device is written directly. Temporary files are named .NAME.HOST.PID.RANDOM.tmp; those that a killed
-    process left are removed at the next write of the same file.
+    If any step fails, a file that exists at `path` stays unchanged. A symbolic link stays one: the file that it points to is
+    written. An existing file keeps its mode, and a new one has that of the umask. A FIFO or a device is written directly.
+    Temporary files are named .NAME.HOST.PID.RANDOM.tmp; those that a killed process left are removed at the next write of
+    the same file.
 
     Example:
         >>> import tempfile
@@ -28,7 +32,8 @@ def write_atomically(data: bytes, path: str | os.PathLike[str]) -> None:
     """
     mode = _mode(path)
     if mode is not None and not stat.S_ISREG(mode):
-        Path(path).write_bytes(data)
+        with open(path, "wb") as file:
+            _write(data, file)
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -38,13 +43,18 @@ def write_atomically(data: bytes, path: str | os.PathLike[str]) -> None:
     try:
         new = 0o666 if mode is None else stat.S_IMODE(mode)  # less the umask
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, new)) as file:
-            file.write(data)
+            _write(data, file)
         if mode is not None:
             temporary.chmod(stat.S_IMODE(mode))
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write(data: bytes | Path, file: BinaryIO) -> None:
+    with open(data, "rb") if isinstance(data, Path) else io.BytesIO(data) as source:
+        shutil.copyfileobj(source, file)
 
 
 def _mode(path: str | os.PathLike[str]) -> int | None:

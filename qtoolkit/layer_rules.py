@@ -1,5 +1,6 @@
 """The one resolver of configs: from a backend, a QConfigMapping and names to the config of a layer or an op, on both roads."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -130,15 +131,31 @@ class LayerRules:
         """Return the spec of the weight of a layer, with the axis that the weight itself has.
 
         Axis 0 of the backend's default, of a global rule or of a rule for a module around the layer stands for the output
-        channel, and (with a group_size) axis 1 for the input channel. An explicit rule says the axis of the weight itself.
+        channel, and (with a group_size) axis 1 for the input channel. An explicit rule says the axis of the weight itself;
+        one that the target does not take gives a warning.
         """
         spec = None if rule.qconfig is None else rule.qconfig.weight
-        if spec is None or rule.is_explicit or kind.name != "conv_transpose":
+        if spec is None or kind.name != "conv_transpose":
+            return spec
+        if rule.is_explicit:
+            self._check_axis(spec)
             return spec
         # The weight of a transposed convolution is (in, out / groups, k...).
         if spec.group_size is None:
             return replace(spec, axis=self.backend.conv_transpose_axis) if spec.axis == 0 else spec
         return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
+
+    def _check_axis(self, spec: QuantSpec) -> None:
+        wanted = self.backend.conv_transpose_axis
+        if spec.group_size is None and spec.axis == 1 - wanted:
+            channel = ("input", "output")
+            warnings.warn(
+                f"qconfig_mapping: a rule by name, regular expression or type says the axis of the weight itself, and axis="
+                f"{spec.axis} of a transposed convolution's weight (in, out / groups, k...) is the {channel[spec.axis]} "
+                f"channel; {self.backend.name} takes a scale for each {channel[wanted]} channel: axis={wanted}. (In a "
+                f"global rule axis=0 stands for the output channel of every layer.)",
+                stacklevel=2,
+            )
 
     def _computes(self, kind: OpKind) -> bool:
         # Recurrent layers have no op in a backend's table: their matrix products do.

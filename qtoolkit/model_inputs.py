@@ -1,7 +1,7 @@
 """What models take and return: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -58,10 +58,33 @@ def bind(
     Raises:
         TypeError: The example inputs do not match the signature.
     """
+    return _bound(model, example_inputs, what, remedy).arguments
+
+
+def call_arguments(model: nn.Module, example_inputs: Any, what: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return example inputs as a call of forward has them: by position where it can be, in the order of forward.
+
+    Args:
+        model: The model.
+        example_inputs: As for `split`.
+        what: How the error begins.
+
+    Raises:
+        TypeError: The example inputs do not match the signature.
+
+    Example:
+        >>> call_arguments(nn.Bilinear(2, 2, 2), {"input2": 2, "input1": 1}, "example_inputs do")
+        ((1, 2), {})
+    """
+    bound = _bound(model, example_inputs, what)
+    return bound.args, bound.kwargs
+
+
+def _bound(model: nn.Module, example_inputs: Any, what: str, remedy: str = "") -> inspect.BoundArguments:
     args, kwargs = split(example_inputs)
     signature = inspect.signature(model.forward)
     try:
-        return signature.bind(*args, **kwargs).arguments
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{what} not match {type(model).__name__}.forward{signature}: {error}{remedy}.") from None
 
@@ -103,6 +126,23 @@ def tensors_of(value: Any) -> list[Tensor]:
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
     return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a nested value with other tensors, in the order of `tensors_of`.
+
+    Example:
+        >>> with_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), None)}, iter([3, 4]))
+        {'a': 3, 'b': (4, None)}
+    """
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, Mapping):
+        return {key: with_tensors(part, tensors) for key, part in value.items()}
+    if not isinstance(value, tuple | list):
+        return value
+    parts = [with_tensors(part, tensors) for part in value]
+    return parts if isinstance(value, list) else tuple(parts)
 
 
 def clone_tensors(value: Any) -> Any:

@@ -97,7 +97,8 @@ def prepare(
         own = model if inplace else deepcopy_model(model)
         rules = LayerRules.of(own, target, qconfig_mapping, {**QAT_MODULES, **custom}, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
-        gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
+        tracing = Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None)
+        gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         if qconfig_mapping is not None:
             qconfig_mapping.check_names(_names_in(gm))

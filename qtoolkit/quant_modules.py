@@ -121,7 +121,8 @@ def replace(
         verdicts = {name: decision.verdict for name, decision in decisions.items()}
         verdicts |= link_chains(own, target.batch_norm, apart)
         verdicts |= quantize_outputs(own, outputs)
-        update_record(own, plan=Plan(target, inside=verdicts))
+        mapping = None if qconfig_mapping is None else qconfig_mapping.copy()
+        update_record(own, plan=Plan(target, inside=verdicts, mapping=mapping))
     return own
 
 

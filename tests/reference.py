@@ -262,7 +262,8 @@ class Bins:
         if zero + 1 < len(row):
             row[zero] = row[zero + 1]
         inside = row[begin:end]
-        if (len(inside) < min(levels, len(row)) and not self.given) or inside.sum() == 0:
+        too_few = np.count_nonzero(inside) < min(levels, np.count_nonzero(row))
+        if (too_few and not self.given) or inside.sum() == 0:
             return np.inf
         p = inside.copy()
         p[0] += row[:begin].sum()

@@ -172,3 +172,53 @@ def test_submodules_named_like_those_of_quantizers() -> None:
     assert on == {name for name in names if name.startswith("activation_quantizers_1.")}
     statuses = {line.name: line.status for line in qt.quantization_report(prepared).layers}
     assert set(statuses.values()) == {"quantized"}
+
+
+# ---- the axis of transposed convolutions
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+EXPLICIT = {
+    "name": lambda q: qt.QConfigMapping().set_module_name("up", q),
+    "regex": lambda q: qt.QConfigMapping().set_module_name_regex(".*", q),
+    "type": lambda q: qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, q),
+}
+
+
+def scales_of(mapping: qt.QConfigMapping | None, backend: str, road: str) -> int:
+    model = (
+        qt.prepare(Up(), backend=backend, qconfig_mapping=mapping)
+        if road == "prepare"
+        else qt.quant_modules.replace(Up(), mapping, backend=backend)
+    )
+    return model.get_submodule("up").weight_quantizer.scale.numel()
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("rule", EXPLICIT.values(), ids=EXPLICIT)
+@pytest.mark.parametrize(("backend", "wrong", "channel"), [("tensorrt", 0, "output"), ("tensorrt8", 1, "input")])
+def test_an_axis_that_the_target_does_not_take_gives_a_warning(
+    rule: Callable[[qt.QConfig], qt.QConfigMapping], backend: str, wrong: int, channel: str, road: str
+) -> None:
+    words = rf"axis={wrong} of a transposed .+; {backend} takes a scale for each {channel} channel: axis={1 - wrong}\."
+    with pytest.warns(UserWarning, match=words):
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=wrong))), backend, road) == (4, 6)[wrong]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_the_axis_that_the_target_takes_gives_none(road: str) -> None:
+    for rule in EXPLICIT.values():
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))), "tensorrt", road) == 6
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))), "tensorrt8", road) == 4
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt", road) == 1
+    for mapping in (None, qt.QConfigMapping().set_global(INT8)):  # axis 0 stands for the output channel
+        assert scales_of(mapping, "tensorrt", road) == 6

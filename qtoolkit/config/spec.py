@@ -19,7 +19,9 @@ class QuantSpec:
         signed: Codes from -2^(bits-1) to 2^(bits-1)-1; otherwise from 0 to 2^bits-1.
         symmetric: No zero point: zero is code 0.
         narrow: Exclude the lowest code, so that a signed range is symmetric.
-        axis: Without a group_size, the channel axis, with one scale per channel. None is one scale for the tensor.
+        axis: Without a group_size, the channel axis, with one scale per channel. None is one scale for the tensor. In a
+            QConfigMapping's global rule, axis 0 of a weight stands for the output channel of every kind of layer; in a rule by
+            name, regular expression or type it is the weight's own axis: that of a transposed convolution is (in, out, ...).
         group_size: Number of consecutive elements along `axis` that share a scale, for weights: ONNX's blocked quantization.
             It must divide the axis. Scales have the weight's shape with dimension `axis` divided by group_size. The axis is
             usually the input's: with axis=1 and group_size=32, the weight (out, in) of a linear layer has scales

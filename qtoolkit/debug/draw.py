@@ -11,6 +11,7 @@ from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # Fill color of a node by its status in the plan; None is for graphs without a plan.
@@ -88,9 +89,7 @@ def _describe(quantizer: nn.Module) -> str:
     """Return the spec and the representable range."""
     if not isinstance(quantizer, TensorQuantizer | Grid):
         return type(quantizer).__name__
-    spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point
-    if not bool(scale.isfinite().all()):
-        return f"{spec.describe()}\nno range yet"
-    shift = 0 if zero_point is None else zero_point
-    lo, hi = (float(end) for end in (((spec.qmin - shift) * scale).min(), ((spec.qmax - shift) * scale).max()))
-    return f"{spec.describe()}\n[{lo:.4g}, {hi:.4g}]"
+    lo, hi = grid_ends(quantizer)
+    if not bool(lo.isfinite().all()):
+        return f"{quantizer.spec.describe()}\nno range yet"
+    return f"{quantizer.spec.describe()}\n[{float(lo.min()):.4g}, {float(hi.max()):.4g}]"

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
+from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import check_module, evaluating
@@ -52,6 +53,7 @@ class Sensitivity:
         rows: One row for each layer or type, the worst first.
         by: "layer" or "type".
         types: With by="type", the type, function or tensor method of each row by its name.
+        mapping: The config that the model was prepared with; None if it was the backend's default.
     """
 
     float_score: float
@@ -59,6 +61,7 @@ class Sensitivity:
     rows: tuple[Row, ...]
     by: By
     types: Mapping[str, Kind]
+    mapping: QConfigMapping | None = None
 
     def __str__(self) -> str:
         head = f"score {self.float_score:.6g} in float, {self.quantized_score:.6g} quantized; {self.by}s, worst first"
@@ -82,7 +85,8 @@ class Sensitivity:
             keep_float: Number of rows to leave in float.
             budget: Leave the fewest rows in float for which the drops of the others sum to at most this. The sum is an
                 estimate of their combined effect; measure the resulting model.
-            base: Mapping to extend; it is not changed. Its rules by name or regex take precedence over new rules by type.
+            base: Mapping to extend; it is not changed. By default it is the one that the model was prepared with, so that the
+                other layers keep their specs and observers. Its rules by name or regex take precedence over new rules by type.
 
         Raises:
             ValueError: Both or neither of `keep_float` and `budget` are given, or the value is out of range.
@@ -94,6 +98,7 @@ class Sensitivity:
         count = self._count_within(budget) if keep_float is None else keep_float
         if not 0 <= count <= len(self.rows):
             raise ValueError(f"to_qconfig_mapping: keep_float must lie in [0, {len(self.rows)}], got {keep_float}.")
+        base = self.mapping if base is None else base
         mapping = QConfigMapping() if base is None else base.copy()
         for row in self.rows[:count]:
             if self.by == "type":
@@ -173,7 +178,7 @@ def sensitivity(
     check_known("by", by, ("layer", "type"))
     check_known("mode", mode, ("one", "all_but_one"))
     _check(model)
-    if not callable(evaluate):
+    if not callable(evaluate) or isinstance(evaluate, type):
         raise TypeError(f"sensitivity: evaluate must be a function of a model, got {evaluate!r}.")
     every = _units(model, by)
     if not every:
@@ -199,7 +204,7 @@ def sensitivity(
             rows.append(Row(unit.name, unit.kind, value, loss if higher_is_better else 0.0 - loss))
     rows.sort(key=lambda row: (-row.drop, row.name))
     types = {unit.name: unit.type for unit in units} if by == "type" else {}
-    return Sensitivity(in_float, quantized, tuple(rows), by, types)
+    return Sensitivity(in_float, quantized, tuple(rows), by, types, _mapping_of(model))
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,11 @@ def _units(model: nn.Module, by: By) -> list[_Unit]:
         _Unit(name, of[0].kind, types[of[0].name], frozenset(quantizer for line in of for quantizer in line.quantizers))
         for name, of in lines.items()
     ]
+
+
+def _mapping_of(model: nn.Module) -> QConfigMapping | None:
+    plan = plan_of(model)
+    return None if plan is None else plan.mapping
 
 
 def _types_of(model: nn.Module) -> dict[str, Kind]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Verdict
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -44,7 +45,9 @@ def records_in(model: nn.Module) -> Iterator[tuple[str, EagerRecord]]:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of a model, else the first plan of its parts; None if none was replaced."""
+    """Return the plan of a model, else the first plan of its parts; None if none was prepared or replaced."""
+    if isinstance(model, QuantizedGraphModule):
+        return model.plan
     return next((record.plan for _, record in records_in(model) if record.plan is not None), None)
 
 

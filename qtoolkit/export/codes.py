@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.export.positions import SUM_ERROR, ChosenMaxima
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.frozen import Grid
 
 # The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
 TIE_SHARE = 1e-4
 TIES_IN_SMALL_TENSORS = 4
-TIE_BAND = 2**-10  # in steps; wider than the rounding error of float32 sums that span 255 steps
+# Half the width, in steps, of the band around a rounding boundary in which runtimes may disagree: the rounding error of a sum
+# that spans all steps of a grid: SUM_ERROR for the order of a float32 sum, or one unit in the last place of half precision.
+LEAST_BAND, LARGEST_BAND = 2**-10, 0.5
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class CodeCount:
         compared: How many codes were compared.
         differing: How many of them differ.
         steps: The largest difference.
-        ties: How many of those that differ belong to values within TIE_BAND of a rounding boundary. A linear resize of
+        ties: How many of those that differ belong to values within `tie_band` of a rounding boundary. A linear resize of
             quantized values, for example, places every eighth value there.
     """
 
@@ -88,8 +91,14 @@ def compare_codes(grid: Grid, x: Tensor, theirs: Any) -> CodeCount:
     count = CodeCount.of(ours, theirs)
     if not count.differing or grid.scale.numel() != 1:
         return count
-    gap = TIE_BAND * grid.scale
+    gap = tie_band(grid, x.dtype) * grid.scale
     return CodeCount.of(ours, theirs, (_codes_in_file(grid, x + gap) != _codes_in_file(grid, x - gap)).numpy())
+
+
+def tie_band(grid: Grid, dtype: torch.dtype) -> float:
+    """Return how far from a rounding boundary, in steps, two runtimes may disagree on a value that was computed in a dtype."""
+    error = max(SUM_ERROR, torch.finfo(dtype).eps if dtype.itemsize < 4 else 0)
+    return min(max(LEAST_BAND, (grid.spec.qmax - grid.spec.qmin) * error), LARGEST_BAND)
 
 
 def _codes_in_file(grid: Grid, x: Tensor) -> Tensor:
@@ -120,6 +129,7 @@ class CodeComparison:
     Args:
         converted: The model.
         nodes: The nodes of each quantizer by its dotted name, in the order of the file.
+        positions: The positions that onnxruntime's max pools return, where they are used, in the order of the file.
 
     Attributes:
         grids: Each quantizer that has nodes, by its dotted name.
@@ -133,8 +143,10 @@ class CodeComparison:
         TypeError: The model was not converted.
     """
 
-    def __init__(self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]]) -> None:
-        self.converted, self.nodes = converted, nodes
+    def __init__(
+        self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]], positions: Sequence[Any] = ()
+    ) -> None:
+        self.converted, self.nodes, self.positions = converted, nodes, positions
         self.names = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
         self.grids = {name: _grid(converted, name) for name in nodes}
         self.weights = _layer_weights(converted)
@@ -145,17 +157,18 @@ class CodeComparison:
         self.missing: list[str] = []
         self.unreached: tuple[str, ...] = ()
 
-    def run(self, *inputs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model twice, to count the calls and to compare; return the outputs of the first run."""
         calls: Counter[nn.Module] = Counter()
         with forward_hooks(self.names, lambda grid, *_: calls.update([grid])):
-            outputs = self.converted(*inputs)
+            outputs = self.converted(*args, **kwargs)
         self.unreached = tuple(name for grid, name in self.names.items() if not calls[grid])
         counted = {self.grids[name]: nodes for name, nodes in self.nodes.items()}
         self.waiting = {grid: iter(nodes) for grid, nodes in counted.items() if len(nodes) == calls[grid]}
         in_layers = {grid for grid, _ in self.weights.values()}
-        with forward_hooks([grid for grid in self.names if grid not in in_layers], self._compare_call):
-            self.converted(*inputs)
+        between_layers = [grid for grid in self.names if grid not in in_layers]
+        with forward_hooks(between_layers, self._compare_call), ChosenMaxima(self.positions):
+            self.converted(*args, **kwargs)
         for name, (grid, weight) in self.weights.items():
             if name in self.nodes or calls[grid]:
                 self._compare_weight(name, grid, weight)

@@ -1,7 +1,6 @@
-"""torch's two ONNX exporters. Both return a ModelProto whose Q/DQ nodes carry the names of the model's quantizers."""
+"""torch's two ONNX exporters. Both return an onnx_ir.Model whose Q/DQ nodes carry the names of the model's quantizers."""
 
 import contextlib
-import inspect
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from qtoolkit.export.inputs import Inputs
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_inputs import with_tensors
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.shared_modules import names_by_module
 
@@ -27,24 +28,24 @@ class Request:
     """The arguments of both exporters."""
 
     model: nn.Module
-    inputs: tuple[Any, ...]
+    inputs: Inputs
     opset: int
-    input_names: Sequence[str] | None
     output_names: Sequence[str] | None
     dynamic_shapes: Any
 
 
-def _export_dynamo(request: Request) -> Any:
+def _export_dynamo(request: Request) -> "onnx_ir.Model":
     from qtoolkit.export.translation import translation_table
 
     try:
         program = torch.onnx.export(
             request.model,
-            _arguments(request.inputs),
+            _closed(request.inputs.args),
+            kwargs=request.inputs.kwargs,
             dynamo=True,
             opset_version=request.opset,
             custom_translation_table=dict(translation_table(request.opset)),
-            input_names=request.input_names,
+            input_names=request.inputs.given_names or None,
             output_names=request.output_names,
             dynamic_shapes=request.dynamic_shapes,
             verbose=False,
@@ -59,7 +60,7 @@ def _export_dynamo(request: Request) -> Any:
     # Before the optimizer, which merges scales of equal value.
     _name_by_quantizers(program.model, _first_names(request.model))
     program.optimize()
-    return program.model_proto
+    return program.model
 
 
 def _describe_failure(model: nn.Module, error: Exception) -> str:
@@ -71,68 +72,94 @@ def _describe_failure(model: nn.Module, error: Exception) -> str:
 
 
 class _Wrapper(nn.Module):
-    """Hides the `graph` attribute of a model, which the TorchScript exporter would take for a TorchScript graph."""
+    """Calls a model with the tensors of its inputs, which are all that the TorchScript exporter names.
 
-    def __init__(self, model: nn.Module) -> None:
+    It also hides the `graph` attribute of a model, which that exporter would take for a TorchScript graph.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         super().__init__()
         self.add_module(WRAPPED, model)
+        self.inputs = inputs
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.get_submodule(WRAPPED)(*inputs)
+    def forward(self, *tensors: Tensor) -> Any:
+        args, kwargs = with_tensors((self.inputs.args, self.inputs.kwargs), iter(tensors))
+        return self.get_submodule(WRAPPED)(*args, **kwargs)
 
 
-def _export_torchscript(request: Request) -> Any:
+def _export_torchscript(request: Request) -> "onnx_ir.Model":
     import onnx
     import onnx_ir
 
     from qtoolkit.export.translation import register_symbolic
 
     register_symbolic(request.opset)
-    names = list(request.input_names) if request.input_names else _argument_names(request.model, len(request.inputs))
-    with _temporary_file() as path, warnings.catch_warnings():
+    inputs, axes = request.inputs, _names_of_axes(request)
+    with _temporary_file() as path, warnings.catch_warnings(), _described_constants():
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
         torch.onnx.export(
-            _Wrapper(request.model).eval(),
-            _arguments(request.inputs),
+            _Wrapper(request.model, inputs).eval(),
+            tuple(inputs.tensors),
             str(path),
             dynamo=False,
             opset_version=request.opset,
-            input_names=names,
+            input_names=inputs.names,
             output_names=list(request.output_names) if request.output_names else None,
-            dynamic_axes=_dynamic_axes(names, request.dynamic_shapes),
+            dynamic_axes=axes,
         )
         model = onnx_ir.from_proto(onnx.load(str(path)))
-        first = _first_names(request.model)
-        _name_by_quantizers(model, {f"{WRAPPED}.{name}": first[name] for name in first})
-        return onnx_ir.to_proto(model)
+    _add_unused_inputs(model, inputs, axes)
+    first = _first_names(request.model)
+    _name_by_quantizers(model, {f"{WRAPPED}.{name}": first[name] for name in first})
+    return model
 
 
-def _arguments(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+@contextlib.contextmanager
+def _described_constants() -> Iterator[None]:
+    """Describe the error of the TorchScript exporter for an output that does not depend on the inputs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "observable data dependence" not in str(error):
+            raise
+        raise RuntimeError(
+            f"export_onnx: the TorchScript exporter cannot write an output that does not depend on the inputs "
+            f"({str(error).partition(' (')[0]}); use exporter='dynamo', or export a module that does not return it."
+        ) from error
+
+
+def _closed(args: tuple[Any, ...]) -> tuple[Any, ...]:
     # torch.onnx.export takes a dict at the end for keyword arguments.
-    return (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
+    return (*args, {}) if args and isinstance(args[-1], dict) else args
 
 
-def _argument_names(model: nn.Module, count: int) -> list[str]:
-    if isinstance(model, QuantizedGraphModule):
-        return [node.name for node in model.graph.nodes if node.op == "placeholder"]
-    names: list[str] = []
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        variadic = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        names += [f"{name}_{i}" for i in range(count - len(names))] if variadic else [name]
-    return names[:count]
-
-
-def _dynamic_axes(names: Sequence[str], dynamic_shapes: Any) -> dict[str, dict[int, str]] | None:
-    if dynamic_shapes is None:
-        return None
-    shapes = dynamic_shapes.values() if isinstance(dynamic_shapes, Mapping) else dynamic_shapes
+def _names_of_axes(request: Request) -> dict[str, dict[int, str]]:
+    """Return the names of the dynamic dimensions of each input."""
+    if request.dynamic_shapes is None:
+        return {}
+    sizes = zip(request.inputs.names, request.inputs.sizes(request.dynamic_shapes), strict=True)
+    axes = {name: shape.items() if isinstance(shape, Mapping) else enumerate(shape) for name, shape in sizes if shape}
     return {
-        name: {axis: str(getattr(dim, "__name__", dim)) for axis, dim in shape.items()}
-        for name, shape in zip(names, shapes, strict=True)
-        if shape
+        name: {axis: str(getattr(dim, "__name__", dim)) for axis, dim in dims if dim is not None}
+        for name, dims in axes.items()
     }
+
+
+def _add_unused_inputs(model: "onnx_ir.Model", inputs: Inputs, axes: Mapping[str, Mapping[int, str]]) -> None:
+    """Add the inputs that no node takes, which the TorchScript exporter drops: the file takes what forward takes."""
+    import onnx_ir
+    from onnx_ir.tensor_adapters import from_torch_dtype
+
+    values = {value.name: value for value in model.graph.inputs}
+    for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
+        if name not in values:
+            shape = [axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)]
+            kind = onnx_ir.TensorType(from_torch_dtype(tensor.dtype))
+            values[name] = onnx_ir.Value(name=name, shape=onnx_ir.Shape(shape), type=kind)
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(values[name] for name in inputs.names)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -156,4 +183,7 @@ def _temporary_file() -> Iterator[Path]:
         yield Path(folder) / "model.onnx"
 
 
-EXPORTERS: Mapping[str, Callable[[Request], Any]] = {"dynamo": _export_dynamo, "torchscript": _export_torchscript}
+EXPORTERS: Mapping[str, Callable[[Request], "onnx_ir.Model"]] = {
+    "dynamo": _export_dynamo,
+    "torchscript": _export_torchscript,
+}

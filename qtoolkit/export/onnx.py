@@ -1,19 +1,23 @@
 """export_onnx(): write a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, after verification."""
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
+from qtoolkit.export.files import check_file, save
+from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
+from qtoolkit.export.quiet import without_noise
 from qtoolkit.files import write_atomically
-from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from qtoolkit.export.verify import Verification
 
 DEFAULT_OPSET = 18
+BFLOAT16_OPSET = 22  # the first whose convolutions take bfloat16
 OPSETS = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exporters write without conversion
 
 Exporter = Literal["dynamo", "torchscript"]
@@ -39,7 +44,7 @@ class ExportResult:
         opset: Its ONNX opset.
         quantize_nodes: Number of QuantizeLinear nodes.
         dequantize_nodes: Number of DequantizeLinear nodes.
-        bytes: Size of the file.
+        bytes: Size of the file, and of its weights where they are in a file of their own.
         verification: Comparison with onnxruntime's codes, or None with `verify=False`.
     """
 
@@ -72,8 +77,9 @@ def export_onnx(
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
-    Codes of fewer than 8 bits are stored in 8, and the file clips them to their bounds. If any step fails, nothing is
-    written to `path`.
+    Codes of fewer than 8 bits are stored in 8, and the file clips them to their bounds. A model above 2 GB, more than one file
+    may have, is written with its weights in a second file, `path` with ".data" appended, which belongs beside it. If any
+    step fails, nothing is written.
 
     If forward branches on values, "dynamo" raises an error, and "torchscript" exports the branches that the example inputs
     take; `verification.unreached` then names the quantizers of the other branches. Export one file for each branch.
@@ -81,13 +87,14 @@ def export_onnx(
     Args:
         model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned, or any other module
             with quantizers. It is not changed.
-        example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor. They give the shapes and are
-            the inputs of the verification.
+        example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
+            They give the shapes and are the inputs of the verification.
         path: The file to write.
         opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20). None means 18, or 21 if codes of more than 8 bits or a
-            group_size need it.
-        input_names: Names of the graph's inputs.
-        output_names: Names of the graph's outputs.
+            group_size need it, or 22 for a model in bfloat16 with the exporter "dynamo".
+        input_names: Names of the file's inputs, one for each tensor in the example inputs, in the order of forward's
+            arguments. Without names for all, the others keep the arguments' names.
+        output_names: Names of the file's outputs.
         dynamic_shapes: Dynamic dimensions in the format of torch.export: ({0: "batch"},) for one input.
         verify: Run the file in onnxruntime and compare all codes with the model's (see `verify_onnx`).
         exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
@@ -100,8 +107,10 @@ def export_onnx(
     Raises:
         RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, or onnxruntime's
             codes differ.
-        ValueError: An option is unknown or out of range, or ONNX does not support a quantizer's format.
-        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`.
+        ValueError: An option is unknown or out of range, there are more names than tensors, or ONNX does not support a
+            quantizer's format.
+        TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it computes in
+            float64; it returns anything but tensors; or the example inputs do not match its forward.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -120,25 +129,34 @@ def export_onnx(
 
     converted = convert(model) if quantizers_of(model) else model
     _check_grids(converted)
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    inputs = Inputs.of(converted, example_inputs, input_names)
+    check_dtypes(converted, inputs)
     chosen = _choose_opset(opset, converted, exporter)
-    with evaluating(converted):
-        proto = EXPORTERS[exporter](Request(converted, inputs, chosen, input_names, output_names, dynamic_shapes))
-    if integer_weights is None:
-        integer_weights = _backend_of(converted).integer_weights
-    proto = _finish(proto, integer_weights)
-    verification = verify_onnx(converted, proto, inputs) if verify else None
-    if verification is not None:
-        verification.check()
-    write_atomically(proto.SerializeToString(), path)
-    ops = [node.op_type for node in proto.graph.node]
+    with evaluating(converted), torch.no_grad():
+        check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
+    with evaluating(converted), without_noise():
+        exported = EXPORTERS[exporter](Request(converted, inputs, chosen, output_names, dynamic_shapes))
+        if integer_weights is None:
+            integer_weights = _backend_of(converted).integer_weights
+        _finish(exported, integer_weights)
+    with tempfile.TemporaryDirectory() as folder:
+        file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
+        check_file(file, chosen)
+        verification = verify_onnx(converted, file, example_inputs) if verify else None
+        if verification is not None:
+            verification.check()
+        if weights is not None:
+            write_atomically(weights, Path(path).with_name(weights.name))
+        write_atomically(file, path)
+        size = sum(part.stat().st_size for part in (file, weights) if part is not None)
+    ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
-    return ExportResult(Path(path), chosen, *counts, Path(path).stat().st_size, verification)
+    return ExportResult(Path(path), chosen, *counts, size, verification)
 
 
 def _backend_of(model: nn.Module) -> Backend:
     """Return the backend that a model was prepared for, or the default one if the model records none."""
-    plan = model.plan if isinstance(model, QuantizedGraphModule) else plan_of(model)
+    plan = plan_of(model)
     return backends["tensorrt"] if plan is None else plan.backend
 
 
@@ -169,10 +187,12 @@ def _check_grids(converted: nn.Module) -> None:
 def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -> int:
     from qtoolkit.export.translation import smallest_opset
 
-    lowest, highest = OPSETS[exporter]
+    (lowest, highest), preferred = OPSETS[exporter], DEFAULT_OPSET
     grids = [module for module in converted.modules() if isinstance(module, Grid)]
     least = max((smallest_opset(g.spec.qmin, g.spec.qmax, g.spec.block_size) for g in grids), default=lowest)
-    chosen = max(DEFAULT_OPSET, least) if opset is None else opset
+    if any(parameter.dtype == torch.bfloat16 for parameter in converted.parameters()):
+        preferred = min(BFLOAT16_OPSET, highest)
+    chosen = max(preferred, least) if opset is None else opset
     if not lowest <= chosen <= highest:
         other = "torchscript" if exporter == "dynamo" else "dynamo"
         raise ValueError(
@@ -186,22 +206,16 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
     return chosen
 
 
-def _finish(proto: Any, integer_weights: bool) -> Any:
-    """Store weights as integers if requested, make the names of nodes unique, and check the model."""
-    import onnx
-    import onnx_ir
+def _finish(model: "onnx_ir.Model", integer_weights: bool) -> None:
+    """Store weights as integers if requested, and make the names of nodes unique."""
     import onnxscript.optimizer
 
-    model = onnx_ir.from_proto(proto)
     if integer_weights:
         onnxscript.optimizer.fold_constants(model, should_fold=_is_weight_quantization)
         onnxscript.optimizer.remove_unused_nodes(model)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
     _make_names_unique(model)
-    finished = onnx_ir.to_proto(model)
-    onnx.checker.check_model(finished, full_check=True)
-    return finished
 
 
 def _is_weight_quantization(node: "onnx_ir.Node") -> bool:

@@ -3,14 +3,20 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, compare_codes, sum_of
-from qtoolkit.model_inputs import tensors_of
+from qtoolkit.export.files import OpenedFile
+from qtoolkit.model_inputs import call_arguments, tensors_of
+
+if TYPE_CHECKING:
+    import os
+
+    import onnx
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class Verification:
         weight_codes: Codes of all weights, and of other parameters and buffers that are quantized.
         quantizer_codes: Codes of each activation quantizer for exactly the input of its node in onnxruntime.
         layer_codes: Codes of each activation quantizer when torch computes the ops before it from onnxruntime's codes at
-            their inputs. Differences are rounding ties of a layer's sums.
+            their inputs. Differences are rounding ties of a layer's sums. Max pools return the positions that onnxruntime's
+            do, where these hold a maximum up to a rounding error.
         by_quantizer: `layer_codes` of each quantizer.
         output_difference: Largest absolute difference of the outputs end to end, where ties accumulate.
         missing: Quantizers without a node in the file.
@@ -68,7 +75,7 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
+def verify_onnx(converted: nn.Module, model: "onnx.ModelProto | str | os.PathLike[str]", inputs: Any) -> Verification:
     """Run a file in onnxruntime without graph optimizations, and compare all its integer codes with the model's.
 
     Where forward branches on values, only the branches that these inputs take are compared; the rest is `unreached`.
@@ -76,26 +83,28 @@ def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
     Args:
         converted: What `qtoolkit.convert` returned.
         model: The exported ModelProto, or the path of its file.
-        inputs: A tuple of inputs (tensors, alone or in lists and dicts), or one tensor.
+        inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
 
     Returns:
         Counts of differing codes; call `check()` to raise an error where rounding ties do not explain them.
 
     Raises:
-        TypeError: The model was not converted.
+        TypeError: The model was not converted, or the inputs do not match its forward.
+        ValueError: The file has another number of inputs.
+        RuntimeError: onnxruntime cannot run the file.
     """
-    import onnx
-
-    proto = model if isinstance(model, onnx.ModelProto) else onnx.load(str(model))
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    nodes = _quantizer_nodes(proto)
-    values = _run(proto, inputs, [name for node in nodes for name in (node.source, node.codes)])
+    args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
+    file = OpenedFile.of(model)
+    nodes = _quantizer_nodes(file.proto)
+    positions = _positions_of_maxima(file.proto.graph)
+    names = [name for node in nodes for name in (node.source, node.codes)]
+    values = file.run(tensors_of((args, kwargs)), [*names, *positions])
     codes: dict[str, list[NodeCodes]] = defaultdict(list)
     for node in nodes:
         codes[node.quantizer].append(NodeCodes(values[node.codes], node.is_constant))
     with torch.no_grad():
-        comparison = CodeComparison(converted, codes)
-        outputs = comparison.run(*inputs)
+        comparison = CodeComparison(converted, codes, [values[name] for name in positions])
+        outputs = comparison.run(*args, **kwargs)
         computed = [(comparison.grids[node.quantizer], node) for node in nodes if not node.is_stored]
         quantizer_codes = sum_of(
             compare_codes(grid, torch.tensor(values[node.source]), values[node.codes])
@@ -107,7 +116,7 @@ def verify_onnx(converted: nn.Module, model: Any, inputs: Any) -> Verification:
         quantizer_codes,
         sum_of(comparison.counts.values()),
         comparison.counts,
-        _largest_difference(outputs, [values[o.name] for o in proto.graph.output]),
+        _largest_difference(outputs, [values[o.name] for o in file.proto.graph.output]),
         tuple(dict.fromkeys(comparison.missing)),
         comparison.unreached,
     )
@@ -162,26 +171,14 @@ def _varying(graph: Any) -> set[str]:
     return varying
 
 
-def _run(proto: Any, inputs: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Run the model and return its outputs, and the tensors of these names."""
-    import onnx
-    import onnxruntime
-    from onnx import numpy_helper
-
-    constants = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if t.name in names}
-    opened = onnx.ModelProto()
-    opened.CopyFrom(proto)
-    shown = {o.name for o in opened.graph.output} | {i.name for i in opened.graph.input}
-    wanted = [name for name in dict.fromkeys(names) if name not in shown and name not in constants]
-    opened.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {i.name: x.detach().cpu().numpy() for i, x in zip(session.get_inputs(), tensors_of(inputs), strict=True)}
-    outputs = [o.name for o in session.get_outputs()]
-    return {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+def _positions_of_maxima(graph: Any) -> list[str]:
+    """Return the names of the positions that max pools return, where a node takes them."""
+    taken = {name for node in graph.node for name in node.input}
+    pools = [node for node in graph.node if node.op_type == "MaxPool" and len(node.output) > 1]
+    return [node.output[1] for node in pools if node.output[1] in taken]
 
 
 def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:
-    gaps = [np.abs(t.numpy() - a).max(initial=0) for t, a in zip(tensors_of(ours), theirs, strict=True)]
+    pairs = zip(tensors_of(ours), theirs, strict=True)
+    gaps = [np.abs(t.detach().cpu().double().numpy() - np.float64(a)).max(initial=0) for t, a in pairs]
     return float(max(gaps, default=0.0))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.config import QuantSpec
+from qtoolkit.config import QConfigMapping, QuantSpec
 
 
 class Status(StrEnum):
@@ -113,6 +113,7 @@ class Plan:
         edges: Every quantized edge: weights, and tensors inside layers and leaf modules, included.
         inside: The verdict on each layer inside a leaf module, or of a model without a graph, by its dotted name.
         tracing: How the model was traced.
+        mapping: The configs that the user gave.
     """
 
     backend: Backend
@@ -120,3 +121,4 @@ class Plan:
     edges: tuple[Edge, ...] = ()
     inside: Mapping[str, Verdict] = field(default_factory=dict)
     tracing: Tracing = Tracing()
+    mapping: QConfigMapping | None = None

@@ -42,11 +42,45 @@ def kind_of(node: fx.Node) -> OpKind:
 
 
 def _picks_one(node: fx.Node) -> bool:
-    """Return whether a node takes x[0] of a single tensor, not of a tuple."""
-    if node.target is not operator.getitem or not isinstance(node.args[1], int):
+    """Return whether a node takes x[0] of a single tensor, or an output tensor of a tuple."""
+    source = _indexed(node)
+    if source is None:
         return False
-    source = node.args[0]
-    return isinstance(source, fx.Node) and not gives_tuple(source) and kind_of(source).one_tensor
+    return node.args[1] in _items(source) or (not gives_tuple(source) and kind_of(source).one_tensor)
+
+
+def _indexed(node: fx.Node) -> fx.Node | None:
+    """Return x of x[0]; None for other nodes."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], int):
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+
+
+def _items(node: fx.Node) -> tuple[int, ...]:
+    entry = None if node.op in NO_OPS else _entry_of(node)
+    return () if entry is None else entry[1].items
+
+
+def returns_tuple(node: fx.Node) -> bool:
+    """Return whether an op is known to return several tensors."""
+    return gives_tuple(node) or bool(_items(node))
+
+
+def outputs_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of an op's output tensors: the op, or the nodes that take them from the tuple that it returns.
+
+    Where the table does not know whether an op returns a tensor or a tuple, and an item is taken, there are none.
+    """
+    items, taken = _items(node), [user for user in node.users if _indexed(user) is node]
+    if items:
+        return [user for user in taken if user.args[1] in items]
+    return [] if taken and kind_of(node) is OTHER else [node]
+
+
+def owner_of(node: fx.Node) -> fx.Node:
+    """Return the op whose output tensor a node takes from a tuple; any other node is returned as it is."""
+    source = _indexed(node)
+    return node if source is None or node.args[1] not in _items(source) else source
 
 
 def _entry_of(node: fx.Node) -> Entry | None:
@@ -75,8 +109,8 @@ def _entry_of_module(module: nn.Module) -> Entry | None:
     # By exact type: a subclass of a float layer may compute anything. A QAT module declares its kind.
     if isinstance(module, QuantModule):
         kind = kind_of_type(type(module))
-        forms = sorted(kind.forms, key=lambda form: not form.modules)
-        return kind, Form(operands=forms[0].operands) if forms else Form()
+        form = next((form for form in kind.forms if module.FLOAT in form.modules), Form())
+        return kind, Form(operands=form.operands, items=form.items)
     if is_batch_norm(module):
         return KINDS["batch_norm"], KINDS["batch_norm"].forms[0]
     return OF_MODULE.get(type(module)) or FOREIGN.get((type(module).__module__, type(module).__name__))

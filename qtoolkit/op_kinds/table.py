@@ -23,6 +23,7 @@ Operands = tuple[tuple[str, ...], ...]
 ONE: Operands = (("input", "x"),)
 TWO: Operands = (("input",), ("other", "mat2"))
 WEIGHTED: Operands = (("input", "x"), ("weight",))
+_ATTENTION: Operands = (("query",), ("key",), ("value",))
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Form:
         methods: Names of tensor methods, in-place ones too.
         operands: The arguments that are data.
         rest: Whether all arguments after the last operand are data too (torch.einsum).
+        items: The positions of its output tensors in the tuple that it returns; () where it returns the tensor itself.
+            Attention weights, and the states of a recurrent layer after all steps, are not among them.
         refine: Returns the name of the kind from a node's arguments, where the op alone does not tell it.
     """
 
@@ -43,6 +46,7 @@ class Form:
     methods: tuple[str, ...] = ()
     operands: Operands = ONE
     rest: bool = False
+    items: tuple[int, ...] = ()
     refine: Callable[[fx.Node], str] | None = None
 
 
@@ -137,10 +141,11 @@ _PRODUCTS = (
                operands=((), ("mat1", "batch1"), ("mat2", "batch2"))),
           weight_argument=True, multiplies=True),
     _kind("einsum", Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum)),
-    _kind("attention", Form((nn.MultiheadAttention,), (F.scaled_dot_product_attention,),
-                            operands=(("query",), ("key",), ("value",))),
+    _kind("attention", Form((nn.MultiheadAttention,), operands=_ATTENTION, items=(0,)),
+          Form(functions=(F.scaled_dot_product_attention,), operands=_ATTENTION),
           has_weight=True, multiplies=True, one_tensor=False),
-    _kind("recurrent", Form((nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)), has_weight=True, one_tensor=False),
+    _kind("recurrent", Form((nn.LSTM, nn.GRU), items=(0,)), Form((nn.LSTMCell,), items=(0, 1)), Form((nn.GRUCell,)),
+          has_weight=True, one_tensor=False),
     _kind("embedding", Form((nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),
           has_weight=True, takes_indices=True),
 )  # fmt: skip

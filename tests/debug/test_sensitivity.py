@@ -227,7 +227,7 @@ def test_the_mapping_leaves_exactly_the_worst_in_float(three, train: bool) -> No
     assert [line.weight for line in report.quantized] == ["int2 per-channel(0)"]
     assert not [finding for finding in lint(again) if finding.where in worst]
     assert base == qt.QConfigMapping().set_global(W2)
-    assert result.to_qconfig_mapping(keep_float=0) == qt.QConfigMapping()
+    assert result.to_qconfig_mapping(keep_float=0) == qt.QConfigMapping().set_module_name("b", W2)
 
 
 @pytest.mark.parametrize("mode", ["one", "all_but_one"])
@@ -383,3 +383,38 @@ def test_models_without_ranges_or_switches(three) -> None:
         qt.debug.sensitivity(model, lambda m: 1.0, progress=False)
     with pytest.raises(TypeError, match="sensitivity: model must be a torch.nn.Module, got str"):
         qt.debug.sensitivity("model", lambda m: 1.0)
+
+
+# ---- the configs of the other layers
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_the_other_layers_keep_their_specs_and_observers(road: str) -> None:
+    """By default the mapping extends the one that the model was prepared with."""
+    torch.manual_seed(0)
+    model, x = Three().eval(), torch.randn(32, 8)
+    activation = qt.QuantSpec(observer="histogram", observer_args={"method": "percentile"})
+    given = qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(bits=4, axis=0)))
+
+    def quantized(mapping: qt.QConfigMapping) -> nn.Module:
+        made = (
+            qt.prepare(model, qconfig_mapping=mapping)
+            if road == "prepare"
+            else qt.quant_modules.replace(model, mapping)
+        )
+        qt.calibrate(made, [x], progress=False)
+        return made
+
+    result = qt.debug.sensitivity(quantized(given), error_of(model, x), higher_is_better=False, progress=False)
+    mapping = result.to_qconfig_mapping(keep_float=1)
+    assert given == qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(bits=4, axis=0))), "not changed"
+    specs = [quantizer.spec for quantizer in qt.quantizers_of(quantized(mapping)).values()]
+    assert len(specs) == 4
+    assert {spec.observer_args.get("method") for spec in specs if spec.bits == 8} == {"percentile"}
+    assert {spec.bits for spec in specs} == {4, 8}
+    assert result.to_qconfig_mapping(keep_float=0, base=qt.QConfigMapping()) == qt.QConfigMapping()
+
+
+def test_a_type_is_no_function_of_a_model(three: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"^sensitivity: evaluate must be a function of a model, got <class 'int'>\."):
+        qt.debug.sensitivity(three[1], int, progress=False)

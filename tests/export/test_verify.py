@@ -1,12 +1,14 @@
 """Verification of exported files: missing nodes, nodes that several quantizers share, and rounding ties."""
 
+import numpy as np
 import onnx
 import pytest
 import torch
-from torch import fx, nn
+from onnx import numpy_helper
+from torch import Tensor, fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, compare_codes
+from qtoolkit.export.codes import TIE_SHARE, CodeComparison, CodeCount, NodeCodes, compare_codes, tie_band
 from qtoolkit.export.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
 
@@ -160,3 +162,63 @@ def test_a_linear_resize_into_a_concat_is_verified(tmp_path) -> None:
     found = qt.export_onnx(prepared, x, tmp_path / "model.onnx").verification
     assert found.layer_codes.steps <= 1
     assert found.layer_codes.differing - found.layer_codes.ties <= 4
+
+
+# ---- how wide a rounding tie is
+
+
+class Sums(nn.Module):
+    """Sums of many products, whose rounding errors move values by a share of a step of 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(16, 64, 3), nn.Conv2d(64, 64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(torch.relu(self.conv1(x)))
+
+
+def with_bits(bits: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, 12, 12)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(bits=bits), qt.QuantSpec(axis=0)))
+    prepared = qt.prepare(Sums().eval(), qconfig_mapping=mapping)
+    qt.calibrate(prepared, [x], progress=False)
+    return prepared, x
+
+
+def test_activations_of_16_bits_are_verified(tmp_path) -> None:
+    """More codes than TIE_SHARE allows lie where the order of a sum decides; all lie near a rounding boundary."""
+    prepared, x = with_bits(16)
+    codes = qt.export_onnx(prepared, x, tmp_path / "m.onnx").verification
+    assert codes.weight_codes.differing == codes.quantizer_codes.differing == 0
+    assert codes.layer_codes.differing > 2 * TIE_SHARE * codes.layer_codes.compared
+    assert codes.layer_codes.steps == 1
+    assert codes.layer_codes.ties == codes.layer_codes.differing
+
+
+def test_a_layer_of_16_bits_that_is_wrong_by_two_steps_is_noticed(tmp_path) -> None:
+    prepared, x = with_bits(16)
+    converted = qt.convert(prepared)
+    proto = onnx.load(str(qt.export_onnx(converted, x, tmp_path / "m.onnx").path))
+    (bias,) = (t for t in proto.graph.initializer if t.name.endswith("conv1.bias"))
+    step = float(converted.get_submodule("activation_quantizers.relu").scale)
+    values = numpy_helper.to_array(bias) + np.float32(2 * step)
+    bias.CopyFrom(numpy_helper.from_array(values, bias.name))
+    with pytest.raises(RuntimeError, match="differ in onnxruntime by more than rounding ties"):
+        verify_onnx(converted, proto, x).check()
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "band"),
+    [
+        (4, torch.float32, 2**-10),
+        (8, torch.float32, 2**-10),
+        (16, torch.float32, 0.25),
+        (8, torch.float16, 0.249),
+        (16, torch.float16, 0.5),
+    ],
+)
+def test_the_band_of_ties_grows_with_the_steps_of_the_grid(bits: int, dtype: torch.dtype, band: float) -> None:
+    grid = Grid(torch.tensor(1.0), None, qt.QuantSpec(bits=bits))
+    assert tie_band(grid, dtype) == pytest.approx(band, rel=1e-3)

@@ -281,7 +281,7 @@ def build(kind: str, module: type[nn.Module]) -> nn.Module:
     [
         pytest.param(*m, id=m[1].__name__)
         for m in MODULES
-        if m[0] not in ("conv", "conv_transpose", "attention", "embedding")
+        if m[0] not in ("conv", "conv_transpose", "attention", "embedding", "recurrent")
     ],
 )
 def test_modules(kind: str, module: type[nn.Module], keyword: bool) -> None:
@@ -294,6 +294,16 @@ def test_modules(kind: str, module: type[nn.Module], keyword: bool) -> None:
         model = Probe(lambda m, x, y: m.layer(input=x) if keyword else m.layer(x), build(kind, module))
         expected = {("x", "probe")} if kind in MOVES and module is not nn.UpsamplingBilinear2d else None
     assert edges(model) == (expected or {("x", "layer"), ("layer", "probe")})
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.LSTMCell])
+def test_recurrent_layers_return_tuples(layer: type[nn.Module]) -> None:
+    model = Probe(lambda m, x, y: m.layer(x)[0], layer(4, 4))
+    assert edges(model) == {("x", "layer"), ("getitem", "probe")}
+
+
+def test_a_recurrent_cell_with_one_state_returns_a_tensor() -> None:
+    assert edges(Probe(lambda m, x, y: m.layer(x), nn.GRUCell(4, 4))) == {("x", "layer"), ("layer", "probe")}
 
 
 @pytest.mark.parametrize("kind", ["conv", "conv_transpose", "linear"])

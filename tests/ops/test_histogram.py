@@ -523,6 +523,39 @@ def test_errors_of_searching(kwargs: dict, error: type[Exception], words: str) -
     assert words in str(caught.value)
 
 
+# ---- what entropy can justify ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes", [(-128, 127), (0, 255), (-8, 7)], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.randint(15, 240, (4000,)) / 255,  # the pixels of an image without dark ones
+        torch.randint(0, 8, (4000,)).float(),
+        torch.tensor([0.0, 3.0]).repeat(500),
+        torch.full((100,), 5.0),
+    ],
+    ids=["pixels", "integers", "two", "one"],
+)
+def test_entropy_keeps_values_of_which_it_merges_none(values: Tensor, codes: tuple[int, int], symmetric: bool) -> None:
+    """Ranges with fewer filled bins than levels have no divergence, however much they clip: they do not count."""
+    lo, hi = ops.search_range(*histogram(values), *codes, method="entropy", symmetric=symmetric)
+    clipped = ((values < lo) | (values > hi)).float().mean()
+    assert clipped <= (0.5 if codes[1] == 7 and values.unique().numel() > 8 else 0)
+    assert lo <= 0 < hi
+
+
+def test_entropy_does_not_cut_an_image_to_nothing() -> None:
+    """Pixels between 0.06 and 0.94 lost 20 dB: a range with one filled bin was chosen."""
+    torch.manual_seed(0)
+    x = torch.randint(15, 240, (1, 3, 64, 64)) / 255
+    quantizer = qt.TensorQuantizer(spec(observer_args={"method": "entropy"}))
+    qt.calibrate(nn.Sequential(quantizer), [x], progress=False)
+    error = (quantizer(x) - x).square().mean()
+    assert float(10 * torch.log10(1 / error)) > 45
+
+
 # ---- observer and calibration -------------------------------------------------------------------------------------------
 
 

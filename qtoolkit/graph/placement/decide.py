@@ -11,7 +11,15 @@ from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
 from qtoolkit.graph.placement.residual import free_branch, fuses
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Cause, Verdict
-from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, quantizes_its_input, tensor_inputs
+from qtoolkit.op_kinds.nodes import (
+    has_float_weight,
+    kind_of,
+    outputs_of,
+    owner_of,
+    quantizes_its_input,
+    returns_tuple,
+    tensor_inputs,
+)
 from qtoolkit.op_kinds.rules import argument, written_out
 
 
@@ -132,7 +140,7 @@ class _Collector:
         while (moved := self.roles.moves_from(source)) is not None:
             through.append(source)
             source = moved
-        if source.op == "placeholder" and not self.backend.quantize_graph_inputs:
+        if returns_tuple(source) or (source.op == "placeholder" and not self.backend.quantize_graph_inputs):
             return None
         self.on_grid.update(through, (source,))
         known = self.requests.get((source, consumer))
@@ -206,14 +214,15 @@ class _Collector:
     def _take_users(self, node: fx.Node, spec: QuantSpec) -> None:
         last = self.roles.last_in_unit(node)
         why = f"output of {node.name}: {self.backend.name} computes in integers throughout"
-        for user in last.users:
-            if user.op != "output" and (last, user) not in self.requests:
-                self.request(last, user, spec, why)
+        for output in outputs_of(last):
+            for user in output.users:
+                if user.op != "output" and (output, user) not in self.requests:
+                    self.request(output, user, spec, why)
 
     def _first_in_unit(self, source: fx.Node) -> fx.Node:
         while (moved := self.roles.moves_from(source)) is not None:
             source = moved
-        return self.roles.unit.get(source, source)
+        return self.roles.unit.get(source, owner_of(source))
 
     # ---- concats
 

@@ -5,8 +5,7 @@ from torch import fx
 from qtoolkit.backends import QUANTIZED_ROLES, Role
 from qtoolkit.graph.placement.traversal import origin, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
-from qtoolkit.op_kinds.nodes import kind_of, parameters_in, tensor_inputs
-from qtoolkit.op_kinds.rules import gives_tuple
+from qtoolkit.op_kinds.nodes import kind_of, parameters_in, returns_tuple, tensor_inputs
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
 
@@ -68,7 +67,7 @@ class Roles:
         source = source_of(node) if self[node] == "transparent" else None
         if source is not None and kind_of(node).name == "max_pool" and kind_of(source).name == "pad":
             return None
-        return None if source is None or (gives_tuple(source) and self[source] != "transparent") else source
+        return None if source is None or (returns_tuple(source) and self[source] != "transparent") else source
 
     def _by_rule(self, node: fx.Node) -> Role:
         role, kind = self.backend.role(kind_of(node)), kind_of(node)

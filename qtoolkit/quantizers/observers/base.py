@@ -42,6 +42,15 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         """Return the lowest and highest values to quantize; lo > hi if nothing was observed."""
         raise NotImplementedError
 
+    def observed(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values observed, of each range; by default those of `range`."""
+        return self.range()
+
+    def share_outside(self, lo: Tensor, hi: Tensor) -> float | None:
+        """Return the share of the observed values outside [lo, hi], per tensor or per range; None if it is not known."""
+        lowest, highest = self.observed()
+        return 0.0 if bool(((lowest >= lo) & (highest <= hi)).all()) else None
+
     def seen(self) -> bool:
         """Return whether every channel has observed something. Synchronizes with the device."""
         raise NotImplementedError

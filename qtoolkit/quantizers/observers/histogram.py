@@ -107,6 +107,26 @@ class HistogramObserver(Observer):
             self.counts, self.lo, self.hi, self.qmin, self.qmax, self.method, self.percentile, self.symmetric
         )
 
+    def observed(self) -> tuple[Tensor, Tensor]:
+        """Return the outer edges of the first and the last bin that hold a value."""
+        filled, edges = self.counts > 0, self._edges()
+        lowest = torch.where(filled, edges[..., :-1], torch.inf).amin(-1)
+        highest = torch.where(filled, edges[..., 1:], -torch.inf).amax(-1)
+        return lowest, highest
+
+    def share_outside(self, lo: Tensor, hi: Tensor) -> float:
+        """Return the share of the observed values in the bins whose centers are outside [lo, hi]."""
+        edges = self._edges()
+        centers = (edges[..., :-1] + edges[..., 1:]) / 2
+        lo, hi = (end.reshape(*self.lo.shape, 1) for end in (lo, hi))
+        outside = (centers < lo) | (centers > hi)
+        return float(self.counts[outside].sum() / self.counts.sum())
+
+    def _edges(self) -> Tensor:
+        """Return the edges of the bins, (..., bins + 1)."""
+        steps = torch.linspace(0, 1, self.counts.size(-1) + 1, device=self.lo.device)
+        return self.lo.unsqueeze(-1) + (self.hi - self.lo).unsqueeze(-1) * steps
+
     def seen(self) -> bool:
         """Return whether every channel has observed something, finite or not."""
         return not bool((self.hi <= self.lo).any())

@@ -82,6 +82,10 @@ class LSQStartObserver(RangeObserver):
         factor = torch.where(self.count > 0, (start / whole).clamp(max=1), 1).to(self.lo.dtype)
         return self.lo * factor, self.hi * factor
 
+    def observed(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values observed."""
+        return self.lo, self.hi
+
     def reset(self) -> None:
         """Discard what was observed."""
         super().reset()

@@ -78,6 +78,10 @@ class RangeObserver(Observer):
         """Return the lowest and highest values observed, or their moving averages."""
         return self.lo, self.hi
 
+    def share_outside(self, lo: Tensor, hi: Tensor) -> float | None:
+        """Return 0 if the range lies in [lo, hi], else None; a moving average does not tell."""
+        return None if self.momentum is not None else super().share_outside(lo, hi)
+
     def seen(self) -> bool:
         """Return whether every channel has observed something."""
         return not bool((self.lo > self.hi).any())

@@ -1,0 +1,112 @@
+"""ONNX files: saved, with the weights of large models beside them, checked, and run in onnxruntime."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir
+
+LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less than 2^31 bytes
+
+
+def save(model: "onnx_ir.Model", folder: Path, weights: str) -> tuple[Path, Path | None]:
+    """Save a model in a folder; return its file, and that of its weights (with the given name) if one file cannot hold both."""
+    import onnx_ir
+
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    path = folder / "model.onnx"
+    if size <= LARGEST_FILE:
+        onnx_ir.save(model, path)
+        return path, None
+    onnx_ir.save(model, path, external_data=weights)
+    return path, folder / weights
+
+
+def check_file(path: Path, opset: int) -> None:
+    """Raise RuntimeError for a file that is no valid ONNX."""
+    import onnx
+    from onnx.checker import ValidationError
+    from onnx.shape_inference import InferenceError
+
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (ValidationError, InferenceError) as error:
+        remedy = "; pass opset=22 and exporter='dynamo'" if "bfloat16" in str(error) else ""
+        raise RuntimeError(
+            f"export_onnx: the model is not valid ONNX in opset {opset}: {_first_line(error)}{remedy}."
+        ) from error
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A model to run in onnxruntime.
+
+    Attributes:
+        proto: The model.
+        folder: The folder of its weights, if they are in a file of their own.
+    """
+
+    proto: "onnx.ModelProto"
+    folder: str = ""
+
+    @classmethod
+    def of(cls, model: "onnx.ModelProto | str | os.PathLike[str]") -> "OpenedFile":
+        """Open a model, or the file at a path; weights in a file of their own are not read."""
+        import onnx
+
+        if isinstance(model, onnx.ModelProto):
+            return cls(model)
+        return cls(onnx.load(str(model), load_external_data=False), os.path.dirname(os.path.abspath(model)))
+
+    def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
+        """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
+
+        Raises:
+            ValueError: The file has another number of inputs.
+            RuntimeError: onnxruntime cannot run it.
+        """
+        from onnx import numpy_helper
+
+        constants = {
+            t.name: numpy_helper.to_array(t, self.folder) for t in self.proto.graph.initializer if t.name in names
+        }
+        session = self._session([name for name in dict.fromkeys(names) if name not in constants])
+        inputs_of_file = [value.name for value in session.get_inputs()]
+        if len(inputs_of_file) != len(inputs):
+            raise ValueError(
+                f"verify_onnx: the file takes {len(inputs_of_file)} tensors ({', '.join(inputs_of_file)}), got "
+                f"{len(inputs)}; pass inputs like those of the export."
+            )
+        feeds = {name: x.detach().cpu().numpy() for name, x in zip(inputs_of_file, inputs, strict=True)}
+        outputs = [value.name for value in session.get_outputs()]
+        return {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+
+    def _session(self, names: Sequence[str]) -> Any:
+        """Return a session of the model whose outputs include the tensors of these names."""
+        import onnx
+        import onnxruntime
+
+        opened = onnx.ModelProto()
+        opened.CopyFrom(self.proto)
+        shown = {o.name for o in opened.graph.output} | {i.name for i in opened.graph.input}
+        opened.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in shown)
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", self.folder)
+        try:
+            return onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's errors have no base class of their own
+            raise RuntimeError(
+                f"verify_onnx: onnxruntime cannot run the file on the CPU: {_first_line(error)}. If the target can, pass "
+                f"verify=False to write it without verification; models in float32 run everywhere."
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,0 +1,145 @@
+"""What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.model_inputs import call_arguments, tensors_of
+from qtoolkit.quantizers.frozen import Grid
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a model, and of its file.
+
+    Attributes:
+        args: The positional arguments of forward.
+        kwargs: The keyword arguments.
+        arguments: All of them by the name of forward's argument.
+        given_names: The names that the caller chose for the first inputs of the file.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
+    given_names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, example_inputs: Any, input_names: Sequence[str] | None) -> "Inputs":
+        """Return the inputs for example inputs as `export_onnx` takes them.
+
+        Raises:
+            TypeError: The example inputs do not match forward.
+            ValueError: There are more names than tensors, or a name occurs twice.
+        """
+        args, kwargs = call_arguments(model, example_inputs, "export_onnx: example_inputs do")
+        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        inputs = cls(args, kwargs, arguments, tuple(input_names or ()))
+        check_names("input_names", inputs.given_names, inputs.default_names)
+        check_names("input_names", inputs.names, inputs.default_names)
+        return inputs
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors in the arguments: the file has an input for each."""
+        return tensors_of((self.args, self.kwargs))
+
+    @property
+    def default_names(self) -> list[str]:
+        """A name for each tensor: the argument's, with the keys and positions in containers as torch.export adds them."""
+        return [name for argument, value in self.arguments.items() for name in _names_in(argument, value)]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each tensor: the given ones, then the default."""
+        return [*self.given_names, *self.default_names[len(self.given_names) :]]
+
+    def sizes(self, dynamic_shapes: Any) -> list[Any]:
+        """Return the entry of `dynamic_shapes` for each tensor.
+
+        Raises:
+            ValueError: It has not one entry for each argument.
+        """
+        shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else tuple(dynamic_shapes)
+        values: Any = self.arguments if isinstance(shapes, Mapping) else self.args
+        if len(shapes) != len(values):
+            raise ValueError(
+                f"export_onnx: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
+                f"got {len(shapes)}; an entry is a dict of dimensions, or None."
+            )
+        return list(_sizes_in(values, shapes))
+
+
+def check_names(argument: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ValueError for more names than a file has inputs or outputs, or for a name that occurs twice."""
+    if len(names) > len(known):
+        what = argument.removesuffix("_names")
+        raise ValueError(
+            f"export_onnx: {argument} must have a name for each {what} of the file or fewer, got {len(names)} for "
+            f"{len(known)} ({', '.join(known)})."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"export_onnx: {argument} must be different names, got {list(names)}.")
+
+
+def check_outputs(outputs: Any, output_names: Sequence[str] | None) -> None:
+    """Check what a model returns.
+
+    Raises:
+        TypeError: It returns something that a file cannot: a number or a string.
+        ValueError: There are more names than tensors, or a name occurs twice.
+    """
+    for place, value in _leaves("output", outputs):
+        if not isinstance(value, Tensor | None):
+            shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+            raise TypeError(
+                f"export_onnx: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
+                f"module that calls the model and returns its tensors alone."
+            )
+    tensors = [place for place, value in _leaves("output", outputs) if value is not None]
+    check_names("output_names", tuple(output_names or ()), tensors)
+
+
+def check_dtypes(model: nn.Module, inputs: Inputs) -> None:
+    """Raise TypeError for a model or an input of float64."""
+    scales = [(f"{name}.scale", module.scale) for name, module in model.named_modules() if isinstance(module, Grid)]
+    tensors = [*model.named_parameters(), *scales, *zip(inputs.names, inputs.tensors, strict=True)]
+    name = next((name for name, tensor in tensors if tensor.dtype == torch.float64), None)
+    if name is not None:
+        raise TypeError(
+            f"export_onnx: {name!r} is float64, but ONNX quantizes float32 and runtimes have few kernels for float64; export "
+            f"model.float() with inputs of float32."
+        )
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(f"{place}[{key!r}]", part)
+    elif isinstance(value, tuple | list):
+        for i, part in enumerate(value):
+            yield from _leaves(f"{place}[{i}]", part)
+    else:
+        yield place, value
+
+
+def _names_in(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        yield name
+        return
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
+    for key, part in parts:
+        yield from _names_in(f"{name}_{key}", part)
+
+
+def _sizes_in(value: Any, shapes: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        yield shapes
+        return
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
+    for key, part in parts:
+        yield from _sizes_in(part, None if shapes is None else shapes[key])

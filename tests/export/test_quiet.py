@@ -1,0 +1,49 @@
+"""An export prints nothing about what is not the user's business, and hides nothing else."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.export.quiet import LOGGED, without_noise
+
+
+class Noisy(nn.Module):
+    """Two inputs with one dynamic dimension, and an op whose translation has an empty list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.max_pool2d(self.conv(x) + y, 2, return_indices=True)[0]
+
+
+@pytest.mark.parametrize("integer_weights", [True, False])
+def test_an_export_is_quiet(tmp_path, caplog, capfd, integer_weights: bool) -> None:
+    inputs = torch.rand(4, 3, 6, 6), torch.rand(4, 4, 6, 6)
+    prepared = qt.prepare(Noisy().eval(), inputs)
+    qt.calibrate(prepared, [inputs], progress=False)
+    sizes = {0: "batch"}
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        qt.export_onnx(
+            prepared, inputs, tmp_path / "m.onnx", dynamic_shapes=(sizes, sizes), integer_weights=integer_weights
+        )
+    assert [record.getMessage() for record in caplog.records] == []
+    assert [w.message for w in warned if w.category is UserWarning] == []
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_only_these_messages_are_dropped(caplog, name: str) -> None:
+    logger = logging.getLogger(name)
+    with caplog.at_level(logging.WARNING), without_noise():
+        logger.warning("%s: cannot reshape array", LOGGED[name])
+        logger.warning("something else")
+    logger.warning("%s afterwards", LOGGED[name])
+    assert [record.getMessage() for record in caplog.records] == ["something else", f"{LOGGED[name]} afterwards"]
