@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from qtoolkit.random_state import RandomState
+
 
 def check_module(model: object, what: str, argument: str = "model") -> None:
     """Raise TypeError unless an argument of the public function `what` is a module."""
@@ -73,10 +75,14 @@ def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:
 
 @contextmanager
 def random_state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the state of torch's random number generators, of the CPU and of the model's devices, after the block."""
+    """Restore the random number generators of Python, NumPy, and torch (on the CPU and the model's devices) after the block."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices, key=str)):
-        yield
+    before = RandomState.now()
+    try:
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            yield
+    finally:
+        before.restore()
 
 
 @contextmanager

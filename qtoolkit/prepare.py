@@ -52,8 +52,8 @@ def prepare(
         model: The float model. It is copied, unless `inplace`.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With example inputs, Python that branches
             on sizes can be traced (each run then checks that its inputs take the same branches), arguments that they do not
-            give are fixed at their defaults, and the prepared model is run on them once, in eval mode with quantizers off,
-            so that a model that does not run fails here.
+            give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the prepared model is run on them once,
+            in eval mode with quantizers off, so that a model that does not run fails here.
         backend: A name from `qtoolkit.backends`, or a Backend.
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each

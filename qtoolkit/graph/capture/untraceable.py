@@ -10,9 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.nn import QAT_MODULES
 
 OWN_FOLDERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+# The remedy that helps with every model: its layers are replaced, and its Python stays as it is.
+WITHOUT_TRACING = "quantize the model without tracing it, by qtoolkit.quant_modules.replace(model)"
 
 
 class UntraceableError(RuntimeError):
@@ -62,6 +65,7 @@ def untraceable(
     remedies += _remedies(model, name, kind)
     if not has_example_inputs:
         remedies.append("pass example_inputs, which determine the sizes that Python branches on")
+    remedies.append(WITHOUT_TRACING)
     return UntraceableError(
         f"prepare: cannot trace {type(model).__name__}: {type(error).__name__} in {at}: {error} At {describe_line(frame)}. "
         f"Remedies: {'; '.join(remedies)}.",
@@ -77,7 +81,7 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
         children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in _children_with_layers(model)]
         if children:
             yield f"prepare submodules on their own: {', '.join(children)}"
-    parameters = inspect.signature(model.forward).parameters
+    parameters = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind not in VARIADIC]
     if len(parameters) > 1:
         yield f"fix an argument ({', '.join(parameters)}) with concrete_args"
 

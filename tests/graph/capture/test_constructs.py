@@ -133,10 +133,10 @@ TRACED: dict[str, Callable[[Construct, Tensor], Tensor]] = {
 }
 # For each construct that is refused: the function, and words of the error.
 REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
-    "Function": (lambda m, x: RoundThrough.apply(x), "Function enters no_grad"),
-    "Function by a name": (lambda m, x: round_through(x), "Function enters no_grad"),
-    "Function that returns a view": (lambda m, x: Reverse.apply(x), "Function enters no_grad"),
-    "Function that returns its input": (lambda m, x: Same.apply(x), "Function enters no_grad"),
+    "Function": (lambda m, x: RoundThrough.apply(x), "a torch.autograd.Function is called here"),
+    "Function by a name": (lambda m, x: round_through(x), "a torch.autograd.Function is called here"),
+    "Function that returns a view": (lambda m, x: Reverse.apply(x), "a torch.autograd.Function is called here"),
+    "Function that returns its input": (lambda m, x: Same.apply(x), "a torch.autograd.Function is called here"),
     "torch.tensor": (lambda m, x: torch.tensor(x) * 2, "computed from a traced value in C"),
     "Tensor": (lambda m, x: torch.Tensor(x) * 2, "computed from a traced value in C"),
     "FloatTensor": (lambda m, x: torch.FloatTensor(x) * 2, "device=meta"),
@@ -239,5 +239,5 @@ def test_lost_recomputation_is_reported(reentrant: bool) -> None:
 
 
 def test_a_custom_function_is_refused_without_grad_and_example_inputs_too() -> None:
-    with torch.no_grad(), pytest.raises(qt.UntraceableError, match="Function enters no_grad"):
+    with torch.no_grad(), pytest.raises(qt.UntraceableError, match="a torch.autograd.Function is called here"):
         qt.prepare(Net(lambda m, x: round_through(x)))
