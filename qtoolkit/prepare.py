@@ -1,6 +1,5 @@
 """prepare() and convert(): the passes in order."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
+from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
@@ -20,7 +20,7 @@ from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule
-from qtoolkit.nn.registry import QatModules, check_table
+from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
 from qtoolkit.shared_modules import modules_by_name
@@ -93,7 +93,9 @@ def prepare(
     leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model)
-        rules = LayerRules.of(own, target, qconfig_mapping, {**QAT_MODULES, **custom}, custom)
+        table = {**QAT_MODULES, **custom}
+        parametrizations = take_parametrizations(own, weighted_types(table))
+        rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
         gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
         gm = passes.fuse_patterns.run(gm, patterns)
@@ -105,6 +107,7 @@ def prepare(
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.insert.run(gm, rules)
         gm = passes.record.run(gm, rules)
+        put_parametrizations(gm, parametrizations)
         gm.set_kept()
         if example_inputs is not None:
             passes.record.try_out(gm, example_inputs)
@@ -145,7 +148,7 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float") -> M:
     check_known("arithmetic", arithmetic, ("float",))
     check_quantized(prepared, "convert")
     check_links(prepared)
-    return passes.freeze.run(copy.deepcopy(prepared))
+    return passes.freeze.run(deepcopy_model(prepared, what="convert"))
 
 
 def _warn_of_types(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
@@ -97,13 +98,18 @@ class QuantWeighted(QuantModule):
         return new
 
     def fold_batch_norm(self, bn: nn.Module) -> None:
-        """Fold a batch norm's running statistics, scale and shift into weight and bias; the caller removes the batch norm."""
+        """Fold a batch norm's running statistics, scale and shift into weight and bias; the caller removes the batch norm.
+
+        A pruned weight stays pruned. Other weights that a hook or a parametrization computes become plain parameters.
+        """
+        masks = bake(self)
         factor = batch_norm.factor_of(bn).detach()
         weight = self.scale_output_channels(self.weight.detach(), factor)
         bias = batch_norm.folded_bias(bn, self.bias, factor).detach()
         self.weight = nn.Parameter(weight, self.weight.requires_grad)
         self.bias = nn.Parameter(bias, self.weight.requires_grad)
         self._batch_norm, self._holds_batch_norm = (), True
+        mask(self, masks)
 
     # ---- forward
 

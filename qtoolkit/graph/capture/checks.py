@@ -6,7 +6,10 @@ from torch import fx, nn
 def check_hooks(module: nn.Module) -> None:
     """Raise RuntimeError for a module with forward hooks: they would run once, on proxies, and then be lost."""
     if any(module.__dict__.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")):
-        raise RuntimeError("this module has forward hooks, which a graph does not record; remove them first.")
+        raise RuntimeError(
+            "this module has forward hooks, which a graph does not record; remove them first, "
+            "those of torch.nn.utils.prune by prune.remove."
+        )
 
 
 def check_assigned(model: nn.Module) -> None:
