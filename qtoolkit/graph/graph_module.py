@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.traced_blocks import check_replaced, make_traced
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
@@ -71,6 +72,10 @@ class QuantizedGraphModule(fx.GraphModule):
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
         return result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_replaced(self, name, value)
+        super().__setattr__(name, value)
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
         """Replace a submodule under each of its names, so that it stays shared."""
@@ -203,7 +208,11 @@ def _take_over(target: nn.Module, source: nn.Module) -> None:
         if own is None:
             target.register_module(name, child)
         elif own is not child and child is not None:
+            make_traced(own, child)
             _take_over(own, child)
+    in_order = {name: target._modules[name] for name in (*source._modules, *target._modules)}
+    target._modules.clear()
+    target._modules.update(in_order)
 
 
 def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
