@@ -170,6 +170,8 @@ def _find_submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _find_attribute(model: nn.Module, name: str) -> Any:
+    if not isinstance(name, str):
+        raise TypeError(f"prepare: preserve_attributes must contain dotted names, got {name!r}.")
     owner_name, _, attribute = name.rpartition(".")
     try:
         owner = model.get_submodule(owner_name)

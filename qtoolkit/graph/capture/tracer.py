@@ -182,10 +182,6 @@ class ModelTracer(fx.Tracer):
         if target in GRADIENT_CALLS:
             called = getattr(target, "__name__", target)
             raise RuntimeError(f"{called} is called here; a graph does not record gradients inside a forward.")
-        if getattr(target, "__name__", "") == "__set__":
-            raise RuntimeError(
-                "an attribute of a tensor, such as data, is assigned here, which a graph does not record."
-            )
         takes_weights = kind == "call_function" and self._takes_weights(target, (args, kwargs))
         inlined = self._inline(target, args, kwargs) if takes_weights else None
         return super().create_proxy(kind, target, args, kwargs, *rest, **more) if inlined is None else inlined

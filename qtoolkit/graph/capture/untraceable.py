@@ -3,6 +3,7 @@
 import inspect
 import linecache
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.nn import QAT_MODULES
 
 OWN_FOLDERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 # The remedy that helps with every model: its layers are replaced, and its Python stays as it is.
 WITHOUT_TRACING = "quantize the model without tracing it, by qtoolkit.quant_modules.replace(model)"
 
@@ -31,9 +33,15 @@ class UntraceableError(RuntimeError):
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Return the innermost of some frames that is outside torch and the tracer."""
-    foreign = [f for f in frames if not f.filename.startswith(OWN_FOLDERS)]
+    """Return the innermost of some frames that is outside torch, the tracer and Python's standard library."""
+    foreign = [f for f in frames if not (f.filename.startswith(OWN_FOLDERS) or _is_standard(f.filename))]
     return foreign[-1] if foreign else None
+
+
+def _is_standard(filename: str) -> bool:
+    return (
+        filename.startswith(STANDARD_LIBRARY) and "-packages" not in filename
+    )  # installed packages are inside the folder
 
 
 def describe_line(frame: traceback.FrameSummary | None) -> str:

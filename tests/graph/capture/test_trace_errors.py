@@ -154,6 +154,7 @@ def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], word
             ValueError,
             "unknown argument of forward in prepare's concrete_args 'y'. Known: x",
         ),
+        ({"preserve_attributes": [5]}, TypeError, "preserve_attributes must contain dotted names, got 5"),
         ({"preserve_attributes": ["firs"]}, ValueError, "the model has no attribute 'firs'"),
         ({"preserve_attributes": ["blok.fc"]}, ValueError, "unknown submodule 'blok'; did you mean 'block'"),
         ({"preserve_attributes": ["block.strid"]}, ValueError, "submodule 'block' has no attribute 'strid'"),
