@@ -23,7 +23,6 @@ from qtoolkit.nn import QAT_MODULES, QuantModule
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
-from qtoolkit.shared_modules import modules_by_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -99,8 +98,7 @@ def prepare(
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
         gm.plan = Plan(target, tracing=Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None))
         gm = passes.fuse_patterns.run(gm, patterns)
-        if qconfig_mapping is not None:
-            qconfig_mapping.check_names(_names_in(gm))
+        rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
         _warn_of_types(own, gm, qconfig_mapping, leaf_modules, custom)
         gm = passes.leaf_modules.run(gm, rules)
         gm = passes.swap.run(gm, rules)
@@ -182,12 +180,6 @@ def check_quantized(model: object, what: str) -> None:
         f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "
         f"another module with quantizers, got {type(model).__name__}."
     )
-
-
-def _names_in(gm: QuantizedGraphModule) -> list[str]:
-    """Return the names that rules can name: those of modules, which hold for all that is in them, and of other ops."""
-    modules = [name for name in modules_by_name(gm) if name]
-    return modules + [node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:

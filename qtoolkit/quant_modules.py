@@ -110,9 +110,8 @@ def replace(
     with unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model, what="replace")
         parametrizations = take_parametrizations(own, weighted_types(table))
-        if qconfig_mapping is not None:
-            qconfig_mapping.check_names(_names(own, table))
         configs = LayerRules.of(own, target, qconfig_mapping, table, custom or ())
+        configs.check_names()
         own_modules = modules_by_name(own)
         rules = ReplacementRules(configs, {own_modules[name]: reason for name, reason in ignored.items()})
         _warn_of_types(own, qconfig_mapping, custom or {})
@@ -243,12 +242,6 @@ def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: Qat
     warn_of_unused_types(rule, [kind for kind in ruled if isinstance(kind, type)], types)
     warn_of_unused_types(rule, functions, (), "is a function (replace quantizes modules only)")
     warn_of_unused_types("replace: custom names", custom, types)
-
-
-def _names(model: nn.Module, table: QatModules) -> list[str]:
-    """Return the names that rules can use: those of all submodules, and "" if the model itself is a layer."""
-    names = list(modules_by_name(model))
-    return names if type(model) in table else names[1:]
 
 
 def _output_specs(

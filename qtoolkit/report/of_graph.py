@@ -49,7 +49,8 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     tensors += dict.fromkeys(
         line for quantizer in held for line in _tensor_lines_of(quantizer, sources[quantizer.name])
     )
-    return QuantizationReport(tuple(layers), tuple(tensors))
+    printed = {node.name: name_of(node) for node in nodes}
+    return QuantizationReport(tuple(layers), tuple(line.renamed(printed) for line in tensors))
 
 
 def _has_line(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
 from qtoolkit.op_kinds.recorded import BOOKKEEPING
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -65,7 +65,7 @@ def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
     if kind.name == "batch_norm" and role != "compute":
         return _verdict_on_batch_norm(node, roles, calls)
     if node in roles.unit:
-        return Verdict(Status.FUSED, Cause.JOINED, f"one op with {roles.unit[node].name}")
+        return Verdict(Status.FUSED, Cause.JOINED, f"one op with {name_of(roles.unit[node])}")
     if role == "transparent":
         return Verdict(Status.TRANSPARENT, Cause.MOVES)
     return _verdict_by_inputs(node, roles) if role in QUANTIZED_ROLES else _verdict_on_float(node, roles)

@@ -11,7 +11,7 @@ from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
 from qtoolkit.graph.placement.residual import free_branch, fuses
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Cause, Verdict
-from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, quantizes_its_input, tensor_inputs
+from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, name_of, quantizes_its_input, tensor_inputs
 from qtoolkit.op_kinds.rules import argument, written_out
 
 
@@ -199,13 +199,13 @@ class _Collector:
 
     def _why(self, node: fx.Node, free: fx.Node | None) -> str:
         if free is not None:
-            return f"identity branch of a residual add, which becomes part of {free.name}"
+            return f"identity branch of a residual add, which becomes part of {name_of(free)}"
         words = "computes on" if self.roles[node] == "compute" else "merges"
         return f"{kind_of(node)} {words} quantized inputs"
 
     def _take_users(self, node: fx.Node, spec: QuantSpec) -> None:
         last = self.roles.last_in_unit(node)
-        why = f"output of {node.name}: {self.backend.name} computes in integers throughout"
+        why = f"output of {name_of(node)}: {self.backend.name} computes in integers throughout"
         for user in last.users:
             if user.op != "output" and (last, user) not in self.requests:
                 self.request(last, user, spec, why)
