@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
+from qtoolkit.graph.lint import lint
 from qtoolkit.graph.plan import Cause
 from tests import nets
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
@@ -227,6 +228,8 @@ def test_the_report_of_a_graph_looks_at_the_model_as_it_is(skip: tuple[str, ...]
     for name, kind in (("fc", "Linear"), ("relu", "Sigmoid"), (inner, "Linear")):
         assert lines[name].reason == f"float: a {kind} that was put in after the model was quantized"
         assert (lines[name].verdict.cause, lines[name].weight) == (Cause.PUT_IN, "")
+    assert lint(edited)[-1].where == "fc"
+    assert not lint(prepared)
     others = set(lines) - {"fc", "relu", inner}
     assert {name: lines[name].status for name in others} == {name: before[name] for name in others}
     assert {line.name: line.status for line in qt.quantization_report(prepared).layers} == before

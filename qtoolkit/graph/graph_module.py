@@ -1,6 +1,7 @@
 """QuantizedGraphModule: a GraphModule that keeps all names of its model, and whose copies keep its plan and attributes."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -113,10 +114,19 @@ class QuantizedGraphModule(fx.GraphModule):
             layer, bn = self.get_submodule(str(node.target)), self.get_submodule(name)
             if isinstance(layer, QuantWeighted) and layer.batch_norm is not bn and is_batch_norm(bn):
                 self.set_submodule(name, layer.replace_batch_norm(bn, name))
+        if mode and not self.training and self.plan is not None and self.plan.tracing.eval_branches:
+            self._warn_of_branches(self.plan.tracing.eval_branches)
         super().train(mode)
         if not mode:
             self._refresh_weight_ranges()
         return self
+
+    def _warn_of_branches(self, names: Sequence[str]) -> None:
+        warnings.warn(
+            f"train: Python branches on self.training in {', '.join(names)}; the model was prepared in eval mode, and its "
+            f"graph computes that branch in training mode too. Prepare the model in training mode, or name the submodule in `skip`.",
+            stacklevel=3,  # the caller of train
+        )
 
     def _refresh_weight_ranges(self) -> None:
         calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]

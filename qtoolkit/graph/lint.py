@@ -8,7 +8,9 @@ from qtoolkit.backends import Backend
 from qtoolkit.config import QuantSpec
 from qtoolkit.graph.advice import ADVICE, Finding
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.traversal import origin, quantizer_behind, source_of
+from qtoolkit.graph.plan import Cause, Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
@@ -146,6 +148,19 @@ def _pad_before_quantizer(node: fx.Node, backend: Backend) -> Iterator[Finding]:
         )
 
 
+def _put_in(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    gm = node.graph.owning_module
+    plan = gm.plan if isinstance(gm, QuantizedGraphModule) else None
+    if plan is not None and node.op in ("call_module", "call_function", "call_method") and not is_quantizer(node):
+        verdict = verdict_now(node, plan)
+        if verdict.cause is Cause.PUT_IN and plan.status.get(node.name, verdict).status is Status.QUANTIZED:
+            yield Finding(
+                name_of(node),
+                f"the plan quantizes it, and it is {verdict.text}.",
+                "Make that change in the float model, and call qtoolkit.prepare on it.",
+            )
+
+
 def _two_quantizers(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     quantizers = [user for user in node.users if is_quantizer(user) and not is_weight_quantizer(user)]
     if len(quantizers) > 1:
@@ -214,6 +229,7 @@ RULES: tuple[Callable[[fx.Node, Backend], Iterator[Finding]], ...] = (
     _concat,
     _in_and_out,
     _pad_before_quantizer,
+    _put_in,
     _two_quantizers,
     _grouped_conv_transpose,
     _weight_bits,

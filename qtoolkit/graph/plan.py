@@ -101,12 +101,14 @@ class Tracing:
         skip: Dotted names of leaf modules.
         concrete_args: Values of arguments of forward that were fixed.
         measured: Whether example inputs decided on sizes.
+        eval_branches: Submodules whose Python branches on their mode, if the model was in eval mode: the graph has that branch.
     """
 
     leaf_modules: tuple[type[nn.Module], ...] = ()
     skip: tuple[str, ...] = ()
     concrete_args: Mapping[str, Any] | None = None
     measured: bool = False
+    eval_branches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

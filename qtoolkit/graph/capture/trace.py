@@ -1,7 +1,7 @@
 """Trace a model to a GraphModule with the same parameter names. An error names the source line and the remedies."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -22,6 +22,8 @@ from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
 
+# The key in the metadata of a traced model for the submodules whose branch of eval mode the graph has, in training mode too.
+EVAL_BRANCHES = "eval_branches"
 # Names of torch's classes that wrap or compile a model, and what to do instead.
 WRAPPERS: Mapping[str, str] = {
     "DistributedDataParallel": "prepare model.module first, then wrap the result",
@@ -83,7 +85,9 @@ def run(
             )
     except Exception as error:  # the user's forward may raise anything on proxies
         raise untraceable(error, model, tracer.path, example_inputs is not None) from error
-    _warn_of_modes(model, tracer.branching)
+    branches = tuple(name or type(model).__name__ for name, m in model.named_modules() if m in tracer.branching)
+    if model.training:
+        _warn_of_modes(branches)
     if tracer.checkpointed:
         _warn_of_checkpoint(model)
     in_place.run(graph, model)
@@ -95,6 +99,7 @@ def run(
     add_modes(model, graph, tracer.modes)
     subclasses.run(model, graph, tuple(leaf_modules))
     traced = QuantizedGraphModule.of(model, graph, type(model).__name__)
+    traced.meta[EVAL_BRANCHES] = () if model.training else branches
     for name, value in kept.items():
         traced.keep(name, value)
     return traced
@@ -109,13 +114,11 @@ def _warn_of_checkpoint(model: nn.Module) -> None:
     )
 
 
-def _warn_of_modes(model: nn.Module, branching: Collection[nn.Module]) -> None:
-    """Warn if a model that is trained branches on its mode; one that is prepared in eval mode stays in it."""
-    names = [name or type(model).__name__ for name, module in model.named_modules() if module in branching]
-    if names and model.training:
+def _warn_of_modes(branches: Sequence[str]) -> None:
+    if branches:
         warnings.warn(
-            f"prepare: Python branches on self.training in {', '.join(names)}; the graph computes the branch of training mode "
-            f"in eval mode too. Prepare the model in the mode of its export, or name the submodule in `skip`.",
+            f"prepare: Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
+            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `skip`.",
             stacklevel=4,  # the caller of prepare
         )
 

@@ -151,10 +151,17 @@ def test_a_branch_that_the_graph_fixes_is_warned_of() -> None:
         assert isinstance(prepared.eval()(torch.rand(2, 4)), tuple)
 
 
-@pytest.mark.filterwarnings("error:prepare")
-def test_a_model_that_is_prepared_in_eval_mode_is_not_warned_of() -> None:
+@pytest.mark.filterwarnings("error:prepare", "error:train")
+def test_a_model_that_is_prepared_in_eval_mode_is_warned_of_where_it_is_trained() -> None:
     model, x = nn.Sequential(TwoHeads()).eval(), torch.rand(2, 4)
-    nets.assert_float_when_off(qt.prepare(model, (x,), backend="onnxruntime"), model, x)
+    prepared = qt.prepare(model, (x,), backend="onnxruntime")
+    nets.assert_float_when_off(prepared, model, x)
+    for ours in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        ours.eval()
+        with pytest.warns(
+            UserWarning, match="train: Python branches on self.training in 0; the model was prepared in eval"
+        ):
+            ours.train()
 
 
 def test_a_mode_that_the_graph_follows_is_not_warned_of(recwarn) -> None:
