@@ -13,9 +13,15 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
         "unknown backend 'tensort'; did you mean 'tensorrt'? Known: onnxruntime, tensorrt."
     """
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    same = [known for known in names if _as_node(known) == _as_node(str(name))]
+    near = same or get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown {what} {name!r}{hint} Known: {', '.join(names)}."
+
+
+def _as_node(name: str) -> str:
+    """Return the name that torch.fx gives to the node of a module, without its leading underscore."""
+    return name.replace(".", "_").strip("_")
 
 
 def check_known(what: str, name: object, known: Iterable[str]) -> None:

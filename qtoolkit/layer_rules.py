@@ -94,6 +94,21 @@ class LayerRules:
         types = {name: type(module) for name, module in modules_by_name(model).items()}
         return cls(backend, mapping, table, frozenset(custom), names_by_module(model), types)
 
+    def check_names(self, ops: Iterable[str] = ()) -> None:
+        """Check that the rules by name and by regular expression are for modules of the model, containers too, or for ops.
+
+        The name "" is that of a model that is a layer itself.
+
+        Args:
+            ops: Names of the ops that are no modules.
+
+        Raises:
+            ValueError: A name or a regular expression matches none. The error names the nearest.
+        """
+        if self.mapping is not None:
+            modules = [name for name, kind in self.types.items() if name or kind in self.table]
+            self.mapping.check_names([*modules, *ops])
+
     def of_node(self, node: fx.Node) -> Rule:
         """Return the rule for a node of a graph.
 

@@ -3,10 +3,17 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from qtoolkit.random_state import RandomState
+
+M = TypeVar("M", bound=nn.Module)
+
+# What to do, by the public function, if copy.deepcopy cannot be made to work.
+REMEDIES = {"prepare": ", or pass inplace=True and no example_inputs", "convert": ""}
 
 
 def check_module(model: object, what: str, argument: str = "model") -> None:
@@ -15,7 +22,7 @@ def check_module(model: object, what: str, argument: str = "model") -> None:
         raise TypeError(f"{what}: {argument} must be a torch.nn.Module, got {type(model).__name__}.")
 
 
-def deepcopy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: str = "prepare") -> nn.Module:
+def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "prepare") -> M:
     """Return a deep copy of a model.
 
     Args:
@@ -27,13 +34,21 @@ def deepcopy_model(model: nn.Module, memo: dict[int, Any] | None = None, what: s
         TypeError: The model cannot be copied.
     """
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, {**_detached_attributes(model), **(memo or {})})
     except Exception as error:
-        remedy = "inplace=True and no example_inputs" if what == "prepare" else "inplace=True"
         raise TypeError(
-            f"{what}: the model cannot be copied ({type(error).__name__}: {error}); make copy.deepcopy(model) work, or pass "
-            f"{remedy}."
+            f"{what}: the model cannot be copied ({type(error).__name__}: {error}); make copy.deepcopy(model) work"
+            f"{REMEDIES.get(what, ', or pass inplace=True')}."
         ) from error
+
+
+def _detached_attributes(model: nn.Module) -> dict[int, Tensor]:
+    """Return a detached copy of each computed tensor among the attributes, by its id: copy.deepcopy refuses these.
+
+    The hooks of torch.nn.utils.prune, for example, set a weight that they compute.
+    """
+    tensors = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
 @contextmanager
@@ -73,10 +88,14 @@ def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:
 
 @contextmanager
 def random_state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the state of torch's random number generators, of the CPU and of the model's devices, after the block."""
+    """Restore the random number generators of Python, NumPy, and torch (on the CPU and the model's devices) after the block."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices, key=str)):
-        yield
+    before = RandomState.now()
+    try:
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            yield
+    finally:
+        before.restore()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """prepare() and convert(): the passes in order."""
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -9,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 
 from qtoolkit.backends import Backend, backend_of
+from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
@@ -21,11 +21,10 @@ from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule
-from qtoolkit.nn.registry import QatModules, check_table
+from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
-from qtoolkit.shared_modules import modules_by_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,8 +53,8 @@ def prepare(
         model: The float model. It is copied, unless `inplace`.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With example inputs, Python that branches
             on sizes can be traced (each run then checks that its inputs take the same branches), arguments that they do not
-            give are fixed at their defaults, and the prepared model is run on them once, in eval mode with quantizers off,
-            so that a model that does not run fails here.
+            give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the prepared model is run on them once,
+            in eval mode with quantizers off, so that a model that does not run fails here.
         backend: A name from `qtoolkit.backends`, or a Backend.
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
@@ -95,19 +94,22 @@ def prepare(
     leaves = (*leaf_modules, *custom, *passes.fuse_patterns.module_types(patterns))
     with random_state_kept(model), unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model)
-        rules = LayerRules.of(own, target, qconfig_mapping, {**QAT_MODULES, **custom}, custom)
+        table = {**QAT_MODULES, **custom}
+        parametrizations = take_parametrizations(own, weighted_types(table))
+        rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
-        tracing = Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None)
+        eval_branches = gm.meta.pop(trace.EVAL_BRANCHES)
+        tracing = Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None, eval_branches)
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
-        if qconfig_mapping is not None:
-            qconfig_mapping.check_names(_names_in(gm))
+        rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
         _warn_of_types(own, gm, qconfig_mapping, leaf_modules, custom)
         gm = passes.leaf_modules.run(gm, rules)
         gm = passes.swap.run(gm, rules)
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.insert.run(gm, rules)
         gm = passes.record.run(gm, rules)
+        put_parametrizations(gm, parametrizations)
         gm.set_kept()
         if example_inputs is not None:
             passes.record.try_out(gm, example_inputs)
@@ -157,12 +159,13 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float", state_dict: Map
     check_known("arithmetic", arithmetic, ("float",))
     check_quantized(prepared, "convert")
     check_links(prepared)
+    own = deepcopy_model(prepared, what="convert")
     if state_dict is None:
         _warn_of_skipped(prepared)
-        return passes.freeze.run(copy.deepcopy(prepared))
+        return passes.freeze.run(own)
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
-    return passes.freeze.restore(copy.deepcopy(prepared), state_dict)
+    return passes.freeze.restore(own, state_dict)
 
 
 def _warn_of_skipped(model: nn.Module) -> None:
@@ -209,12 +212,6 @@ def check_quantized(model: object, what: str) -> None:
         f"{what}: the model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, or "
         f"another module with quantizers, got {type(model).__name__}."
     )
-
-
-def _names_in(gm: QuantizedGraphModule) -> list[str]:
-    """Return the names that rules can name: those of modules, which hold for all that is in them, and of other ops."""
-    modules = [name for name in modules_by_name(gm) if name]
-    return modules + [node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
 
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:

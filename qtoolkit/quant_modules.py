@@ -10,6 +10,7 @@ from typing import Literal, Self
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
+from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
@@ -32,9 +33,9 @@ from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.nn.registry import QatModules, check_table
+from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import float_type
-from qtoolkit.shared_modules import modules_by_name
+from qtoolkit.shared_modules import first_names, modules_by_name
 
 QUANTIZE = ("inputs", "outputs")
 OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # modules of torch.ao that quantize their output, by name
@@ -104,25 +105,18 @@ def replace(
     check_known("quantize", quantize, QUANTIZE)
     _check(model, qconfig_mapping, custom)
     table = {**REPLACED_MODULES, **(custom or {})}
-    if qconfig_mapping is not None:
-        qconfig_mapping.check_names(_names(model, table))
-    configs = LayerRules.of(model, target, qconfig_mapping, table, custom or ())
-    rules = ReplacementRules(configs, ignored_in(model, ignore))
-    _warn_of_types(model, qconfig_mapping, custom or {})
-    decisions = decide_all(model, rules)
-    outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
-    modules = modules_by_name(model)
-    norms = {name: modules[name] for _, name, *_ in chains_of(model) if name in modules}
-    apart = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_apart(bn)) is not None}
+    names = first_names(model)
+    ignored = {names[module]: reason for module, reason in ignored_in(model, ignore).items()}
     with unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model, what="replace")
-        qconfigs = {name: decision.qconfig for name, decision in decisions.items()}
-        replace_layers(own, [""], lambda name, *_: qconfigs.get(name), table, quantize == "inputs", "replace")
-        verdicts = {name: decision.verdict for name, decision in decisions.items()}
-        verdicts |= link_chains(own, target.batch_norm, apart)
-        verdicts |= quantize_outputs(own, outputs)
-        mapping = None if qconfig_mapping is None else qconfig_mapping.copy()
-        update_record(own, plan=Plan(target, inside=verdicts, mapping=mapping))
+        parametrizations = take_parametrizations(own, weighted_types(table))
+        configs = LayerRules.of(own, target, qconfig_mapping, table, custom or ())
+        configs.check_names()
+        own_modules = modules_by_name(own)
+        rules = ReplacementRules(configs, {own_modules[name]: reason for name, reason in ignored.items()})
+        _warn_of_types(own, qconfig_mapping, custom or {})
+        _replace(own, rules, quantize)
+        put_parametrizations(own, parametrizations)
     return own
 
 
@@ -211,6 +205,22 @@ class Active(AbstractContextManager["Active"]):
         CONSTRUCTION.switch(self._before.pop())
 
 
+def _replace(model: nn.Module, rules: ReplacementRules, quantize: str) -> None:
+    """Replace the layers of a model, and link and quantize its chains, by rules."""
+    configs, decisions = rules.rules, decide_all(model, rules)
+    outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
+    modules = modules_by_name(model)
+    norms = {name: modules[name] for _, name, *_ in chains_of(model) if name in modules}
+    apart = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_apart(bn)) is not None}
+    qconfigs = {name: decision.qconfig for name, decision in decisions.items()}
+    replace_layers(model, [""], lambda name, *_: qconfigs.get(name), configs.table, quantize == "inputs", "replace")
+    verdicts = {name: decision.verdict for name, decision in decisions.items()}
+    verdicts |= link_chains(model, configs.backend.batch_norm, apart)
+    verdicts |= quantize_outputs(model, outputs)
+    mapping = None if configs.mapping is None else configs.mapping.copy()
+    update_record(model, plan=Plan(configs.backend, inside=verdicts, mapping=mapping))
+
+
 def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules | None) -> None:
     check_module(model, "replace")
     if isinstance(model, QuantizedGraphModule):
@@ -233,12 +243,6 @@ def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: Qat
     warn_of_unused_types(rule, [kind for kind in ruled if isinstance(kind, type)], types)
     warn_of_unused_types(rule, functions, (), "is a function (replace quantizes modules only)")
     warn_of_unused_types("replace: custom names", custom, types)
-
-
-def _names(model: nn.Module, table: QatModules) -> list[str]:
-    """Return the names that rules can use: those of all submodules, and "" if the model itself is a layer."""
-    names = list(modules_by_name(model))
-    return names if type(model) in table else names[1:]
 
 
 def _output_specs(

@@ -222,3 +222,82 @@ def test_the_axis_that_the_target_takes_gives_none(road: str) -> None:
         assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt", road) == 1
     for mapping in (None, qt.QConfigMapping().set_global(INT8)):  # axis 0 stands for the output channel
         assert scales_of(mapping, "tensorrt", road) == 6
+
+
+# ---- names
+
+
+class Stages(nn.Module):
+    """Submodules of all kinds: containers, one without layers, an empty one and a shared one."""
+
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x) * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), Stages.Doubles()), nn.Sequential(nn.Linear(8, 8))])
+        self.heads, self.empty = nn.ModuleDict({"a": nn.Linear(8, 8)}), nn.ModuleList()
+        self.again = self.blocks[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads["a"](self.again(self.blocks[1](self.blocks[0](x))))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in Stages().named_modules(remove_duplicate=False) if name])
+def test_every_road_takes_the_name_of_every_submodule(name: str) -> None:
+    mapping = qt.QConfigMapping().set_module_name(name, None)
+    model = Stages().eval()
+    prepared = qt.prepare(model, torch.randn(2, 8), qconfig_mapping=mapping)
+    replaced = qt.quant_modules.replace(model, mapping)
+    floats = {f"{name}.{part}".strip(".") for part, _ in model.get_submodule(name).named_modules()}
+    for ours in (prepared, replaced):
+        quantized = {line.name for line in qt.quantization_report(ours).quantized}
+        assert not quantized & floats
+        assert quantized
+
+
+def test_the_name_of_a_model_that_is_a_layer_is_empty() -> None:
+    mapping = qt.QConfigMapping().set_module_name("", W4)
+    for ours in (
+        qt.prepare(nn.Linear(8, 8), torch.randn(2, 8), qconfig_mapping=mapping),
+        qt.quant_modules.replace(nn.Linear(8, 8), mapping),
+    ):
+        assert qt.quantization_report(ours).layers[0].weight == "int4 per-channel(0)"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("blocks_0_0", "blocks.0.0"), ("heads_a", "heads.a"), ("_blocks_1_0", "blocks.1.0"), ("head.a", "heads.a")],
+)
+def test_names_of_nodes_are_answered_with_those_of_their_modules(given: str, meant: str) -> None:
+    mapping = qt.QConfigMapping().set_module_name(given, None)
+    for call in (
+        lambda: qt.prepare(Stages(), qconfig_mapping=mapping),
+        lambda: qt.quant_modules.replace(Stages(), mapping),
+    ):
+        with pytest.raises(ValueError, match=f"unknown layer '{given}'; did you mean '{meant}'"):
+            call()
+
+
+def test_a_node_name_wins_over_a_nearer_spelling() -> None:
+    mapping = qt.QConfigMapping().set_module_name("layers_1_0", None)
+    model = nn.ModuleDict(
+        {"layers_1": nn.Linear(2, 2), "layers": nn.ModuleList([nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])])}
+    )
+    with pytest.raises(ValueError, match=r"did you mean 'layers\.1\.0'"):
+        qt.quant_modules.replace(model, mapping)
+
+
+def test_the_names_of_a_report_are_names_of_a_config() -> None:
+    model, x = Stages().eval(), torch.randn(2, 8)
+    report = qt.quantization_report(qt.prepare(model, x, "onnxruntime"))
+    names = (
+        {line.name for line in report.layers}
+        | {t.source for t in report.tensors}
+        | {c for t in report.tensors for c in t.consumers}
+    )
+    mapping = qt.QConfigMapping()
+    for name in names - {"x"}:  # the model's input
+        mapping.set_module_name(name, None)
+    assert qt.quantization_report(qt.prepare(model, x, "onnxruntime", mapping)).quantized == ()

@@ -418,7 +418,7 @@ def test_reasons_of_float_layers() -> None:
     model = nn.ModuleDict(
         {
             "odd": Odd(3, 3, 1),
-            "weight_norm": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "weight_norm": nn.utils.parametrizations.weight_norm(nn.LSTM(4, 4), "weight_ih_l0"),
             "bn": nn.BatchNorm2d(4),
             "act": nn.ReLU(),
             "patched": nn.Linear(4, 4),
@@ -429,7 +429,7 @@ def test_reasons_of_float_layers() -> None:
     mapping = qt.QConfigMapping().set_module_name("fc", None)
     why = reasons(replace(model, mapping, inplace=True))
     assert "Odd is a subclass of Conv2d" in why["odd"]
-    assert "a parametrized Linear; call torch.nn.utils.parametrize.remove" in why["weight_norm"]
+    assert "a parametrized LSTM; call torch.nn.utils.parametrize.remove" in why["weight_norm"]
     assert "no chain of qtoolkit.fuse_modules" in why["bn"]
     assert why["act"] == "float: no QAT type for ReLU"
     assert "its forward is an attribute of this one module" in why["patched"]

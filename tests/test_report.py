@@ -1,11 +1,15 @@
 """quantization_report of models without a graph: every line, and why."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
+from qtoolkit.graph.lint import lint
+from qtoolkit.graph.plan import Cause
 from tests import nets
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
 
@@ -190,3 +194,62 @@ def test_prepared_models_name_the_quantizers_of_each_op() -> None:
     found = {line.name: line.quantizers for line in report.layers}
     assert found["conv"] == ("conv.weight_quantizer", "activation_quantizers.x")
     assert found["conv2d"] == ("weight_quantizers.conv2d", "activation_quantizers.conv")
+
+
+# ---- models that were edited after they were quantized
+
+
+class Edited(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.pool = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+        self.block = nn.Sequential(nn.Linear(8, 8))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.block(torch.flatten(self.pool(self.relu(self.conv(x))), 1)))
+
+
+def edit(model: nn.Module) -> None:
+    model.fc, model.relu, model.block[0] = nn.Linear(8, 3), nn.Sigmoid(), nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("convert", [False, True], ids=["prepared", "converted"])
+@pytest.mark.parametrize("skip", [(), ("block",)], ids=["traced", "leaf"])
+def test_the_report_of_a_graph_looks_at_the_model_as_it_is(skip: tuple[str, ...], convert: bool) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    prepared = qt.prepare(Edited().eval(), (x,), "onnxruntime", skip=skip)
+    qt.calibrate(prepared, [x], progress=False)
+    before = {line.name: line.status for line in qt.quantization_report(prepared).layers}
+    edited = qt.convert(prepared) if convert else copy.deepcopy(prepared)
+    edit(edited)
+    lines = {line.name: line for line in qt.quantization_report(edited).layers}
+    inner = "block.0"
+    for name, kind in (("fc", "Linear"), ("relu", "Sigmoid"), (inner, "Linear")):
+        assert lines[name].reason == f"float: a {kind} that was put in after the model was quantized"
+        assert (lines[name].verdict.cause, lines[name].weight) == (Cause.PUT_IN, "")
+    assert lint(edited)[-1].where == "fc"
+    assert not lint(prepared)
+    others = set(lines) - {"fc", "relu", inner}
+    assert {name: lines[name].status for name in others} == {name: before[name] for name in others}
+    assert {line.name: line.status for line in qt.quantization_report(prepared).layers} == before
+
+
+def test_the_report_of_a_replaced_model_looks_at_the_model_as_it_is() -> None:
+    replaced = qt.quant_modules.replace(Edited())
+    assert {line.name for line in qt.quantization_report(replaced).quantized} >= {"fc", "block.0", "conv"}
+    edit(replaced)
+    lines = {line.name: line for line in qt.quantization_report(replaced).layers}
+    assert [str(lines[name].status) for name in ("fc", "block.0", "conv")] == ["float", "float", "quantized"]
+    assert "put in since" in lines["fc"].reason
+
+
+def test_an_op_that_is_added_to_a_graph_has_a_line() -> None:
+    prepared = qt.prepare(Edited().eval())
+    output = next(iter(reversed(prepared.graph.nodes)))
+    with prepared.graph.inserting_before(output):
+        added = prepared.graph.call_function(torch.tanh, (output.args[0],))
+    output.args = (added,)
+    prepared.recompile()
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "tanh")
+    assert line.reason == "float: a tanh that was put in after the model was quantized"

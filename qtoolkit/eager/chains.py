@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
+from qtoolkit.computed_weights import has_weight
 from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import unknown
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule
@@ -112,10 +114,10 @@ class ChainRules:
 
 
 def _role_of(module: nn.Module) -> str:
-    qat_type = QAT_MODULES.get(type(module))
+    qat_type = QAT_MODULES.get(parametrize.type_before_parametrizations(module))
     if "forward" in vars(module):
         return "patched"
-    if qat_type is not None and kind_of_type(qat_type).layer and "weight" in module._parameters:
+    if qat_type is not None and kind_of_type(qat_type).layer and has_weight(module):
         return "layer"
     if is_batch_norm(module):
         return "batch norm"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
 from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
@@ -146,11 +147,13 @@ def _quantize_output(module: nn.Module, spec: QuantSpec, name: str, device: torc
 
 def _fold(layer: nn.Module, bn: nn.Module) -> None:
     """Fold a batch norm into the float layer before it, and replace it by torch.nn.Identity with its hooks."""
+    masks = bake(layer)
     quantized = QAT_MODULES[type(layer)].from_float(layer, None)
     if not isinstance(quantized, QuantWeighted):
         raise TypeError(f"a batch norm cannot be folded into a {type(layer).__name__}: it must have a single weight.")
     quantized.fold_batch_norm(bn)
     replace_in_place(layer, quantized.to_float())
+    mask(layer, masks)
     if isinstance(layer, nn.Linear):
         layer.register_forward_pre_hook(_check_rows)
     replace_in_place(bn, identity_of(bn))

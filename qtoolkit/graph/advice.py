@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.placement.traversal import AFTER_A_LAYER, origin
-from qtoolkit.op_kinds.nodes import has_float_weight, is_quantizer, kind_of, module_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import has_float_weight, is_quantizer, kind_of, module_of, name_of, tensor_inputs
 
 LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels
 LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."
@@ -18,7 +18,7 @@ class Finding:
     """An edge or op that the target would not compute as planned.
 
     Attributes:
-        where: The graph node.
+        where: The name of the op, as a QConfigMapping takes it; of a quantizer, the name of its submodule.
         rule: What the target asks for, and what is found instead.
         remedy: What to change.
     """
@@ -40,7 +40,7 @@ def _few_channels(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     if min(inputs, outputs) >= LEAST_CHANNELS or _is_worth_it(node, layer):
         return
     yield Finding(
-        node.name,
+        name_of(node),
         f"{backend.name} gains nothing from integers in a {kind_of(node)} of {inputs} to {outputs} channels: it needs "
         f"{LEAST_CHANNELS} of both.",
         LEAVE_FLOAT,
@@ -66,18 +66,18 @@ def _deconvolution(node: fx.Node, backend: Backend) -> Iterator[Finding]:
         layer_node = _origin(node.all_input_nodes[0])
         if layer_node is not None and kind_of(layer_node).name == "conv_transpose" and not has_float_weight(layer_node):
             yield Finding(
-                node.name,
-                f"{backend.name} quantizes the output of the transposed convolution {layer_node.name!r} in a step of its own.",
+                name_of(node),
+                f"{backend.name} quantizes the output of the transposed convolution {name_of(layer_node)!r} in its own step.",
                 "Measure it, and leave the op that takes it in float where that is faster.",
             )
     if not isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return
     if isinstance(layer, nn.ConvTranspose3d):
-        yield Finding(node.name, f"{backend.name} computes a transposed convolution in 3d in float16.", LEAVE_FLOAT)
+        yield Finding(name_of(node), f"{backend.name} computes a transposed convolution in 3d in float16.", LEAVE_FLOAT)
     groups = layer.groups
     if groups > 1 and min(layer.in_channels, layer.out_channels) < 4 * groups:
         yield Finding(
-            node.name,
+            name_of(node),
             f"{backend.name} before 10.9 refuses a transposed convolution with groups of fewer than 4 channels, here "
             f"{layer.in_channels} to {layer.out_channels} in {groups}.",
             LEAVE_FLOAT,

@@ -1,6 +1,7 @@
 """QuantizedGraphModule: a GraphModule that keeps all names of its model, and whose copies keep its plan and attributes."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.traced_blocks import check_replaced, make_traced
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.module import reset_after_loading
@@ -74,6 +76,10 @@ class QuantizedGraphModule(fx.GraphModule):
         result.register_load_state_dict_post_hook(update_ranges)  # type: ignore[no-untyped-call]
         return result
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_replaced(self, name, value)
+        super().__setattr__(name, value)
+
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
         """Replace a submodule under each of its names, so that it stays shared."""
         for name in self.aliases.get(target, (target,)):
@@ -110,10 +116,20 @@ class QuantizedGraphModule(fx.GraphModule):
             layer, bn = self.get_submodule(str(node.target)), self.get_submodule(name)
             if isinstance(layer, QuantWeighted) and layer.batch_norm is not bn and is_batch_norm(bn):
                 self.set_submodule(name, layer.replace_batch_norm(bn, name))
+        if mode and not self.training and self.plan is not None and self.plan.tracing.eval_branches:
+            self._warn_of_branches(self.plan.tracing.eval_branches)
         super().train(mode)
         if not mode:
             self._refresh_weight_ranges()
         return self
+
+    def _warn_of_branches(self, names: Sequence[str]) -> None:
+        warnings.warn(
+            f"train: Python branches on self.training in {', '.join(names)}; the model was prepared in eval mode, and its "
+            f"graph computes that branch in training mode too. Prepare the model in training mode, or name the submodule in "
+            f"`skip`.",
+            stacklevel=3,  # the caller of train
+        )
 
     def _refresh_weight_ranges(self) -> None:
         calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
@@ -212,7 +228,11 @@ def _take_over(target: nn.Module, source: nn.Module) -> None:
         if own is None:
             target.register_module(name, child)
         elif own is not child and child is not None:
+            make_traced(own, child)
             _take_over(own, child)
+    in_order = {name: target._modules[name] for name in (*source._modules, *target._modules)}
+    target._modules.clear()
+    target._modules.update(in_order)
 
 
 def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:

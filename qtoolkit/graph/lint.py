@@ -8,7 +8,9 @@ from qtoolkit.backends import Backend
 from qtoolkit.config import QuantSpec
 from qtoolkit.graph.advice import ADVICE, Finding
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.traversal import origin, quantizer_behind, source_of
+from qtoolkit.graph.plan import Cause, Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
@@ -16,6 +18,7 @@ from qtoolkit.op_kinds.nodes import (
     is_weight_quantizer,
     kind_of,
     module_of,
+    name_of,
     tensor_inputs,
 )
 from qtoolkit.op_kinds.rules import argument
@@ -62,13 +65,13 @@ def _residual_add(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     on_grid = [quantizer_behind(source, backend) is not None for source in inputs]
     if layers and all(on_grid):
         yield Finding(
-            node.name,
+            name_of(node),
             "both inputs of a residual add are quantized, so that no convolution fuses with it.",
-            f"Leave the branch of {layers[0].name!r} without a quantizer.",
+            f"Leave the branch of {name_of(layers[0])!r} without a quantizer.",
         )
     if layers and not any(on_grid) and not has_float_weight(layers[0]):
         yield Finding(
-            node.name,
+            name_of(node),
             "no input of a residual add is quantized, so that the convolution before it returns floats.",
             "Quantize the identity branch.",
         )
@@ -81,9 +84,9 @@ def _inside_a_unit(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     joins = kind_of(user).activation or kind_of(user).name == "batch_norm"
     if joins and len(source.users) == 1 and (kind_of(source).layer or kind_of(source).name == "batch_norm"):
         yield Finding(
-            node.name,
-            f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
-            f"Move it behind {user.name!r}.",
+            name_of(node),
+            f"a quantizer stands between {name_of(source)!r} and {name_of(user)!r}, which the target computes as one.",
+            f"Move it behind {name_of(user)!r}.",
         )
 
 
@@ -98,9 +101,11 @@ def _some_inputs(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     if node.op == "call_module" and kind.layer:
         quantized.append(not has_float_weight(node))
     if any(quantized) and not all(quantized):
-        missing = next((source.name for source, on_grid in inputs.items() if not on_grid), f"{node.name}.weight")
+        missing = next(
+            (name_of(source) for source, on_grid in inputs.items() if not on_grid), f"{name_of(node)}.weight"
+        )
         yield Finding(
-            node.name,
+            name_of(node),
             f"a {kind} is computed in integers only if all its inputs are quantized, and {missing!r} is not.",
             "Quantize all of them or none.",
         )
@@ -112,7 +117,7 @@ def _concat(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     behind = [quantizer_behind(source, backend) for source in tensor_inputs(node)]
     if any(behind) and len({q and q.target for q in behind}) > 1:
         yield Finding(
-            node.name,
+            name_of(node),
             "the inputs of a concat have different scales, so that the target requantizes them.",
             "Let one quantizer serve all of them.",
         )
@@ -127,7 +132,7 @@ def _in_and_out(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     takes = any(quantizer_behind(source, backend) is not None for source in tensor_inputs(node))
     if takes and not _output_is_quantized(node, backend):
         yield Finding(
-            node.name,
+            name_of(node),
             f"a {kind} takes quantized inputs and its output is not quantized; the target needs both or neither.",
             "Quantize its output, or leave it in float by the QConfigMapping.",
         )
@@ -135,20 +140,33 @@ def _in_and_out(node: fx.Node, backend: Backend) -> Iterator[Finding]:
 
 def _pad_before_quantizer(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     if is_quantizer(node) and kind_of(node.all_input_nodes[0]).name == "zero_pad":
-        pad = node.all_input_nodes[0].name
+        pad = name_of(node.all_input_nodes[0])
         yield Finding(
-            node.name,
+            name_of(node),
             f"the quantizer comes after {pad!r}, which then cannot become part of the layer behind it.",
             f"Move it before {pad!r}.",
         )
+
+
+def _put_in(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    gm = node.graph.owning_module
+    plan = gm.plan if isinstance(gm, QuantizedGraphModule) else None
+    if plan is not None and node.op in ("call_module", "call_function", "call_method") and not is_quantizer(node):
+        verdict = verdict_now(node, plan)
+        if verdict.cause is Cause.PUT_IN and plan.status.get(node.name, verdict).status is Status.QUANTIZED:
+            yield Finding(
+                name_of(node),
+                f"the plan quantizes it, and it is {verdict.text}.",
+                "Make that change in the float model, and call qtoolkit.prepare on it.",
+            )
 
 
 def _two_quantizers(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     quantizers = [user for user in node.users if is_quantizer(user) and not is_weight_quantizer(user)]
     if len(quantizers) > 1:
         yield Finding(
-            node.name,
-            f"its output has {len(quantizers)} quantizers ({', '.join(q.name for q in quantizers)}).",
+            name_of(node),
+            f"its output has {len(quantizers)} quantizers ({', '.join(map(name_of, quantizers))}).",
             "Keep one for all that take it.",
         )
 
@@ -159,7 +177,7 @@ def _grouped_conv_transpose(node: fx.Node, backend: Backend) -> Iterator[Finding
     groups = argument(node, 6, "groups", 1)
     if groups > 1:
         yield Finding(
-            node.name,
+            name_of(node),
             f"{backend.name} has no integer kernel for a transposed convolution with groups, here {groups}.",
             "Leave it in float by the QConfigMapping.",
         )
@@ -170,7 +188,9 @@ def _weight_bits(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     if spec is not None and backend.weight_bits is not None and spec.bits not in backend.weight_bits:
         widths = " or ".join(str(bits) for bits in backend.weight_bits)
         yield Finding(
-            node.name, f"{backend.name} computes with weights of {widths} bits, not {spec.bits}.", "Change its config."
+            name_of(node),
+            f"{backend.name} computes with weights of {widths} bits, not {spec.bits}.",
+            "Change its config.",
         )
 
 
@@ -209,6 +229,7 @@ RULES: tuple[Callable[[fx.Node, Backend], Iterator[Finding]], ...] = (
     _concat,
     _in_and_out,
     _pad_before_quantizer,
+    _put_in,
     _two_quantizers,
     _grouped_conv_transpose,
     _weight_bits,

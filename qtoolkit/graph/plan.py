@@ -38,6 +38,7 @@ class Cause(StrEnum):
     NOT_FOLDED = "a batch norm that no layer folds"
     NOT_QUANTIZED_AROUND = "no quantized tensor reaches it, or none is taken from it"
     NOT_AN_OP = "an input, an output or a constant"
+    PUT_IN = "put in after the model was quantized"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Verdict:
     def left_float(cls, cause: Cause, why: str) -> "Verdict":
         """Return the verdict on an op in float; `why` completes "float: ..."."""
         return cls(Status.FLOAT, cause, f"float: {why}")
+
+    @classmethod
+    def put_in(cls, kind: str) -> "Verdict":
+        """Return the verdict on an op or a layer of this type that replaces the one of the plan and has no quantizer."""
+        return cls.left_float(Cause.PUT_IN, f"a {kind} that was put in after the model was quantized")
 
 
 BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping says so")
@@ -95,12 +101,14 @@ class Tracing:
         skip: Dotted names of leaf modules.
         concrete_args: Values of arguments of forward that were fixed.
         measured: Whether example inputs decided on sizes.
+        eval_branches: Submodules whose Python branches on their mode, if the model was in eval mode: the graph has that branch.
     """
 
     leaf_modules: tuple[type[nn.Module], ...] = ()
     skip: tuple[str, ...] = ()
     concrete_args: Mapping[str, Any] | None = None
     measured: bool = False
+    eval_branches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ class Plan:
     Attributes:
         backend: The target.
         status: The verdict on each node, by its name.
+        kinds: The kind of op of each node, by its name. A node of another kind was changed afterwards.
         edges: Every quantized edge: weights, and tensors inside layers and leaf modules, included.
         inside: The verdict on each layer inside a leaf module, or of a model without a graph, by its dotted name.
         tracing: How the model was traced.
@@ -118,6 +127,7 @@ class Plan:
 
     backend: Backend
     status: Mapping[str, Verdict] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
     edges: tuple[Edge, ...] = ()
     inside: Mapping[str, Verdict] = field(default_factory=dict)
     tracing: Tracing = Tracing()

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from qtoolkit.computed_weights import refresh
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 from qtoolkit.op_kinds.rules import OTHER
@@ -65,6 +66,7 @@ class QuantModule(nn.Module):
         """
         if type(module) is not cls.FLOAT:
             raise TypeError(f"{cls.__name__}.from_float takes a {cls.FLOAT.__name__}, got {type(module).__name__}.")
+        refresh(module)
         new = shallow_copy_as(cls, module)
         new.add_quantizers(weight, name, activation)
         return new
@@ -113,6 +115,7 @@ class QuantModule(nn.Module):
 
     def reset_weight_range(self) -> None:
         """Set the ranges of the weight quantizers to those of the weights as they are now."""
+        refresh(self)
         for quantizer, weight in self.quantized_weights().values():
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight)
@@ -127,6 +130,7 @@ class QuantModule(nn.Module):
     def refresh_weight_range(self) -> None:
         """Set each range that follows a weight to that of the weight, if a training step may have changed it since."""
         if any(is_stale(quantizer) for quantizer in self.weight_quantizers().values()):
+            refresh(self)
             for quantizer, weight in self.quantized_weights().values():
                 if is_stale(quantizer):
                     quantizer.follow(weight)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.nn.weighted import QuantWeighted
 
 QatModules = Mapping[type[nn.Module], type[Any]]
 
@@ -34,6 +35,11 @@ def check_table(qat_modules: object, what: str = "prepare", argument: str = "qat
                 f"{what}: {argument} maps {float_type.__name__} to {qat_type.__name__}, which has no class method "
                 f"from_float(module, weight, name, activation); derive it from qtoolkit.nn.QuantWeighted or QuantModule."
             )
+
+
+def weighted_types(table: QatModules) -> set[type[nn.Module]]:
+    """Return the float types of layers with one weight."""
+    return {float_type for float_type, qat_type in table.items() if issubclass(qat_type, QuantWeighted)}
 
 
 def from_float(

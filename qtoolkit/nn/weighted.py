@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
@@ -101,7 +102,11 @@ class QuantWeighted(QuantModule):
         return new
 
     def fold_batch_norm(self, bn: nn.Module) -> None:
-        """Fold a batch norm's running statistics, scale and shift into weight and bias; the caller removes the batch norm."""
+        """Fold a batch norm's running statistics, scale and shift into weight and bias; the caller removes the batch norm.
+
+        A pruned weight stays pruned. Other weights that a hook or a parametrization computes become plain parameters.
+        """
+        masks = bake(self)
         factor = batch_norm.factor_of(bn).detach()
         weight = self.scale_output_channels(self.weight.detach(), factor)
         bias = batch_norm.folded_bias(bn, self.bias, factor).detach()
@@ -109,6 +114,7 @@ class QuantWeighted(QuantModule):
         self.weight = nn.Parameter(weight.to(dtype), self.weight.requires_grad)
         self.bias = nn.Parameter(bias.to(dtype), self.weight.requires_grad)
         self._batch_norm, self._holds_batch_norm = (), True
+        mask(self, masks)
 
     # ---- forward
 

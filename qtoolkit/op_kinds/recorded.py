@@ -66,6 +66,8 @@ def set_item(tensor: Any, index: Any, value: Any) -> Any:
 
 # Functions that are single nodes of a graph: torch.fx traces a graph again when it is unpickled, and must not run them then.
 RECORDED = (check_size, check_none, call_scripted, length_of, items_of, set_item)
-# Functions that no runtime computes: checks, and those that build or take apart containers.
-BOOKKEEPING = (check_size, check_none, length_of, items_of, torch._assert, getattr, OrderedDict)
+# Functions that no runtime computes: checks, limits of dtypes, and those that build or take apart containers.
+BOOKKEEPING = (
+    check_size, check_none, length_of, items_of, torch._assert, getattr, OrderedDict, torch.finfo, torch.iinfo
+)  # fmt: skip
 publish("qtoolkit.graph", TrainingMode, *RECORDED)

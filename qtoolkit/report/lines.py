@@ -65,6 +65,11 @@ class TensorLine:
     spec: str
     shares_scale_with: tuple[str, ...] = ()
 
+    def renamed(self, names: Mapping[str, str]) -> "TensorLine":
+        """Return the line with other names for the ops in `names`."""
+        consumers, others = (tuple(names.get(op, op) for op in ops) for ops in (self.consumers, self.shares_scale_with))
+        return replace(self, source=names.get(self.source, self.source), consumers=consumers, shares_scale_with=others)
+
     def within(self, name: str) -> "TensorLine":
         """Return the line for a model that contains this one as submodule `name`."""
         consumers, others = (tuple(f"{name}.{op}" for op in ops) for ops in (self.consumers, self.shares_scale_with))

@@ -8,8 +8,9 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
+from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
-from qtoolkit.graph.plan import Cause, Verdict
+from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import (
     is_quantizer,
@@ -26,7 +27,7 @@ from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, weight_of
-from qtoolkit.shared_modules import first_names
+from qtoolkit.shared_modules import first_names, modules_by_name
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
 
@@ -48,7 +49,8 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     tensors += dict.fromkeys(
         line for quantizer in held for line in _tensor_lines_of(quantizer, sources[quantizer.name])
     )
-    return QuantizationReport(tuple(layers), tuple(tensors))
+    printed = {node.name: name_of(node) for node in nodes}
+    return QuantizationReport(tuple(layers), tuple(line.renamed(printed) for line in tensors))
 
 
 def _has_line(node: fx.Node) -> bool:
@@ -67,7 +69,7 @@ def _only_arranges(node: fx.Node) -> bool:
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer]) -> LayerLine:
     plan = model.plan
-    verdict = NOT_PLANNED if plan is None else plan.status[node.name]
+    verdict = NOT_PLANNED if plan is None else verdict_now(node, plan)
     behind = [] if plan is None else [quantizer_behind(n, plan.backend) for n in tensor_inputs(node)]
     weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
     inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))
@@ -96,11 +98,14 @@ def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
     """Return the lines of the layers inside leaf modules."""
     names = first_names(model)
     inside = {} if model.plan is None else model.plan.inside
-    return [_line_inside(name, model.get_submodule(name), inside[name], names) for name in inside]
+    modules = modules_by_name(model)
+    return [_line_inside(name, modules[name], inside[name], names) for name in inside if name in modules]
 
 
 def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[nn.Module, str]) -> LayerLine:
     quantizers = {path: names[quantizer] for path, quantizer in named_quantizers(layer).items()}
+    if verdict.status is Status.QUANTIZED and not quantizers:
+        verdict = Verdict.put_in(type(layer).__name__)
     inputs = (quantizers[INPUT],) if INPUT in quantizers else ()
     kind = str(kind_of_module(layer))
     return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()))

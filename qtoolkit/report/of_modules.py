@@ -9,7 +9,7 @@ from torch import nn
 from qtoolkit.eager.record import chains_of, plan_of, verdicts_in
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import FOLDED
-from qtoolkit.graph.plan import Cause, Verdict
+from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import kind_of_module
 from qtoolkit.quantizers.quantizer import LegacyQuantizer, Quantizer, named_quantizers
@@ -45,7 +45,8 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():
-        verdict = _verdict(module) if _is_legacy(module) else recorded.get(name) or _verdict(module)
+        known = None if _is_legacy(module) else recorded.get(name)
+        verdict = _verdict(module) if known is None or _is_stale(known, module) else known
         layers.append(_line(name, module, verdict, name in recorded, names))
     layers = _joined(layers, chains_of(model))
     tensors = list(_tensor_lines(found, names))
@@ -55,6 +56,12 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
             layers += [line.within(name) for line in inside.layers]
             tensors += [line.within(name) for line in inside.tensors]
     return QuantizationReport(tuple(layers), tuple(tensors))
+
+
+def _is_stale(verdict: Verdict, module: nn.Module) -> bool:
+    """Return whether a recorded verdict says that a module has quantizers, and it has none."""
+    has_own = verdict.status is Status.QUANTIZED and verdict.cause in (Cause.COMPUTED, Cause.REPLACED)
+    return has_own and not _called_quantizers(module)
 
 
 def _joined(layers: Sequence[LayerLine], chains: Sequence[tuple[str, ...]]) -> list[LayerLine]:

@@ -506,10 +506,6 @@ def test_other_bad_arguments() -> None:
     model.generator = (i for i in range(3))
     with pytest.raises(TypeError, match=r"fuse_modules: the model cannot be copied .*, or pass inplace=True\."):
         fuse_modules(model, CHAIN)
-    weight_norm = conv2d()
-    nn.utils.parametrizations.weight_norm(weight_norm.conv)
-    with pytest.raises(ValueError, match=r"got conv \(ParametrizedConv2d\)"):
-        fuse_modules(weight_norm, ["conv", "bn"])
     for name in CHAIN:
         fused = fuse_modules(conv2d(), CHAIN)
         delattr(fused, name)

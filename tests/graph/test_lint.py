@@ -134,7 +134,7 @@ def test_no_branch_of_a_residual_add() -> None:
 def test_a_quantizer_inside_a_unit(after: str, user: str) -> None:
     prepared = qt.prepare(UNet())
     insert(prepared, after)
-    assert f"stands between '{after}' and '{user}'" in rules(prepared)["activation_quantizers_extra"]
+    assert f"stands between '{after}' and '{user}'" in rules(prepared)["activation_quantizers.extra"]
 
 
 def test_some_inputs_only() -> None:
@@ -166,7 +166,7 @@ def test_a_pool_whose_output_is_float() -> None:
 def test_a_quantizer_after_a_pad() -> None:
     prepared = qt.prepare(UNet())
     insert(prepared, "pad")
-    assert "cannot become part of the layer" in rules(prepared)["activation_quantizers_extra"]
+    assert "cannot become part of the layer" in rules(prepared)["activation_quantizers.extra"]
 
 
 def test_two_quantizers_on_one_tensor() -> None:
@@ -234,9 +234,27 @@ def test_advice_on_layers_with_few_channels() -> None:
 def test_advice_on_transposed_convolutions() -> None:
     net = nn.Sequential(nn.ConvTranspose3d(16, 16, 2), nn.BatchNorm3d(16), nn.ReLU(), nn.Conv3d(16, 16, 1)).eval()
     assert advice(net) == {
-        "_0": "tensorrt computes a transposed convolution in 3d in float16.",
-        "activation_quantizers__2": "tensorrt quantizes the output of the transposed convolution '_0' in a step of its own.",
+        "0": "tensorrt computes a transposed convolution in 3d in float16.",
+        "activation_quantizers._2": "tensorrt quantizes the output of the transposed convolution '0' in its own step.",
     }
     grouped = nn.Sequential(nn.ConvTranspose2d(16, 16, 2, groups=8))
-    assert "groups of fewer than 4 channels, here 16 to 16 in 8" in advice(grouped)["_0"]
+    assert "groups of fewer than 4 channels, here 16 to 16 in 8" in advice(grouped)["0"]
     assert advice(nn.Sequential(nn.ConvTranspose2d(16, 16, 2, groups=4))) == {}
+
+
+def test_findings_have_the_names_that_a_config_takes() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dw_1 = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dw_1(x)
+
+    net = nn.Sequential(nn.Conv2d(32, 4, 3), nn.Sequential(Inner(), nn.ReLU(), nn.Conv2d(4, 4, 1))).eval()
+    found = advice(net)
+    assert set(found) == {"1.0.dw_1", "1.2"}
+    mapping = qt.QConfigMapping()
+    for name in found:
+        mapping.set_module_name(name, None)
+    assert advice(net, qconfig_mapping=mapping) == {}

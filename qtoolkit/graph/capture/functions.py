@@ -2,11 +2,15 @@
 
 import inspect
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+Patch = tuple[Any, str, Any]  # an object, the name of one of its attributes, and the attribute's other value
 
 
 def torchvision_ops() -> tuple[FunctionType, ...]:
@@ -36,3 +40,31 @@ def is_foreign(target: Any) -> bool:
 def is_weight(node: fx.Node, value: Any) -> bool:
     """Return whether a node reads a parameter of two or more dimensions."""
     return node.op == "get_attr" and isinstance(value, nn.Parameter) and value.dim() > 1
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Replace attributes by other values in a block."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    for owner, name, value in patches:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def recorded_limits() -> list[Patch]:
+    """Return torch.finfo and torch.iinfo, which torch.fx does not record as they are types, with functions that it does."""
+    return [(torch, name, _recorded_limits(getattr(torch, name))) for name in ("finfo", "iinfo")]
+
+
+def _recorded_limits(kind: Callable[..., Any]) -> Callable[..., Any]:
+    def limits(*args: Any, **kwargs: Any) -> Any:
+        proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
+        return (
+            kind(*args, **kwargs) if proxy is None else proxy.tracer.create_proxy("call_function", kind, args, kwargs)
+        )
+
+    return limits

@@ -33,7 +33,7 @@ def run(graph: fx.Graph, model: nn.Module) -> None:
     order = {node: place for place, node in enumerate(graph.nodes)}
     constant = parameters_in(graph)  # such as a bias that is written piece by piece; it is never quantized
     for node in list(graph.nodes):
-        changed = _changed_by(node, model)
+        changed = changed_by(node, model)
         if changed is None:
             continue
         if changed not in constant:
@@ -43,7 +43,7 @@ def run(graph: fx.Graph, model: nn.Module) -> None:
                 reader.replace_input_with(changed, node)
 
 
-def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
+def changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     """Return the tensor that an op changes in place and returns, or None."""
     first = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(first, fx.Node) or not _works_in_place(node, model):

@@ -27,6 +27,16 @@ class SizedProxy(fx.Proxy):
             return super().__getattr__(name)
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(Tensor, name):
+            raise RuntimeError(f"{name!r} of a tensor is assigned here, which a graph does not record.")
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        raise RuntimeError(
+            "copy.deepcopy of a traced value is called here, which a graph does not record; use x.clone()."
+        )
+
     def __len__(self) -> int:
         value = self.tracer.value_of(self)
         if value is UNKNOWN:

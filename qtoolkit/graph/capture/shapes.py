@@ -10,6 +10,7 @@ from torch.fx.node import map_aggregate
 
 from qtoolkit.model_inputs import copy_containers
 from qtoolkit.model_state import deepcopy_model
+from qtoolkit.random_state import RandomState
 
 META = torch.device("meta")
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -47,11 +48,14 @@ class ShapePropagation:
         arguments: list[fx.Node] = node.all_input_nodes
         if any(n not in self.values for n in arguments):
             return
+        random = RandomState.now()
         try:
             with torch.no_grad():
                 value = self._compute(node)
         except Exception:  # the op needs data, or has no meta kernel: the value stays unknown
             return
+        finally:
+            random.restore()  # each run of a leaf module draws its own numbers
         if value is not UNKNOWN:
             self.values[node] = map_aggregate(value, _on_meta)
 

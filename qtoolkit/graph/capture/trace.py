@@ -1,25 +1,29 @@
 """Trace a model to a GraphModule with the same parameter names. An error names the source line and the remedies."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, unknown
 from qtoolkit.graph.capture import functional_batch_norms as norms
-from qtoolkit.graph.capture import in_place, subclasses
+from qtoolkit.graph.capture import in_place, subclasses, torch_modes
+from qtoolkit.graph.capture.checks import check_assigned, check_hooks
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
 from qtoolkit.graph.capture.shapes import ShapePropagation
-from qtoolkit.graph.capture.tracer import ModelTracer, check_assigned, check_hooks
-from qtoolkit.graph.capture.untraceable import UntraceableError, untraceable
+from qtoolkit.graph.capture.signature import Call
+from qtoolkit.graph.capture.tracer import ModelTracer
+from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule
 from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
+from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
 
+# The key in the metadata of a traced model for the submodules whose branch of eval mode the graph has, in training mode too.
+EVAL_BRANCHES = "eval_branches"
 # Names of torch's classes that wrap or compile a model, and what to do instead.
 WRAPPERS: Mapping[str, str] = {
     "DistributedDataParallel": "prepare model.module first, then wrap the result",
@@ -41,9 +45,10 @@ def run(
 ) -> QuantizedGraphModule:
     """Trace a model.
 
-    Arguments of forward that have a default and are not in `example_inputs` are fixed at the default. With example inputs,
-    Python may branch on sizes (or dtypes, devices, numbers of items): the graph has the branch that these sizes select, and
-    checks at each run that the sizes select the same one.
+    Arguments of forward that have a default and are not in `example_inputs` are fixed at the default; `*args` and `**kwargs`
+    for which the example inputs give nothing are empty. With example inputs, Python may branch on sizes (or dtypes, devices,
+    numbers of items): the graph has the branch that these sizes select, and checks at each run that the sizes select the same
+    one.
 
     Args:
         model: The model; its submodules become those of the result.
@@ -66,28 +71,35 @@ def run(
     leaf_submodules = _find_submodules(model, skip)
     fixed = fixed_arguments(model, concrete_args, example_inputs)
     shapes = None if example_inputs is None else ShapePropagation(model, bind(model, example_inputs))
-    tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model))
-    random = torch.get_rng_state()
+    call = Call.find(model, example_inputs, fixed, concrete_args or {})
+    tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), call)
+    random = RandomState.now()
     try:
         check_hooks(model)
         with traced_modes(model, tracer.branch_on_mode):
             graph = tracer.trace(model, fixed or None)
         check_assigned(model)
-        if not torch.equal(random, torch.get_rng_state()):
-            raise RuntimeError("the forward draws random numbers that every run of the graph would repeat.")
+        if random != RandomState.now():
+            raise RuntimeError(
+                "the forward draws random numbers, by torch, random or numpy, that every run of the graph would repeat."
+            )
     except Exception as error:  # the user's forward may raise anything on proxies
         raise untraceable(error, model, tracer.path, example_inputs is not None) from error
-    _warn_of_modes(model, tracer.branching)
+    branches = tuple(name or type(model).__name__ for name, m in model.named_modules() if m in tracer.branching)
+    if model.training:
+        _warn_of_modes(branches)
     if tracer.checkpointed:
         _warn_of_checkpoint(model)
     in_place.run(graph, model)
+    torch_modes.run(graph, model, {} if shapes is None else shapes.values, tracer.without_grad)
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
-    _restore_names(graph, fixed)
+    _restore_arguments(graph, fixed)
     norms.run(model, graph, tracer.modes)
     add_modes(model, graph, tracer.modes)
     subclasses.run(model, graph, tuple(leaf_modules))
     traced = QuantizedGraphModule.of(model, graph, type(model).__name__)
+    traced.meta[EVAL_BRANCHES] = () if model.training else branches
     for name, value in kept.items():
         traced.keep(name, value)
     return traced
@@ -102,13 +114,11 @@ def _warn_of_checkpoint(model: nn.Module) -> None:
     )
 
 
-def _warn_of_modes(model: nn.Module, branching: Collection[nn.Module]) -> None:
-    names = [name or type(model).__name__ for name, module in model.named_modules() if module in branching]
-    if names:
-        mode, other = ("training", "eval") if model.training else ("eval", "training")
+def _warn_of_modes(branches: Sequence[str]) -> None:
+    if branches:
         warnings.warn(
-            f"prepare: Python branches on self.training in {', '.join(names)}; the graph computes the branch of {mode} mode in "
-            f"{other} mode too. Prepare the model in the mode of its export, or name the submodule in `skip`.",
+            f"prepare: Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
+            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `skip`.",
             stacklevel=4,  # the caller of prepare
         )
 
@@ -136,7 +146,8 @@ def check_model(model: nn.Module, what: str = "prepare") -> None:
         raise UntraceableError(f"{what}: parameter {lazy[0]!r} has no shape yet; run the model once on a batch first.")
     if what == "prepare" and "forward" in vars(model):
         raise UntraceableError(
-            f"prepare: forward was replaced on this instance of {type(model).__name__}; define forward in the class."
+            f"prepare: forward was replaced on this instance of {type(model).__name__}; define forward in the class, or "
+            f"{WITHOUT_TRACING}."
         )
 
 
@@ -162,6 +173,8 @@ def _find_submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _find_attribute(model: nn.Module, name: str) -> Any:
+    if not isinstance(name, str):
+        raise TypeError(f"prepare: preserve_attributes must contain dotted names, got {name!r}.")
     owner_name, _, attribute = name.rpartition(".")
     try:
         owner = model.get_submodule(owner_name)
@@ -180,9 +193,12 @@ def _find_attribute(model: nn.Module, name: str) -> Any:
         ) from None
 
 
-def _restore_names(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
-    """Rename the placeholders of fixed arguments to the arguments' names, so that they can be passed by keyword."""
-    for node in graph.find_nodes(op="placeholder"):
+def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+    """Give the placeholders of fixed arguments the arguments' names, so that they can be passed, and the values as defaults."""
+    last = True  # Python allows no argument without a default behind one with a default
+    for node in reversed(graph.find_nodes(op="placeholder")):
         name = str(node.target).removesuffix("_1")
         if name in fixed and isinstance(fixed[name], FIXED_TYPES):  # the parts of a container have other names
             node.target = name
+            node.args = (fixed[name],) if last else ()
+        last = last and bool(node.args)

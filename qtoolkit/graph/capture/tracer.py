@@ -10,11 +10,14 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
-from qtoolkit.graph.capture.functions import is_foreign, is_weight, torchvision_ops
+from qtoolkit.graph.capture.checks import check_hooks
+from qtoolkit.graph.capture.functions import is_foreign, is_weight, patched, recorded_limits, torchvision_ops
 from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
 from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, is_plain
+from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.subclasses import equivalent_type
+from qtoolkit.graph.capture.torch_modes import TorchModes
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -22,6 +25,7 @@ from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import RECORDED, TrainingMode, call_scripted, check_none, check_size, items_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.random_state import RandomState
 
 # Functions and methods that compute gradients, whose calls a graph does not record rightly.
 GRADIENT_CALLS = (torch.autograd.grad, torch.autograd.backward, torch._make_dual, "backward", "register_hook")
@@ -59,6 +63,7 @@ class ModelTracer(fx.Tracer):
         leaf_submodules: Submodules that are leaf modules.
         shapes: Values of nodes for the example inputs, or None.
         scripted: Module and name of each function compiled by torch.jit.script.
+        call: How forward is called; None passes its arguments as torch.fx does.
 
     Attributes:
         path: Names and modules of the submodules that are being traced, outermost first; after an error, those of the error.
@@ -68,6 +73,7 @@ class ModelTracer(fx.Tracer):
         inlined: Nodes that return the result of an inlined function.
         tensors: Parameters and buffers of the model.
         checkpointed: Whether the forward calls torch.utils.checkpoint.
+        without_grad: Nodes made under torch.no_grad.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -79,11 +85,13 @@ class ModelTracer(fx.Tracer):
         leaf_submodules: Collection[nn.Module] = (),
         shapes: ShapePropagation | None = None,
         scripted: Mapping[Any, tuple[str, str]] | None = None,
+        call: Call | None = None,
     ) -> None:
         self.scripted = dict(scripted or {})
         self.leaf_functions = (*RECORDED, *self.scripted, *torchvision_ops())
         super().__init__(autowrap_functions=self.leaf_functions)
         self.leaf_modules, self.leaf_submodules, self.shapes = tuple(leaf_modules), set(leaf_submodules), shapes
+        self.call = call
         self.path: list[tuple[str, nn.Module]] = []
         self.tensors: set[Tensor] = set()
         self.checkpointed = False
@@ -92,14 +100,24 @@ class ModelTracer(fx.Tracer):
         self.branching: dict[nn.Module, None] = {}
         self.rebound: list[tuple[SizedProxy, fx.Node]] = []
         self.inlined: list[fx.Node] = []
+        self.without_grad: list[fx.Node] = []
+        self.torch_modes = TorchModes(shapes is not None)
+        self.patches = [*recorded_limits(), *self.torch_modes.patches()]
+        self.originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Return the graph of a model."""
         if isinstance(root, nn.Module):
             self.tensors = {*root.parameters(), *root.buffers()}
-        with torch.enable_grad(), traced_checkpoints():
-            self.torch_modes = _torch_modes()
+        with torch.enable_grad(), traced_checkpoints(), patched(self.patches):
             return super().trace(root, concrete_args)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """Make the placeholders; return the function to call and its arguments."""
+        function = root_fn if self.call is None else self.call.of(root_fn)
+        return super().create_args_for_root(function, is_module, concrete_args)
 
     # ---- modules
 
@@ -164,10 +182,6 @@ class ModelTracer(fx.Tracer):
         if target in GRADIENT_CALLS:
             called = getattr(target, "__name__", target)
             raise RuntimeError(f"{called} is called here; a graph does not record gradients inside a forward.")
-        if getattr(target, "__name__", "") == "__set__":
-            raise RuntimeError(
-                "an attribute of a tensor, such as data, is assigned here, which a graph does not record."
-            )
         takes_weights = kind == "call_function" and self._takes_weights(target, (args, kwargs))
         inlined = self._inline(target, args, kwargs) if takes_weights else None
         return super().create_proxy(kind, target, args, kwargs, *rest, **more) if inlined is None else inlined
@@ -179,15 +193,15 @@ class ModelTracer(fx.Tracer):
         return any(is_weight(p.node, self.shapes[p.node]) for p in proxies)
 
     def _inline(self, function: Any, args: Any, kwargs: Any) -> fx.Proxy | None:
-        before, random = self._checkpoint(), torch.get_rng_state()
+        before, random = self._checkpoint(), RandomState.now()
         try:
             result = function(*args, **kwargs)
         except Exception:  # the function cannot be traced: it stays one op
             result = None
-        if isinstance(result, SizedProxy) and torch.equal(random, torch.get_rng_state()):
+        if isinstance(result, SizedProxy) and random == RandomState.now():
             self.inlined.append(result.node)
             return result
-        torch.set_rng_state(random)
+        random.restore()
         self._roll_back(before)
         return None
 
@@ -204,6 +218,7 @@ class ModelTracer(fx.Tracer):
                 break
             self.graph.erase_node(node)
         self.modes = {module: node for module, node in self.modes.items() if node in self.graph.nodes}
+        self.without_grad = [node for node in self.without_grad if node in self.graph.nodes]
 
     # ---- nodes
 
@@ -236,23 +251,24 @@ class ModelTracer(fx.Tracer):
         """Make a node, and propagate shapes through it if there are example inputs.
 
         Raises:
-            RuntimeError: The code is in a torch.no_grad, inference_mode or autocast block.
+            RuntimeError: The code is in a mode of torch that a graph does not record.
         """
-        if kind not in ("placeholder", "output") and _torch_modes() != self.torch_modes:
-            raise RuntimeError(
-                "torch.no_grad, inference_mode or autocast is entered here, which a graph does not record (a "
-                "torch.autograd.Function enters no_grad)."
-            )
+        is_op = kind not in ("placeholder", "output")
+        if is_op:
+            self.torch_modes.check()
         self.checkpointed = self.checkpointed or is_checkpointed()
         if kind == "call_function":
             target, args = self._picklable_call(target, args)
         node = super().create_node(kind, target, args, kwargs, *rest, **more)
         if self.shapes is not None and kind != "output":
             self.propagating = True
-            self.shapes.add(node)
+            with patched(self.originals):  # the modules that this code imports keep what they see
+                self.shapes.add(node)
             self.propagating = False
             if is_plain(self.shapes[node]) and not isinstance(self.shapes[node], str | None):
                 set_facts(node, is_number=True)
+        if is_op and kind != "get_attr" and not torch.is_grad_enabled():
+            self.without_grad.append(node)
         return node
 
     def _picklable_call(self, target: Any, args: Any) -> tuple[Any, Any]:
@@ -317,26 +333,3 @@ class ModelTracer(fx.Tracer):
         if not isinstance(value, tuple | list | Tensor):
             items = self.create_proxy("call_function", items_of, (obj,), {})
         return (items[i] for i in range(len(items)))
-
-
-def check_hooks(module: nn.Module) -> None:
-    """Raise RuntimeError for a module with forward hooks: they would run once, on proxies, and then be lost."""
-    if any(module.__dict__.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")):
-        raise RuntimeError("this module has forward hooks, which a graph does not record; remove them first.")
-
-
-def check_assigned(model: nn.Module) -> None:
-    """Raise RuntimeError if a forward has assigned a traced value to a buffer."""
-    for name, module in model.named_modules():
-        for buffer, value in module._buffers.items():
-            if isinstance(value, fx.Proxy):
-                raise RuntimeError(
-                    f"the forward assigns to buffer {buffer!r} of {name or 'the model'!r}, which a graph does not record; "
-                    f"write into the buffer with copy_ or add_."
-                )
-
-
-def _torch_modes() -> tuple[bool, bool, bool, bool]:
-    """Return the modes of torch that a block in a forward may change."""
-    autocast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast

@@ -3,6 +3,7 @@
 import inspect
 import linecache
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,9 +11,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qtoolkit.graph.capture.signature import VARIADIC
 from qtoolkit.nn import QAT_MODULES
 
 OWN_FOLDERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+# The remedy that helps with every model: its layers are replaced, and its Python stays as it is.
+WITHOUT_TRACING = "quantize the model without tracing it, by qtoolkit.quant_modules.replace(model)"
 
 
 class UntraceableError(RuntimeError):
@@ -28,9 +33,15 @@ class UntraceableError(RuntimeError):
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Return the innermost of some frames that is outside torch and the tracer."""
-    foreign = [f for f in frames if not f.filename.startswith(OWN_FOLDERS)]
+    """Return the innermost of some frames that is outside torch, the tracer and Python's standard library."""
+    foreign = [f for f in frames if not (f.filename.startswith(OWN_FOLDERS) or _is_standard(f.filename))]
     return foreign[-1] if foreign else None
+
+
+def _is_standard(filename: str) -> bool:
+    return (
+        filename.startswith(STANDARD_LIBRARY) and "-packages" not in filename
+    )  # installed packages are inside the folder
 
 
 def describe_line(frame: traceback.FrameSummary | None) -> str:
@@ -62,6 +73,7 @@ def untraceable(
     remedies += _remedies(model, name, kind)
     if not has_example_inputs:
         remedies.append("pass example_inputs, which determine the sizes that Python branches on")
+    remedies.append(WITHOUT_TRACING)
     return UntraceableError(
         f"prepare: cannot trace {type(model).__name__}: {type(error).__name__} in {at}: {error} At {describe_line(frame)}. "
         f"Remedies: {'; '.join(remedies)}.",
@@ -77,7 +89,7 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
         children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in _children_with_layers(model)]
         if children:
             yield f"prepare submodules on their own: {', '.join(children)}"
-    parameters = inspect.signature(model.forward).parameters
+    parameters = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind not in VARIADIC]
     if len(parameters) > 1:
         yield f"fix an argument ({', '.join(parameters)}) with concrete_args"
 

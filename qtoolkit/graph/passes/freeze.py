@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from qtoolkit.computed_weights import bake
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import fold
@@ -18,6 +19,8 @@ M = TypeVar("M", bound=nn.Module)
 def run(model: M) -> M:
     """Fold linked batch norms, replace quantizers by their frozen grids, and switch to eval mode.
 
+    Weights that masks or parametrizations compute become plain parameters.
+
     In a model without a graph every module stays the same object, and a folded batch norm becomes an Identity. Parts that were
     prepared are folded by their graphs.
 
@@ -26,6 +29,8 @@ def run(model: M) -> M:
         ValueError: A scale is not positive and finite.
     """
     model.eval()
+    for module in list(model.modules()):
+        bake(module)
     graphs = [part for part in model.modules() if isinstance(part, QuantizedGraphModule)]
     for gm in graphs:
         _run_on_graph(gm)

@@ -27,7 +27,8 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 
     The quantizer of node `relu` is the submodule `activation_quantizers.relu`; the one that the inputs of the concat `cat`
     share is `activation_quantizers.cat`; that of the weight of the function `linear` is `weight_quantizers.linear`. In a model
-    with a submodule of such a name the quantizers are in `activation_quantizers_1`. Where consumers ask for different specs,
+    with a submodule of such a name the quantizers are in `activation_quantizers_1`; that of a node `to`, which is the name of a
+    method of modules, is `to_1`. Where consumers ask for different specs,
     the one with most bits holds. A graph with inserted quantizers stays as it is. The plan gets every edge.
 
     Raises:
@@ -49,7 +50,7 @@ def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuant
     device = next((p.device for p in gm.parameters()), torch.device("cpu"))
     holder = _add_holder(gm, HOLDER) if planned else HOLDER
     for each in planned:
-        target = f"{holder}.{each.name}"
+        target = f"{holder}.{_free_name(gm.get_submodule(holder), each.name)}"
         quantizer = TensorQuantizer(each.spec, name=target, inserted=True)
         gm.add_submodule(target, quantizer.to(device).train(gm.training))
         for producer in each.producers:
@@ -73,7 +74,8 @@ def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> It
     holder = _add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
     for request in requests:
         producer, consumer, spec = request.producer, request.consumer, request.spec
-        target, groups = f"{holder}.{consumer.name}", decide.conv_groups(consumer, spec, values[producer].dim())
+        target = f"{holder}.{_free_name(gm.get_submodule(holder), consumer.name)}"
+        groups = decide.conv_groups(consumer, spec, values[producer].dim())
         quantizer = weight_quantizer(values[producer], spec, consumer.name, groups, target, inserted=True)
         gm.add_submodule(target, quantizer.train(gm.training))
         with gm.graph.inserting_before(consumer):
@@ -84,7 +86,12 @@ def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> It
 
 
 def _add_holder(gm: QuantizedGraphModule, name: str) -> str:
-    """Add an empty submodule, and return its name: one that the model does not have yet."""
-    free = next(free for free in chain([name], (f"{name}_{i}" for i in count(1))) if not hasattr(gm, free))
+    """Add an empty submodule, and return its name."""
+    free = _free_name(gm, name)
     gm.add_module(free, nn.Module())
     return free
+
+
+def _free_name(module: nn.Module, name: str) -> str:
+    """Return a name that no attribute of a module has: a node may have the name of a method of modules, such as `to`."""
+    return next(free for free in chain([name], (f"{name}_{i}" for i in count(1))) if not hasattr(module, free))

@@ -78,6 +78,8 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> QuantWei
     gm.graph.erase_node(follower)
     if bn._modules:  # an activation inside the batch norm stays
         gm.set_submodule(name, _holder_of(bn))
+    elif isinstance(gm.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
+        gm.set_submodule(name, nn.Identity())  # the modules behind it keep their places
     else:
         gm.delete_submodule(name)
     return layer

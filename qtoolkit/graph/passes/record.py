@@ -19,7 +19,7 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
 from qtoolkit.op_kinds.recorded import BOOKKEEPING
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -36,8 +36,24 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     plan = gm.plan or Plan(rules.backend)
     roles, calls = Roles(gm.graph, rules), calls_of(gm)
     nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
-    gm.plan = replace(plan, status={**{n.name: _verdict(n, roles, calls) for n in nodes}, **plan.status})
+    status = {**{n.name: _verdict(n, roles, calls) for n in nodes}, **plan.status}
+    gm.plan = replace(plan, status=status, kinds={n.name: str(kind_of(n)) for n in nodes})
     return gm
+
+
+def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
+    """Return the verdict on an op of a prepared or converted model: the plan's, unless the op was changed since."""
+    kind, verdict = kind_of(node), plan.status.get(node.name)
+    module = module_of(node) if node.op == "call_module" else None
+    if module is not None and any(isinstance(part, QuantModule) for part in module.modules()):
+        return verdict or Verdict.quantized()
+    lost = module is not None and kind.has_weight and verdict is not None and verdict.cause is Cause.COMPUTED
+    if verdict is not None and not lost and plan.kinds.get(node.name) == str(kind):
+        return verdict
+    on_grid = [quantizer_behind(source, plan.backend) is not None for source in tensor_inputs(node)]
+    if plan.backend.role(kind) in QUANTIZED_ROLES and not kind.has_weight and any(on_grid):
+        return Verdict.quantized()
+    return Verdict.put_in(type(module).__name__ if module is not None else str(kind))
 
 
 def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
@@ -49,7 +65,7 @@ def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
     if kind.name == "batch_norm" and role != "compute":
         return _verdict_on_batch_norm(node, roles, calls)
     if node in roles.unit:
-        return Verdict(Status.FUSED, Cause.JOINED, f"one op with {roles.unit[node].name}")
+        return Verdict(Status.FUSED, Cause.JOINED, f"one op with {name_of(roles.unit[node])}")
     if role == "transparent":
         return Verdict(Status.TRANSPARENT, Cause.MOVES)
     return _verdict_by_inputs(node, roles) if role in QUANTIZED_ROLES else _verdict_on_float(node, roles)

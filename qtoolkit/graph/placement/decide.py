@@ -14,6 +14,7 @@ from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
     kind_of,
+    name_of,
     outputs_of,
     owner_of,
     quantizes_its_input,
@@ -207,13 +208,13 @@ class _Collector:
 
     def _why(self, node: fx.Node, free: fx.Node | None) -> str:
         if free is not None:
-            return f"identity branch of a residual add, which becomes part of {free.name}"
+            return f"identity branch of a residual add, which becomes part of {name_of(free)}"
         words = "computes on" if self.roles[node] == "compute" else "merges"
         return f"{kind_of(node)} {words} quantized inputs"
 
     def _take_users(self, node: fx.Node, spec: QuantSpec) -> None:
         last = self.roles.last_in_unit(node)
-        why = f"output of {node.name}: {self.backend.name} computes in integers throughout"
+        why = f"output of {name_of(node)}: {self.backend.name} computes in integers throughout"
         for output in outputs_of(last):
             for user in output.users:
                 if user.op != "output" and (output, user) not in self.requests:

@@ -14,6 +14,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import qtoolkit as qt
+from tests import nets
 from tests.nets import linear_of
 
 
@@ -133,10 +134,10 @@ TRACED: dict[str, Callable[[Construct, Tensor], Tensor]] = {
 }
 # For each construct that is refused: the function, and words of the error.
 REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
-    "Function": (lambda m, x: RoundThrough.apply(x), "Function enters no_grad"),
-    "Function by a name": (lambda m, x: round_through(x), "Function enters no_grad"),
-    "Function that returns a view": (lambda m, x: Reverse.apply(x), "Function enters no_grad"),
-    "Function that returns its input": (lambda m, x: Same.apply(x), "Function enters no_grad"),
+    "Function": (lambda m, x: RoundThrough.apply(x), "a torch.autograd.Function is called here"),
+    "Function by a name": (lambda m, x: round_through(x), "a torch.autograd.Function is called here"),
+    "Function that returns a view": (lambda m, x: Reverse.apply(x), "a torch.autograd.Function is called here"),
+    "Function that returns its input": (lambda m, x: Same.apply(x), "a torch.autograd.Function is called here"),
     "torch.tensor": (lambda m, x: torch.tensor(x) * 2, "computed from a traced value in C"),
     "Tensor": (lambda m, x: torch.Tensor(x) * 2, "computed from a traced value in C"),
     "FloatTensor": (lambda m, x: torch.FloatTensor(x) * 2, "device=meta"),
@@ -162,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[Construct, Tensor], Tensor], str]] = {
     "jit": (lambda m, x: torch.jit.trace(m.layers, x)(x), "Tracer cannot infer type"),
     "make_subclass": (lambda m, x: torch.Tensor._make_subclass(Tensor, x) * 2, "computed from a traced value in C"),
     "below __torch_function__": (below_torch_function, "Expected torch.dtype"),
-    "data": (with_data_assigned, "attribute of a tensor, such as data, is assigned"),
+    "data": (with_data_assigned, "'data' of a tensor is assigned here"),
     "compile": (lambda m, x: torch.compile(m.layers, backend="eager")(x), "not installed as a submodule"),
 }
 
@@ -239,5 +240,39 @@ def test_lost_recomputation_is_reported(reentrant: bool) -> None:
 
 
 def test_a_custom_function_is_refused_without_grad_and_example_inputs_too() -> None:
-    with torch.no_grad(), pytest.raises(qt.UntraceableError, match="Function enters no_grad"):
+    with torch.no_grad(), pytest.raises(qt.UntraceableError, match="a torch.autograd.Function is called here"):
         qt.prepare(Net(lambda m, x: round_through(x)))
+
+
+@pytest.mark.parametrize("example", [None, (torch.randn(2, 4),)], ids=["plain", "sized"])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (with_data_assigned, "'data' of a tensor is assigned here, which a graph does not record"),
+        (
+            lambda m, x: m.layers(copy.deepcopy(x)),
+            r"copy\.deepcopy of a traced value is called here.* use x\.clone\(\)",
+        ),
+    ],
+)
+def test_what_a_graph_would_lose_silently_is_refused(
+    function: Callable[[Construct, Tensor], Tensor], words: str, example: object
+) -> None:
+    with pytest.raises(qt.UntraceableError, match=rf"{words}.*test_constructs\.py, line.*skip=\['inner'\]"):
+        qt.prepare(Net(function), example)
+
+
+def test_other_attributes_of_a_value_can_be_set() -> None:
+    def marked(module: Construct, x: Tensor) -> Tensor:
+        x = x * 2
+        x.is_masked = True
+        return module.layers(x) if x.is_masked else x
+
+    model, x = Net(marked), torch.randn(2, 4)
+    nets.assert_float_when_off(qt.prepare(model), model, x)
+
+
+def test_the_report_names_the_leaf_module_of_a_custom_function() -> None:
+    prepared = qt.prepare(Net(lambda m, x: m.layers(round_through(x))), (torch.randn(2, 4),), skip=["inner"])
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "inner")
+    assert line.reason == "a leaf module: 2 of 4 layers in it are quantized, by module replacement"

@@ -141,17 +141,27 @@ class TwoHeads(nn.Module):
         return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
 
 
-@pytest.mark.parametrize(
-    ("training", "words"), [(True, "of training mode in eval mode too"), (False, "of eval mode in training mode too")]
-)
-def test_a_branch_that_the_graph_fixes_is_warned_of(training: bool, words: str) -> None:
-    model = nn.Sequential(TwoHeads()).train(training)
+def test_a_branch_that_the_graph_fixes_is_warned_of() -> None:
     with pytest.warns(
-        UserWarning, match=f"prepare: Python branches on self.training in 0; the graph computes the branch {words}"
+        UserWarning,
+        match="prepare: Python branches on self.training in 0; the graph computes the branch of training mode in eval mode too",
     ):
-        prepared = qt.prepare(model, (torch.rand(2, 4),), backend="onnxruntime")
+        prepared = qt.prepare(nn.Sequential(TwoHeads()), (torch.rand(2, 4),), backend="onnxruntime")
     with qt.disable_quantization(prepared):
-        assert isinstance(prepared.train(not training)(torch.rand(2, 4)), tuple) == training
+        assert isinstance(prepared.eval()(torch.rand(2, 4)), tuple)
+
+
+@pytest.mark.filterwarnings("error:prepare", "error:train")
+def test_a_model_that_is_prepared_in_eval_mode_is_warned_of_where_it_is_trained() -> None:
+    model, x = nn.Sequential(TwoHeads()).eval(), torch.rand(2, 4)
+    prepared = qt.prepare(model, (x,), backend="onnxruntime")
+    nets.assert_float_when_off(prepared, model, x)
+    for ours in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        ours.eval()
+        with pytest.warns(
+            UserWarning, match="train: Python branches on self.training in 0; the model was prepared in eval"
+        ):
+            ours.train()
 
 
 def test_a_mode_that_the_graph_follows_is_not_warned_of(recwarn) -> None:

@@ -131,6 +131,29 @@ def scripted_double(x: Tensor) -> Tensor:
     return x * 2
 
 
+class WithLimits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = linear_of(), linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(0, 1)
+        least = torch.full((), torch.finfo(scores.dtype).min, dtype=scores.dtype)
+        scores = torch.where(torch.eye(2, dtype=torch.bool), scores, least)
+        return scores.softmax(-1) * torch.iinfo(torch.arange(2).to(torch.int16).dtype).bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_limits_of_a_dtype_are_those_of_each_run(dtype: torch.dtype) -> None:
+    model, x = WithLimits().eval(), torch.randn(2, 4)
+    limits = torch.finfo, torch.iinfo
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    assert (torch.finfo, torch.iinfo) == limits
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        nets.assert_float_when_off(ours.to(dtype), copy.deepcopy(model).to(dtype), x.to(dtype))
+    assert not [line.name for line in qt.quantization_report(prepared).layers if "info" in line.name]
+
+
 def test_scripted_functions_are_kept_as_calls() -> None:
     class Doubles(nn.Module):
         def __init__(self) -> None:
@@ -214,6 +237,25 @@ def test_concrete_args_win_over_defaults() -> None:
     model, x = Optional(), torch.randn(2, 4)
     prepared = trace.run(copy.deepcopy(model), concrete_args={"double": True}, example_inputs=(x,))
     assert torch.equal(prepared(x, double=True), model(x, double=True))
+    assert torch.equal(prepared(x), model(x, double=True))
+    with pytest.raises(AssertionError, match="double has been specialized to have value True"):
+        prepared(x, double=False)
+
+
+def test_prepare_runs_with_concrete_args_that_are_no_defaults() -> None:
+    model, x = Optional().eval(), torch.randn(2, 4)
+    prepared = qt.prepare(model, (x,), concrete_args={"double": True})
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(x), model(x, double=True))
+
+
+def test_a_fixed_argument_before_one_without_a_default_has_no_default() -> None:
+    class Flag(nn.Module):
+        def forward(self, x: Tensor, double: bool, y: Tensor) -> Tensor:
+            return x * 2 + y if double else x
+
+    prepared = trace.run(Flag(), concrete_args={"double": True})
+    assert torch.equal(prepared(torch.ones(2), True, torch.ones(2)), torch.full((2,), 3.0))
 
 
 def test_prepare_runs_on_keyword_inputs() -> None:

@@ -553,7 +553,7 @@ def test_padding_with_minus_infinity_is_not_quantized() -> None:
 def test_an_identity_before_an_activation_does_not_part_it_from_its_layer(backend: str) -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.Dropout(0.1), nn.ReLU())
     prepared = qt.prepare(nn.Sequential(*body, nn.Conv2d(4, 2, 1)), backend=backend)
-    assert prepared.plan.status["_4"] == Verdict(Status.FUSED, Cause.JOINED, "one op with _0")
+    assert prepared.plan.status["_4"] == Verdict(Status.FUSED, Cause.JOINED, "one op with 0")
     assert "activation_quantizers._4" in qt.quantizers_of(prepared)
     assert "activation_quantizers._1" not in qt.quantizers_of(prepared)
 
@@ -592,3 +592,30 @@ def test_a_quantizer_of_the_models_own_is_in_the_plan_and_the_report() -> None:
     assert prepared.plan.status["own"] == Verdict.quantized(Cause.OWN_QUANTIZER, "a quantizer of the model's own")
     (line,) = (line for line in qt.quantization_report(prepared).tensors if line.quantizer == "own")
     assert (line.source, line.consumers) == ("fc", ("tanh",))
+
+
+METHODS = {
+    "to": lambda x: x.to(torch.float32),
+    "float": lambda x: x.float(),
+    "half": lambda x: x.half().float(),
+    "type": lambda x: x.type(torch.float32),
+    "cpu": lambda x: torch.relu(x.cpu().double()).float(),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_tensors_that_have_the_names_of_methods_of_modules_are_quantized(name: str) -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nets.linear_of(), nets.linear_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return METHODS[name](self.last(METHODS[name](self.first(METHODS[name](x)))))
+
+    model, x = Casts().eval(), torch.randn(2, 4)
+    prepared = qt.prepare(model, (x,), backend="vitis")
+    nets.assert_float_when_off(prepared, model, x)
+    assert qt.calibrate(prepared, [x, -x], progress=False).unreached == ()
+    converted = copy.deepcopy(qt.convert(prepared))
+    assert torch.equal(converted(x), prepared.eval()(x))

@@ -1,0 +1,137 @@
+"""Decorated forwards, and forwards with variadic arguments for which the example inputs give nothing: they are traced."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from tests import nets
+from tests.nets import linear_of
+
+
+class Detector(nn.Module):
+    """Passes on what it does not know, as the models of ultralytics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = linear_of(), linear_of()
+
+    def forward(self, x: Tensor | dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(x, dict):
+            return self.loss(x, *args, **kwargs)
+        return self.predict(x, *args, **kwargs)
+
+    def predict(self, x: Tensor, profile: bool = False, augment: bool = False) -> Tensor:
+        return self.out(torch.relu(self.fc(x))) if not (profile or augment) else x
+
+    def loss(self, batch: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+        return scale * self.predict(batch["image"]).mean()
+
+
+def with_flags(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a forward as transformers does: flags are taken from the keywords and set in them."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        as_dict = kwargs.pop("return_dict", None)
+        if kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        result = forward(self, *args, **kwargs)
+        return result if as_dict is not False else (result,)
+
+    return wrapper
+
+
+class Decorated(Detector):
+    @with_flags
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        *,
+        shift: float = 0.0,
+        **kwargs: Any,
+    ) -> Tensor:
+        y = self.fc(ids) + shift
+        return self.out(y if mask is None else y * mask)
+
+
+class TwiceDecorated(Detector):
+    @with_flags
+    @with_flags
+    def forward(self, ids: Tensor, use_cache: bool | None = None, *, shift: float = 0.0) -> Tensor:
+        return self.out(self.fc(ids) + shift)
+
+
+X, MASK = torch.randn(2, 4), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        (Detector, (X,)),
+        (Detector, {"x": X}),
+        (Decorated, (X,)),
+        (Decorated, (X, MASK)),
+        (Decorated, {"ids": X, "mask": MASK}),
+        (Decorated, {"mask": MASK, "ids": X, "shift": 2.0}),
+        (TwiceDecorated, (X,)),
+        (TwiceDecorated, {"ids": X}),
+    ],
+)
+def test_variadic_arguments_without_values_are_empty(kind: type[nn.Module], inputs: Any, training: bool) -> None:
+    model = kind().train(training)
+    prepared = qt.prepare(model, inputs)
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(*args, **kwargs), model(*args, **kwargs))
+        assert torch.equal(copy.deepcopy(prepared)(*args, **kwargs), model(*args, **kwargs))
+    assert {line.name for line in qt.quantization_report(prepared).quantized} >= {"fc", "out"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'augment'"):
+        prepared(*args, **kwargs, augment=False)
+
+
+def test_values_for_variadic_arguments_stay_inputs() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = linear_of()
+
+        def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+            return self.fc(x + more[0] * more[1])
+
+    model, inputs = Sums(), (X, torch.randn(4), torch.randn(4))
+    prepared = qt.prepare(model, inputs)
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(X, MASK, 2 * MASK), model(X, MASK, 2 * MASK))
+
+
+@pytest.mark.parametrize("kind", [Detector, Decorated])
+def test_without_example_inputs_the_error_names_remedies_that_work(kind: type[nn.Module]) -> None:
+    model = kind().eval()
+    with pytest.raises(
+        qt.UntraceableError, match=r"pass example_inputs.* by qtoolkit\.quant_modules\.replace\(model\)\."
+    ) as e:
+        qt.prepare(model)
+    assert "args" not in str(e.value).partition("fix an argument")[2].partition("with concrete_args")[0]
+    replaced = qt.quant_modules.replace(model)
+    nets.assert_float_when_off(replaced, model, X)
+
+
+def test_each_error_of_a_model_that_cannot_be_traced_names_replace() -> None:
+    model = nets.ControlFlow()
+    with pytest.raises(qt.UntraceableError, match=r"skip=\['block'\].* by qtoolkit\.quant_modules\.replace\(model\)\."):
+        qt.prepare(model)
+    patched = linear_of()
+    patched.forward = lambda x: x
+    with pytest.raises(
+        qt.UntraceableError, match=r"define forward in the class, or .*quant_modules\.replace\(model\)\."
+    ):
+        qt.prepare(patched)
