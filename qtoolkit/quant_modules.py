@@ -34,7 +34,7 @@ from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_erro
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
-from qtoolkit.op_kinds.nodes import float_type
+from qtoolkit.op_kinds.nodes import float_type, kind_of_module
 from qtoolkit.shared_modules import first_names, modules_by_name
 
 QUANTIZE = ("inputs", "outputs")
@@ -217,8 +217,10 @@ def _replace(model: nn.Module, rules: ReplacementRules, quantize: str) -> None:
     verdicts = {name: decision.verdict for name, decision in decisions.items()}
     verdicts |= link_chains(model, configs.backend.batch_norm, apart)
     verdicts |= quantize_outputs(model, outputs)
+    now = modules_by_name(model)
+    kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
     mapping = None if configs.mapping is None else configs.mapping.copy()
-    update_record(model, plan=Plan(configs.backend, inside=verdicts, mapping=mapping))
+    update_record(model, plan=Plan(configs.backend, kinds=kinds, inside=verdicts, mapping=mapping))
 
 
 def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules | None) -> None:

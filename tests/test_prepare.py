@@ -24,7 +24,9 @@ def prepared_net(backend: str = "tensorrt", training: bool = True, **kwargs: obj
 
 
 def quantized_tensors(model: fx.GraphModule) -> dict[str, tuple[str, ...]]:
-    return {line.source: line.consumers for line in qt.quantization_report(model).tensors}
+    """Return the takers of each quantized tensor, by the name of its node."""
+    lines = qt.quantization_report(model).tensors
+    return {line.quantizer.removeprefix("activation_quantizers."): line.consumers for line in lines}
 
 
 # ---- trace

@@ -242,6 +242,21 @@ def test_the_report_of_a_replaced_model_looks_at_the_model_as_it_is() -> None:
     lines = {line.name: line for line in qt.quantization_report(replaced).layers}
     assert [str(lines[name].status) for name in ("fc", "block.0", "conv")] == ["float", "float", "quantized"]
     assert "put in since" in lines["fc"].reason
+    assert lines["relu"].reason == "float: no QAT module for Sigmoid"
+
+
+def quantized_linear() -> nn.Module:
+    return qt.nn.QuantLinear(8, 3, weight_spec=qt.QuantSpec(axis=0))
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_a_quantized_layer_in_the_place_of_a_float_one_is_quantized(road: str) -> None:
+    mapping = qt.QConfigMapping().set_module_name("fc", None)
+    take = qt.prepare if road == "prepare" else qt.quant_modules.replace
+    ours = take(Edited(), qconfig_mapping=mapping)
+    assert "fc" in {line.name for line in qt.quantization_report(ours).left_float}
+    ours.fc = quantized_linear()
+    assert "fc" in {line.name for line in qt.quantization_report(ours).quantized}
 
 
 def test_an_op_that_is_added_to_a_graph_has_a_line() -> None:

@@ -126,8 +126,7 @@ class QuantizedGraphModule(fx.GraphModule):
     def _warn_of_branches(self, names: Sequence[str]) -> None:
         warnings.warn(
             f"train: Python branches on self.training in {', '.join(names)}; the model was prepared in eval mode, and its "
-            f"graph computes that branch in training mode too. Prepare the model in training mode, or name the submodule in "
-            f"`skip`.",
+            f"graph computes that branch in training mode too. Prepare it in training mode, or name the submodule in `skip`.",
             stacklevel=3,  # the caller of train
         )
 

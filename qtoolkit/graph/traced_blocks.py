@@ -4,13 +4,16 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from qtoolkit.graph.capture.shapes import is_plain
+
 
 class TracedBlock(nn.Module):
     """A block of the model that was traced: it holds the block's layers, which the graph of the whole model calls.
 
-    It can be read like the block: by attributes and, where the block is a Sequential, a ModuleList or a ModuleDict, by index,
-    `len` and iteration. Its own forward is never called. Calling it, wrapping it and registering hooks on it therefore raise
-    RuntimeError; `qtoolkit.prepare(..., skip=["its name"])` keeps a block that is a module of its own.
+    It can be read like the block: by attributes (layers, numbers, strings and None) and, where the block is a Sequential, a
+    ModuleList or a ModuleDict, by index, `len` and iteration. Its own forward is never called. Calling it, wrapping it and
+    registering hooks on it therefore raise RuntimeError; `qtoolkit.prepare(..., skip=["its name"])` keeps a block that is a
+    module of its own.
 
     Attributes:
         block_type: The name of the block's type.
@@ -63,6 +66,8 @@ def make_traced(holder: nn.Module, block: nn.Module) -> None:
     if type(holder) is not nn.Module or type(block) is nn.Module:
         return
     holder.__class__ = next((ours for kind, ours in CONTAINERS.items() if isinstance(block, kind)), TracedBlock)
+    held = ((name, value) for name, value in vars(block).items() if is_plain(value) and not name.startswith("_"))
+    vars(holder).update({name: value for name, value in held if name != "training"})
     vars(holder)["block_type"] = block.block_type if isinstance(block, TracedBlock) else type(block).__name__
 
 

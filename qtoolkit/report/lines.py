@@ -52,7 +52,8 @@ class TensorLine:
 
     Attributes:
         quantizer: Its quantizer.
-        source: The op that computes it. A tensor that no op of the graph computes has a name such as `attn.softmax` or
+        source: The op that computes it, by the name that a QConfigMapping takes: a module that is called several times computes
+            several tensors. A tensor that no op of the graph computes has a name such as `attn.softmax` or
             `block.conv.input`.
         consumers: The ops that use it.
         spec: How it is quantized.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtoolkit.eager.record import chains_of, plan_of, verdicts_in
+from qtoolkit.eager.record import chains_of, kinds_in, plan_of, verdicts_in
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Status, Verdict
@@ -40,13 +40,13 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
             f"quantization_report: model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert "
             f"returned, got a {type(model).__name__} without quantizers."
         )
-    recorded = verdicts_in(model)
+    recorded, kinds = verdicts_in(model), kinds_in(model)
     names = first_names(model)
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():
         known = None if _is_legacy(module) else recorded.get(name)
-        verdict = _verdict(module) if known is None or _is_stale(known, module) else known
+        verdict = _verdict(module) if known is None or _is_changed(known, module, kinds.get(name)) else known
         layers.append(_line(name, module, verdict, name in recorded, names))
     layers = _joined(layers, chains_of(model))
     tensors = list(_tensor_lines(found, names))
@@ -58,8 +58,12 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
     return QuantizationReport(tuple(layers), tuple(tensors))
 
 
-def _is_stale(verdict: Verdict, module: nn.Module) -> bool:
-    """Return whether a recorded verdict says that a module has quantizers, and it has none."""
+def _is_changed(verdict: Verdict, module: nn.Module, kind: str | None) -> bool:
+    """Return whether a module is not the one that a verdict was recorded on: of another kind, or with or without quantizers."""
+    if kind not in (None, str(kind_of_module(module))) and not isinstance(module, nn.Identity):  # a folded batch norm
+        return True
+    if verdict.status is Status.FLOAT:
+        return isinstance(module, QuantModule) and bool(_called_quantizers(module))
     has_own = verdict.status is Status.QUANTIZED and verdict.cause in (Cause.COMPUTED, Cause.REPLACED)
     return has_own and not _called_quantizers(module)
 

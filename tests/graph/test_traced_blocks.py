@@ -19,6 +19,7 @@ from qtoolkit.graph.traced_blocks import TracedBlock
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.stride, self.downsample, self.hidden = (1, 1), None, object()
         self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,6 +57,8 @@ def test_containers_keep_their_kinds_and_orders(training: bool, measured: bool) 
         assert [type(part).__name__ for part in (ours.stem[0], ours.stem[2])] == ["QuantConv2d", "ReLU"]
         assert ours.blocks[1].conv is ours.get_submodule("blocks.1.conv")
         assert [block.conv for block in ours.blocks[:2]] == [ours.blocks[0].conv, ours.blocks[1].conv]
+        assert (ours.blocks[0].stride, ours.blocks[0].downsample) == ((1, 1), None)
+        assert not hasattr(ours.blocks[0], "hidden")
         assert ours.heads["a"].out_channels == 3
         assert "x Block(" in repr(ours.blocks)
     names = [name for name, _ in model.named_parameters()]

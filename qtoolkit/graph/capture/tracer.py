@@ -116,6 +116,11 @@ class ModelTracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
     ) -> tuple[Any, list[Any]]:
         """Make the placeholders; return the function to call and its arguments."""
+        if self.call is None and hasattr(root_fn, "__wrapped__"):
+            raise RuntimeError(
+                "the forward is decorated and takes *args or **kwargs, which can be traced only where example_inputs give "
+                "nothing for them."
+            )
         function = root_fn if self.call is None else self.call.of(root_fn)
         return super().create_args_for_root(function, is_module, concrete_args)
 

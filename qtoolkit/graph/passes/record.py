@@ -46,7 +46,7 @@ def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
     kind, verdict = kind_of(node), plan.status.get(node.name)
     module = module_of(node) if node.op == "call_module" else None
     if module is not None and any(isinstance(part, QuantModule) for part in module.modules()):
-        return verdict or Verdict.quantized()
+        return Verdict.quantized() if verdict is None or verdict.status is Status.FLOAT else verdict
     lost = module is not None and kind.has_weight and verdict is not None and verdict.cause is Cause.COMPUTED
     if verdict is not None and not lost and plan.kinds.get(node.name) == str(kind):
         return verdict

@@ -135,3 +135,11 @@ def test_each_error_of_a_model_that_cannot_be_traced_names_replace() -> None:
         qt.UntraceableError, match=r"define forward in the class, or .*quant_modules\.replace\(model\)\."
     ):
         qt.prepare(patched)
+
+
+@pytest.mark.parametrize("example", [None, {"ids": X, "more": X}], ids=["plain", "sized"])
+def test_values_for_variadic_arguments_of_a_decorated_forward_are_refused(example: Any) -> None:
+    with pytest.raises(
+        qt.UntraceableError, match=r"decorated and takes \*args or \*\*kwargs, .* example_inputs give nothing for"
+    ):
+        qt.prepare(Decorated(), example)
