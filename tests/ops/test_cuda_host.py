@@ -332,19 +332,22 @@ def empty_histogram(bins: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros(bins, dtype=torch.int64), torch.zeros(()), torch.zeros(())
 
 
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("momentum", [None, 0.1, 1.0])
-def test_ranges_are_blended_and_covered(kernels, momentum):
+def test_ranges_are_blended_and_covered(kernels, momentum, counted):
     count, rows = 300, torch.randn(2, 300)
+    rows[0, 5], rows[1, 7] = torch.nan, torch.inf
     lo, hi = torch.randn(2, 300).sort(0).values
     lo[:3], hi[:3] = torch.inf, -torch.inf
     got, wanted = [lo.clone(), hi.clone()], [lo.clone(), hi.clone()]
-    native.observe_minmax_(rows, *wanted, momentum, 1)
-    batch = rows.sort(0).values.double()
-    kernels.blend_ranges_on_host(
-        *pointers(*got, batch), ctypes.c_int64(count), momentum is not None, ctypes.c_double(momentum or 0)
-    )
+    skipped = [torch.zeros(count, dtype=torch.int64) if counted else None for _ in range(2)]
+    native.observe_minmax_(rows, *wanted, momentum, 1, skipped=skipped[0])
+    batch = torch.stack(native.minmax(rows, 1)).double()
+    how = ctypes.c_int64(count), momentum is not None, ctypes.c_double(momentum or 0)
+    kernels.blend_ranges_on_host(*pointers(*got, batch), *how, *pointers(skipped[1]))
     for g, w in zip(got, wanted, strict=True):
         assert_same(g, w)
+    assert not counted or (skipped[0].sum() == 2 and torch.equal(*skipped))
     for symmetric in (True, False):
         grid = native.grid_of_range(*wanted, -128, 127, symmetric)
         covered = [torch.full((count,), 7.0), None if symmetric else torch.full((count,), 7.0)]

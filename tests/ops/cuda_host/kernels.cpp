@@ -27,8 +27,9 @@ extern "C" void learned_gradient_on_host(const double* sums, double factor, cons
 }
 
 extern "C" void blend_ranges_on_host(float* lo, float* hi, const double* batch, int64_t count, bool average,
-                                     double momentum) {
-  cuda::blend_ranges<float>(lo, hi, batch, batch + count, count, average, static_cast<float>(momentum), nullptr);
+                                     double momentum, int64_t* skipped) {
+  cuda::blend_ranges<float>(lo, hi, batch, batch + count, count, average, static_cast<float>(momentum), skipped,
+                            nullptr);
 }
 
 extern "C" void grid_of_ranges_on_host(const float* lo, const float* hi, int64_t count, double qmin, double qmax,
