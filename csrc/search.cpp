@@ -311,7 +311,8 @@ Found entropy(const Histogram& h, const Search& how, const Candidates& candidate
     const double end = static_cast<double>(best_of(how.candidates, score, rounding));
     return {end, end};
   }
-  // With fewer bins that hold values than levels, no level merges two of them: the divergence is zero however much is clipped.
+  // With fewer bins that hold values than levels, no level merges two of them: the divergence is zero however much is
+  // clipped.
   const int64_t fewest = std::min(levels, divergence.filled(0, size));
   const auto cost = [&](Span ends) {
     const int64_t begin = zero - ends.below, end = zero + ends.above;

@@ -1,6 +1,6 @@
 """The observer of histograms, and the methods that choose a range from one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -19,7 +19,8 @@ METHODS = ("percentile", "mse", "l2", "entropy")
 class HistogramObserver(Observer):
     """A running histogram, per tensor or per channel, and the range that a method chooses from it.
 
-    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
+    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`). They serve
+    calibration alone and are no buffers: state dicts do not hold them, and DistributedDataParallel does not broadcast them.
 
     Args:
         qmin: Lowest code of the grid that the range is for.
@@ -44,11 +45,6 @@ class HistogramObserver(Observer):
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048, "method": "mse", "percentile": 99.99}
-    kept_dtypes = (torch.float32, torch.int64)
-
-    counts: Tensor
-    lo: Tensor
-    hi: Tensor
 
     def __init__(
         self,
@@ -66,9 +62,8 @@ class HistogramObserver(Observer):
         self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
         self.method, self.percentile = method, percentile
         self.axis, self.group = axis, group
-        self.register_buffer("counts", torch.zeros(*shape, bins, dtype=torch.int64))
-        self.register_buffer("lo", torch.zeros(shape))
-        self.register_buffer("hi", torch.zeros(shape))
+        self.counts = torch.zeros(*shape, bins, dtype=torch.int64)
+        self.lo, self.hi = torch.zeros(shape), torch.zeros(shape)
 
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:
@@ -99,7 +94,7 @@ class HistogramObserver(Observer):
 
     def forward(self, x: Tensor) -> None:
         """Count the values of x."""
-        for part, histogram in zip(self._channels_of(x.detach()), _histograms(dict(self.named_buffers())), strict=True):
+        for part, histogram in zip(self._channels_of(x.detach()), _histograms(self._own()), strict=True):
             ops.observe_histogram_(part, *histogram)
 
     def _channels_of(self, x: Tensor) -> list[Tensor]:
@@ -146,18 +141,31 @@ class HistogramObserver(Observer):
 
     def reset(self) -> None:
         """Discard what was observed."""
-        for buffer in (self.counts, self.lo, self.hi):
-            buffer.zero_()
+        for name, tensor in self._own().items():  # not in place: an error in calibration brings the old ones back
+            setattr(self, name, torch.zeros_like(tensor))
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
-        self.counts.data = self.counts.data.new_zeros(*shape, self.counts.size(-1))
-        for bound in (self.lo, self.hi):
-            bound.data = bound.data.new_zeros(shape)
+        self.counts = self.counts.new_zeros(*shape, self.counts.size(-1))
+        self.lo, self.hi = self.lo.new_zeros(shape), self.hi.new_zeros(shape)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was observed, on the CPU, for `merge` in another process."""
+        return {name: tensor.cpu() for name, tensor in self._own().items()}
+
+    def _own(self) -> dict[str, Tensor]:
+        return {"counts": self.counts, "lo": self.lo, "hi": self.hi}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name, tensor in self._own().items():
+            new = fn(tensor)
+            setattr(self, name, new if new.dtype == tensor.dtype else tensor.to(new.device))
+        return self
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Set the histogram to the sum of the histograms, with the bins that a histogram of all the data has."""
-        for mine, *theirs in zip(*map(_histograms, (dict(self.named_buffers()), *states)), strict=True):
+        for mine, *theirs in zip(*map(_histograms, (self._own(), *states)), strict=True):
             for buffer, value in zip(mine, _sum_of(theirs) or mine, strict=True):
                 buffer.copy_(value)
 
