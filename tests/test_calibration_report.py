@@ -36,7 +36,7 @@ def test_a_histogram_reports_what_its_range_clips() -> None:
     lowest, highest = report.grids[NAME]
     scale = float(qt.quantizers_of(model)[NAME].scale)
     outside = ~((lowest - scale / 2 <= X) & (highest + scale / 2 >= X))
-    assert report.clipped[NAME] == pytest.approx(float(outside.float().mean()), abs=0.005)
+    assert report.clipped[NAME] == pytest.approx(float(outside.float().mean()), abs=0.01)
     assert report.clipped[NAME] == pytest.approx(0.1, abs=0.01)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import qtoolkit as qt
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -105,10 +108,31 @@ def test_the_documented_table_is_that_of_the_results() -> None:
 
     outcomes = json.loads((FOLDER / "results" / "zoo.json").read_text())["models"]
     assert table.markdown(outcomes) in (FOLDER.parent / "docs" / "zoo.md").read_text()
-    unexplained = [
-        (o["name"], reason)
-        for o in outcomes
-        for reason in o["left_float"]
-        if "unknown" in reason or "no reason" in reason
-    ]
-    assert unexplained == []
+    labels = {label for o in outcomes for label in o["left_float"]}
+    assert labels == {"no QAT module for LSTM in a graph: qtoolkit.quant_modules.replace has one"}
+
+
+def test_labels_come_from_verdicts() -> None:
+    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
+    from zoo_models.pipeline import label
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc, self.bn = nn.LayerNorm(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.relu(self.norm(self.bn(x))).cumsum(0)
+            return torch.cat([self.fc(y), torch.exp(self.scale).expand(2, 4)])
+
+    lines = {line.name: line for line in qt.quantization_report(qt.prepare(Net(), (torch.rand(2, 4),))).layers}
+    labels = {name: label(line) for name, line in lines.items() if line.status == "float"}
+    assert labels == {
+        "bn": "batch norm not folded",
+        "norm": "layer_norm",
+        "relu": "relu after a float op",
+        "cumsum": "cumsum",
+        "exp": "computed from parameters alone",
+        "cat": "no quantized op takes its output",
+    }

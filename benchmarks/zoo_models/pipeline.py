@@ -1,6 +1,7 @@
 """One model through prepare, calibrate, one training step, convert, export and onnxruntime, with the results as plain data."""
 
 import copy
+import re
 import tempfile
 import time
 from collections import defaultdict
@@ -18,6 +19,11 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import qtoolkit as qt
 from qtoolkit.graph.capture import trace
+from qtoolkit.graph.passes.record import FROM_PARAMETERS
+from qtoolkit.graph.placement.masked_attention import MASKED
+from qtoolkit.graph.plan import Cause
+from qtoolkit.op_kinds.table import ACTIVATIONS, OTHER
+from qtoolkit.report import LayerLine
 from zoo_models.recipe import Recipe
 
 SEED = 0
@@ -35,8 +41,8 @@ class Outcome:
         error: The message of its error.
         quantized: Number of quantized layers with weights.
         ops_quantized: Number of other quantized ops.
-        left_float: Names of the layers with weights that remain in float, by reason.
-        ops_float: Names of the other ops that remain in float, by reason.
+        left_float: Names of the layers with weights that remain in float, by label.
+        ops_float: Names of the other ops that remain in float, by label.
         off_difference: Largest relative difference from the float model in eval mode, with quantizers disabled and batch
             norms kept.
         folded_difference: The same with batch norms folded, as the prepared model computes in eval mode.
@@ -166,10 +172,10 @@ class _Steps:
                 outcome.quantized += is_layer
                 outcome.ops_quantized += not is_layer
             elif line.status == "float":
-                floats[is_layer][line.reason or "no reason"].append(prefix + line.name)
+                floats[is_layer][label(line)].append(prefix + line.name)
         for into, lines in ((outcome.left_float, floats[True]), (outcome.ops_float, floats[False])):
-            for reason, names in lines.items():
-                into.setdefault(reason, []).extend(names)
+            for words, names in lines.items():
+                into.setdefault(words, []).extend(names)
 
     def export_part(self, converted: Any, part: Part) -> None:
         with self.step("export"), tempfile.TemporaryDirectory() as folder:
@@ -234,6 +240,18 @@ def _call(model: nn.Module, part: Part) -> Any:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [v for v in tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def label(line: LayerLine) -> str:
+    """Return what the table calls an op in float: the kind that the target computes in float, or the reason in words."""
+    verdict = line.verdict
+    if verdict.cause is Cause.NOT_FOLDED:
+        return "batch norm not folded"
+    if verdict.cause is not Cause.TARGET or verdict in (FROM_PARAMETERS, MASKED):
+        return verdict.text.removeprefix("float: ")
+    if line.kind == OTHER.name:  # unknown: the op's own name, without its number
+        return re.sub(r"_*\d+$", "", line.name.rpartition(".")[2]) or line.name
+    return f"{line.kind} after a float op" if line.kind in ACTIVATIONS else line.kind
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -47,27 +47,10 @@ def row(outcome: Outcome) -> list[str]:
     ]
 
 
-def floats(reasons: Mapping[str, Sequence[str]]) -> str:
-    """Return the number of ops in float for each reason, abbreviated."""
-    counts: Counter[str] = Counter()
-    for reason, names in reasons.items():
-        for name in names:
-            counts[_short(reason, name)] += 1
-    return ", ".join(f"{count} {words}" for words, count in counts.most_common())
-
-
-def _short(reason: str, name: str) -> str:
-    words = reason.removeprefix("float: ")
-    if words.startswith("unknown to qtoolkit"):
-        return re.sub(r"_*\d+$", "", name.rpartition(".")[2]) or name
-    found = re.fullmatch(r"an? (\w+), which [\w-]+ computes in float", words)
-    if found is not None:
-        return found[1]
-    found = re.fullmatch(r"a (\w+) that no quantized op comes right before", words)
-    if found is not None:
-        return f"{found[1]} after a float op"
-    found = re.fullmatch(r"a batch norm that cannot be folded \((.*)\)", words)
-    return words if found is None else f"batch norm ({found[1]})"
+def floats(names: Mapping[str, Sequence[str]]) -> str:
+    """Return the number of ops in float of each label."""
+    counts = Counter({label: len(of_label) for label, of_label in names.items()})
+    return ", ".join(f"{count} {label}" for label, count in counts.most_common())
 
 
 def notes(outcome: Outcome) -> str:

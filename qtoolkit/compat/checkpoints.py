@@ -46,7 +46,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
 
     Raises:
         ValueError: The model has no quantizers, or a range does not fit its quantizer.
-        TypeError: `model` is no module, or `state_dict` no mapping.
+        TypeError: `model` is no module, `state_dict` no mapping, or a range no tensor.
         KeyError: strict, and the checkpoint has no ranges, or has entries of quantizers that the model does not have.
 
     Example:
@@ -69,6 +69,9 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
     entries = {key: value for key, value in _without_prefix(state_dict).items() if _OF_A_QUANTIZER.search(key)}
     inputs = _inputs_of(model)
     places = {key: _place(key.removesuffix(_AMAX), quantizers, inputs) for key in entries if key.endswith(_AMAX)}
+    for key in places:
+        if not isinstance(entries[key], Tensor):
+            raise TypeError(f"load_amax: {key!r} must be a tensor, got {type(entries[key]).__name__}.")
     if strict:
         _check_all_placed(entries, places)
     ranges: dict[str, dict[str, Tensor]] = defaultdict(dict)

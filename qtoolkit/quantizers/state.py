@@ -52,7 +52,7 @@ class LoadsFloatCheckpoints(nn.Module):
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
         self._leave_meta_device()
-        _LATEST_LOAD.of(missing_keys).add(missing, any(key.startswith(prefix) for key in state_dict))
+        latest_load(missing_keys).add(prefix, missing, any(key.startswith(prefix) for key in state_dict))
 
     def _leave_meta_device(self) -> None:
         """Set what is not in the state dict to zero, on the device of what `load_state_dict(assign=True)` has put there."""
@@ -69,8 +69,10 @@ class _Load:
     missing_keys: list[str]
     missing: list[str] = field(default_factory=list)  # to report if the state dict is not that of a float model
     of_float_model: bool = True
+    found: set[str] = field(default_factory=set)  # the prefixes of the modules of which there is an entry
 
-    def add(self, missing: list[str], found: bool) -> None:
+    def add(self, prefix: str, missing: list[str], found: bool) -> None:
+        self.found |= {prefix} if found else set()
         self.missing += missing
         self.of_float_model = self.of_float_model and not found
         if not self.of_float_model:
@@ -90,3 +92,8 @@ class _LatestLoad(threading.local):
 
 
 _LATEST_LOAD = _LatestLoad()
+
+
+def latest_load(missing_keys: list[str]) -> _Load:
+    """Return what the call of `load_state_dict` with this list of missing keys has found so far."""
+    return _LATEST_LOAD.of(missing_keys)

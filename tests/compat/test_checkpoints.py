@@ -269,3 +269,13 @@ def test_model_optimizers_axis_of_transposed_convolutions_by_the_config(road):
         model[0].weight, amaxs["0.weight_quantizer._amax"].flatten() / 127, None, -128, 127, 0
     )
     assert torch.equal(quantizer(model[0].weight), torch.as_tensor(wanted))
+
+
+@pytest.mark.parametrize("amax", [1.27, "1.27", None, [1.27]], ids=str)
+def test_a_range_that_is_no_tensor_is_named(amax: object) -> None:
+    model = qt.prepare(nn.Sequential(nn.Linear(2, 2)))
+    entries = {"0._weight_quantizer._amax": torch.ones(2, 1), "0._input_quantizer._amax": amax}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(TypeError, match=r"^load_amax: '0._input_quantizer._amax' must be a tensor, got \w+\."):
+        load_amax(model, entries)
+    assert all(torch.equal(value, before[name]) or value.isnan().all() for name, value in model.state_dict().items())

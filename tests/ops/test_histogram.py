@@ -622,9 +622,7 @@ def test_casts_and_copies_keep_the_histogram(cast: str) -> None:
     assert_equal((same.counts, same.lo, same.hi), (observer.counts, observer.lo, observer.hi))
     same(getattr(torch.randn(9), cast)())
     assert same.counts.sum() == 108
-    loaded = HistogramObserver(bins=64)
-    loaded.load_state_dict(pickle.loads(pickle.dumps(observer)).state_dict())
-    assert loaded.range() == observer.range()
+    assert pickle.loads(pickle.dumps(observer)).range() == observer.range()
 
 
 @pytest.mark.parametrize(

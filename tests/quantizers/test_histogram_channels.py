@@ -100,7 +100,7 @@ def test_processes_merge_exactly() -> None:
         observer(part)
     merged.merge([observer.state() for observer in (*parts, observer_of(x, 1))])
     for name in ("counts", "lo", "hi"):
-        assert torch.equal(merged.get_buffer(name), whole.get_buffer(name)), name
+        assert torch.equal(getattr(merged, name), getattr(whole, name)), name
 
 
 def test_a_broken_channel_breaks_the_merged_one_alone() -> None:
@@ -137,7 +137,7 @@ def test_a_quantizer_has_a_range_for_each_channel(channels: int | None) -> None:
     loaded = qt.TensorQuantizer(spec(axis=1), channels)
     loaded.load_state_dict(quantizer.state_dict())
     assert torch.equal(loaded(x), quantizer(x))
-    assert torch.equal(loaded.observer.counts, quantizer.observer.counts)
+    assert not loaded.observer.counts.any(), "what was observed is not in the state dict"
     for twin in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer)), copy.deepcopy(quantizer).half()):
         assert torch.equal(twin.observer.counts, quantizer.observer.counts)
         assert torch.equal(twin.scale, quantizer.scale)
@@ -171,3 +171,61 @@ def test_a_quantizer_that_saw_nothing_says_so() -> None:
     quantizer = qt.TensorQuantizer(spec(axis=0), 3, name="fc.weight_quantizer")
     with pytest.raises(RuntimeError, match="'fc.weight_quantizer' has observed nothing"):
         quantizer.load_observed()
+
+
+# ---- what serves calibration alone
+
+
+def histogram_model(observer: str = "histogram") -> nn.Module:
+    torch.manual_seed(0)
+    mapping = qt.QConfigMapping().set_global(
+        qt.QConfig(qt.QuantSpec(observer=observer), qt.QuantSpec(axis=0, observer=observer))
+    )
+    model = qt.prepare(nn.Sequential(nn.Linear(4, 6)).eval(), qconfig_mapping=mapping)
+    qt.calibrate(model, [torch.randn(32, 4)], progress=False)
+    return model.eval()
+
+
+def test_histograms_are_neither_saved_nor_broadcast() -> None:
+    model = histogram_model()
+    assert not [name for name in model.state_dict() if "observer" in name]
+    assert not [name for name, _ in model.named_buffers() if "observer" in name]
+    assert sum(t.numel() for t in (*model.state_dict().values(), *model.buffers())) < 100
+    loaded = histogram_model()
+    qt.calibrate(loaded, [torch.randn(8, 4) * 9], progress=False)
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(loaded(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+def test_checkpoints_with_histograms_still_load() -> None:
+    model = histogram_model()
+    old = dict(model.state_dict())
+    for name, quantizer in qt.quantizers_of(model).items():
+        old |= {f"{name}.observer.{key}": value for key, value in quantizer.observer.state().items()}
+    assert len(old) > len(model.state_dict())
+    loaded = histogram_model()
+    result = loaded.load_state_dict(old)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("saved", "into"), [("histogram", "minmax"), ("minmax", "histogram"), ("moving_average", "minmax")]
+)
+def test_the_observer_of_a_checkpoint_may_differ(saved: str, into: str) -> None:
+    model, loaded = histogram_model(saved), histogram_model(into)
+    result = loaded.load_state_dict(model.state_dict())
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert torch.equal(loaded(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+def test_histograms_move_with_the_model_and_come_back_after_an_error() -> None:
+    model = histogram_model()
+    observers = [quantizer.observer for quantizer in qt.quantizers_of(model).values()]
+    before = [observer.state() for observer in observers]
+    with pytest.raises(RuntimeError):
+        qt.calibrate(model, [torch.randn(3, 4), torch.randn(3, 5)], progress=False)
+    for observer, state in zip(observers, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in observer.state().items())
+    observer = copy.deepcopy(observers[0]).to("meta")
+    assert {tensor.device.type for tensor in (observer.counts, observer.lo, observer.hi)} == {"meta"}
+    assert copy.deepcopy(observers[0]).half().hi.dtype == torch.float32

@@ -26,6 +26,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.switches import disable_quantization
 
 FOLDED = Verdict.quantized(Cause.FOLDED, "folded into the layer before it")
+FROM_PARAMETERS = Verdict.left_float(Cause.TARGET, "computed from parameters alone")
 HIDES_LAYERS = Verdict.left_float(
     Cause.NO_QAT_TYPE, "a function that takes weights and is not traced: pass example_inputs, or make it a module"
 )
@@ -106,7 +107,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if kind.activation:
         return Verdict.left_float(Cause.TARGET, f"a {kind} that no quantized op comes right before")
     if kind is OTHER and node in roles.parameters:
-        return Verdict.left_float(Cause.TARGET, "computed from parameters alone")
+        return FROM_PARAMETERS
     if kind is OTHER and _takes_weights(node):
         return HIDES_LAYERS
     if module is not None and (kind is OTHER or kind.name == "recurrent") and _has_weights(module):

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints
+from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints, latest_load
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
     from qtoolkit.config import QuantSpec
@@ -66,6 +66,28 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges, known from the first input. Nothing must have been observed yet."""
         raise NotImplementedError
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        """Load what a state dict has of the observer.
+
+        What was observed is not needed to quantize: entries of another observer are dropped, and those of this one may lack in
+        the state dict of its quantizer.
+        """
+        own = {f"{prefix}{name}" for name, _ in self.named_buffers(recurse=False)}
+        state_dict = {key: value for key, value in state_dict.items() if key in own or not key.startswith(prefix)}
+        quantizer = "".join(prefix[:-1].rpartition(".")[:2])  # the prefix of the module that holds the observer
+        if prefix and quantizer in latest_load(missing_keys).found:
+            nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, False, [], *args)
+        else:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
 
     def state(self) -> dict[str, Tensor]:
         """Return what was observed, on the CPU, for `merge` in another process."""

@@ -1,6 +1,6 @@
 """The observer of histograms, and the methods that choose a range from one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -19,7 +19,8 @@ METHODS = ("percentile", "mse", "l2", "entropy")
 class HistogramObserver(Observer):
     """A running histogram, per tensor or per channel, and the range that a method chooses from it.
 
-    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
+    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`). They serve
+    calibration alone and are no buffers: state dicts do not hold them, and DistributedDataParallel does not broadcast them.
 
     Args:
         qmin: Lowest code of the grid that the range is for.
@@ -44,11 +45,6 @@ class HistogramObserver(Observer):
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048, "method": "mse", "percentile": 99.99}
-    kept_dtypes = (torch.float32, torch.int64)
-
-    counts: Tensor
-    lo: Tensor
-    hi: Tensor
 
     def __init__(
         self,
@@ -66,9 +62,9 @@ class HistogramObserver(Observer):
         self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
         self.method, self.percentile = method, percentile
         self.axis, self.group = axis, group
-        self.register_buffer("counts", torch.zeros(*shape, bins, dtype=torch.int64))
-        self.register_buffer("lo", torch.zeros(shape, dtype=torch.float32))
-        self.register_buffer("hi", torch.zeros(shape, dtype=torch.float32))
+        self.counts = torch.zeros(*shape, bins, dtype=torch.int64)
+        self.lo, self.hi = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
+        self.skipped = 0
 
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:
@@ -98,8 +94,13 @@ class HistogramObserver(Observer):
         return cls(spec.qmin, spec.qmax, spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)
 
     def forward(self, x: Tensor) -> None:
-        """Count the values of x."""
-        ops.observe_histogram_(x.detach(), self.counts, self.lo, self.hi, self.axis, self.group)
+        """Count the values of x. In training, an input with NaN or infinities is counted in `skipped` alone."""
+        if self.counts.is_meta and not x.is_meta:  # a model from the meta device, and no state dict has a histogram
+            self._apply(lambda tensor: torch.zeros_like(tensor, device=x.device))
+        if self.training and x.numel() and not bool(torch.stack(ops.minmax(x.detach())).isfinite().all()):
+            self.skipped += 1
+        else:
+            ops.observe_histogram_(x.detach(), self.counts, self.lo, self.hi, self.axis, self.group)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range that the method chooses. Synchronizes with the device."""
@@ -133,22 +134,36 @@ class HistogramObserver(Observer):
 
     def finite(self) -> bool:
         """Return whether all observed values are finite."""
-        return bool(torch.isfinite(self.hi).all())
+        return not self.skipped and bool(torch.isfinite(self.hi).all())
 
     def reset(self) -> None:
         """Discard what was observed."""
-        for buffer in (self.counts, self.lo, self.hi):
-            buffer.zero_()
+        self.skipped = 0
+        for name, tensor in self._own().items():  # not in place: an error in calibration brings the old ones back
+            setattr(self, name, torch.zeros_like(tensor))
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
-        self.counts.data = self.counts.data.new_zeros(*shape, self.counts.size(-1))
-        for bound in (self.lo, self.hi):
-            bound.data = bound.data.new_zeros(shape)
+        self.counts = self.counts.new_zeros(*shape, self.counts.size(-1))
+        self.lo, self.hi = self.lo.new_zeros(shape), self.hi.new_zeros(shape)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was observed, on the CPU, for `merge` in another process."""
+        return {name: tensor.cpu() for name, tensor in self._own().items()}
+
+    def _own(self) -> dict[str, Tensor]:
+        return {"counts": self.counts, "lo": self.lo, "hi": self.hi}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name, tensor in self._own().items():
+            new = fn(tensor)
+            setattr(self, name, new if new.dtype == tensor.dtype else tensor.to(new.device))
+        return self
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Set the histogram to the sum of the histograms, with the bins that a histogram of all the data has."""
-        for mine, *theirs in zip(*map(_histograms, (dict(self.named_buffers()), *states)), strict=True):
+        for mine, *theirs in zip(*map(_histograms, (self._own(), *states)), strict=True):
             for buffer, value in zip(mine, _sum_of(theirs) or mine, strict=True):
                 buffer.copy_(value)
 
