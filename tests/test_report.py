@@ -1,6 +1,7 @@
 """quantization_report of models without a graph: every line, and why."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,3 +269,25 @@ def test_an_op_that_is_added_to_a_graph_has_a_line() -> None:
     prepared.recompile()
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "tanh")
     assert line.reason == "float: a tanh that was put in after the model was quantized"
+
+
+def test_export_says_what_was_put_in(tmp_path: Path) -> None:
+    prepared = qt.prepare(Edited().eval(), backend="onnxruntime")
+    prepared.fc = nn.Linear(8, 3)
+    x = torch.randn(2, 3, 4, 4)
+    qt.calibrate(prepared, [x], progress=False)
+    with pytest.warns(
+        UserWarning, match="export_onnx: 'fc' came into the model after it was quantized and is float in"
+    ):
+        qt.export_onnx(prepared, x, tmp_path / "model.onnx")
+
+
+def test_a_model_in_eval_mode_keeps_the_ranges_that_it_loads() -> None:
+    """A weight's range follows the weight in training mode alone."""
+    trained, fresh = (qt.prepare(Edited().eval(), backend="onnxruntime") for _ in range(2))
+    for quantizer in qt.quantizers_of(trained).values():
+        quantizer.amax = 3.0
+    fresh.load_state_dict(trained.state_dict())
+    fresh(torch.randn(2, 3, 4, 4))
+    assert all(float(quantizer.amax.max()) == pytest.approx(3.0) for quantizer in qt.quantizers_of(fresh).values())
+    assert not any(quantizer.training for quantizer in qt.quantizers_of(qt.prepare(Edited().eval())).values())

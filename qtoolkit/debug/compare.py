@@ -12,6 +12,7 @@ from qtoolkit.debug.inside import Calls, quantized_inside, watching
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
+from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.plan import Cause, Status, Tracing
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import evaluating
@@ -225,8 +226,8 @@ class _SideBySide(fx.Interpreter):
     def _is_quantized(self, node: fx.Node) -> bool:
         if node.op not in ("call_module", "call_function", "call_method") or is_quantizer(node) or self.gm.plan is None:
             return False
-        verdict = self.gm.plan.status.get(node.name)
-        return verdict is not None and verdict.status is Status.QUANTIZED and verdict.cause is Cause.COMPUTED
+        verdict = verdict_now(node, self.gm.plan)
+        return verdict.status is Status.QUANTIZED and verdict.cause is Cause.COMPUTED
 
     def _alone(self, node: fx.Node) -> Any:
         args, kwargs = (fx.node.map_arg(a, self._entering) for a in (node.args, node.kwargs))

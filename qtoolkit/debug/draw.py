@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, name_of
@@ -77,7 +78,7 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
             "shape": "ellipse",
         }
     plan = gm.plan if isinstance(gm, QuantizedGraphModule) else None
-    verdict = None if plan is None else plan.status.get(node.name)
+    verdict = None if plan is None or node.name not in plan.status else verdict_now(node, plan)
     status, text = (None, "") if verdict is None else (verdict.status, verdict.text)
     lines = [name_of(node), str(kind_of(node))]
     if isinstance(module, QuantModule):

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ from qtoolkit.export.files import check_file, save
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.files import write_atomically
+from qtoolkit.graph.plan import Cause
 from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+from qtoolkit.report import quantization_report
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -129,6 +132,7 @@ def export_onnx(
 
     converted = convert(model) if quantizers_of(model) else model
     _check_grids(converted)
+    _warn_of_layers_put_in(converted)
     inputs = Inputs.of(converted, example_inputs, input_names)
     check_dtypes(converted, inputs)
     chosen = _choose_opset(opset, converted, exporter)
@@ -167,6 +171,16 @@ def _require_extra() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(f"export_onnx needs {error.name}; run: pip install qtoolkit[onnx].") from None
+
+
+def _warn_of_layers_put_in(model: nn.Module) -> None:
+    names = [line.name for line in quantization_report(model).layers if line.verdict.cause is Cause.PUT_IN]
+    if names:
+        warnings.warn(
+            f"export_onnx: {', '.join(map(repr, names))} came into the model after it was quantized and is float in the file; "
+            f"make that change in the float model, and quantize it again.",
+            stacklevel=3,
+        )
 
 
 def _check_grids(converted: nn.Module) -> None:

@@ -11,7 +11,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 from qtoolkit.op_kinds.rules import OTHER
 from qtoolkit.op_kinds.table import KINDS
-from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import is_stale, set_weight_range, weight_quantizer
 
@@ -69,6 +69,8 @@ class QuantModule(nn.Module):
         refresh(module)
         new = shallow_copy_as(cls, module)
         new.add_quantizers(weight, name, activation)
+        for quantizer in named_quantizers(new).values():
+            quantizer.train(new.training)
         return new
 
     def to_float(self) -> nn.Module:
