@@ -51,10 +51,10 @@ class LoadsFloatCheckpoints(nn.Module):
     ) -> None:
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
-        self._leave_meta_device()
+        self.leave_meta_device()
         latest_load(missing_keys).add(prefix, missing, any(key.startswith(prefix) for key in state_dict))
 
-    def _leave_meta_device(self) -> None:
+    def leave_meta_device(self) -> None:
         """Set what is not in the state dict to zero, on the device of what `load_state_dict(assign=True)` has put there."""
         device = next((buffer.device for buffer in self.buffers(recurse=False) if not buffer.is_meta), None)
         for name in self._non_persistent_buffers_set if device is not None else ():

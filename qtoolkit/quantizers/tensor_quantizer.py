@@ -331,9 +331,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Leave the meta device, without a range: for a model that was made there and got only its float tensors."""
         if self._scale.is_meta:
             self.to_empty(device=device)
-            self.observer.reset()
             empty = torch.full_like(self._scale, torch.nan)
             self.write_grid(empty, torch.zeros_like(empty))
+            self.observer.reset()
+        elif any(buffer.is_meta for buffer in self.observer.buffers()):  # the state dict was of another observer
+            self.observer.to_empty(device=device)
+            self.observer.reset()
 
     def _resize(self, shape: tuple[int, ...]) -> None:
         self.observer.resize(shape)

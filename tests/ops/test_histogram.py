@@ -531,8 +531,8 @@ def test_errors_of_searching(kwargs: dict, error: type[Exception], words: str) -
 @pytest.mark.parametrize(
     "values",
     [
-        torch.randint(15, 240, (4000,)) / 255,  # the pixels of an image without dark ones
-        torch.randint(0, 8, (4000,)).float(),
+        torch.randint(15, 240, (4000,), generator=torch.Generator().manual_seed(0)) / 255,  # an image without dark pixels
+        torch.randint(0, 8, (4000,), generator=torch.Generator().manual_seed(0)).float(),
         torch.tensor([0.0, 3.0]).repeat(500),
         torch.full((100,), 5.0),
     ],
@@ -542,7 +542,8 @@ def test_entropy_keeps_values_of_which_it_merges_none(values: Tensor, codes: tup
     """Ranges with fewer filled bins than levels have no divergence, however much they clip: they do not count."""
     lo, hi = ops.search_range(*histogram(values), *codes, method="entropy", symmetric=symmetric)
     clipped = ((values < lo) | (values > hi)).float().mean()
-    assert clipped <= (0.5 if codes[1] == 7 and values.unique().numel() > 8 else 0)
+    levels = codes[1] + 1 if symmetric else codes[1] - codes[0] + 1  # those of values that are not negative
+    assert clipped <= (0.01 if values.unique().numel() > levels else 0)
     assert lo <= 0 < hi
 
 

@@ -55,16 +55,24 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def recorded_limits() -> list[Patch]:
-    """Return torch.finfo and torch.iinfo, which torch.fx does not record as they are types, with functions that it does."""
-    return [(torch, name, _recorded_limits(getattr(torch, name))) for name in ("finfo", "iinfo")]
+TYPES_OF_LIMITS = ("finfo", "iinfo")
+MAKERS = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
 
 
-def _recorded_limits(kind: Callable[..., Any]) -> Callable[..., Any]:
-    def limits(*args: Any, **kwargs: Any) -> Any:
-        proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
-        return (
-            kind(*args, **kwargs) if proxy is None else proxy.tracer.create_proxy("call_function", kind, args, kwargs)
-        )
+def recorded_functions() -> list[Patch]:
+    """Return functions of torch with others that torch.fx records where an argument is traced.
 
-    return limits
+    It does not record the limits of dtypes, which are types, nor functions that make a tensor of a size: torch reads the size.
+    """
+    return [(torch, name, _recorded(getattr(torch, name))) for name in (*TYPES_OF_LIMITS, *MAKERS)]
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        sizes = [part for arg in args if isinstance(arg, tuple | list) for part in arg]
+        proxy = next((arg for arg in (*args, *sizes, *kwargs.values()) if isinstance(arg, fx.Proxy)), None)
+        if proxy is None:
+            return function(*args, **kwargs)
+        return proxy.tracer.create_proxy("call_function", function, args, kwargs)
+
+    return call

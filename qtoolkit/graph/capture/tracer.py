@@ -11,7 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
 from qtoolkit.graph.capture.checks import check_hooks
-from qtoolkit.graph.capture.functions import is_foreign, is_weight, patched, recorded_limits, torchvision_ops
+from qtoolkit.graph.capture.functions import (
+    is_foreign,
+    is_weight,
+    patched,
+    recorded_functions,
+    torchvision_ops,
+)
 from qtoolkit.graph.capture.mode import BranchesOnModeError, Mode, has_no_state, name_in
 from qtoolkit.graph.capture.proxy import SizedProxy, TensorProxy
 from qtoolkit.graph.capture.shapes import UNKNOWN, ShapePropagation, is_plain
@@ -102,7 +108,7 @@ class ModelTracer(fx.Tracer):
         self.inlined: list[fx.Node] = []
         self.without_grad: list[fx.Node] = []
         self.torch_modes = TorchModes(shapes is not None)
-        self.patches = [*recorded_limits(), *self.torch_modes.patches()]
+        self.patches = [*recorded_functions(), *self.torch_modes.patches()]
         self.originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:

@@ -86,6 +86,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         quantizer = "".join(prefix[:-1].rpartition(".")[:2])  # the prefix of the module that holds the observer
         if prefix and quantizer in latest_load(missing_keys).found:
             nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, False, [], *args)
+            self.leave_meta_device()
         else:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
 

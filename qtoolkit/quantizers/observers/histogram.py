@@ -94,10 +94,13 @@ class HistogramObserver(Observer):
         return cls(spec.qmin, spec.qmax, spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)
 
     def forward(self, x: Tensor) -> None:
-        """Count the values of x. In training, an input with NaN or infinities is counted in `skipped` alone."""
+        """Count the values of x. In training, an input with NaN or infinities is counted in `skipped` alone.
+
+        Compiled code, which must not wait for the device, takes it in; then the range is NaN.
+        """
         if self.counts.is_meta and not x.is_meta:  # a model from the meta device, and no state dict has a histogram
             self._apply(lambda tensor: torch.zeros_like(tensor, device=x.device))
-        if self.training and x.numel() and not bool(torch.stack(ops.minmax(x.detach())).isfinite().all()):
+        if self.training and not torch.compiler.is_compiling() and not _is_finite(x.detach()):
             self.skipped += 1
         else:
             ops.observe_histogram_(x.detach(), self.counts, self.lo, self.hi, self.axis, self.group)
@@ -170,6 +173,10 @@ class HistogramObserver(Observer):
     def extra_repr(self) -> str:
         """Return the method and the number of bins."""
         return f"method={self.method!r}, bins={self.counts.size(-1)}"
+
+
+def _is_finite(x: Tensor) -> bool:
+    return x.numel() == 0 or bool(torch.stack(ops.minmax(x)).isfinite().all())
 
 
 Histogram = tuple[Tensor, Tensor, Tensor]  # counts, lo, hi

@@ -154,6 +154,31 @@ def test_limits_of_a_dtype_are_those_of_each_run(dtype: torch.dtype) -> None:
     assert not [line.name for line in qt.quantization_report(prepared).layers if "info" in line.name]
 
 
+class MakesTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.zeros(x.shape[0], 4, dtype=x.dtype) + torch.ones(x.size(0), x.size(1), dtype=x.dtype)
+        return (
+            self.fc(x)
+            + rows
+            + torch.empty(x.shape[0], 1, dtype=x.dtype).fill_(2)
+            + torch.zeros(x.shape[0], dtype=x.dtype).sum()
+        )
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_tensors_made_of_traced_sizes(example: bool) -> None:
+    model, x = MakesTensors().eval(), torch.randn(2, 4)
+    traced = trace.run(copy.deepcopy(model), example_inputs=x if example else None)
+    for rows in (2, 5):
+        x = torch.randn(rows, 4)
+        assert torch.equal(traced(x), model(x))
+        assert torch.equal(pickle.loads(pickle.dumps(traced))(x), model(x))
+
+
 def test_scripted_functions_are_kept_as_calls() -> None:
     class Doubles(nn.Module):
         def __init__(self) -> None:
