@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.graph.lint import lint
 
 W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
 W6 = qt.QConfig(qt.QuantSpec(bits=6), qt.QuantSpec(bits=6, axis=0))
@@ -193,12 +194,14 @@ EXPLICIT = {
 }
 
 
+def quantized_up(mapping: qt.QConfigMapping | None, backend: str, road: str) -> nn.Module:
+    if road == "prepare":
+        return qt.prepare(Up(), backend=backend, qconfig_mapping=mapping)
+    return qt.quant_modules.replace(Up(), mapping, backend=backend)
+
+
 def scales_of(mapping: qt.QConfigMapping | None, backend: str, road: str) -> int:
-    model = (
-        qt.prepare(Up(), backend=backend, qconfig_mapping=mapping)
-        if road == "prepare"
-        else qt.quant_modules.replace(Up(), mapping, backend=backend)
-    )
+    model = quantized_up(mapping, backend, road)
     return model.get_submodule("up").weight_quantizer.scale.numel()
 
 
@@ -211,6 +214,13 @@ def test_an_axis_that_the_target_does_not_take_gives_a_warning(
     words = rf"axis={wrong} of a transposed .+; {backend} takes a scale for each {channel} channel: axis={1 - wrong}\."
     with pytest.warns(UserWarning, match=words):
         assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=wrong))), backend, road) == (4, 6)[wrong]
+
+
+@pytest.mark.filterwarnings("ignore:.*transposed convolution")
+def test_lint_finds_an_axis_that_the_target_does_not_take() -> None:
+    for axis, found in ((0, ["its weight has a scale along axis 0; tensorrt takes them along axis 1."]), (1, [])):
+        mapping = EXPLICIT["name"](qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=axis)))
+        assert [finding.rule for finding in lint(quantized_up(mapping, "tensorrt", "prepare"))] == found
 
 
 @pytest.mark.filterwarnings("error")

@@ -183,6 +183,17 @@ def _grouped_conv_transpose(node: fx.Node, backend: Backend) -> Iterator[Finding
         )
 
 
+def _conv_transpose_axis(node: fx.Node, backend: Backend) -> Iterator[Finding]:
+    spec = _weight_spec(node) if kind_of(node).name == "conv_transpose" else None
+    if spec is not None and spec.group_size is None and spec.axis == 1 - backend.conv_transpose_axis:
+        yield Finding(
+            name_of(node),
+            f"its weight has a scale along axis {spec.axis}; {backend.name} takes them along axis "
+            f"{backend.conv_transpose_axis}.",
+            f"Set QuantSpec(axis={backend.conv_transpose_axis}) in the rule that names it.",
+        )
+
+
 def _weight_bits(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     spec = _weight_spec(node)
     if spec is not None and backend.weight_bits is not None and spec.bits not in backend.weight_bits:
@@ -232,5 +243,6 @@ RULES: tuple[Callable[[fx.Node, Backend], Iterator[Finding]], ...] = (
     _put_in,
     _two_quantizers,
     _grouped_conv_transpose,
+    _conv_transpose_axis,
     _weight_bits,
 )
