@@ -531,7 +531,8 @@ def test_errors_of_searching(kwargs: dict, error: type[Exception], words: str) -
 @pytest.mark.parametrize(
     "values",
     [
-        torch.randint(15, 240, (4000,), generator=torch.Generator().manual_seed(0)) / 255,  # an image without dark pixels
+        torch.randint(15, 240, (4000,), generator=torch.Generator().manual_seed(0))
+        / 255,  # an image without dark pixels
         torch.randint(0, 8, (4000,), generator=torch.Generator().manual_seed(0)).float(),
         torch.tensor([0.0, 3.0]).repeat(500),
         torch.full((100,), 5.0),

@@ -195,10 +195,12 @@ def _find_attribute(model: nn.Module, name: str) -> Any:
 
 def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
     """Give the placeholders of fixed arguments the arguments' names, so that they can be passed, and the values as defaults."""
-    last = True  # Python allows no argument without a default behind one with a default
-    for node in reversed(graph.find_nodes(op="placeholder")):
+    behind_default = False  # Python allows no argument without a default there; a call passes it
+    for node in graph.find_nodes(op="placeholder"):
         name = str(node.target).removesuffix("_1")
         if name in fixed and isinstance(fixed[name], FIXED_TYPES):  # the parts of a container have other names
             node.target = name
-            node.args = (fixed[name],) if last else ()
-        last = last and bool(node.args)
+            node.args = (fixed[name],)
+        elif behind_default and not node.args:
+            node.args = (None,)
+        behind_default = behind_default or bool(node.args)

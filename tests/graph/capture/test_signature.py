@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -143,3 +144,24 @@ def test_values_for_variadic_arguments_of_a_decorated_forward_are_refused(exampl
         qt.UntraceableError, match=r"decorated and takes \*args or \*\*kwargs, .* example_inputs give nothing for"
     ):
         qt.prepare(Decorated(), example)
+
+
+class WithKeywordOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 2.0, *, y: Tensor, mask: Tensor | None = None) -> Tensor:
+        z = self.fc(x) * scale + y
+        return z if mask is None else z * mask
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_defaults_before_an_argument_without_one_are_kept(example: bool) -> None:
+    model, x, y = WithKeywordOnly().eval(), torch.randn(2, 4), torch.randn(2, 4)
+    prepared = qt.prepare(model, {"x": x, "y": y} if example else None)
+    qt.calibrate(prepared, [{"x": x, "y": y}], progress=False)
+    for ours in (prepared, pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)):
+        with qt.disable_quantization(ours):
+            assert torch.equal(ours(x, y=y), model(x, y=y))
+            assert torch.equal(ours(x=x, y=y), model(x, y=y))
