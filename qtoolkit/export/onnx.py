@@ -18,6 +18,7 @@ from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, save
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.quiet import without_noise
+from qtoolkit.export.saturation import drop_saturated_clips
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.plan import Cause
 from qtoolkit.model_state import evaluating
@@ -221,9 +222,10 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
 
 
 def _finish(model: "onnx_ir.Model", integer_weights: bool) -> None:
-    """Store weights as integers if requested, and make the names of nodes unique."""
+    """Store weights as integers if requested, drop what saturation does, and make the names of nodes unique."""
     import onnxscript.optimizer
 
+    drop_saturated_clips(model)
     if integer_weights:
         onnxscript.optimizer.fold_constants(model, should_fold=_is_weight_quantization)
         onnxscript.optimizer.remove_unused_nodes(model)

@@ -1,0 +1,52 @@
+"""Clips in front of a QuantizeLinear whose saturation does the same."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+
+def drop_saturated_clips(model: "onnx_ir.Model") -> None:
+    """Remove each Clip whose bounds the QuantizeLinear behind it maps to its lowest and its highest code, or beyond.
+
+    No code changes. onnxruntime's default optimizations need it: if the range of the codes ends at most half a step beyond a
+    bound (6 of ReLU6), they fuse the convolution before the Clip but keep the Clip, and the model does not load ("two nodes
+    with same node name").
+    """
+    for node in list(model.graph):
+        if node.op_type == "Clip" and _is_saturated(node):
+            source, output = node.inputs[0], node.outputs[0]
+            for user, index in tuple(output.uses()):
+                user.replace_input_with(index, source)
+            model.graph.remove(node, safe=True)
+
+
+def _is_saturated(clip: "onnx_ir.Node") -> bool:
+    output = clip.outputs[0]
+    users = [user for user, _ in output.uses()]
+    if output.is_graph_output() or len(users) != 1 or users[0].op_type != "QuantizeLinear":
+        return False
+    scale, zero_point = (_constant(users[0], index) for index in (1, 2))
+    if scale is None or zero_point is None or scale.size != 1 or zero_point.dtype.kind not in "iu":
+        return False
+    codes = np.iinfo(zero_point.dtype)
+    low, high = (np.rint(_bound(clip, index) / scale) + zero_point for index in (1, 2))
+    return bool((low <= codes.min).all() and (high >= codes.max).all())  # False for NaN
+
+
+def _bound(clip: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any]":
+    """Return the lower (1) or upper (2) bound; an infinity for an absent one, NaN for one that is computed."""
+    if len(clip.inputs) <= index or clip.inputs[index] is None:
+        return np.array(-np.inf if index == 1 else np.inf)
+    value = _constant(clip, index)
+    return np.array(np.nan) if value is None else value
+
+
+def _constant(node: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any] | None":
+    import onnx_ir
+
+    value = node.inputs[index] if len(node.inputs) > index else None
+    tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
