@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 LOGGED = {
     "onnxscript.optimizer._constant_folding": "Evaluation failed",  # a constant is then not folded
     "onnx_ir._convenience": "Attribute type is ambiguous",  # torch's translations give empty lists
+    "torch.onnx._internal.exporter._registration": "torchvision is not installed",  # its ops are then not in the model
 }
 # Messages of torch.onnx: an axis that must be as long as another one takes that one's name.
 WARNED = "# The axis name: .* will not be used"
