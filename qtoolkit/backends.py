@@ -97,6 +97,10 @@ class Backend:
         """Return whether the target computes a kind of op on quantized inputs."""
         return self.role(kind) in QUANTIZED_ROLES
 
+    def is_other_conv_transpose_axis(self, spec: QuantSpec) -> bool:
+        """Return whether a weight of a transposed convolution has scales along the other axis than the target takes."""
+        return spec.group_size is None and spec.axis == 1 - self.conv_transpose_axis
+
 
 def _roles(
     compute: tuple[str, ...], merge: tuple[str, ...] = (), concat: tuple[str, ...] = ("cat", "stack")

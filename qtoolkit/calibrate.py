@@ -177,8 +177,6 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     for name, quantizer in quantizers.items():
         quantizer.name = name
     reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}
-    for quantizer in reached.values():
-        quantizer.check_observed()
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     calibrated = set(reached.values())
     for module in prepared.modules():

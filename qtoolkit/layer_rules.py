@@ -161,12 +161,11 @@ class LayerRules:
         return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
 
     def _check_axis(self, spec: QuantSpec) -> None:
-        wanted = self.backend.conv_transpose_axis
-        if spec.group_size is None and spec.axis == 1 - wanted:
-            channel = ("input", "output")
+        if self.backend.is_other_conv_transpose_axis(spec):
+            wanted, channel = self.backend.conv_transpose_axis, ("input", "output")
             warnings.warn(
                 f"qconfig_mapping: a rule by name, regular expression or type says the axis of the weight itself, and axis="
-                f"{spec.axis} of a transposed convolution's weight (in, out / groups, k...) is the {channel[spec.axis]} "
+                f"{spec.axis} of a transposed convolution's weight (in, out / groups, k...) is the {channel[1 - wanted]} "
                 f"channel; {self.backend.name} takes a scale for each {channel[wanted]} channel: axis={wanted}. (In a "
                 f"global rule axis=0 stands for the output channel of every layer.)",
                 stacklevel=2,

@@ -1,7 +1,7 @@
 """What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class Inputs:
         """Return the entry of `dynamic_shapes` for each tensor.
 
         Raises:
-            ValueError: It has not one entry for each argument.
+            ValueError: It does not have an entry for each argument.
         """
         shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else tuple(dynamic_shapes)
         values: Any = self.arguments if isinstance(shapes, Mapping) else self.args
@@ -117,29 +117,28 @@ def check_dtypes(model: nn.Module, inputs: Inputs) -> None:
 
 
 def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves(f"{place}[{key!r}]", part)
-    elif isinstance(value, tuple | list):
-        for i, part in enumerate(value):
-            yield from _leaves(f"{place}[{i}]", part)
-    else:
+    if not isinstance(value, Mapping | tuple | list):
         yield place, value
+    for key, part in _parts(value):
+        yield from _leaves(f"{place}[{key!r}]", part)
 
 
 def _names_in(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, Tensor):
         yield name
-        return
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
-    for key, part in parts:
+    for key, part in _parts(value):
         yield from _names_in(f"{name}_{key}", part)
 
 
 def _sizes_in(value: Any, shapes: Any) -> Iterator[Any]:
     if isinstance(value, Tensor):
         yield shapes
-        return
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
-    for key, part in parts:
+    for key, part in _parts(value):
         yield from _sizes_in(part, None if shapes is None else shapes[key])
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the parts of a container with their keys or positions; none of another value."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, tuple | list) else ()

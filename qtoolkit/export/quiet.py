@@ -11,7 +11,7 @@ LOGGED = {
     "onnx_ir._convenience": "Attribute type is ambiguous",  # torch's translations give empty lists
     "torch.onnx._internal.exporter._registration": "torchvision is not installed",  # its ops are then not in the model
 }
-# Messages of torch.onnx: an axis that must be as long as another one takes that one's name.
+# Messages of torch.onnx: two axes that must be equally long get one name.
 WARNED = "# The axis name: .* will not be used"
 
 

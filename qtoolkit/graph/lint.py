@@ -185,7 +185,7 @@ def _grouped_conv_transpose(node: fx.Node, backend: Backend) -> Iterator[Finding
 
 def _conv_transpose_axis(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     spec = _weight_spec(node) if kind_of(node).name == "conv_transpose" else None
-    if spec is not None and spec.group_size is None and spec.axis == 1 - backend.conv_transpose_axis:
+    if spec is not None and backend.is_other_conv_transpose_axis(spec):
         yield Finding(
             name_of(node),
             f"its weight has a scale along axis {spec.axis}; {backend.name} takes them along axis "

@@ -176,18 +176,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         with torch.no_grad():
             self.kind.set_grid(self, scale, zero_point)
 
-    def check_observed(self) -> None:
-        """Check what was observed, without setting the grid from it.
-
-        Raises:
-            RuntimeError: Nothing was observed.
-            ValueError: An observed value is not finite.
-        """
-        if not self.observer.finite():
-            raise self._not_finite("has observed")
-        if not self.observer.seen():
-            raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
-
     def _not_finite(self, verb: str) -> ValueError:
         look = (
             "the weight, or the batch norm that scales it, has them"
@@ -197,8 +185,16 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         return ValueError(f"quantizer {self.name!r} {verb} NaN or infinities: {look}, or the data has.")
 
     def load_observed(self) -> tuple[Tensor, Tensor]:
-        """Set the grid from the range observed so far, and return that range; raises what `check_observed` does."""
-        self.check_observed()
+        """Set the grid from the range observed so far, and return that range.
+
+        Raises:
+            RuntimeError: Nothing was observed.
+            ValueError: An observed value is not finite.
+        """
+        if not self.observer.finite():
+            raise self._not_finite("has observed")
+        if not self.observer.seen():
+            raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
         return lo, hi
