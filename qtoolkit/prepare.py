@@ -108,6 +108,7 @@ def prepare(
         gm = passes.swap.run(gm, rules)
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.insert.run(gm, rules)
+        gm = passes.link_inputs.run(gm, target)
         gm = passes.record.run(gm, rules)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()

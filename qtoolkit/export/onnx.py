@@ -226,17 +226,13 @@ def _finish(model: "onnx_ir.Model", integer_weights: bool) -> None:
     import onnxscript.optimizer
 
     drop_saturated_clips(model)
-    if integer_weights:
-        onnxscript.optimizer.fold_constants(model, should_fold=_is_weight_quantization)
-        onnxscript.optimizer.remove_unused_nodes(model)
+    kept = {"DequantizeLinear"} if integer_weights else {"DequantizeLinear", "QuantizeLinear"}
+    # Only constants are folded: biases, and weights. A runtime finds them by their DequantizeLinear node, so it stays.
+    onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.op_type not in kept)
+    onnxscript.optimizer.remove_unused_nodes(model)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
     _make_names_unique(model)
-
-
-def _is_weight_quantization(node: "onnx_ir.Node") -> bool:
-    # Only constants are folded. A runtime finds quantized weights by their DequantizeLinear node, so it stays.
-    return node.op_type != "DequantizeLinear"
 
 
 def _make_names_unique(model: "onnx_ir.Model") -> None:

@@ -13,6 +13,7 @@ class _QuantConvTranspose(QuantWeighted):
     """A transposed convolution in any number of dimensions."""
 
     KIND = "conv_transpose"
+    OUTPUT_AXIS = 1
     FUNCTION: ClassVar[Callable[..., Tensor]]
 
     # Of torch's own class, mixed in:
