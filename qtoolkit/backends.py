@@ -41,8 +41,9 @@ class Backend:
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
-        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of the input's scale times the weight's.
+        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
             Training and the exported file then have them on that grid.
+        runtime: The entry of `qtoolkit.integer.runtimes.RUNTIMES` whose integer arithmetic the target has; None for none.
         advice: Names in `qtoolkit.graph.advice.ADVICE`: ops that are not faster in integers on the target.
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
         unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.
@@ -68,6 +69,7 @@ class Backend:
     shared_concat: bool = True
     integer_weights: bool = True
     integer_bias: bool = False
+    runtime: str | None = None
     advice: tuple[str, ...] = ()
     weight_bits: tuple[int, ...] | None = None
     unsigned_after_relu: bool = False
@@ -166,6 +168,7 @@ ONNXRUNTIME = Backend(
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
     roles=_roles(compute=(*_PRODUCTS, "embedding", "avg_pool", "upsample_linear"), merge=("add", "mul")),
     integer_bias=True,
+    runtime="onnxruntime",
 )
 
 # OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,

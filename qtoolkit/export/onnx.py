@@ -16,6 +16,7 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, save
+from qtoolkit.export.fusible import write_fusible_forms
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.saturation import drop_saturated_clips
@@ -222,13 +223,14 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
 
 
 def _finish(model: "onnx_ir.Model", integer_weights: bool) -> None:
-    """Store weights as integers if requested, drop what saturation does, and make the names of nodes unique."""
+    """Store weights as integers if requested, write what runtimes have kernels for, and make the names of nodes unique."""
     import onnxscript.optimizer
 
     drop_saturated_clips(model)
     kept = {"DequantizeLinear"} if integer_weights else {"DequantizeLinear", "QuantizeLinear"}
     # Only constants are folded: biases, and weights. A runtime finds them by their DequantizeLinear node, so it stays.
     onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.op_type not in kept)
+    write_fusible_forms(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces, which can exceed the size of a small model

@@ -23,10 +23,6 @@ class QuantLinear(QuantWeighted, nn.Linear):
         """Multiply by the weight and add the bias."""
         return F.linear(x, weight, bias)
 
-    def sums_take_bias(self, x: Tensor) -> bool:
-        """Return whether the bias is part of the sums: of a Gemm, but not of the MatMul of an input of other dimensions."""
-        return self.bias is not None and x.dim() == 2
-
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError if a batch norm follows and the input is not 2-d: BatchNorm1d then normalizes dimension 1."""
         if self._holds_batch_norm and x.dim() != 2:

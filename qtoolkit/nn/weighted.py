@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from qtoolkit.computed_weights import bake, mask
@@ -35,6 +36,7 @@ class QuantWeighted(QuantModule):
     Attributes:
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
+        integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None.
     """
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
@@ -43,6 +45,7 @@ class QuantWeighted(QuantModule):
     bias: Any
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
+    integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer, ...] = ()
     _holds_batch_norm: bool  # linked or folded
@@ -65,6 +68,7 @@ class QuantWeighted(QuantModule):
         """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
         self._sums_over = ()
+        self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
         if weight is not None:
@@ -72,7 +76,14 @@ class QuantWeighted(QuantModule):
 
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of the attributes that the float layer does not have."""
-        return ("weight_quantizer", "input_quantizer", "_batch_norm", "_holds_batch_norm", "_sums_over")
+        return (
+            "weight_quantizer",
+            "input_quantizer",
+            "_batch_norm",
+            "_holds_batch_norm",
+            "_sums_over",
+            "integer_kernel",
+        )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
         """Return the weight's quantizer with the tensor that it quantizes."""
@@ -167,10 +178,12 @@ class QuantWeighted(QuantModule):
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer."""
         self.check_input(input)
+        if self.integer_kernel is not None and self.integer_kernel.active:
+            return self.integer_kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
-            bias = self.bias_in_sums(self.bias) if self.sums_take_bias(x) else self.bias
+            bias = self.bias_in_sums(self.bias)
             return self.compute(x, self.quantize_weight(self.weight), bias, *args, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._compute_with, x, args, kwargs))
 
@@ -193,13 +206,13 @@ class QuantWeighted(QuantModule):
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError if, for this input, the batch norm normalizes another dimension than the layer's output channels."""
 
-    def sums_take_bias(self, x: Tensor) -> bool:
-        """Return whether targets with integer biases add the bias to the integer sums for this input."""
-        return self.bias is not None
-
     def channels(self) -> int:
         """Return the number of output channels."""
         return int(self.weight.size(0))
+
+    def largest_sum(self, magnitudes: Tensor) -> float:
+        """Return the largest sum of the elements of a tensor like the weight that belong to one output."""
+        return float(magnitudes.flatten(1).sum(1, dtype=torch.float64).max())
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel of a weight by its factor."""

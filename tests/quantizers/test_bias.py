@@ -86,17 +86,6 @@ def test_with_quantizers_off_the_bias_is_float() -> None:
         assert torch.equal(prepared(X), net()(X))
 
 
-def test_a_linear_layer_of_three_dimensions_adds_its_bias_in_float() -> None:
-    layer = nn.Sequential(nn.Linear(4, 3)).eval()
-    prepared = qt.prepare(layer, backend="onnxruntime")
-    x = torch.rand(2, 5, 4)
-    qt.calibrate(prepared, [x], progress=False)
-    linear, source = prepared.get_submodule("0"), prepared.get_submodule("activation_quantizers.input_1")
-    weight = linear.weight_quantizer(linear.weight)
-    assert torch.equal(prepared(x), nn.functional.linear(source(x), weight, linear.bias))
-    assert not torch.equal(prepared(x[0]), nn.functional.linear(source(x[0]), weight, linear.bias))
-
-
 def test_a_layer_called_on_two_grids_keeps_its_bias() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from qtoolkit.graph.passes import (
     freeze,
     fuse_patterns,
     insert,
+    integers,
     leaf_modules,
     link_batch_norms,
     link_inputs,
@@ -11,4 +12,14 @@ from qtoolkit.graph.passes import (
     swap,
 )
 
-__all__ = ["freeze", "fuse_patterns", "insert", "leaf_modules", "link_batch_norms", "link_inputs", "record", "swap"]
+__all__ = [
+    "freeze",
+    "fuse_patterns",
+    "insert",
+    "integers",
+    "leaf_modules",
+    "link_batch_norms",
+    "link_inputs",
+    "record",
+    "swap",
+]
