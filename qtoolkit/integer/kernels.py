@@ -3,7 +3,8 @@
 A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,9 +65,11 @@ class Kernel(nn.Module):
         NAME: The runtime's name of the op.
         inputs: The inputs' sides.
         output: The output's side, or None.
+        enabled: Whether it computes on codes; otherwise the op computes in float.
     """
 
     NAME: ClassVar[str]
+    enabled: bool = True
     inputs: tuple[Side, ...]
     output: Side | None
 
@@ -77,8 +80,8 @@ class Kernel(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether the quantizers around the op quantize; if not (`qtoolkit.disable_quantization`), the op is float."""
-        return all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
+        """Whether the op computes on codes: not where a quantizer is off (`qtoolkit.disable_quantization`)."""
+        return self.enabled and all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
 
     def refresh(self) -> None:
         """Compute what depends on scales and weights alone; to be called when they have changed."""
@@ -88,6 +91,19 @@ class Kernel(nn.Module):
     def constant(self, name: str, value: Tensor | None) -> None:
         """Store a tensor that moves with the model, and that a state dict does not hold."""
         self.register_buffer(name, value, persistent=False)
+
+
+@contextmanager
+def in_float(model: nn.Module) -> Iterator[None]:
+    """Let the ops of a model that have kernels compute in float, for the duration of a `with` block."""
+    kernels = [module for module in model.modules() if isinstance(module, Kernel) and module.enabled]
+    for kernel in kernels:
+        kernel.enabled = False
+    try:
+        yield
+    finally:
+        for kernel in kernels:
+            kernel.enabled = True
 
 
 class LayerKernel(Kernel):
@@ -121,7 +137,7 @@ class LayerKernel(Kernel):
 
     @property
     def active(self) -> bool:
-        """Whether the quantizers around the layer, and that of its weight, quantize."""
+        """Whether the layer computes on codes: not where a quantizer of it, or of its weight, is off."""
         return super().active and self.layer.weight_quantizer is not None and self.layer.weight_quantizer.quantizing
 
     def refresh(self) -> None:

@@ -5,7 +5,8 @@ Sources are files of onnxruntime 1.30 under onnxruntime/core, read and then comp
 In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz codes of zero, and f32(...) rounds to float32.
 """
 
-import math
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -168,7 +169,8 @@ class QLinearGlobalAveragePool(OpKernel):
         """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         shape = self._op[0](x, *args, **kwargs).shape
-        factor = source.scale / (output.scale * math.prod(x.shape[2:]))
+        count = functools.reduce(operator.mul, x.shape[2:], 1)
+        factor = source.scale / (output.scale * count)
         return requantized(source.centred(x).double().sum(tuple(range(2, x.dim()))), factor, output).reshape(shape)
 
 
@@ -203,6 +205,8 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     weight = layer.weight_quantizer
     if layer.KIND not in ("conv", "linear"):
         return f"onnxruntime has no integer kernel for a {layer.KIND}"
+    if getattr(layer, "padding_mode", "zeros") != "zeros":
+        return "the file pads its input by a node of its own"
     if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
         return "its codes have more than 8 bits, or several scales for its input"
     along_outputs = weight.spec.axis is None or weight.spec.axis % layer.weight.dim() == layer.OUTPUT_AXIS
