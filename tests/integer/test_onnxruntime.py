@@ -130,7 +130,8 @@ def test_ops_that_the_runtime_computes_in_float_are_named(tmp_path) -> None:
     assert str(model.plan.computed["reflected"]) == "float: the file pads its input by a node of its own"
     assert str(model.plan.computed["last"]).startswith("float: its output goes to something else than a quantizer")
     report = str(qt.quantization_report(model))
-    assert "QLinearConv" in report and "pads its input" in report
+    assert "QLinearConv" in report
+    assert "pads its input" in report
     assert_equal_codes(model, X, tmp_path / "m.onnx", exact=False)
 
 
@@ -222,14 +223,14 @@ def test_exported_by_torch_it_computes_the_same() -> None:
 
 
 def test_what_cannot_be_converted_says_why() -> None:
+    replaced = qt.quant_modules.replace(Net().eval(), backend="onnxruntime")
+    qt.calibrate(replaced, [X], progress=False)
     with pytest.raises(ValueError, match="needs the graph of the model"):
-        replaced = qt.quant_modules.replace(Net().eval(), backend="onnxruntime")
-        qt.calibrate(replaced, [X], progress=False)
         qt.convert(replaced, arithmetic="integer")
+    other = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="snpe")
+    qt.calibrate(other, [torch.rand(2, 4)], progress=False)
     with pytest.raises(ValueError, match="'snpe' has no runtime"):
-        prepared = qt.prepare(nn.Sequential(nn.Linear(4, 2)).eval(), backend="snpe")
-        qt.calibrate(prepared, [torch.rand(2, 4)], progress=False)
-        qt.convert(prepared, arithmetic="integer")
+        qt.convert(other, arithmetic="integer")
     with pytest.raises(ValueError, match=r"runtime.*'onnxruntme'"):
         qt.convert(prepared_net(), arithmetic="integer", runtime="onnxruntme")
     with pytest.raises(ValueError, match="needs a model in float32"):
