@@ -123,16 +123,16 @@ def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
             low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
             return (last, grid) if saturates(low, high, grid) else (node, None)
         kind = kind_of(user).name
-        if kind == "identity" or kind not in runtime.absorbs:
+        if kind != "identity" and kind not in runtime.absorbs:
             return node, None
         last, bounds = user, [*bounds, _bounds(user, kind)]
     return node, None
 
 
 def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:
-    """Return the bounds of an activation that clips; NaN for one that is computed."""
-    if kind == "relu":
-        return 0.0, math.inf
+    """Return the bounds of an activation that clips, none for an identity; NaN for a bound that is computed."""
+    if kind in ("relu", "identity"):
+        return 0.0 if kind == "relu" else -math.inf, math.inf
     if node.op == "call_module" or "hardtanh" in str(node.target):
         low, high = argument(node, 1, "min_val", -1.0), argument(node, 2, "max_val", 1.0)
     elif "relu6" in str(node.target):
