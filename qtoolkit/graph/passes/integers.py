@@ -17,6 +17,7 @@ from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
 from qtoolkit.op_kinds.rules import argument
+from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.grid_ends import saturates
 
@@ -38,7 +39,7 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
             computed[node.name] = _give_layer(node, grids[0], runtime, calls[str(node.target)])
         else:
             computed[node.name] = _replace_op(gm, node, grids, runtime, holder)
-    _link_outputs(gm, calls)
+    _link_outputs(gm, runtime, calls)
     if gm.plan is not None:
         gm.plan = replace(gm.plan, computed=computed)
     gm.graph.lint()
@@ -46,9 +47,11 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     return gm
 
 
-def _link_outputs(gm: QuantizedGraphModule, calls: Mapping[str, int]) -> None:
-    """Tell the quantizers of kernels' outputs, unless they quantize other tensors too."""
+def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: Mapping[str, int]) -> None:
+    """Tell the quantizers of kernels' outputs, unless they quantize other tensors too; and how the runtime rounds."""
     grids = {module: name for name, module in gm.named_modules() if isinstance(module, Grid)}
+    for grid in grids:
+        grid.reciprocal = runtime.reciprocal and not grid.of_weight and gives_codes(grid)
     for kernel in gm.modules():
         if isinstance(kernel, Kernel) and kernel.output is not None and calls[grids[kernel.output.grid]] == 1:
             kernel.output.grid.computed_by(kernel)
