@@ -16,6 +16,7 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, save
+from qtoolkit.export.fusible import make_fusible
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.saturation import drop_saturated_clips
@@ -144,6 +145,7 @@ def export_onnx(
         if integer_weights is None:
             integer_weights = _backend_of(converted).integer_weights
         _finish(exported, integer_weights)
+        make_fusible(exported, _backend_of(converted))
     with tempfile.TemporaryDirectory() as folder:
         file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
         check_file(file, chosen)
