@@ -42,6 +42,9 @@ class Backend:
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
+        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
+            Training and the exported file then have them on that grid.
+        runtime: The entry of `qtoolkit.integer.runtimes.RUNTIMES` whose integer arithmetic the target has; None for none.
         advice: Names in `qtoolkit.graph.advice.ADVICE`: ops that are not faster in integers on the target.
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
         unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.
@@ -72,6 +75,8 @@ class Backend:
     residual_add: Literal["both", "identity"] = "both"
     shared_concat: bool = True
     integer_weights: bool = True
+    integer_bias: bool = False
+    runtime: str | None = None
     advice: tuple[str, ...] = ()
     weight_bits: tuple[int, ...] | None = None
     unsigned_after_relu: bool = False
@@ -175,7 +180,8 @@ TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_c
 # qdq_selectors.cc): QLinearConv, QLinearAdd, QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only
 # if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
 # that the saturation of a QuantizeLinear replaces. Transposed convolutions and linear resizes have no integer kernel: between
-# Q/DQ nodes they are slower than in float. Ops with a constant stay float, because the constant has no quantizer.
+# Q/DQ nodes they are slower than in float. Ops with a constant stay float, because the constant has no quantizer. Biases
+# are int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
@@ -186,6 +192,8 @@ ONNXRUNTIME = Backend(
     needs_quantized_output=("conv", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
     joined_activations=("relu", "relu6", "clamp"),
     repeated_pairs=("Concat", "DepthToSpace", "Pad", "Resize", "Split", "Tile"),
+    integer_bias=True,
+    runtime="onnxruntime",
 )
 
 # OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,
@@ -209,6 +217,7 @@ SNPE = Backend(
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
     roles=_roles(compute=(*_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
     shared_concat=False,
+    integer_bias=True,
     quantize_outputs=True,
     quantize_graph_outputs=True,
 )

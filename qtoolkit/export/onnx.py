@@ -16,12 +16,14 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, save
-from qtoolkit.export.fusible import make_fusible
+from qtoolkit.export.fusible import write_fusible_forms
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.quiet import without_noise
+from qtoolkit.export.repeated_pairs import repeat_pairs
 from qtoolkit.export.saturation import drop_saturated_clips
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.plan import Cause
+from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import Grid
@@ -140,16 +142,17 @@ def export_onnx(
     chosen = _choose_opset(opset, converted, exporter)
     with evaluating(converted), torch.no_grad():
         check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
-    with evaluating(converted), without_noise():
+    with evaluating(converted), in_float(converted), without_noise():
         exported = EXPORTERS[exporter](Request(converted, inputs, chosen, output_names, dynamic_shapes))
         if integer_weights is None:
             integer_weights = _backend_of(converted).integer_weights
         _finish(exported, integer_weights)
-        make_fusible(exported, _backend_of(converted))
+        repeat_pairs(exported, _backend_of(converted).repeated_pairs)
     with tempfile.TemporaryDirectory() as folder:
         file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
         check_file(file, chosen)
-        verification = verify_onnx(converted, file, example_inputs) if verify else None
+        with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
+            verification = verify_onnx(converted, file, example_inputs) if verify else None
         if verification is not None:
             verification.check()
         if weights is not None:
@@ -224,21 +227,18 @@ def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -
 
 
 def _finish(model: "onnx_ir.Model", integer_weights: bool) -> None:
-    """Store weights as integers if requested, drop what saturation does, and make the names of nodes unique."""
+    """Store weights as integers if requested, write what runtimes have kernels for, and make the names of nodes unique."""
     import onnxscript.optimizer
 
     drop_saturated_clips(model)
-    if integer_weights:
-        onnxscript.optimizer.fold_constants(model, should_fold=_is_weight_quantization)
-        onnxscript.optimizer.remove_unused_nodes(model)
+    kept = {"DequantizeLinear"} if integer_weights else {"DequantizeLinear", "QuantizeLinear"}
+    # Only constants are folded: biases, and weights. A runtime finds them by their DequantizeLinear node, so it stays.
+    onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.op_type not in kept)
+    write_fusible_forms(model)
+    onnxscript.optimizer.remove_unused_nodes(model)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
     _make_names_unique(model)
-
-
-def _is_weight_quantization(node: "onnx_ir.Node") -> bool:
-    # Only constants are folded. A runtime finds quantized weights by their DequantizeLinear node, so it stays.
-    return node.op_type != "DequantizeLinear"
 
 
 def _make_names_unique(model: "onnx_ir.Model") -> None:

@@ -14,6 +14,7 @@ import onnx_ir
 import onnxscript
 import torch
 
+from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
 
 OP = "qtoolkit::fake_quant"
@@ -181,6 +182,8 @@ def _pair(
     writer: _Writer, x: Any, scale: Any, zero_point: Any, grid: _GridArguments, attributes: Mapping[str, int]
 ) -> Any:
     ends = (grid.qmin, grid.qmax)
+    if ends == (-LARGEST_CODE, LARGEST_CODE):
+        return _bias(writer, x, scale, attributes)
     dtype = code_dtype(*ends)
     numpy_dtype: Any = np.dtype(str(dtype).removeprefix("torch."))
     if zero_point is None:
@@ -192,6 +195,14 @@ def _pair(
     if ends != (info.min, info.max):
         codes = _clip(writer, codes, ends, numpy_dtype)
     return writer.node("DequantizeLinear", codes, scale, zero_point, **attributes)
+
+
+def _bias(writer: _Writer, x: Any, scale: Any, attributes: Mapping[str, int]) -> Any:
+    """Write a bias as int32 codes: QuantizeLinear has none, so these nodes compute them, and the exporter folds them."""
+    codes = writer.node("Round", writer.node("Div", x, scale))
+    ends = (writer.constant(np.array(end, np.float32)) for end in (-LARGEST_CODE, LARGEST_CODE))
+    codes = writer.node("Cast", writer.node("Clip", codes, *ends), to=onnx_ir.DataType.INT32)
+    return writer.node("DequantizeLinear", codes, scale, **attributes)
 
 
 def _check_blocks(writer: _Writer, x: Any, scale: Any, axis: int, block_size: int) -> None:

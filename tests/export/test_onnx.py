@@ -69,7 +69,8 @@ def test_the_pairs_are_those_of_the_plan(tmp_path, exporter: str) -> None:
         report = qt.quantization_report(model)
         weights = sum(line.weight != "" for line in report.layers)
         assert result.quantize_nodes == len(report.tensors) + (0 if integer else weights)
-        assert result.dequantize_nodes == len(report.tensors) + weights
+        biases = sum(name.endswith("bias") for name, _ in model.named_parameters()) if integer else 0
+        assert result.dequantize_nodes == len(report.tensors) + weights + biases
         names = {n.name for n in onnx.load(str(result.path)).graph.node if n.op_type == "QuantizeLinear"}
         assert {f"{line.quantizer}.quantize" for line in report.tensors} <= names
 
