@@ -19,6 +19,7 @@ from qtoolkit.export.files import check_file, save
 from qtoolkit.export.fusible import write_fusible_forms
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.quiet import without_noise
+from qtoolkit.export.repeated_pairs import repeat_pairs
 from qtoolkit.export.saturation import drop_saturated_clips
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.plan import Cause
@@ -146,6 +147,7 @@ def export_onnx(
         if integer_weights is None:
             integer_weights = _backend_of(converted).integer_weights
         _finish(exported, integer_weights)
+        repeat_pairs(exported, _backend_of(converted).repeated_pairs)
     with tempfile.TemporaryDirectory() as folder:
         file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
         check_file(file, chosen)
