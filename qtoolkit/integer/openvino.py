@@ -1,9 +1,9 @@
 """OpenVINO's integer kernels on the CPU: integer sums, then float32.
 
-Sources: the rules of its low-precision transformations (docs: low-precision-transformations, quantization-scheme) and oneDNN's int8
-convolution (cpu/x64/jit_avx512_core_x8s8s32x_conv_kernel.cpp): the int32 sums become float32, are multiplied by one scale per
-output channel, and the float bias is added. Activations and what follows are float32 operations of the same kernel, so that
-they round as in the float form.
+Sources: the rules of its low-precision transformations (docs: low-precision-transformations, quantization-scheme) and
+oneDNN's int8 convolution (cpu/x64/jit_avx512_core_x8s8s32x_conv_kernel.cpp): the int32 sums become float32, are multiplied by
+one scale per output channel, and the float bias is added. Activations and what follows are float32 operations of the same
+kernel, so that they round as in the float form.
 """
 
 from collections.abc import Sequence

@@ -27,8 +27,6 @@ def test_every_code_is_the_runtimes(tmp_path, name: str) -> None:
     result = verify(qt.export_onnx(integer, (x,), tmp_path / "m.onnx", verify=False).path, integer, (x,))
     result.check()
     codes = result.runtimes["onnxruntime"]
-    print(name, codes.codes, codes.share, [l.kernel for l in codes.float_layers][:12])
-    print([(k, str(v)) for k, v in integer.plan.computed.items() if v.kernel is None][:6])
     if not codes.share:
         assert codes.codes.differing == 0
         assert codes.output_difference == 0
