@@ -37,7 +37,7 @@ def check_file(path: Path, opset: int) -> None:
     try:
         onnx.checker.check_model(path, full_check=True)
     except (ValidationError, InferenceError) as error:
-        remedy = "; pass opset=22 and exporter='dynamo'" if "bfloat16" in str(error) else ""
+        remedy = "; pass opset=22" if "bfloat16" in str(error) else ""
         raise RuntimeError(
             f"export_onnx: the model is not valid ONNX in opset {opset}: {_first_line(error)}{remedy}."
         ) from error
@@ -96,6 +96,7 @@ class OpenedFile:
         opened.CopyFrom(self.proto)
         shown = {o.name for o in opened.graph.output} | {i.name for i in opened.graph.input}
         opened.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in shown)
+        _widen(opened.graph, names)
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", self.folder)
@@ -106,6 +107,22 @@ class OpenedFile:
                 f"verify_onnx: onnxruntime cannot run the file on the CPU: {_first_line(error)}. If the target can, pass "
                 f"verify=False to write it without verification; models in float32 run everywhere."
             ) from error
+
+
+def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:
+    """Return codes of 4 bits, which numpy has no type for, as integers of 8: under their names, as the output of a Cast."""
+    from onnx import TensorProto, helper
+
+    wide = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
+    dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in list(graph.node):
+        dtype = wide.get(dtypes.get(node.input[2], 0)) if node.op_type == "QuantizeLinear" else None
+        if dtype is not None and node.output[0] in names:
+            name = node.output[0]
+            node.output[0] = f"{name}.narrow"
+            for user in graph.node:
+                user.input[:] = [f"{name}.narrow" if taken == name else taken for taken in user.input]
+            graph.node.append(helper.make_node("Cast", [f"{name}.narrow"], [name], to=dtype))
 
 
 def _first_line(error: Exception) -> str:

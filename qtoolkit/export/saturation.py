@@ -28,7 +28,7 @@ def _is_saturated(clip: "onnx_ir.Node") -> bool:
     users = [user for user, _ in output.uses()]
     if output.is_graph_output() or len(users) != 1 or users[0].op_type != "QuantizeLinear":
         return False
-    scale, zero_point = (_constant(users[0], index) for index in (1, 2))
+    scale, zero_point = (constant_input(users[0], index) for index in (1, 2))
     if scale is None or zero_point is None or scale.size != 1 or zero_point.dtype.kind not in "iu":
         return False
     codes = np.iinfo(zero_point.dtype)
@@ -40,11 +40,12 @@ def _bound(clip: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any]":
     """Return the lower (1) or upper (2) bound; an infinity for an absent one, NaN for one that is computed."""
     if len(clip.inputs) <= index or clip.inputs[index] is None:
         return np.array(-np.inf if index == 1 else np.inf)
-    value = _constant(clip, index)
+    value = constant_input(clip, index)
     return np.array(np.nan) if value is None else value
 
 
-def _constant(node: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any] | None":
+def constant_input(node: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any] | None":
+    """Return an input of a node; None for an absent one and for one that is computed."""
     import onnx_ir
 
     value = node.inputs[index] if len(node.inputs) > index else None

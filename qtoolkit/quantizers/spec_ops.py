@@ -10,6 +10,9 @@ from qtoolkit import ops
 if TYPE_CHECKING:  # QuantSpec checks itself by the tables of this package
     from qtoolkit.config import QuantSpec
 
+# The largest number of each small float format of `qtoolkit.ops.fake_quant_float`.
+LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
+
 
 def fake_quant(
     spec: "QuantSpec",
