@@ -41,6 +41,9 @@ class Backend:
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
+        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
+            Training and the exported file then have them on that grid.
+        runtime: The entry of `qtoolkit.integer.runtimes.RUNTIMES` whose integer arithmetic the target has; None for none.
         advice: Names in `qtoolkit.graph.advice.ADVICE`: ops that are not faster in integers on the target.
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
         unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.
@@ -65,6 +68,8 @@ class Backend:
     residual_add: Literal["both", "identity"] = "both"
     shared_concat: bool = True
     integer_weights: bool = True
+    integer_bias: bool = False
+    runtime: str | None = None
     advice: tuple[str, ...] = ()
     weight_bits: tuple[int, ...] | None = None
     unsigned_after_relu: bool = False
@@ -156,11 +161,14 @@ TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_c
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
 # weights int8 symmetric per channel (U8S8); its integer kernels (onnxruntime/python/tools/quantization/registry.py) take
 # Add, Mul and Concat, and nearest Resize as an op that moves values; a linear Resize computes on quantized inputs. Ops with
-# a constant stay float, because the constant has no quantizer.
+# a constant stay float, because the constant has no quantizer. Biases are int32
+# (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
     roles=_roles(compute=(*_PRODUCTS, "embedding", "avg_pool", "upsample_linear"), merge=("add", "mul")),
+    integer_bias=True,
+    runtime="onnxruntime",
 )
 
 # OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,
@@ -184,6 +192,7 @@ SNPE = Backend(
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
     roles=_roles(compute=(*_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
     shared_concat=False,
+    integer_bias=True,
     quantize_outputs=True,
     quantize_graph_outputs=True,
 )

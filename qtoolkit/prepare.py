@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from qtoolkit.backends import Backend, backend_of
@@ -18,6 +19,7 @@ from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
+from qtoolkit.integer.runtimes import RUNTIMES, Runtime, runtime_named
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule
@@ -108,6 +110,7 @@ def prepare(
         gm = passes.swap.run(gm, rules)
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.insert.run(gm, rules)
+        gm = passes.link_inputs.run(gm, target)
         gm = passes.record.run(gm, rules)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
@@ -116,20 +119,32 @@ def prepare(
     return gm
 
 
-def convert(prepared: M, arithmetic: Literal["float"] = "float", state_dict: Mapping[str, Tensor] | None = None) -> M:
+def convert(
+    prepared: M,
+    arithmetic: Literal["float", "integer"] = "float",
+    state_dict: Mapping[str, Tensor] | None = None,
+    runtime: str | None = None,
+) -> M:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
-    The result computes in float what the deployed model computes: every quantizer is a `Grid`. Each quantized layer also has
+    The result computes what the deployed model computes: every quantizer is a `Grid`. Each quantized layer also has
     `forward_fp32`; with `qtoolkit.disable_quantization(converted)` every op, functions too, computes in float. The prepared
     model does not change.
+
+    With `arithmetic="integer"`, ops between quantizers are computed on codes, as the runtime's own integer kernels do: exact
+    integer sums, an int32 bias, and the runtime's order of roundings. The codes of every quantizer are then those of the
+    deployed file. An op for which the runtime has no integer kernel stays float, as in the runtime; `plan.computed` and
+    `qtoolkit.quantization_report` list the kernels, and the reasons of the others.
 
     Args:
         prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
             calibrated.
-        arithmetic: "float": layers compute in float on values from the grid.
+        arithmetic: "float": layers compute in float on values from the grid. "integer": on codes, for a model that
+            `qtoolkit.prepare` returned, in float32.
         state_dict: The state dict of a model that was converted before, from the same float model, backend and
             QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
             model in a new process.
+        runtime: Whose arithmetic "integer" is: "onnxruntime". None: that of the backend.
 
     Returns:
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
@@ -137,8 +152,8 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float", state_dict: Map
 
     Raises:
         RuntimeError: A quantizer saw no data. The error names it.
-        ValueError: A scale is not positive and finite, `arithmetic` is not known, or a batch norm that is linked to a layer is
-            no longer in the model.
+        ValueError: A scale is not positive and finite, `arithmetic` or `runtime` is not known, the model has no graph or
+            the backend no runtime for "integer", or a batch norm that is linked to a layer is no longer in the model.
         TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is no
             mapping.
         RuntimeError, ValueError: `state_dict` does not fit the model.
@@ -156,16 +171,42 @@ def convert(prepared: M, arithmetic: Literal["float"] = "float", state_dict: Map
         >>> bool((converted(torch.ones(1, 4)) == restored(torch.ones(1, 4))).all())
         True
     """
-    check_known("arithmetic", arithmetic, ("float",))
+    check_known("arithmetic", arithmetic, ("float", "integer"))
     check_quantized(prepared, "convert")
     check_links(prepared)
+    chosen = _runtime_for(prepared, runtime) if arithmetic == "integer" else None
     own = deepcopy_model(prepared, what="convert")
+    converted = _frozen(prepared, own, state_dict)
+    if chosen is not None and isinstance(converted, QuantizedGraphModule):
+        passes.integers.run(converted, chosen)
+    return converted
+
+
+def _frozen(prepared: nn.Module, own: M, state_dict: Mapping[str, Tensor] | None) -> M:
     if state_dict is None:
         _warn_of_skipped(prepared)
         return passes.freeze.run(own)
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
     return passes.freeze.restore(own, state_dict)
+
+
+def _runtime_for(model: nn.Module, runtime: str | None) -> Runtime:
+    """Return the runtime whose integer arithmetic a model gets."""
+    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+        raise ValueError(
+            f'convert: arithmetic="integer" needs the graph of the model, to know the quantizer of each output; quantize it '
+            f"by qtoolkit.prepare, got a {type(model).__name__} without a graph."
+        )
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters() if parameter.is_floating_point()):
+        raise ValueError('convert: arithmetic="integer" needs a model in float32; convert model.float().')
+    name = model.plan.backend.runtime if runtime is None else runtime
+    if name is None:
+        raise ValueError(
+            f'convert: arithmetic="integer": the backend {model.plan.backend.name!r} has no runtime with published '
+            f"arithmetic; name one in runtime=: {', '.join(map(repr, RUNTIMES))}."
+        )
+    return runtime_named(name)
 
 
 def _warn_of_skipped(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from qtoolkit.eager.rules import (
 from qtoolkit.errors import check_known, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
@@ -214,6 +215,7 @@ def _replace(model: nn.Module, rules: ReplacementRules, quantize: str) -> None:
     apart = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_apart(bn)) is not None}
     qconfigs = {name: decision.qconfig for name, decision in decisions.items()}
     replace_layers(model, [""], lambda name, *_: qconfigs.get(name), configs.table, quantize == "inputs", "replace")
+    link_own_inputs(model, configs.backend)
     verdicts = {name: decision.verdict for name, decision in decisions.items()}
     verdicts |= link_chains(model, configs.backend.batch_norm, apart)
     verdicts |= quantize_outputs(model, outputs)

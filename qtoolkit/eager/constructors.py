@@ -11,6 +11,7 @@ from torch import nn
 
 from qtoolkit.eager.replacement import TRANSFORMERS, keep_off_fast_paths, quantized_layer, replace_in_place
 from qtoolkit.eager.rules import ReplacementRules
+from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.nn import QuantModule
 
 Init = Callable[..., None]
@@ -35,6 +36,7 @@ class Settings:
             if qconfig is not None:
                 qat_type = self.rules.rules.table[cls]
                 replace_in_place(module, quantized_layer(module, qat_type, qconfig, cls.__name__, what="initialize"))
+                link_own_inputs(module, self.rules.rules.backend)
         if isinstance(module, TRANSFORMERS):
             keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
 

@@ -72,6 +72,17 @@ def sum_of(counts: Iterable[CodeCount]) -> CodeCount:
     return sum(counts, CodeCount())
 
 
+def largest_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """Return the largest absolute difference between tensors or arrays of the same shapes."""
+    pairs = zip(ours, theirs, strict=True)
+    gaps = [np.abs(np.float64(_array(one)) - np.float64(_array(other))).max(initial=0) for one, other in pairs]
+    return float(max(gaps, default=0.0))
+
+
+def _array(value: Any) -> Any:
+    return value.detach().cpu().double().numpy() if isinstance(value, Tensor) else value
+
+
 @dataclass(frozen=True)
 class NodeCodes:
     """The codes that onnxruntime computes at one of a quantizer's nodes.
@@ -147,9 +158,10 @@ class CodeComparison:
         self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]], positions: Sequence[Any] = ()
     ) -> None:
         self.converted, self.nodes, self.positions = converted, nodes, positions
-        self.names = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
-        self.grids = {name: _grid(converted, name) for name in nodes}
-        self.weights = _layer_weights(converted)
+        grids = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
+        self.names = {grid: name for grid, name in grids.items() if grid.quantizing}
+        self.grids = {name: grid_named(converted, name) for name in nodes}
+        self.weights = layer_weights(converted)
         self.storages = {t.untyped_storage().data_ptr() for t in (*converted.parameters(), *converted.buffers())}
         self.waiting: dict[Grid, Iterator[NodeCodes]] = {}
         self.counts: dict[str, CodeCount] = {}
@@ -196,22 +208,25 @@ class CodeComparison:
             self.missing.append(name)
 
     def _nodes_like(self, grid: Grid) -> Iterator[NodeCodes]:
-        return (node for name, nodes in self.nodes.items() if _same_grid(self.grids[name], grid) for node in nodes)
+        return (node for name, nodes in self.nodes.items() if same_grid(self.grids[name], grid) for node in nodes)
 
 
-def _grid(model: nn.Module, name: str) -> Grid:
+def grid_named(model: nn.Module, name: str) -> Grid:
+    """Return the quantizer of a converted model; raise TypeError if the model was not converted."""
     grid = model.get_submodule(name)
     if not isinstance(grid, Grid):
-        raise TypeError(f"verify_onnx: {name!r} is a {type(grid).__name__}; pass what qtoolkit.convert returned.")
+        raise TypeError(f"verify: {name!r} is a {type(grid).__name__}; pass what qtoolkit.convert returned.")
     return grid
 
 
-def _layer_weights(model: nn.Module) -> dict[str, tuple[Any, Tensor]]:
+def layer_weights(model: nn.Module) -> dict[str, tuple[Any, Tensor]]:
+    """Return the quantizer and the tensor of each quantized weight of a layer, by the dotted name of the quantizer."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
     return {f"{n}.{q}": quantized for n, layer in layers for q, quantized in layer.quantized_weights().items()}
 
 
-def _same_grid(one: Grid, other: Grid) -> bool:
+def same_grid(one: Grid, other: Grid) -> bool:
+    """Return whether two quantizers have the same codes for the same values."""
     ours, theirs = one.state_dict(), other.state_dict()
     same = (one.spec, one.group) == (other.spec, other.group) and ours.keys() == theirs.keys()
     return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())

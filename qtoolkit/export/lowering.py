@@ -5,13 +5,14 @@ training. The scales of a grouped transposed convolution vary along two dimensio
 cannot express: the weight is reshaped to (groups * out, in * k...) before the two nodes, and back after them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType
 
-from qtoolkit.export.storage import BLOCKS_OPSET, POWERS_OPSET, Array, code_array, exact_in, storage_of, tensor
+from qtoolkit.export.storage import BLOCKS_OPSET, POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
 from qtoolkit.export.translation import DOMAIN, QUANTIZER
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
@@ -87,7 +88,8 @@ class _Lowering:
     def replace(self, integer_weights: bool) -> None:
         """Replace the placeholder by the nodes."""
         self._check_blocks()
-        constant = _constant(self.x) if integer_weights and self._is_constant_grid() else None
+        stored = self._is_constant_grid() and (integer_weights or self.ends == SUMS)
+        constant = _constant(self.x) if stored else None
         self.storage = storage_of(self.format, *self.ends, self.opset, constant=constant is not None)
         y = self._pair(constant)
         owner = self.node.graph
@@ -99,22 +101,30 @@ class _Lowering:
 
     def _pair(self, constant: Array | None) -> onnx_ir.Value:
         arithmetic = self._arithmetic()
-        scale, zero_point = self._scale(arithmetic), self._codes_of_zero()
+        scale = self._scale(arithmetic)
+        grid = (scale,) if self.ends == SUMS else (scale, self._codes_of_zero())
         mixed = scale.dtype != arithmetic
         attributes = {} if self.axis is None else {"axis": self.axis}
         attributes |= {"block_size": self.block_size} if self.block_size > 0 else {}
         if constant is None:
             x = self.x if arithmetic == self.dtype else self._node("Cast", self.x, to=arithmetic)
             precision = {"precision": DataType.FLOAT} if mixed else {}
-            rows = self._to_rows(x)
-            codes = self._node("QuantizeLinear", rows, scale, zero_point, role="quantize", **attributes, **precision)
-            codes = self._clip(codes) if self.storage.clips else codes
+            codes = self._codes(self._to_rows(x), grid, {**attributes, **precision})
         else:
             codes = self._stored(constant)
         output = {"output_dtype": arithmetic} if mixed else {}
-        y = self._node("DequantizeLinear", codes, scale, zero_point, role="dequantize", **attributes, **output)
+        y = self._node("DequantizeLinear", codes, *grid, role="dequantize", **attributes, **output)
         y = self._from_rows(y)
         return y if arithmetic == self.dtype else self._node("Cast", y, to=self.dtype)
+
+    def _codes(self, x: onnx_ir.Value, grid: tuple[onnx_ir.Value, ...], attributes: Mapping[str, Any]) -> onnx_ir.Value:
+        """Write the nodes that compute the codes: QuantizeLinear, but for int32, which it does not have."""
+        if self.ends == SUMS:
+            codes = self._node("Round", self._node("Div", x, grid[0]))
+            ends = [self.constants.shared(np.array(end), DataType.FLOAT, "code_float") for end in SUMS]
+            return self._node("Cast", self._node("Clip", codes, *ends), to=DataType.INT32)
+        codes = self._node("QuantizeLinear", x, *grid, role="quantize", **attributes)
+        return self._clip(codes) if self.storage.clips else codes
 
     def _arithmetic(self) -> DataType:
         """Return the type of the pair's input and output.

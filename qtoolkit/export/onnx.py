@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, save
+from qtoolkit.export.fusible import write_fusible_forms
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.moved_codes import keep_products_of_codes, quantize_moved_codes
 from qtoolkit.export.opsets import choose, convert_opset, native
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     import onnx_ir
 
     from qtoolkit.export.verify import Verification
+
+# torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
+_ONE_AT_A_TIME = threading.Lock()
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -80,9 +85,9 @@ def export_onnx(
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
-    Codes of 4 bits are stored packed, as INT4 and UINT4, if an opset of 21 or newer is asked for or needed. Other codes of fewer
-    than 8 bits are stored in 8, as all are in older opsets, and the file clips them to their bounds. onnxruntime's integer
-    kernels take 8 bits only. A model above 2 GB, more than one file
+    Codes of 4 bits are stored packed, as INT4 and UINT4, if an opset of 21 or newer is asked for or needed. Other codes of
+    fewer than 8 bits are stored in 8, as all are in older opsets, and the file clips them to their bounds. onnxruntime's
+    integer kernels take 8 bits only. A model above 2 GB, more than one file
     may have, is written with its weights in a second file, `path` with ".data" appended, which belongs beside it. If any
     step fails, nothing is written.
 
@@ -146,17 +151,17 @@ def export_onnx(
     inputs = Inputs.of(converted, example_inputs, input_names)
     check_dtypes(converted, inputs)
     chosen = choose(opset, converted)
-    with evaluating(converted), torch.no_grad():
-        check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
-    with evaluating(converted), without_noise():
+    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
+        with evaluating(converted), torch.no_grad():
+            check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
         if dynamic_batch:
             inputs, dynamic_shapes = inputs.with_dynamic_batch()
         request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
-        exported = EXPORTERS[exporter](request)
-        if integer_weights is None:
-            integer_weights = _backend_of(converted).integer_weights
-        exported = _finish(exported, chosen, exporter, integer_weights)
-    with tempfile.TemporaryDirectory() as folder:
+        with evaluating(converted), without_noise():
+            exported = EXPORTERS[exporter](request)
+            if integer_weights is None:
+                integer_weights = _backend_of(converted).integer_weights
+            exported = _finish(exported, chosen, exporter, integer_weights)
         file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
         check_file(file, chosen)
         verification = verify_onnx(converted, file, example_inputs) if verify else None
@@ -212,17 +217,18 @@ def _check_grids(converted: nn.Module) -> None:
 
 
 def _finish(model: "onnx_ir.Model", opset: int, exporter: Exporter, integer_weights: bool) -> "onnx_ir.Model":
-    """Write the Q/DQ pairs in the opset, drop what saturation does, and make the names of nodes unique."""
+    """Write the Q/DQ pairs in the opset, and what runtimes have kernels for, and make the names of nodes unique."""
     import onnxscript.optimizer
 
     from qtoolkit.export.lowering import lower
     from qtoolkit.export.translation import DOMAIN
 
     model = convert_opset(model, opset, exporter)
-    # Weights that a constant expression computes become constants, which the pairs may then store as codes.
+    # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
     onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.domain != DOMAIN)
     lower(model, opset, integer_weights)
     drop_saturated_clips(model)
+    write_fusible_forms(model)
     quantize_moved_codes(model, opset)
     keep_products_of_codes(model, opset)
     onnxscript.optimizer.remove_unused_nodes(model)

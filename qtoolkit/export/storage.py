@@ -9,6 +9,7 @@ import torch
 from onnx_ir import DataType
 
 from qtoolkit import ops
+from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
 from qtoolkit.quantizers.spec_ops import LARGEST
 
@@ -19,6 +20,8 @@ BLOCKS_OPSET = 21  # the first whose QuantizeLinear has block_size
 FLOATS = {"e4m3": (DataType.FLOAT8E4M3FN, 19), "e5m2": (DataType.FLOAT8E5M2, 19), "e2m1": (DataType.FLOAT4E2M1, 23)}
 # The ends of the types of 4 bits, which QuantizeLinear has from opset 21 on.
 INT4S = {DataType.INT4: (-8, 7), DataType.UINT4: (0, 15)}
+# The codes of biases, which lie on the grid of sums of products: int32, for which there is a DequantizeLinear alone.
+SUMS = (-LARGEST_CODE, LARGEST_CODE)
 POWERS_OPSET = 24  # the first whose scales may be powers of two in 8 bits, as in OCP MX
 
 
@@ -66,6 +69,8 @@ def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool)
         fits = (low, high) == (qmin, qmax) or (constant and low <= qmin and qmax <= high and (low < 0) == (qmin < 0))
         if opset >= BLOCKS_OPSET and fits:
             return Storage(dtype, format, (qmin, qmax), False)
+    if (qmin, qmax) == SUMS:
+        return Storage(DataType.INT32, format, SUMS, True)
     torch_dtype = code_dtype(qmin, qmax)
     info = torch.iinfo(torch_dtype)
     dtype = DataType[str(torch_dtype).removeprefix("torch.").upper()]
@@ -88,7 +93,8 @@ def code_array(
     kind = storage.dtype.numpy()
     if storage.format == "int":
         zero = None if zero_point is None else _float32(zero_point)
-        grid = (*storage.ends, axis, 1, block_size, code_dtype(*storage.ends))
+        dtype = torch.int32 if storage.ends == SUMS else code_dtype(*storage.ends)
+        grid = (*storage.ends, axis, 1, block_size, dtype)
         integers = ops.quantize(_float32(x), _float32(scale), zero, *grid)
         return np.asarray(integers.numpy().astype(kind))
     largest = LARGEST[storage.format]

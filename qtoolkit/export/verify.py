@@ -3,14 +3,27 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, compare_codes, sum_of
+from qtoolkit.errors import check_known
+from qtoolkit.export.codes import (
+    CodeComparison,
+    CodeCount,
+    NodeCodes,
+    compare_codes,
+    grid_named,
+    largest_difference,
+    sum_of,
+)
+from qtoolkit.export.deployed import DeployedVerification, ModelCodes, compare_execution
 from qtoolkit.export.files import OpenedFile
+from qtoolkit.export.quantizer_nodes import quantizer_nodes
+from qtoolkit.export.runtimes import RUNTIMES
 from qtoolkit.model_inputs import call_arguments, tensors_of
 
 if TYPE_CHECKING:
@@ -95,7 +108,7 @@ def verify_onnx(converted: nn.Module, model: "onnx.ModelProto | str | os.PathLik
     """
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = OpenedFile.of(model)
-    nodes = _quantizer_nodes(file.proto)
+    nodes = quantizer_nodes(file.proto.graph)
     positions = _positions_of_maxima(file.proto.graph)
     names = [name for node in nodes for name in (node.source, node.codes)]
     values = file.run(tensors_of((args, kwargs)), [*names, *positions])
@@ -116,59 +129,10 @@ def verify_onnx(converted: nn.Module, model: "onnx.ModelProto | str | os.PathLik
         quantizer_codes,
         sum_of(comparison.counts.values()),
         comparison.counts,
-        _largest_difference(outputs, [values[o.name] for o in file.proto.graph.output]),
+        largest_difference(tensors_of(outputs), [values[o.name] for o in file.proto.graph.output]),
         tuple(dict.fromkeys(comparison.missing)),
         comparison.unreached,
     )
-
-
-@dataclass(frozen=True)
-class _QuantizerNode:
-    """A quantizer's node in the file, by the names of the tensors.
-
-    Attributes:
-        quantizer: Its dotted name in the model.
-        source: The values that are quantized, or the codes where the file stores them.
-        codes: The codes.
-        is_constant: Whether the codes do not depend on the inputs of the model.
-    """
-
-    quantizer: str
-    source: str
-    codes: str
-    is_constant: bool
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the file stores the codes themselves, without a QuantizeLinear node."""
-        return self.source == self.codes
-
-
-def _quantizer_nodes(proto: Any) -> list[_QuantizerNode]:
-    made_by = {output: node for node in proto.graph.node for output in node.output}
-    varying = _varying(proto.graph)
-    found = []
-    for node in proto.graph.node:
-        quantizer, _, _ = node.name.rpartition(".dequantize")
-        if node.op_type != "DequantizeLinear" or not quantizer:
-            continue
-        codes = node.input[0]
-        origin = made_by.get(codes)
-        while origin is not None and origin.op_type in ("Clip", "Cast"):
-            origin = made_by.get(origin.input[0])
-        source = codes if origin is None or origin.op_type != "QuantizeLinear" else origin.input[0]
-        found.append(_QuantizerNode(quantizer, source, codes, codes not in varying))
-    return found
-
-
-def _varying(graph: Any) -> set[str]:
-    """Return the names of the tensors that depend on the inputs of a graph."""
-    varying = {value.name for value in graph.input}
-    for node in graph.node:
-        has_body = any(attribute.HasField("g") for attribute in node.attribute)  # a body may read any outer tensor
-        if has_body or varying.intersection(node.input):
-            varying.update(node.output)
-    return varying
 
 
 def _positions_of_maxima(graph: Any) -> list[str]:
@@ -178,7 +142,71 @@ def _positions_of_maxima(graph: Any) -> list[str]:
     return [node.output[1] for node in pools if node.output[1] in taken]
 
 
-def _largest_difference(ours: Any, theirs: Sequence[Any]) -> float:
-    pairs = zip(tensors_of(ours), theirs, strict=True)
-    gaps = [np.abs(t.detach().cpu().double().numpy() - np.float64(a)).max(initial=0) for t, a in pairs]
-    return float(max(gaps, default=0.0))
+def verify(
+    path: "str | os.PathLike[str]",
+    model: nn.Module,
+    inputs: Any,
+    runtimes: Sequence[str] = ("onnxruntime",),
+    optimized: bool = True,
+) -> DeployedVerification:
+    """Compare all codes of a model with those of its file end to end, as users run the file.
+
+    Each runtime computes at its default settings, with integer kernels where it has them. Nothing is corrected on the way, so
+    a code that differs early may change many after it: `first_difference` names where it began. The float reference of
+    `qtoolkit.convert` rounds in another order than integer kernels do; `verify_onnx` compares it layer by layer.
+
+    Codes in onnxruntime are read from the optimized graph itself. OpenVINO returns the values behind each DequantizeLinear as
+    further outputs, which may keep it from fusing some ops: `changed_by_reading` is the difference this makes.
+
+    Args:
+        path: The exported file.
+        model: What `qtoolkit.convert` returned, in eval mode.
+        inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
+        runtimes: "onnxruntime", "openvino" or both, on the CPU.
+        optimized: False runs onnxruntime without graph optimizations: every op in float between its Q/DQ nodes.
+
+    Returns:
+        For each runtime: the codes compared and differing at each quantizer, the first that differs, the difference of the
+        outputs, and the nodes of the optimized graph that compute in integers and in float. Call `check()` to raise an error.
+
+    Raises:
+        TypeError: The model was not converted, or the inputs do not match its forward.
+        ValueError: A runtime is not known, or cannot run without optimizations; or the file has another number of inputs.
+        ImportError: A runtime is not installed.
+        RuntimeError: A runtime cannot run the file.
+
+    Example:
+        >>> import tempfile
+        >>> x = torch.rand(8, 4)
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> report = qt.calibrate(prepared, [x], progress=False)
+        >>> converted = qt.convert(prepared)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(converted, x, folder + "/model.onnx")
+        ...     found = qt.export.verify(result.path, converted, x)
+        >>> found.runtimes["onnxruntime"].codes.differing
+        0
+    """
+    for runtime in runtimes:
+        check_known("runtime of verify:", runtime, RUNTIMES)
+        _check_installed(runtime)
+        if not optimized and runtime != "onnxruntime":
+            raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")
+    args, kwargs = call_arguments(model, inputs, "verify: inputs do")
+    graph = OpenedFile.of(path).proto.graph
+    nodes = quantizer_nodes(graph)
+    grids = {node.quantizer: grid_named(model, node.quantizer) for node in nodes}
+    tensors = tensors_of((args, kwargs))
+    if len(graph.input) != len(tensors):
+        names = ", ".join(value.name for value in graph.input)
+        raise ValueError(f"verify: the file takes {len(graph.input)} tensors ({names}), got {len(tensors)}.")
+    codes = ModelCodes(model, args, kwargs)
+    varying = [node for node in nodes if not node.is_constant]
+    executed = {name: RUNTIMES[name](Path(path), tensors, varying, grids, optimized) for name in runtimes}
+    return DeployedVerification({name: compare_execution(codes, run, nodes) for name, run in executed.items()})
+
+
+def _check_installed(runtime: str) -> None:
+    if find_spec(runtime) is None:
+        extra = "onnx" if runtime == "onnxruntime" else runtime
+        raise ImportError(f"verify needs {runtime}; run: pip install qtoolkit[{extra}].")

@@ -69,6 +69,24 @@ BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping says so")
 
 
 @dataclass(frozen=True)
+class Computed:
+    """How a runtime computes an op between quantizers.
+
+    Attributes:
+        kernel: The name of its integer kernel; None for float.
+        why: Why it is float.
+        last: The node of the last op that the kernel computes: the op itself, or an activation after it.
+    """
+
+    kernel: str | None
+    why: str = ""
+    last: str = ""
+
+    def __str__(self) -> str:
+        return self.kernel or f"float: {self.why}"
+
+
+@dataclass(frozen=True)
 class Edge:
     """A quantized tensor on its way into an op.
 
@@ -124,6 +142,8 @@ class Plan:
         inside: The verdict on each layer inside a leaf module, or of a model without a graph, by its dotted name.
         tracing: How the model was traced.
         mapping: The configs that the user gave.
+        computed: How the runtime computes each op that takes quantized tensors, by its node's name, if the model was converted
+            with arithmetic="integer".
     """
 
     backend: Backend
@@ -133,3 +153,4 @@ class Plan:
     inside: Mapping[str, Verdict] = field(default_factory=dict)
     tracing: Tracing = Tracing()
     mapping: QConfigMapping | None = None
+    computed: Mapping[str, Computed] = field(default_factory=dict)

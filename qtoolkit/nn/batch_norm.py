@@ -292,7 +292,7 @@ def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Te
     factor = factor_of(bn)
     weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, divisor_of(bn)))
     weight = layer.scale_output_channels(weight, (factor != 0).to(weight.dtype))  # with gamma 0 the folded weight is 0
-    return compute(weight, folded_bias(bn, layer.bias, factor))
+    return compute(weight, layer.bias_in_sums(folded_bias(bn, layer.bias, factor)))
 
 
 def _unscaled(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +14,7 @@ class _QuantConvTranspose(QuantWeighted):
     """A transposed convolution in any number of dimensions."""
 
     KIND = "conv_transpose"
+    OUTPUT_AXIS = 1
     FUNCTION: ClassVar[Callable[..., Tensor]]
 
     # Of torch's own class, mixed in:
@@ -63,6 +65,11 @@ class _QuantConvTranspose(QuantWeighted):
     def channels(self) -> int:
         """Return the number of output channels."""
         return int(self.weight.size(1)) * self.groups
+
+    def largest_sum(self, magnitudes: Tensor) -> float:
+        """Return the largest sum of the elements of a tensor like the weight that may belong to one output."""
+        grouped = magnitudes.reshape(self.groups, -1, magnitudes.size(1), *magnitudes.shape[2:])
+        return float(grouped.flatten(3).sum((1, 3), dtype=torch.float64).max())
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel, of each group, by its factor."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from qtoolkit.computed_weights import bake, mask
@@ -11,6 +12,8 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.quantizers.bias import bias_scale, enlarged, gives_sums, on_grid
+from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
@@ -33,13 +36,18 @@ class QuantWeighted(QuantModule):
     Attributes:
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
+        integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None.
     """
+
+    OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
 
     weight: Any  # a Parameter, and a Parameter or None: torch's classes declare them differently
     bias: Any
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
+    integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
+    _sums_over: tuple[Quantizer, ...] = ()
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -59,6 +67,8 @@ class QuantWeighted(QuantModule):
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
         """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
+        self._sums_over = ()
+        self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
         if weight is not None:
@@ -66,7 +76,14 @@ class QuantWeighted(QuantModule):
 
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of the attributes that the float layer does not have."""
-        return ("weight_quantizer", "input_quantizer", "_batch_norm", "_holds_batch_norm")
+        return (
+            "weight_quantizer",
+            "input_quantizer",
+            "_batch_norm",
+            "_holds_batch_norm",
+            "_sums_over",
+            "integer_kernel",
+        )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
         """Return the weight's quantizer with the tensor that it quantizes."""
@@ -116,6 +133,36 @@ class QuantWeighted(QuantModule):
         self._batch_norm, self._holds_batch_norm = (), True
         mask(self, masks)
 
+    # ---- bias
+
+    def link_input(self, quantizer: Quantizer | None) -> None:
+        """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does; None: do not."""
+        self._sums_over = () if quantizer is None else (quantizer,)  # in a tuple: it is a submodule elsewhere
+
+    def sum_steps(self) -> Tensor | None:
+        """Return the steps of the layer's integer sums: one, or one per output channel. None without a linked input."""
+        weight = self.weight_quantizer
+        if not self._sums_over or weight is None or not (gives_sums(self._sums_over[0]) and gives_sums(weight)):
+            return None
+        spec, (source,) = weight.spec, self._sums_over
+        along_outputs = spec.axis is None or spec.axis % self.weight.dim() == self.OUTPUT_AXIS
+        if not along_outputs or spec.group_size is not None or source.spec.axis is not None:
+            return None
+        return bias_scale(source.scale, weight.scale)  # type: ignore[arg-type]  # tensors of both kinds of quantizers
+
+    def fit_bias(self) -> int:
+        """Enlarge the scales of a converted layer's weight where the bias does not fit in int32; return how many."""
+        if self.sum_steps() is None or self.bias is None or not isinstance(self.weight_quantizer, Grid):
+            return 0
+        before = self.weight_quantizer.scale
+        self.weight_quantizer.scale = enlarged(before, self._sums_over[0].scale, self.bias)  # type: ignore[arg-type]  # a tensor
+        return int((self.weight_quantizer.scale > before).sum())
+
+    def bias_in_sums(self, bias: Tensor | None) -> Tensor | None:
+        """Return a bias of the layer as the target adds it: on the grid of its integer sums, if an input is linked."""
+        steps = None if bias is None else self.sum_steps()
+        return bias if bias is None or steps is None else on_grid(bias, steps)
+
     # ---- forward
 
     def effective_weight(self) -> Tensor:
@@ -131,10 +178,13 @@ class QuantWeighted(QuantModule):
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer."""
         self.check_input(input)
+        if self.integer_kernel is not None and self.integer_kernel.active:
+            return self.integer_kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
-            return self.compute(x, self.quantize_weight(self.weight), self.bias, *args, **kwargs)
+            bias = self.bias_in_sums(self.bias)
+            return self.compute(x, self.quantize_weight(self.weight), bias, *args, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._compute_with, x, args, kwargs))
 
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -159,6 +209,10 @@ class QuantWeighted(QuantModule):
     def channels(self) -> int:
         """Return the number of output channels."""
         return int(self.weight.size(0))
+
+    def largest_sum(self, magnitudes: Tensor) -> float:
+        """Return the largest sum of the elements of a tensor like the weight that belong to one output."""
+        return float(magnitudes.flatten(1).sum(1, dtype=torch.float64).max())
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel of a weight by its factor."""

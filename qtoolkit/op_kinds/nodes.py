@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.integer.kernels import OpKernel
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.recorded import is_mode
@@ -113,6 +114,9 @@ def _entry_of_module(module: nn.Module) -> Entry | None:
         return kind, Form(operands=form.operands, items=form.items)
     if is_batch_norm(module):
         return KINDS["batch_norm"], KINDS["batch_norm"].forms[0]
+    if isinstance(module, OpKernel):  # it takes the arguments of a function
+        kind = kind_named(module.kind)
+        return kind, next(form for form in kind.forms if form.functions)
     return OF_MODULE.get(type(module)) or FOREIGN.get((type(module).__module__, type(module).__name__))
 
 
@@ -132,6 +136,9 @@ def object_type_of(node: fx.Node) -> Any:
 
 def name_of(node: fx.Node) -> str:
     """Return what a QConfigMapping calls a node: the dotted name of its module, or its own name."""
+    module = module_of(node) if node.op == "call_module" else None
+    if isinstance(module, OpKernel):
+        return module.replaces
     return str(node.target) if node.op == "call_module" else node.name
 
 

@@ -1,5 +1,6 @@
 """The values that a quantizer's grid represents."""
 
+import torch
 from torch import Tensor
 
 from qtoolkit.quantizers.frozen import Grid
@@ -18,3 +19,24 @@ def grid_ends(quantizer: TensorQuantizer | Grid) -> tuple[Tensor, Tensor]:
     spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point
     shift = 0 if zero_point is None else zero_point
     return (spec.qmin - shift) * scale, (spec.qmax - shift) * scale
+
+
+def saturates(low: float, high: float, grid: Grid) -> bool:
+    """Return whether quantizing clips a tensor at least as far as the bounds [low, high] of an activation before it do.
+
+    No code then changes if the activation is left out. Source: onnxruntime, IsClipMadeRedundantByQ in
+    core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc, with the range of codes of this grid.
+
+    Args:
+        low: The lower bound; -inf for none. NaN gives False.
+        high: The upper bound; inf for none.
+        grid: The quantizer, with one scale.
+
+    Example:
+        >>> grid = Grid(torch.tensor(0.0235), torch.tensor(0.0), qt.QuantSpec(signed=False, symmetric=False))
+        >>> saturates(0.0, 6.0, grid), saturates(0.0, 5.9, grid)
+        (True, False)
+    """
+    zero_point = 0.0 if grid.zero_point is None else grid.zero_point
+    codes = torch.round(torch.tensor([low, high], device=grid.scale.device) / grid.scale.reshape(())) + zero_point
+    return bool((codes[0] <= grid.spec.qmin) & (codes[1] >= grid.spec.qmax))

@@ -22,6 +22,7 @@ class Quantizer(KeepsFloat32):
     Attributes:
         MODES: The attributes that a state dict keeps in its metadata, and loading restores.
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
+        ready: Whether there is a range to quantize with.
     """
 
     MODES: ClassVar[tuple[str, ...]] = ("quantizing",)
@@ -30,6 +31,7 @@ class Quantizer(KeepsFloat32):
     group: int
     name: str
     quantizing: bool = True
+    ready: bool = True
     of_weight: bool = False
     inserted: bool = False
 

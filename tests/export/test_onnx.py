@@ -69,7 +69,8 @@ def test_the_pairs_are_those_of_the_plan(tmp_path, exporter: str) -> None:
         report = qt.quantization_report(model)
         weights = sum(line.weight != "" for line in report.layers)
         assert result.quantize_nodes == len(report.tensors) + (0 if integer else weights)
-        assert result.dequantize_nodes == len(report.tensors) + weights
+        biases = sum(name.endswith("bias") for name, _ in model.named_parameters()) if integer else 0
+        assert result.dequantize_nodes == len(report.tensors) + weights + biases
         names = {n.name for n in onnx.load(str(result.path)).graph.node if n.op_type == "QuantizeLinear"}
         assert {f"{line.quantizer}.quantize" for line in report.tensors} <= names
 
@@ -485,3 +486,30 @@ def test_quantizers_with_scales_of_equal_value_keep_their_names(tmp_path, export
     wanted = ["activation_quantizers.input_1", "activation_quantizers._1", "activation_quantizers._3"]
     assert [name for name in names if "activation" in name] == [f"{name}.quantize" for name in wanted]
     assert result.verification.missing == ()
+
+
+# ---- quantizers that are off
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_quantizers_that_are_off_have_no_nodes(tmp_path, backend: str, exporter: str) -> None:
+    model, x = converted_net(backend), torch.randn(SHAPE)
+    path = tmp_path / "m.onnx"
+    on = qt.export_onnx(model, x, path, exporter=exporter)
+    with qt.disable_quantization(model.get_submodule("conv2")):
+        off = qt.export_onnx(model, x, path, exporter=exporter)
+        assert not any("conv2.weight_quantizer" in node.name for node in onnx.load(path).graph.node)
+        np.testing.assert_allclose(run_file(path, x), model(x).detach(), rtol=1e-4, atol=0.05)
+    assert off.dequantize_nodes < on.dequantize_nodes
+    assert off.verification.quantizer_codes.differing == 0
+    with qt.disable_quantization(model):
+        result = qt.export_onnx(model, x, path, exporter=exporter)
+        assert (result.quantize_nodes, result.dequantize_nodes) == (0, 0)
+        np.testing.assert_allclose(run_file(path, x), model(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_quantizers_that_are_off_need_no_opset(tmp_path) -> None:
+    model = converted_net("tensorrt", 16)
+    with qt.disable_quantization(model):
+        assert qt.export_onnx(model, torch.randn(SHAPE), tmp_path / "m.onnx", opset=13).opset == 13

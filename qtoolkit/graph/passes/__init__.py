@@ -1,5 +1,25 @@
 """Graph passes: each takes a graph module and returns it, changed. One pass a file."""
 
-from qtoolkit.graph.passes import freeze, fuse_patterns, insert, leaf_modules, link_batch_norms, record, swap
+from qtoolkit.graph.passes import (
+    freeze,
+    fuse_patterns,
+    insert,
+    integers,
+    leaf_modules,
+    link_batch_norms,
+    link_inputs,
+    record,
+    swap,
+)
 
-__all__ = ["freeze", "fuse_patterns", "insert", "leaf_modules", "link_batch_norms", "record", "swap"]
+__all__ = [
+    "freeze",
+    "fuse_patterns",
+    "insert",
+    "integers",
+    "leaf_modules",
+    "link_batch_norms",
+    "link_inputs",
+    "record",
+    "swap",
+]

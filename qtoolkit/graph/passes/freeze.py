@@ -1,5 +1,6 @@
 """The convert pass: fold linked batch norms, and freeze every quantizer."""
 
+import warnings
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from qtoolkit.computed_weights import bake
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import link_inputs
 from qtoolkit.graph.passes.link_batch_norms import fold
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
@@ -36,6 +38,7 @@ def run(model: M) -> M:
         _run_on_graph(gm)
     if model not in graphs:
         _run_on_modules(model)
+    _fit_biases(model)
     return model.eval()
 
 
@@ -60,11 +63,26 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
     return converted
 
 
+def _fit_biases(model: nn.Module) -> None:
+    """Enlarge the scales of weights where the codes of a bias exceed int32, and warn of them."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantWeighted)]
+    enlarged = {name: count for name, layer in layers if (count := layer.fit_bias())}
+    if enlarged:
+        warnings.warn(
+            f"convert: the biases of {', '.join(f'{name!r} ({count} scales)' for name, count in enlarged.items())} do not fit "
+            f"in int32 in steps of the input's scale times the weight's; these scales of the weights are larger than in "
+            f"training. Their channels have weights close to zero.",
+            stacklevel=4,
+        )
+
+
 def _run_on_graph(gm: QuantizedGraphModule) -> None:
     for node, follower in gm.linked_batch_norms():
         fold(gm, node, follower)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())
+    if gm.plan is not None:
+        link_inputs.run(gm, gm.plan.backend)  # to the grids
     gm.graph.lint()
     gm.recompile()
 

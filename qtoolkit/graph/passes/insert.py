@@ -48,9 +48,9 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 
 def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuantizer]) -> Iterator[Edge]:
     device = next((p.device for p in gm.parameters()), torch.device("cpu"))
-    holder = _add_holder(gm, HOLDER) if planned else HOLDER
+    holder = add_holder(gm, HOLDER) if planned else HOLDER
     for each in planned:
-        target = f"{holder}.{_free_name(gm.get_submodule(holder), each.name)}"
+        target = f"{holder}.{free_name(gm.get_submodule(holder), each.name)}"
         quantizer = TensorQuantizer(each.spec, name=target, inserted=True)
         gm.add_submodule(target, quantizer.to(device).train(gm.training))
         for producer in each.producers:
@@ -71,10 +71,10 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
 
 def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> Iterator[Edge]:
     values = gm.values_of([request.producer for request in requests])
-    holder = _add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
+    holder = add_holder(gm, WEIGHT_HOLDER) if requests else WEIGHT_HOLDER
     for request in requests:
         producer, consumer, spec = request.producer, request.consumer, request.spec
-        target = f"{holder}.{_free_name(gm.get_submodule(holder), consumer.name)}"
+        target = f"{holder}.{free_name(gm.get_submodule(holder), consumer.name)}"
         groups = decide.conv_groups(consumer, spec, values[producer].dim())
         quantizer = weight_quantizer(values[producer], spec, consumer.name, groups, target, inserted=True)
         gm.add_submodule(target, quantizer.train(gm.training))
@@ -85,13 +85,13 @@ def _insert_weights(gm: QuantizedGraphModule, requests: Sequence[Request]) -> It
         yield Edge(source, consumer.name, target, spec, request.why)
 
 
-def _add_holder(gm: QuantizedGraphModule, name: str) -> str:
+def add_holder(gm: QuantizedGraphModule, name: str) -> str:
     """Add an empty submodule, and return its name."""
-    free = _free_name(gm, name)
+    free = free_name(gm, name)
     gm.add_module(free, nn.Module())
     return free
 
 
-def _free_name(module: nn.Module, name: str) -> str:
+def free_name(module: nn.Module, name: str) -> str:
     """Return a name that no attribute of a module has: a node may have the name of a method of modules, such as `to`."""
     return next(free for free in chain([name], (f"{name}_{i}" for i in count(1))) if not hasattr(module, free))

@@ -1,0 +1,80 @@
+"""The quantizers of an exported file: their nodes, and the layers that their weights belong to."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class QuantizerNode:
+    """A quantizer's nodes in the file, by the names of the tensors.
+
+    Attributes:
+        quantizer: Its dotted name in the model.
+        source: The values that are quantized, or the codes where the file stores them.
+        codes: The codes.
+        values: The values of the codes.
+        is_constant: Whether the codes do not depend on the inputs of the model.
+        quantize: The name of the QuantizeLinear node; "" where the file stores the codes.
+    """
+
+    quantizer: str
+    source: str
+    codes: str
+    values: str
+    is_constant: bool
+    quantize: str
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the file stores the codes themselves, without a QuantizeLinear node."""
+        return self.source == self.codes
+
+
+def quantizer_nodes(graph: Any) -> list[QuantizerNode]:
+    """Return the quantizers of a file in the order of its nodes: one for each DequantizeLinear that has a quantizer's name."""
+    made_by = {output: node for node in graph.node for output in node.output}
+    varying = varying_tensors(graph)
+    found = []
+    for node in graph.node:
+        quantizer, _, _ = node.name.rpartition(".dequantize")
+        if node.op_type != "DequantizeLinear" or not quantizer:
+            continue
+        codes = node.input[0]
+        origin = made_by.get(codes)
+        while origin is not None and origin.op_type in ("Clip", "Cast"):
+            origin = made_by.get(origin.input[0])
+        quantizes = origin is not None and origin.op_type == "QuantizeLinear"
+        source, quantize = (origin.input[0], origin.name) if origin is not None and quantizes else (codes, "")
+        found.append(QuantizerNode(quantizer, source, codes, node.output[0], codes not in varying, quantize))
+    return found
+
+
+def varying_tensors(graph: Any) -> set[str]:
+    """Return the names of the tensors that depend on the inputs of a graph."""
+    varying = {value.name for value in graph.input}
+    for node in graph.node:
+        has_body = any(attribute.HasField("g") for attribute in node.attribute)  # a body may read any outer tensor
+        if has_body or varying.intersection(node.input):
+            varying.update(node.output)
+    return varying
+
+
+def layer_names(graph: Any) -> dict[str, str]:
+    """Return the name of each node of a file for people: the layer whose quantized weight it takes, or the node's own."""
+    made_by = {output: node for node in graph.node for output in node.output}
+    varying = varying_tensors(graph)
+
+    def weight_behind(tensor: str) -> str:
+        while tensor not in varying and (node := made_by.get(tensor)) is not None and node.input:
+            quantizer, end, _ = node.name.rpartition(".dequantize")
+            if end:
+                return str(quantizer)
+            tensor = node.input[0]
+        return ""
+
+    names = {}
+    for node in graph.node:
+        weights = [quantizer for tensor in node.input if (quantizer := weight_behind(tensor))]
+        layer = weights[0].rpartition(".")[0] if weights and varying.intersection(node.output) else ""
+        names[node.name] = layer or node.name
+    return names

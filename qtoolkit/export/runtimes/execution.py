@@ -1,0 +1,56 @@
+"""What one execution of a file in a runtime gives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qtoolkit.export.quantizer_nodes import QuantizerNode
+    from qtoolkit.quantizers.frozen import Grid
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A node of the graph that a runtime executes.
+
+    Attributes:
+        name: The layer of the model whose quantized weight it takes; otherwise the node's name in the file.
+        kernel: The runtime's name of the op.
+        integer: Whether it computes on integer codes.
+    """
+
+    name: str
+    kernel: str
+    integer: bool
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One execution of a file.
+
+    Attributes:
+        runtime: The runtime and its version.
+        outputs: The outputs of the file.
+        codes: The codes at each quantizer, by the name of their tensor in the file; without those that cannot be read.
+        layers: The nodes that compute; not those that convert, move or reorder values.
+        conversions: How many nodes convert between floats and codes.
+        changed_by_reading: The largest difference in the outputs between the graph that users run and the one that also
+            returns the codes.
+        share: The share of the codes that may differ, by one step each, where its kernels round in another order than the
+            model does.
+    """
+
+    runtime: str
+    outputs: Sequence[Any]
+    codes: Mapping[str, Any]
+    layers: tuple[Layer, ...]
+    conversions: int
+    changed_by_reading: float
+    share: float
+
+
+# A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.
+Execute = Callable[[Path, Sequence[Tensor], Sequence["QuantizerNode"], Mapping[str, "Grid"], bool], Executed]

@@ -1,0 +1,146 @@
+"""onnxruntime on the CPU at its default optimization level, which turns Q/DQ nodes into integer kernels.
+
+The optimized graph is saved, the tensors that hold codes are added to its outputs, and it is run without further
+optimizations. The transformation to NHWC comes last: it moves data, changes no number, and renames the tensors, so the graph
+that is read is the one before it. Three facts of onnxruntime 1.30 are used:
+
+- a fused kernel keeps the name of its op, and writes the tensor that its QuantizeLinear wrote;
+- on x86, int8 codes become uint8 codes that are 128 higher (QDQS8ToU8Transformer). Their tensors get new names, which the
+  QuantizeLinear nodes, whose names stay, tell before kernels are fused;
+- the saved graph has the types of the tensors that are not moved only.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from qtoolkit.export.codes import largest_difference
+from qtoolkit.export.files import OpenedFile
+from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
+from qtoolkit.export.runtimes.execution import Executed, Layer
+
+if TYPE_CHECKING:
+    from qtoolkit.quantizers.frozen import Grid
+
+TO_NHWC, FUSE = "NhwcTransformer", "QDQSelectorActionTransformer"
+ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the type of the output
+CONVERSIONS = tuple(ALIKE)
+# Ops that only move or reorder values, or that are computed once.
+MOVES = {
+    *("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "Expand", "Shape"),
+    *("ReorderInput", "ReorderOutput", "Constant"),
+}
+FLOAT_SHARE = 1e-5  # of the codes behind ops that it computes in float: ties of their sums
+
+
+def execute(
+    path: Path,
+    inputs: Sequence[Tensor],
+    nodes: Sequence[QuantizerNode],
+    grids: Mapping[str, "Grid"],
+    optimized: bool = True,
+) -> Executed:
+    """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
+
+    Raises:
+        RuntimeError: onnxruntime cannot run the file.
+    """
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory() as folder:
+        open_session = functools.partial(_session, path, Path(folder), optimized)
+        session = open_session("default")
+        open_session("fused", TO_NHWC)
+        fused = OpenedFile.of(Path(folder) / "fused.onnx")
+        tensors = _tensors_with_codes(open_session, Path(folder), fused.proto.graph, nodes)
+        values = fused.run(inputs, list(tensors.values()))
+        outputs = session.run(None, {value.name: values[value.name] for value in session.get_inputs()})
+    change = largest_difference(outputs, [values[value.name] for value in session.get_outputs()])
+    layers = _layers(fused.proto.graph, layer_names(OpenedFile.of(path).proto.graph))
+    read = [node for node in nodes if node.codes in tensors]
+    codes = {node.codes: _as_in_file(values[tensors[node.codes]], grids[node.quantizer]) for node in read}
+    exact = all(layer.integer for layer in layers)
+    return Executed(
+        f"onnxruntime {onnxruntime.__version__}",
+        outputs,
+        codes,
+        layers,
+        sum(node.op_type in CONVERSIONS for node in fused.proto.graph.node),
+        change,
+        0.0 if exact else FLOAT_SHARE,
+    )
+
+
+def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: str) -> Any:
+    """Return a session, and save its graph under a name in a folder. Large weights are saved beside it."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # without the warning that the saved graph depends on the machine
+    options.optimized_model_filepath = str(folder / f"{name}.onnx")
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    key = "session.optimized_model_external_initializers"
+    options.add_session_config_entry(f"{key}_file_name", f"{name}.data")
+    options.add_session_config_entry(f"{key}_min_size_in_bytes", "1024")
+    try:
+        return onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
+        )
+    except Exception as error:  # onnxruntime's errors have no base class of their own
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise RuntimeError(
+            f"verify: onnxruntime cannot load {str(path)!r}{' at its default optimization level' * optimized}: {reason}."
+        ) from error
+
+
+def _tensors_with_codes(
+    open_session: Callable[..., Any], folder: Path, graph: Any, nodes: Sequence[QuantizerNode]
+) -> dict[str, str]:
+    """Return which tensor of the optimized graph holds the codes of each tensor of the file that has codes."""
+    written = {output for node in graph.node for output in node.output}
+    tensors = {node.codes: node.codes for node in nodes if node.codes in written}
+    if len(tensors) < len({node.codes for node in nodes}):
+        open_session("pairs", TO_NHWC, FUSE)
+        pairs = OpenedFile.of(folder / "pairs.onnx").proto.graph
+        renamed = {node.name: node.output[0] for node in pairs.node if node.op_type == "QuantizeLinear"}
+        found = {node.codes: renamed.get(node.quantize, "") for node in nodes if node.codes not in tensors}
+        tensors |= {codes: tensor for codes, tensor in found.items() if tensor in written}
+    return tensors
+
+
+def _as_in_file(codes: Any, grid: "Grid") -> Any:
+    return codes.astype(np.int16) - 128 if grid.spec.qmin < 0 and codes.dtype == np.uint8 else codes
+
+
+def _layers(graph: Any, names: Mapping[str, str]) -> tuple[Layer, ...]:
+    """Return the nodes of an optimized graph that compute, with their layers' names."""
+    import onnx
+
+    types = _types(graph)
+    codes = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    layers = []
+    for node in graph.node:
+        integer = any(types.get(tensor) in codes for tensor in node.input)
+        computes = integer or any(types.get(tensor) in floats for tensor in node.output)
+        if computes and node.op_type not in CONVERSIONS and node.op_type not in MOVES:
+            layers.append(Layer(names.get(node.name, node.name) or node.output[0], node.op_type, integer))
+    return tuple(layers)
+
+
+def _types(graph: Any) -> dict[str, int]:
+    """Return the types of tensors. A tensor whose type is not saved was moved, and has the type of the node's first input."""
+    values = (*graph.value_info, *graph.input, *graph.output)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in graph.node:
+        alike = ALIKE.get(node.op_type, 0)
+        for output in node.output:
+            types.setdefault(output, types.get(node.input[alike], 0) if len(node.input) > alike else 0)
+    return types

@@ -1,0 +1,94 @@
+"""OpenVINO on the CPU, at its default settings.
+
+The codes are those of the values behind each DequantizeLinear, which a second compilation returns as outputs. These outputs
+keep some ops from being fused, so codes deep in a network may differ from those of the plain graph by a rounding tie:
+`Executed.changed_by_reading` is what that makes of the outputs.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qtoolkit.export.codes import largest_difference
+from qtoolkit.export.files import OpenedFile
+from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
+from qtoolkit.export.runtimes.execution import Executed, Layer
+
+if TYPE_CHECKING:
+    from qtoolkit.quantizers.frozen import Grid
+
+# Nodes that do not compute.
+PLUMBING = ("Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Split", "Convert")
+# Its kernels add the bias in float, and multiply by the scales in another order than onnxruntime's.
+SHARE = 1e-4
+
+
+def execute(
+    path: Path, inputs: Sequence[Tensor], nodes: Sequence[QuantizerNode], grids: Mapping[str, "Grid"], _: bool = True
+) -> Executed:
+    """Run a file, and read the codes at its quantizers. It has no public setting that leaves optimizations out.
+
+    Raises:
+        RuntimeError: OpenVINO cannot run the file.
+    """
+    arrays = [x.detach().cpu().numpy() for x in inputs]
+    plain = _compiled(path)
+    outputs = list(plain(arrays).values())
+    read = {node.values: node for node in nodes}
+    reading, names = _compiled_with(path, tuple(read))
+    results = list(reading(arrays).values())
+    codes = {}
+    for name, value in zip(names, results[len(outputs) :], strict=True):
+        codes[read[name].codes] = grids[read[name].quantizer].codes(torch.tensor(value)).numpy()
+    labels = layer_names(OpenedFile.of(path).proto.graph)
+    layers, conversions = _layers(plain, labels)
+    change = largest_difference(outputs, results[: len(outputs)])
+    return Executed(_description(plain), outputs, codes, layers, conversions, change, SHARE)
+
+
+def _compiled(path: Path) -> Any:
+    return _compiled_with(path, ())[0]
+
+
+def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
+    """Compile a file that also returns these tensors; return which of them it has."""
+    import openvino
+
+    core = openvino.Core()
+    try:
+        model = core.read_model(str(path))
+        there = {name for op in model.get_ops() for output in op.outputs() for name in output.get_names()}
+        names = [name for name in tensors if name in there]
+        if names:
+            model.add_outputs(names)
+        return core.compile_model(model, "CPU"), names
+    except RuntimeError as error:
+        raise RuntimeError(f"verify: OpenVINO cannot run {str(path)!r} on the CPU: {str(error).strip()}") from error
+
+
+def _description(compiled: Any) -> str:
+    """Return the version, and the type of float ops where it is not float32: bfloat16 on processors that compute in it."""
+    import openvino
+
+    version = openvino.get_version().partition("-")[0]
+    precision = compiled.get_property("INFERENCE_PRECISION_HINT")
+    return f"openvino {version}" + (
+        "" if precision == openvino.Type.f32 else f" (float ops in {precision.to_string()})"
+    )
+
+
+def _layers(compiled: Any, labels: Mapping[str, str]) -> tuple[tuple[Layer, ...], int]:
+    """Return the nodes that compute, and how many convert."""
+    layers, conversions = [], 0
+    for op in compiled.get_runtime_model().get_ordered_ops():
+        facts = {key: value.astype(str) for key, value in op.get_rt_info().items()}
+        kernel, integer = facts["layerType"], facts["runtimePrecision"] in ("u8", "i8")
+        if kernel in ("FakeQuantize", "Convert"):
+            conversions += 1
+        elif kernel not in PLUMBING:
+            sources = [labels[name] for name in facts["originalLayersNames"].split(",") if name in labels]
+            layers.append(Layer(sources[0] if sources else op.get_friendly_name(), kernel, integer))
+    return tuple(layers), conversions

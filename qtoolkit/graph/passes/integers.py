@@ -1,0 +1,138 @@
+"""The pass of convert(arithmetic="integer"): give each op between quantizers the integer kernel that a runtime has for it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.passes.insert import add_holder, free_name
+from qtoolkit.graph.placement.traversal import source_of
+from qtoolkit.graph.plan import Computed
+from qtoolkit.integer.runtimes import Runtime
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
+from qtoolkit.op_kinds.rules import argument
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.grid_ends import saturates
+
+HOLDER = "integer_kernels"
+
+
+def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
+    """Give layers their kernels, and replace calls of other ops by kernels. The plan says which, and why others stay float."""
+    holder, calls = add_holder(gm, HOLDER), calls_of(gm)
+    computed: dict[str, Computed] = {}
+    for node in list(gm.graph.nodes):
+        sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
+        grids = [grid for grid in sources if grid is not None]
+        if is_quantizer(node) or not grids or kind_of(node).name in runtime.carries:
+            continue
+        if len(grids) < len(sources):
+            computed[node.name] = Computed(None, "one of its inputs is not quantized")
+        elif isinstance(_module(node), QuantWeighted):
+            computed[node.name] = _give_layer(node, grids[0], runtime, calls[str(node.target)])
+        else:
+            computed[node.name] = _replace_op(gm, node, grids, runtime, holder)
+    if gm.plan is not None:
+        gm.plan = replace(gm.plan, computed=computed)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _module(node: fx.Node) -> nn.Module | None:
+    return module_of(node) if node.op == "call_module" else None
+
+
+def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: int) -> Computed:
+    layer: Any = module_of(node)
+    if calls > 1:
+        return Computed(None, "it is called more than once")
+    if layer.input_quantizer is not None:
+        return Computed(None, "it is called inside a leaf module too")
+    last, output = _output_of(node, runtime)
+    kernel = runtime.layer_kernel(layer, source, output)
+    if isinstance(kernel, str):
+        return Computed(None, kernel)
+    layer.integer_kernel = kernel(layer, source, output)
+    return Computed(kernel.NAME, last=last.name)
+
+
+def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], runtime: Runtime, holder: str) -> Computed:
+    last, output = _output_of(node, runtime)
+    kind, op = kind_of(node).name, _callable(node)
+    if _changes_a_tensor(node):
+        return Computed(None, "it changes a tensor in place, which another op takes")
+    kernel = runtime.op_kernel(kind, node, inputs, output)
+    if isinstance(kernel, str):
+        return Computed(None, kernel)
+    target = f"{holder}.{free_name(gm.get_submodule(holder), node.name)}"
+    gm.add_submodule(target, kernel(op, inputs, output, kind, name_of(node)))
+    node.op, node.target = "call_module", target
+    return Computed(kernel.NAME, last=last.name)
+
+
+def _callable(node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        return getattr(torch.Tensor, str(node.target))  # type: ignore[no-any-return]  # a method
+    return module_of(node) if node.op == "call_module" else node.target  # type: ignore[return-value]  # a function
+
+
+def _changes_a_tensor(node: fx.Node) -> bool:
+    name = str(getattr(node.target, "__name__", node.target))
+    changes = name.startswith(("__i", "i")) or (name.endswith("_") and not name.endswith("__"))
+    source = source_of(node)
+    return changes and kind_of(node).sums and source is not None and len(source.users) > 1
+
+
+def _grid_behind(node: fx.Node, runtime: Runtime) -> Grid | None:
+    """Return the quantizer whose codes reach an op; None where they do not reach it as codes."""
+    while not is_quantizer(node):
+        source = source_of(node) if kind_of(node).name in runtime.carries else None
+        if source is None:
+            return None
+        node = source
+    grid = module_of(node)
+    return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
+
+
+def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
+    """Return the last op that a kernel of this op computes, and the quantizer of its output.
+
+    Activations between the two are computed by saturation, if their bounds are at or beyond the ends of the grid.
+    """
+    last, bounds = node, [(-math.inf, math.inf)]
+    while len(last.users) == 1:
+        (user,) = last.users
+        grid = module_of(user) if is_quantizer(user) else None
+        if isinstance(grid, Grid):
+            low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
+            return (last, grid) if saturates(low, high, grid) else (node, None)
+        kind = kind_of(user).name
+        if kind == "identity" or kind not in runtime.absorbs:
+            return node, None
+        last, bounds = user, [*bounds, _bounds(user, kind)]
+    return node, None
+
+
+def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:
+    """Return the bounds of an activation that clips; NaN for one that is computed."""
+    if kind == "relu":
+        return 0.0, math.inf
+    if node.op == "call_module" or "hardtanh" in str(node.target):
+        low, high = argument(node, 1, "min_val", -1.0), argument(node, 2, "max_val", 1.0)
+    elif "relu6" in str(node.target):
+        low, high = 0.0, 6.0
+    else:
+        low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    return _number(low, -math.inf), _number(high, math.inf)
+
+
+def _number(bound: Any, absent: float) -> float:
+    if bound is None:
+        return absent
+    return float(bound) if isinstance(bound, int | float) else math.nan

@@ -1,0 +1,190 @@
+"""Kernels: ops between quantizers, computed on codes. Their inputs and outputs are the values of these codes.
+
+A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.integer.sums import EXACT_IN_FLOAT32, exact_sums
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.bias import bias_scale, codes_of
+from qtoolkit.quantizers.frozen import Grid
+
+
+@dataclass(frozen=True)
+class Side:
+    """A quantizer at an input or the output of a kernel.
+
+    Attributes:
+        grid: The quantizer, with one scale.
+        zero_point: Its code of zero, read once: a kernel does not synchronize with the device.
+    """
+
+    grid: Grid
+    zero_point: int
+
+    @classmethod
+    def of(cls, grid: Grid) -> "Side":
+        """Return the side of a quantizer as it is now."""
+        return cls(grid, 0 if grid.zero_point is None else int(grid.zero_point))
+
+    @property
+    def scale(self) -> Tensor:
+        """The step between codes, float32, 0-d."""
+        return self.grid.scale.reshape(())
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The lowest and the highest code, minus the code of zero."""
+        return self.grid.spec.qmin - self.zero_point, self.grid.spec.qmax - self.zero_point
+
+    @property
+    def largest(self) -> int:
+        """The largest magnitude of a code minus the code of zero."""
+        return max(map(abs, self.ends))
+
+    def centred(self, x: Tensor) -> Tensor:
+        """Return the codes of values on the grid minus the code of zero: integers in float32."""
+        return torch.round(x / self.scale)
+
+
+class Kernel(nn.Module):
+    """Computes one op, at one place of the graph, on the codes of its inputs.
+
+    Args:
+        inputs: The quantizers of the inputs, in order.
+        output: The quantizer of the output; None where the output is not quantized.
+
+    Attributes:
+        NAME: The runtime's name of the op.
+        inputs: The inputs' sides.
+        output: The output's side, or None.
+    """
+
+    NAME: ClassVar[str]
+    inputs: tuple[Side, ...]
+    output: Side | None
+
+    def __init__(self, inputs: Sequence[Grid], output: Grid | None) -> None:
+        super().__init__()
+        self.inputs = tuple(Side.of(grid) for grid in inputs)  # no submodules here: they are elsewhere in the model
+        self.output = None if output is None else Side.of(output)
+
+    @property
+    def active(self) -> bool:
+        """Whether the quantizers around the op quantize; if not (`qtoolkit.disable_quantization`), the op is float."""
+        return all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
+
+    def refresh(self) -> None:
+        """Compute what depends on scales and weights alone; to be called when they have changed."""
+        self.inputs = tuple(Side.of(side.grid) for side in self.inputs)
+        self.output = None if self.output is None else Side.of(self.output.grid)
+
+    def constant(self, name: str, value: Tensor | None) -> None:
+        """Store a tensor that moves with the model, and that a state dict does not hold."""
+        self.register_buffer(name, value, persistent=False)
+
+
+class LayerKernel(Kernel):
+    """Computes a layer with a quantized weight. The layer owns it, and calls it.
+
+    Args:
+        layer: The layer, converted.
+        source: The quantizer of its input.
+        output: The quantizer of its output, or None.
+
+    Attributes:
+        codes: The codes of the weight minus the code of zero, float32.
+        steps: The steps of the sums, shaped to broadcast over an output.
+        bias: The codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the
+            sums; None without a bias.
+    """
+
+    codes: Tensor
+    steps: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None) -> None:
+        super().__init__([source], output)
+        self._layer = (layer,)
+        self.refresh()
+
+    @property
+    def layer(self) -> QuantWeighted:
+        """The layer."""
+        return self._layer[0]
+
+    @property
+    def active(self) -> bool:
+        """Whether the quantizers around the layer, and that of its weight, quantize."""
+        return super().active and self.layer.weight_quantizer is not None and self.layer.weight_quantizer.quantizing
+
+    def refresh(self) -> None:
+        """Compute the constants for the layer's present weight, bias and scales."""
+        super().refresh()
+        layer, grid = self.layer, self.layer.weight_quantizer
+        if not isinstance(grid, Grid):
+            raise TypeError(f"a kernel needs a layer whose weight has a Grid, got a {type(grid).__name__}.")
+        steps = bias_scale(self.inputs[0].scale, grid.scale)
+        codes = grid.codes(layer.weight.detach()).float() - Side.of(grid).zero_point
+        self.constant("codes", codes)
+        self.constant("steps", layer.along_channels(steps))
+        self._largest_sum = layer.largest_sum(codes.abs())
+        bias = None if layer.bias is None else codes_of(layer.bias.detach(), steps).double()
+        if (
+            bias is not None
+            and self.inputs[0].largest * self._largest_sum + float(bias.abs().max()) <= EXACT_IN_FLOAT32
+        ):
+            bias = bias.float()
+        self.constant("bias", None if bias is None else layer.along_channels(bias))
+
+    def sums(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the exact sums of products of codes, without the bias: integers in float32 or float64."""
+        (source,) = self.inputs
+        return exact_sums(
+            lambda codes, weight: self.layer.compute(codes, weight, None, *args, **kwargs),
+            source.centred(x),
+            self.codes,
+            source.largest,
+            self._largest_sum,
+        )
+
+    def sums_with_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the exact sums with the codes of the bias: integers in float32 or float64."""
+        sums = self.sums(x, *args, **kwargs)
+        return sums if self.bias is None else sums + self.bias
+
+
+class OpKernel(Kernel):
+    """Computes a function, a method or a module without weights that a graph called; it replaces that call.
+
+    Args:
+        op: What was called.
+        inputs: The quantizers of its tensors, in order.
+        output: The quantizer of its output, or None.
+
+    Attributes:
+        kind: The kind of op.
+        replaces: The name of the op in reports.
+    """
+
+    def __init__(
+        self, op: Callable[..., Any], inputs: Sequence[Grid], output: Grid | None, kind: str, replaces: str
+    ) -> None:
+        super().__init__(inputs, output)
+        self._op = (op,)  # in a tuple: a module has its own place in the model
+        self.kind, self.replaces = kind, replaces
+        self.refresh()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values of the output's codes; of the op in float where quantization is off."""
+        return self.compute(*args, **kwargs) if self.active else self._op[0](*args, **kwargs)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values of the output's codes."""
+        raise NotImplementedError

@@ -1,0 +1,269 @@
+"""onnxruntime's integer kernels on the CPU, at its default optimization level, operation by operation.
+
+Each formula is in float32, in the order of the kernel's own instructions; any other order gives other codes at rounding ties.
+Sources are files of onnxruntime 1.30 under onnxruntime/core, read and then compared with the library on millions of values.
+In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz codes of zero, and f32(...) rounds to float32.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.nodes import module_of
+from qtoolkit.op_kinds.rules import argument
+from qtoolkit.quantizers.bias import gives_sums
+from qtoolkit.quantizers.frozen import Grid
+
+
+def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
+    """Return the values of the codes rint(clip(f32(f32(sums) * factor), qmin - yz, qmax - yz)) + yz.
+
+    Source: mlas/lib/requantize.cpp.
+    """
+    return (sums.float() * factor).clamp_(*output.ends).round_().mul_(output.scale)
+
+
+def output_of(kernel: Kernel) -> Side:
+    """Return the quantizer of a kernel's output."""
+    if kernel.output is None:
+        raise TypeError(f"a {kernel.NAME} needs the quantizer of its output.")
+    return kernel.output
+
+
+class QLinearConv(LayerKernel):
+    """QLinearConv, and QGemm with a quantized output: factor f32(f32(xs * ws) / ys), bias in the sums.
+
+    Source: providers/cpu/quantization/qlinearconv.cc.
+    """
+
+    NAME = "QLinearConv"
+    factor: Tensor
+
+    def refresh(self) -> None:
+        """Compute the factors."""
+        super().refresh()
+        self.constant("factor", self.steps / output_of(self).scale)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the values of the output's codes."""
+        return requantized(self.sums_with_bias(x, *args, **kwargs), self.factor, output_of(self))
+
+
+class QGemm(QLinearConv):
+    """QGemm with a quantized output. Source: contrib_ops/cpu/quantization/quant_gemm.cc."""
+
+    NAME = "QGemm"
+
+
+class QGemmToFloat(LayerKernel):
+    """QGemm without a quantized output: f32(f32(sums + bias) * f32(xs * ws)).
+
+    Source: contrib_ops/cpu/quantization/quant_gemm.cc.
+    """
+
+    NAME = "QGemm"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output in float."""
+        return self.sums_with_bias(x, *args, **kwargs).float() * self.steps
+
+
+def _unsigned(output: Side) -> int:
+    """Return what is added to codes to make them unsigned, as on x86 (optimizer/qdq_transformer/qdq_s8_to_u8.cc)."""
+    return 128 if output.grid.spec.qmin < 0 else 0
+
+
+def _rounded_after_zero_point(scaled: Tensor, output: Side) -> Tensor:
+    """Return the values of the codes clip(rint(f32(scaled + yz)))."""
+    zero_point = output.zero_point + _unsigned(output)
+    low, high = output.ends
+    return torch.round(scaled + zero_point).sub_(zero_point).clamp_(low, high).mul_(output.scale)
+
+
+class QLinearAdd(OpKernel):
+    """QLinearAdd: rint(fma(a, ra, fma(b, rb, yz - fma(ra, az, f32(rb * bz))))) with ra = f32(as / ys), rb = f32(bs / ys).
+
+    Source: mlas/lib/intrinsics/avx2/qladd_avx2.cpp. Codes are unsigned: int8 codes become uint8 by adding 128
+    (optimizer/qdq_transformer/qdq_s8_to_u8.cc).
+    """
+
+    NAME = "QLinearAdd"
+
+    factors: Tensor
+    fixed: Tensor
+
+    def refresh(self) -> None:
+        """Compute the factors and the constant summand."""
+        super().refresh()
+        (a, b), y = self.inputs, output_of(self)
+        self.shift = _unsigned(y)
+        ra, rb = (a.scale / y.scale).double(), (b.scale / y.scale).double()
+        az, bz, yz = a.zero_point + self.shift, b.zero_point + self.shift, y.zero_point + self.shift
+        self.constant("factors", torch.stack([ra, rb]))
+        self.constant("fixed", (yz - (ra * az + (rb * bz).float().double()).float()).double())
+
+    def compute(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the values of the codes of x + other."""
+        (a, b), y = self.inputs, output_of(self)
+        ra, rb = self.factors
+        # A product of a code and a float32, and its sum with a float32, are exact in float64: one rounding, as in an fma.
+        inner = ((b.centred(other).double() + (b.zero_point + self.shift)) * rb + self.fixed).float()
+        scaled = ((a.centred(x).double() + (a.zero_point + self.shift)) * ra + inner).float()
+        return torch.round(scaled).sub_(y.zero_point + self.shift).clamp_(*y.ends).mul_(y.scale)
+
+
+class QLinearMul(OpKernel):
+    """QLinearMul: rint(f32(f32((a - az)(b - bz) * r) + yz)) with r = f32(f32(as * bs) / ys). Source: mlas/lib/qlmul.cpp."""
+
+    NAME = "QLinearMul"
+    factor: Tensor
+
+    def refresh(self) -> None:
+        """Compute the factor."""
+        super().refresh()
+        (a, b), y = self.inputs, output_of(self)
+        self.constant("factor", a.scale * b.scale / y.scale)
+
+    def compute(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the values of the codes of x * other."""
+        a, b = self.inputs
+        return _rounded_after_zero_point(a.centred(x) * b.centred(other) * self.factor, output_of(self))
+
+
+class QLinearMatMulOfTwo(OpKernel):
+    """QLinearMatMul of two activations, factor f32(f32(as * bs) / ys); without a quantized output MatMulIntegerToFloat."""
+
+    NAME = "QLinearMatMul"
+    factor: Tensor
+
+    def refresh(self) -> None:
+        """Compute the factor."""
+        super().refresh()
+        factor = self.inputs[0].scale * self.inputs[1].scale
+        self.constant("factor", factor if self.output is None else factor / self.output.scale)
+
+    def compute(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the values of the output's codes, or the output in float."""
+        a, b = self.inputs
+        # Products of two codes are below 2**16, and sums of fewer than 2**37 of them exact in float64.
+        sums = torch.matmul(a.centred(x).double(), b.centred(other).double())
+        return sums.float() * self.factor if self.output is None else requantized(sums, self.factor, self.output)
+
+
+class QLinearGlobalAveragePool(OpKernel):
+    """QLinearGlobalAveragePool: the sum of codes, requantized by f32(xs / f32(ys * n)) for n values.
+
+    Source: mlas/lib/qlgavgpool.cpp.
+    """
+
+    NAME = "QLinearGlobalAveragePool"
+
+    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the values of the means' codes."""
+        (source,), output = self.inputs, output_of(self)
+        shape = self._op[0](x, *args, **kwargs).shape
+        factor = source.scale / (output.scale * math.prod(x.shape[2:]))
+        return requantized(source.centred(x).double().sum(tuple(range(2, x.dim()))), factor, output).reshape(shape)
+
+
+class QLinearAveragePool(OpKernel):
+    """QLinearAveragePool: the mean in float32, in the order of the window, then rint(f32(f32(mean / ys) + yz)).
+
+    Source: contrib_ops/cpu/quantization/qlinear_pool.cc.
+    """
+
+    NAME = "QLinearAveragePool"
+
+    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the values of the means' codes."""
+        output = output_of(self)
+        return _rounded_after_zero_point(self._op[0](x, *args, **kwargs) / output.scale, output)
+
+
+# ---- which op has which kernel
+
+# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past these.
+CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice")
+# core/optimizer/qdq_transformer/relu_quantizelinear.cc, clip_quantizelinear.cc
+ABSORBS = ("relu", "relu6", "clamp")
+_SAME_TYPE = "its input and its output have codes of different types"
+
+
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
+    """Return the kernel of a layer, or why onnxruntime computes it in float.
+
+    Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
+    """
+    weight = layer.weight_quantizer
+    if layer.KIND not in ("conv", "linear"):
+        return f"onnxruntime has no integer kernel for a {layer.KIND}"
+    if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
+        return "its codes have more than 8 bits, or several scales for its input"
+    along_outputs = weight.spec.axis is None or weight.spec.axis % layer.weight.dim() == layer.OUTPUT_AXIS
+    if weight.spec.group_size is not None or not along_outputs:
+        return "its weight has scales along another dimension than the output channels"
+    if weight.zero_point is not None:
+        return "its weight has codes of zero other than 0"
+    if source.spec.qmin < 0 <= weight.spec.qmin:
+        return "its weight is unsigned and its input signed"
+    if layer.KIND == "linear":
+        return QGemmToFloat if output is None or not _same_type(source, output) else QGemm
+    if output is None:
+        return "its output goes to something else than a quantizer"
+    return QLinearConv if _same_type(source, output) else _SAME_TYPE
+
+
+def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
+    """Return the kernel of an op without weights, or why onnxruntime computes it in float."""
+    if kind not in _KERNELS:
+        return f"onnxruntime computes a {kind} on dequantized values"
+    if not all(gives_codes(grid) for grid in inputs):
+        return "the codes of an input have more than 8 bits or several scales"
+    if kind == "matmul" and output is None:
+        return QLinearMatMulOfTwo
+    if output is None:
+        return "its output goes to something else than a quantizer"
+    if not (gives_codes(output) and all(_same_type(grid, output) for grid in inputs)):
+        return _SAME_TYPE
+    if kind in ("add", "mul", "matmul") and (len(inputs) != 2 or len(node.args) != 2 or node.kwargs):
+        return "it has other arguments than two tensors"
+    return _average_pool(node) if kind == "avg_pool" else _KERNELS[kind]
+
+
+def _average_pool(node: fx.Node) -> type[OpKernel] | str:
+    op = type(module_of(node)) if node.op == "call_module" else node.target
+    if op in GLOBAL_IF_ONE:
+        sizes = argument(node, 1, "output_size")
+        is_one = {1} == set(sizes) if isinstance(sizes, tuple | list) else sizes == 1
+        return QLinearGlobalAveragePool if is_one else "its windows differ in size"
+    if op in (torch.mean, "mean"):
+        return QLinearGlobalAveragePool
+    plain = op in (nn.AvgPool2d, F.avg_pool2d)
+    return QLinearAveragePool if plain else "onnxruntime has an integer kernel for two dimensions only"
+
+
+def gives_codes(grid: Grid) -> bool:
+    """Return whether a tensor's codes are integers of at most 8 bits with one scale."""
+    return gives_sums(grid) and grid.spec.axis is None
+
+
+def _same_type(one: Grid, other: Grid) -> bool:
+    return (one.spec.qmin < 0) == (other.spec.qmin < 0)
+
+
+_KERNELS: Mapping[str, type[OpKernel]] = {
+    "add": QLinearAdd,
+    "mul": QLinearMul,
+    "matmul": QLinearMatMulOfTwo,
+    "avg_pool": QLinearAveragePool,
+}
+GLOBAL_IF_ONE = (
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+)

@@ -1,0 +1,53 @@
+"""The runtimes whose arithmetic `qtoolkit.convert(arithmetic="integer")` reproduces: which op has which integer kernel."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from qtoolkit.errors import check_known
+from qtoolkit.integer import onnxruntime
+from qtoolkit.integer.kernels import LayerKernel, OpKernel
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.frozen import Grid
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How one runtime executes a quantized model.
+
+    Attributes:
+        name: Its name.
+        carries: The kinds of op through which codes pass on their way to an integer kernel.
+        absorbs: The kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes.
+        layer_kernel: Returns the kernel of a layer (its input's grid and its output's, or None), or why it runs in float.
+        op_kernel: Returns the kernel of another op (its kind, its node, its inputs' grids, its output's, or None), or why it
+            runs in float.
+    """
+
+    name: str
+    carries: tuple[str, ...]
+    absorbs: tuple[str, ...]
+    layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | str]
+    op_kernel: Callable[[str, fx.Node, Sequence[Grid], Grid | None], type[OpKernel] | str]
+
+
+RUNTIMES: Mapping[str, Runtime] = {
+    "onnxruntime": Runtime(
+        "onnxruntime",
+        carries=onnxruntime.CARRIES,
+        absorbs=onnxruntime.ABSORBS,
+        layer_kernel=onnxruntime.layer_kernel,
+        op_kernel=onnxruntime.op_kernel,
+    ),
+}
+
+
+def runtime_named(name: str) -> Runtime:
+    """Return a runtime by its name.
+
+    Raises:
+        ValueError: The name is not known.
+    """
+    check_known("runtime", name, RUNTIMES)
+    return RUNTIMES[name]

@@ -1,0 +1,48 @@
+"""Exact sums of products of integer codes."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+EXACT_IN_FLOAT32 = 2**24  # integers up to here are exact in float32, whatever the order of a sum
+DIGITS = (8, 4, 2)  # bits of the parts into which codes are split where a sum may be larger
+
+Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products
+
+
+def exact_sums(product: Product, x: Tensor, weight: Tensor, largest_x: int, largest_sum: float) -> Tensor:
+    """Return the exact sums of products of integers, as integers in float32 or, where they may exceed 2**24, in float64.
+
+    Where float32 cannot hold a sum, the codes of x are split into digits of fewer bits: each part's sums are exact in
+    float32, whose kernels are much faster than those of float64.
+
+    Args:
+        product: A convolution, a matrix product or another op that is linear in both arguments.
+        x: Integers in float32.
+        weight: Integers in float32.
+        largest_x: The largest magnitude in x.
+        largest_sum: The largest sum of the magnitudes of the weights of one output; times `largest_x` it bounds the sums.
+    """
+    if largest_x * largest_sum <= EXACT_IN_FLOAT32:
+        return _rounded(product(x, weight))
+    bits = next((bits for bits in DIGITS if 2**bits * largest_sum <= EXACT_IN_FLOAT32), None)
+    if bits is None:
+        return product(x.double(), weight.double())
+    parts = (_rounded(product(part, weight)).double() * scale for scale, part in _digits(x, largest_x, bits))
+    return sum(parts, torch.zeros((), dtype=torch.float64, device=x.device))
+
+
+def _digits(x: Tensor, largest: int, bits: int) -> Iterator[tuple[int, Tensor]]:
+    """Return parts of x, each with its factor: integers in [0, 2**bits), the last one with the sign."""
+    factor = 1
+    while largest >= 2**bits:
+        rest = torch.floor(x * 2.0**-bits)
+        yield factor, x - rest * 2.0**bits
+        x, factor, largest = rest, factor * 2**bits, (largest >> bits) + 1
+    yield factor, x
+
+
+def _rounded(sums: Tensor) -> Tensor:
+    # Kernels for GPUs may transform the operands (Winograd, FFT). Their errors are far below one half here.
+    return torch.round(sums) if sums.is_cuda else sums

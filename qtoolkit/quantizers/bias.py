@@ -1,0 +1,62 @@
+"""The grid of a bias: that of the integer sums to which a runtime adds it."""
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.quantizers.quantizer import Quantizer
+
+# Codes of a bias lie in [-LARGEST_CODE, LARGEST_CODE]: half of int32, so that a sum of products and the bias fit in it.
+LARGEST_CODE = 2**30
+
+
+def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
+    """Return the steps of the sums of products of two tensors' codes, float32: one, or one per output channel.
+
+    Source: onnxruntime, core/optimizer/qdq_transformer/weight_bias_quantization.cc (the product is rounded to float32).
+
+    Args:
+        input_scale: Steps of the input, one element.
+        weight_scale: Steps of the weight, one element or one per output channel.
+    """
+    return input_scale.detach().float().reshape(()) * weight_scale.detach().float()
+
+
+def on_grid(bias: Tensor, steps: Tensor) -> Tensor:
+    """Return the multiples of some steps nearest to a bias; gradients pass straight through.
+
+    Args:
+        bias: One value per output channel.
+        steps: Float32, one element or one per output channel. Where they are too small for int32, larger ones are taken:
+            `qtoolkit.convert` enlarges the weight's scales there (`enlarged`).
+    """
+    steps = torch.maximum(steps, bias.detach().float().abs() / LARGEST_CODE)
+    return ops.fake_quant(bias, steps, None, -LARGEST_CODE, LARGEST_CODE, _axis(steps))
+
+
+def codes_of(bias: Tensor, steps: Tensor) -> Tensor:
+    """Return the int32 codes of a bias on the grid of these steps."""
+    return ops.quantize(bias, steps, None, -LARGEST_CODE, LARGEST_CODE, _axis(steps), 1, 0, torch.int32)
+
+
+def enlarged(weight_scale: Tensor, input_scale: Tensor, bias: Tensor) -> Tensor:
+    """Return a weight's scales, as much larger as the codes of a bias need to stay within LARGEST_CODE.
+
+    Source: onnxruntime's quantization tool does the same (pull request 22020).
+    """
+    margin = 1 + 2**-20  # for the roundings of float32
+    least = bias.detach().float().abs() * (margin / LARGEST_CODE) / input_scale.float()
+    if weight_scale.numel() == 1:
+        least = least.max()
+    return torch.maximum(weight_scale, least.reshape(weight_scale.shape).to(weight_scale))
+
+
+def _axis(steps: Tensor) -> int | None:
+    return 0 if steps.numel() > 1 else None
+
+
+def gives_sums(quantizer: Quantizer | None) -> bool:
+    """Return whether a quantizer gives codes that are multiplied and summed in int32: integers of at most 8 bits."""
+    if quantizer is None or not (quantizer.ready and quantizer.quantizing):
+        return False
+    return quantizer.spec.format == "int" and quantizer.spec.bits <= 8

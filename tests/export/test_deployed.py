@@ -1,0 +1,197 @@
+"""All codes end to end in onnxruntime at its default optimizations and in OpenVINO."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.export import verify
+from qtoolkit.export.codes import CodeCount
+from qtoolkit.export.runtimes import onnxruntime_cpu
+
+X = torch.linspace(-1, 1, 2 * 3 * 12 * 12).reshape(2, 3, 12, 12).roll(7, 3)
+
+
+class Block(nn.Module):
+    """Convolutions, a residual add, a pool, a float softmax and a linear layer, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.third = nn.Conv2d(8, 8, 1, bias=False)
+        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(200, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.fc(torch.softmax(self.pool(self.third(self.second(x) + x)).flatten(1), 1))
+
+
+def exact_net(model: nn.Module, signed: bool, x: Tensor = X) -> nn.Module:
+    """Convert a model with scales that are powers of two: sums are exact, so that every runtime computes the same codes."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -1, 1)
+    activation = qt.QuantSpec(signed=signed, symmetric=signed, pow2_scale=signed)
+    config = qt.QConfig(activation, qt.QuantSpec(pow2_scale=True, axis=0))
+    prepared = qt.prepare(model.eval(), x, "onnxruntime", qconfig_mapping=qt.QConfigMapping().set_global(config))
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    for name, module in converted.named_modules():
+        if isinstance(module, qt.Grid) and name.startswith("activation_quantizers"):
+            module.scale.copy_(2.0 ** torch.ceil(torch.log2(module.scale)))
+            if module.zero_point is not None:  # an even one: kernels may add it before they round half to even
+                module.zero_point.copy_(2 * torch.round(module.zero_point / 2))
+    return converted
+
+
+@pytest.mark.parametrize("optimized", [True, False])
+@pytest.mark.parametrize("signed", [False, True])
+def test_every_code_is_compared(tmp_path, signed: bool, optimized: bool) -> None:
+    model = exact_net(Block(), signed)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    found = verify(path, model, X, optimized=optimized)
+    found.check()
+    codes = found.runtimes["onnxruntime"]
+    assert codes.not_compared == ()
+    assert list(codes.by_quantizer) == [f"activation_quantizers.{n}" for n in ("x", "relu", "second", "add", "softmax")]
+    sizes = (X.numel(), 2 * 8 * 100, 2 * 8 * 100, 2 * 8 * 100, 2 * 200)
+    *others, behind_float = codes.by_quantizer.values()
+    assert others == [CodeCount(size) for size in sizes[:-1]]
+    assert behind_float.compared == sizes[-1]
+    assert codes.changed_by_reading == 0.0
+    integer = {(layer.name, layer.kernel) for layer in codes.integer_layers}
+    if optimized and not signed:
+        assert {("first", "QLinearConv"), ("second", "QLinearConv"), ("node_add", "QLinearAdd")} <= integer
+        assert [layer.name for layer in codes.float_layers] == ["third", "node_max_pool2d", "node_softmax"]
+    if not optimized:
+        assert integer == set()
+        assert {"first", "second", "fc"} <= {layer.name for layer in codes.float_layers}
+
+
+def test_signed_codes_are_read_where_the_runtime_shifts_them(tmp_path) -> None:
+    chain = nn.Sequential(*(nn.Conv2d(*sizes, 3, bias=False) for sizes in ((3, 4), (4, 8), (8, 2), (2, 2))))
+    model = exact_net(chain, True)
+    codes = verify(qt.export_onnx(model, X, tmp_path / "m.onnx").path, model, X).runtimes["onnxruntime"]
+    assert [layer.kernel for layer in codes.layers] == ["QLinearConv"] * 3 + ["Conv"]
+    assert len(codes.by_quantizer) == 4
+    codes.check()
+
+
+def test_the_first_difference_is_named(tmp_path) -> None:
+    first, second, third = (nn.Conv2d(size, 4, 1, bias=False) for size in (3, 4, 4))
+    model = exact_net(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    proto = onnx.load(path)
+    weight = next(t for t in proto.graph.initializer if list(t.dims) == [4, 4, 1, 1])
+    codes = numpy_helper.to_array(weight).copy()
+    codes[:, :, 0, 0] = np.roll(codes[:, :, 0, 0], 1)
+    weight.CopyFrom(numpy_helper.from_array(codes, weight.name))
+    onnx.save(proto, path)
+    found = verify(path, model, X)
+    assert found.runtimes["onnxruntime"].first_difference == "activation_quantizers._3"
+    with pytest.raises(RuntimeError, match=r"in onnxruntime 1\..+; the first at 'activation_quantizers._3': .+ differ"):
+        found.check()
+    assert "first difference: activation_quantizers._3" in str(found)
+
+
+class Twice(nn.Module):
+    """A layer called on two tensors and on one of them again: three calls of its quantizer, two nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.fc(x) + self.fc(x * 0.5)
+
+
+def test_fewer_nodes_than_calls(tmp_path) -> None:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    model = exact_net(nn.Sequential(Twice(), nn.ReLU(), nn.Linear(8, 2, bias=False)), False, x)
+    path = qt.export_onnx(model, x, tmp_path / "m.onnx").path
+    found = verify(path, model, x).runtimes["onnxruntime"]
+    assert found.not_compared == ()
+    assert found.codes.differing == 0
+
+
+def test_codes_that_the_runtime_does_not_have_are_named(tmp_path, monkeypatch) -> None:
+    model = exact_net(Block(), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    monkeypatch.setattr(onnxruntime_cpu, "_tensors_with_codes", lambda *_: {})
+    with pytest.raises(RuntimeError, match=r"does not give the codes of 'activation_quantizers.x', "):
+        verify(path, model, X).check()
+
+
+def test_openvino_is_within_its_rounding(tmp_path) -> None:
+    pytest.importorskip("openvino")
+    layers = (nn.Sequential(nn.Conv2d(*sizes, 3, bias=False), nn.ReLU()) for sizes in ((3, 4), (4, 8), (8, 2)))
+    model = exact_net(nn.Sequential(*layers, nn.Conv2d(2, 2, 1, bias=False)), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    found = verify(path, model, X, runtimes=("onnxruntime", "openvino"))
+    found.check()
+    codes = found.runtimes["openvino"]
+    assert codes.not_compared == ()
+    assert codes.codes.compared == found.runtimes["onnxruntime"].codes.compared > 0
+    assert [layer.kernel for layer in codes.integer_layers] == ["Convolution"] * 4
+    assert codes.runtime.startswith("openvino 20")
+
+
+def test_the_type_of_float_ops_is_named_where_it_is_narrower(tmp_path) -> None:
+    """OpenVINO computes float ops in bfloat16 where the processor has instructions for it."""
+    openvino = pytest.importorskip("openvino")
+    model = exact_net(Block(), False)
+    codes = verify(qt.export_onnx(model, X, tmp_path / "m.onnx").path, model, X, runtimes=("openvino",)).runtimes[
+        "openvino"
+    ]
+    narrow = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT") == openvino.Type.bf16
+    assert ("float ops in bf16" in codes.runtime) == narrow
+    assert "node_softmax" in [layer.name for layer in codes.float_layers]
+
+
+def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
+    model = exact_net(Block(), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    with pytest.raises(ValueError, match=r"unknown runtime of verify: 'onnxrutime'; did you mean 'onnxruntime'\?"):
+        verify(path, model, X, runtimes=("onnxrutime",))
+    with pytest.raises(TypeError, match="verify: inputs do not match"):
+        verify(path, model, (X, X))
+    with pytest.raises(TypeError, match="pass what qtoolkit.convert returned"):
+        verify(path, qt.prepare(Block().eval(), X, "onnxruntime"), X)
+    broken = onnx.load(path)
+    del broken.graph.node[3]
+    onnx.save(broken, tmp_path / "broken.onnx")
+    with pytest.raises(RuntimeError, match="cannot load '.*' at its default optimization level"):
+        verify(tmp_path / "broken.onnx", model, X)
+    more = onnx.load(path)
+    more.graph.input.append(onnx.helper.make_tensor_value_info("more", 1, [1]))
+    onnx.save(more, tmp_path / "more.onnx")
+    with pytest.raises(ValueError, match=r"verify: the file takes 2 tensors \(x, more\), got 1"):
+        verify(tmp_path / "more.onnx", model, X)
+    monkeypatch.setattr(sys.modules["qtoolkit.export.verify"], "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"verify needs openvino; run: pip install qtoolkit\[openvino\]"):
+        verify(path, model, X, runtimes=("openvino",))
+
+
+def test_only_onnxruntime_runs_without_optimizations(tmp_path) -> None:
+    pytest.importorskip("openvino")
+    model = exact_net(Block(), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
+    with pytest.raises(ValueError, match=r"optimized=False needs runtimes=\('onnxruntime',\), got \('openvino',\)"):
+        verify(path, model, X, runtimes=("openvino",), optimized=False)
+
+
+def test_ties_behind_float_ops_are_allowed_by_their_share() -> None:
+    counts = {"a": CodeCount(1_000_000), "b": CodeCount(1_000_000, 19, 1)}
+    found = qt.export.RuntimeCodes("runtime", counts, 0.0, (), 0, (), 0.0, 1e-5)
+    found.check()
+    for worse in (replace(found, share=0.0), replace(found, by_quantizer={**counts, "c": CodeCount(10, 2, 1)})):
+        with pytest.raises(RuntimeError, match="the first at 'b'"):
+            worse.check()
+    with pytest.raises(RuntimeError, match="by at most 2 steps"):
+        replace(found, by_quantizer={"b": CodeCount(1_000_000, 1, 2)}).check()

@@ -1,0 +1,134 @@
+"""Biases on the grid of the integer sums, in training, after conversion and in the file, on targets that compute so."""
+
+import copy
+import pickle
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.quantizers.bias import LARGEST_CODE
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)).eval()
+
+
+X = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def quantized(road: str, model: nn.Module, backend: str = "onnxruntime") -> nn.Module:
+    if road == "graph":
+        result: nn.Module = qt.prepare(model, (X,), backend=backend)
+    else:
+        result = qt.quant_modules.replace(model, backend=backend)
+    qt.calibrate(result, [X], progress=False)
+    return result
+
+
+def steps_of(layer: nn.Module, source: nn.Module) -> Tensor:
+    return source.scale * layer.weight_quantizer.scale
+
+
+def input_of(model: nn.Module, road: str, layer: nn.Module) -> nn.Module:
+    return layer.input_quantizer if road == "modules" else model.get_submodule("activation_quantizers.input_1")
+
+
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_the_bias_of_a_layer_is_on_the_grid_of_its_sums(road: str) -> None:
+    prepared = quantized(road, net())
+    layer = prepared.get_submodule("0")
+    source = input_of(prepared, road, layer)
+    steps = steps_of(layer, source).detach()
+    bias = torch.round(layer.bias / steps) * steps
+    assert not torch.equal(bias, layer.bias)
+    x = X if road == "modules" else source(X)
+    expected = nn.functional.conv2d(source(x), layer.weight_quantizer(layer.weight), bias)
+    assert torch.equal(layer(x), expected)
+    converted = qt.convert(prepared)
+    assert torch.equal(converted(X), prepared(X))
+    assert torch.equal(converted.get_submodule("0").bias, layer.bias)  # the parameter itself stays as trained
+
+
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_gradients_pass_straight_through_to_the_bias(road: str) -> None:
+    prepared = quantized(road, net())
+    prepared(X).sum().backward()
+    assert torch.allclose(prepared.get_submodule("3").bias.grad, torch.full((5,), 4.0))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_copies_take_the_scale_of_their_own_quantizer(road: str, copied) -> None:
+    prepared = quantized(road, net())
+    copied = copied(prepared)
+    assert torch.equal(copied(X), prepared(X))
+    layer = copied.get_submodule("0")
+    before = layer.sum_steps()
+    input_of(copied, road, layer).amax = 100.0
+    assert (layer.sum_steps() > 2 * before).all()
+    assert not (prepared.get_submodule("0").sum_steps() > 2 * before).any()
+
+
+def test_a_target_that_adds_float_biases_keeps_them() -> None:
+    layer = quantized("graph", net(), "tensorrt").get_submodule("0")
+    assert layer.sum_steps() is None
+
+
+def test_with_quantizers_off_the_bias_is_float() -> None:
+    prepared = quantized("graph", net())
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared(X), net()(X))
+
+
+def test_a_layer_called_on_two_grids_keeps_its_bias() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.conv(x))
+
+    prepared = quantized("graph", Twice().eval())
+    assert prepared.get_submodule("conv").sum_steps() is None
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("road", ["graph", "modules"])
+def test_the_file_has_the_codes(tmp_path, road: str, exporter: str) -> None:
+    converted = qt.convert(quantized(road, net()))
+    path = tmp_path / "m.onnx"
+    qt.export_onnx(converted, (X,), path, exporter=exporter)
+    graph = onnx.load(str(path)).graph
+    stored = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+    made_by = {name: node for node in graph.node for name in node.output}
+    layers = [node for node in graph.node if node.op_type in ("Conv", "Gemm")]
+    assert len(layers) == 2
+    for node, name in zip(layers, ("0", "3"), strict=True):
+        layer, dequantize = converted.get_submodule(name), made_by[node.input[2]]
+        codes, scale = (stored[tensor] for tensor in dequantize.input[:2])
+        assert codes.dtype == np.int32
+        np.testing.assert_array_equal(scale, layer.sum_steps().numpy())
+        np.testing.assert_array_equal(codes, np.rint(layer.bias.detach().numpy() / scale))
+
+
+def test_codes_beyond_int32_enlarge_the_weights_scale_and_are_named() -> None:
+    model = net()
+    with torch.no_grad():
+        model[0].weight[2] *= 1e-12
+        model[0].bias[2] = 3.0
+    prepared = quantized("graph", model)
+    expected = prepared(X)
+    assert torch.isclose(prepared.get_submodule("0")(X)[:, 2], torch.tensor(3.0)).all()  # it is not cut off in training
+    with pytest.warns(UserWarning, match=r"biases of '0' \(1 scales\) do not fit in int32"):
+        converted = qt.convert(prepared)
+    layer = converted.get_submodule("0")
+    codes = layer.bias / layer.sum_steps()
+    assert codes.abs().max() <= LARGEST_CODE
+    assert torch.allclose(converted(X), expected, atol=1e-5)
