@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ class OpenedFile:
             )
         feeds = {name: x.detach().cpu().numpy() for name, x in zip(inputs_of_file, inputs, strict=True)}
         outputs = [value.name for value in session.get_outputs()]
-        return {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+        values = {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+        kinds = _small_floats(self.proto.graph)
+        return {name: _places(array.astype(kinds.get(name, array.dtype))) for name, array in values.items()}
 
     def _session(self, names: Sequence[str]) -> Any:
         """Return a session of the model whose outputs include the tensors of these names."""
@@ -110,10 +113,11 @@ class OpenedFile:
 
 
 def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:
-    """Return codes of 4 bits, which numpy has no type for, as integers of 8: under their names, as the output of a Cast."""
+    """Return codes that numpy has no type for in a type that it has: under their names, as the output of a Cast."""
     from onnx import TensorProto, helper
 
     wide = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
+    wide |= dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), TensorProto.FLOAT)
     dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in list(graph.node):
         dtype = wide.get(dtypes.get(node.input[2], 0)) if node.op_type == "QuantizeLinear" else None
@@ -123,6 +127,25 @@ def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:
             for user in graph.node:
                 user.input[:] = [f"{name}.narrow" if taken == name else taken for taken in user.input]
             graph.node.append(helper.make_node("Cast", [f"{name}.narrow"], [name], to=dtype))
+
+
+def _small_floats(graph: "onnx.GraphProto") -> dict[str, Any]:
+    """Return the type of the codes of each QuantizeLinear in a small float format, by the name of its output."""
+    from onnx import TensorProto, helper
+
+    kinds = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
+    dtypes = {t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in graph.initializer if t.data_type in kinds}
+    quantizers = (node for node in graph.node if node.op_type == "QuantizeLinear")
+    return {node.output[0]: dtypes[node.input[2]] for node in quantizers if node.input[2] in dtypes}
+
+
+def _places(codes: Any) -> Any:
+    """Return the places of small floats among the numbers of their format, as `Grid.codes` does; other arrays as they are."""
+    bits = {"float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4}.get(codes.dtype.name)
+    if bits is None:
+        return codes
+    sign, places = 1 << bits - 1, codes.view(np.uint8).astype(np.int16)
+    return np.where(places & sign, -(places & sign - 1), places & sign - 1)
 
 
 def _first_line(error: Exception) -> str:

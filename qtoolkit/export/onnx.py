@@ -87,9 +87,16 @@ def export_onnx(
 
     Codes of 4 bits are stored packed, as INT4 and UINT4, if an opset of 21 or newer is asked for or needed. Other codes of
     fewer than 8 bits are stored in 8, as all are in older opsets, and the file clips them to their bounds. onnxruntime's
-    integer kernels take 8 bits only. A model above 2 GB, more than one file
-    may have, is written with its weights in a second file, `path` with ".data" appended, which belongs beside it. If any
-    step fails, nothing is written.
+    integer kernels take 8 bits only. The formats "e4m3" and "e5m2" need opset 19. "e2m1" needs 23, and onnxruntime's CPU
+    kernels do not have it. Scales of groups that are powers of two are stored in 8 bits (E8M0) from opset 24 on.
+
+    Quantizers compute in float32, also in a model of float16 or bfloat16. Their nodes take the model's type where that gives
+    the same codes: from opset 19 on if the scale is exact in it (as with `pow2_scale`), and in bfloat16 from opset 23 on, whose
+    nodes take float32 scales (onnxruntime's do not for float16). Others stand between Casts. Quantizers that are off
+    (`qtoolkit.disable_quantization`) have no nodes.
+
+    A model above 2 GB, more than one file may have, is written with its weights in a second file, `path` with ".data"
+    appended, which belongs beside it. If any step fails, nothing is written.
 
     If forward branches on values, "dynamo" raises an error, and "torchscript" exports the branches that the example inputs
     take; `verification.unreached` then names the quantizers of the other branches. Export one file for each branch.
@@ -209,7 +216,7 @@ def _check_grids(converted: nn.Module) -> None:
             "To export the float model, use torch.onnx.export."
         )
     for name, grid in grids.items():
-        if grid.spec.format != "int":
+        if grid.spec.format == "nnie":
             raise ValueError(
                 f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; give the "
                 f"target's own compiler the float model and the ranges (each quantizer's amax)."
