@@ -172,6 +172,8 @@ def _counterparts(traced: QuantizedGraphModule, quantized: QuantizedGraphModule)
     for node, follower in batch_norms(traced):
         if follower.name not in present or _is_linked(quantized, follower):
             names[node.name] = follower.name
+    computed = {} if quantized.plan is None else quantized.plan.computed
+    names |= {name: names[how.last] for name, how in computed.items() if how.last in names}
     lost = [n.name for n in quantized.graph.nodes if not is_quantizer(n) and n.name not in names]
     if lost:
         raise ValueError(

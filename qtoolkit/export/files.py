@@ -1,8 +1,8 @@
 """ONNX files: saved, with the weights of large models beside them, checked, and run in onnxruntime."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import onnx
     import onnx_ir
 
+KEPT_INSIDE = 1 << 16  # bytes of a tensor above which verification hands it to onnxruntime apart from the model
 LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less than 2^31 bytes
 
 
@@ -49,12 +50,14 @@ class OpenedFile:
     """A model to run in onnxruntime.
 
     Attributes:
-        proto: The model.
+        proto: The model, whose large weights are elsewhere if it was read from a file.
         folder: The folder of its weights, if they are in a file of their own.
+        weights: Large weights that were in the file itself, by name.
     """
 
     proto: "onnx.ModelProto"
     folder: str = ""
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: "onnx.ModelProto | str | os.PathLike[str]") -> "OpenedFile":
@@ -63,7 +66,8 @@ class OpenedFile:
 
         if isinstance(model, onnx.ModelProto):
             return cls(model)
-        return cls(onnx.load(str(model), load_external_data=False), os.path.dirname(os.path.abspath(model)))
+        proto = onnx.load(str(model), load_external_data=False)
+        return cls(proto, os.path.dirname(os.path.abspath(model)), _take_out_weights(proto))
 
     def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
         """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
@@ -75,7 +79,9 @@ class OpenedFile:
         from onnx import numpy_helper
 
         constants = {
-            t.name: numpy_helper.to_array(t, self.folder) for t in self.proto.graph.initializer if t.name in names
+            t.name: self.weights[t.name] if t.name in self.weights else numpy_helper.to_array(t, self.folder)
+            for t in self.proto.graph.initializer
+            if t.name in names
         }
         session = self._session([name for name in dict.fromkeys(names) if name not in constants])
         inputs_of_file = [value.name for value in session.get_inputs()]
@@ -103,6 +109,8 @@ class OpenedFile:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", self.folder)
+        weights = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in self.weights.values()]
+        options.add_external_initializers(list(self.weights), weights)
         try:
             return onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's errors have no base class of their own
@@ -110,6 +118,21 @@ class OpenedFile:
                 f"verify_onnx: onnxruntime cannot run the file on the CPU: {_first_line(error)}. If the target can, pass "
                 f"verify=False to write it without verification; models in float32 run everywhere."
             ) from error
+
+
+def _take_out_weights(model: "onnx.ModelProto") -> dict[str, Any]:
+    """Replace the data of large weights in a model by a reference, and return their arrays: a string would hold them again."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    weights = {}
+    for tensor in model.graph.initializer:
+        shared = helper.tensor_dtype_to_np_dtype(tensor.data_type).isbuiltin  # others have no type in numpy itself
+        if tensor.data_location != TensorProto.EXTERNAL and len(tensor.raw_data) > KEPT_INSIDE and shared == 1:
+            weights[tensor.name] = numpy_helper.to_array(tensor)
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="memory")
+    return weights
 
 
 def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.traced_blocks import check_replaced, make_traced
+from qtoolkit.integer.kernels import Kernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.module import reset_after_loading
@@ -181,6 +182,9 @@ def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     reset_after_loading(gm, keys)
     if not gm.training:
         gm._refresh_weight_ranges()
+    for module in gm.modules():
+        if isinstance(module, Kernel):
+            module.refresh()
 
 
 def restore_graph_module(

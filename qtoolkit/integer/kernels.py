@@ -3,14 +3,16 @@
 A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.integer.sums import EXACT_IN_FLOAT32, exact_sums
+from qtoolkit.integer.onednn import Int8Sums, int8_sums
+from qtoolkit.integer.sums import EXACT_IN_FLOAT32, Bounds, Product, exact_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.bias import bias_scale, codes_of
 from qtoolkit.quantizers.frozen import Grid
@@ -44,9 +46,14 @@ class Side:
         return self.grid.spec.qmin - self.zero_point, self.grid.spec.qmax - self.zero_point
 
     @property
-    def largest(self) -> int:
-        """The largest magnitude of a code minus the code of zero."""
-        return max(map(abs, self.ends))
+    def unsigned_zero_point(self) -> int:
+        """The code of zero among unsigned codes: 128 more for signed ones."""
+        return self.zero_point + (128 if self.grid.spec.qmin < 0 else 0)
+
+    def unsigned_codes(self, x: Tensor) -> Tensor:
+        """Return the codes of values on the grid as uint8, 128 more for signed ones."""
+        codes = self.grid.codes(x)
+        return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8) ^ 128
 
     def centred(self, x: Tensor) -> Tensor:
         """Return the codes of values on the grid minus the code of zero: integers in float32."""
@@ -64,9 +71,11 @@ class Kernel(nn.Module):
         NAME: The runtime's name of the op.
         inputs: The inputs' sides.
         output: The output's side, or None.
+        enabled: Whether it computes on codes; otherwise the op computes in float.
     """
 
     NAME: ClassVar[str]
+    enabled: bool = True
     inputs: tuple[Side, ...]
     output: Side | None
 
@@ -77,8 +86,8 @@ class Kernel(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether the quantizers around the op quantize; if not (`qtoolkit.disable_quantization`), the op is float."""
-        return all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
+        """Whether the op computes on codes: not where a quantizer is off (`qtoolkit.disable_quantization`)."""
+        return self.enabled and all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
 
     def refresh(self) -> None:
         """Compute what depends on scales and weights alone; to be called when they have changed."""
@@ -88,6 +97,19 @@ class Kernel(nn.Module):
     def constant(self, name: str, value: Tensor | None) -> None:
         """Store a tensor that moves with the model, and that a state dict does not hold."""
         self.register_buffer(name, value, persistent=False)
+
+
+@contextmanager
+def in_float(model: nn.Module) -> Iterator[None]:
+    """Let the ops of a model that have kernels compute in float, for the duration of a `with` block."""
+    kernels = [module for module in model.modules() if isinstance(module, Kernel) and module.enabled]
+    for kernel in kernels:
+        kernel.enabled = False
+    try:
+        yield
+    finally:
+        for kernel in kernels:
+            kernel.enabled = True
 
 
 class LayerKernel(Kernel):
@@ -114,6 +136,9 @@ class LayerKernel(Kernel):
         self._layer = (layer,)
         self.refresh()
 
+    bounds: Bounds
+    _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
+
     @property
     def layer(self) -> QuantWeighted:
         """The layer."""
@@ -121,7 +146,7 @@ class LayerKernel(Kernel):
 
     @property
     def active(self) -> bool:
-        """Whether the quantizers around the layer, and that of its weight, quantize."""
+        """Whether the layer computes on codes: not where a quantizer of it, or of its weight, is off."""
         return super().active and self.layer.weight_quantizer is not None and self.layer.weight_quantizer.quantizing
 
     def refresh(self) -> None:
@@ -134,25 +159,34 @@ class LayerKernel(Kernel):
         codes = grid.codes(layer.weight.detach()).float() - Side.of(grid).zero_point
         self.constant("codes", codes)
         self.constant("steps", layer.along_channels(steps))
-        self._largest_sum = layer.largest_sum(codes.abs())
+        positive, negative = (layer.sum_per_output(part.clamp(min=0)) for part in (codes, -codes))
+        self.bounds, self._int8 = Bounds.of(positive, negative, *self.inputs[0].ends), {}
         bias = None if layer.bias is None else codes_of(layer.bias.detach(), steps).double()
-        if (
-            bias is not None
-            and self.inputs[0].largest * self._largest_sum + float(bias.abs().max()) <= EXACT_IN_FLOAT32
-        ):
+        if bias is not None and self.bounds.sums + float(bias.abs().max()) <= EXACT_IN_FLOAT32:
             bias = bias.float()
         self.constant("bias", None if bias is None else layer.along_channels(bias))
 
     def sums(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the exact sums of products of codes, without the bias: integers in float32 or float64."""
-        (source,) = self.inputs
-        return exact_sums(
-            lambda codes, weight: self.layer.compute(codes, weight, None, *args, **kwargs),
-            source.centred(x),
-            self.codes,
-            source.largest,
-            self._largest_sum,
-        )
+        (source,), int8 = self.inputs, self._int8_sums(x)
+        if int8 is None:
+            product: Product = lambda codes, weight: self.layer.compute(codes, weight, None, *args, **kwargs)  # noqa: E731
+        elif self.bounds.exact_in_float32:
+            return int8(source.unsigned_codes(x), source.unsigned_zero_point)
+        else:
+            product = lambda codes, _: int8((codes + 128).to(torch.uint8), 128)  # noqa: E731  # digits are below 128
+        return exact_sums(product, source.centred(x), self.codes, self.bounds)
+
+    def _int8_sums(self, x: Tensor) -> Int8Sums | None:
+        """Return torch's int8 kernel of the layer; None where there is none, and for graphs, which do not hold its weights."""
+        if torch.compiler.is_compiling() or not x.is_cpu or not x.numel() or x.dim() < self.codes.dim():
+            return None
+        if x.shape not in self._int8:
+            self._int8 = {x.shape: int8_sums(self.layer, self.codes, list(x.shape))}
+        return self._int8[x.shape]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_int8": {}}  # packed weights cannot be copied
 
     def sums_with_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the exact sums with the codes of the bias: integers in float32 or float64."""

@@ -5,7 +5,8 @@ Sources are files of onnxruntime 1.30 under onnxruntime/core, read and then comp
 In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz codes of zero, and f32(...) rounds to float32.
 """
 
-import math
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,22 +75,16 @@ class QGemmToFloat(LayerKernel):
         return self.sums_with_bias(x, *args, **kwargs).float() * self.steps
 
 
-def _unsigned(output: Side) -> int:
-    """Return what is added to codes to make them unsigned, as on x86 (optimizer/qdq_transformer/qdq_s8_to_u8.cc)."""
-    return 128 if output.grid.spec.qmin < 0 else 0
-
-
 def _rounded_after_zero_point(scaled: Tensor, output: Side) -> Tensor:
     """Return the values of the codes clip(rint(f32(scaled + yz)))."""
-    zero_point = output.zero_point + _unsigned(output)
-    low, high = output.ends
-    return torch.round(scaled + zero_point).sub_(zero_point).clamp_(low, high).mul_(output.scale)
+    zero_point = output.unsigned_zero_point
+    return torch.round(scaled + zero_point).sub_(zero_point).clamp_(*output.ends).mul_(output.scale)
 
 
 class QLinearAdd(OpKernel):
     """QLinearAdd: rint(fma(a, ra, fma(b, rb, yz - fma(ra, az, f32(rb * bz))))) with ra = f32(as / ys), rb = f32(bs / ys).
 
-    Source: mlas/lib/intrinsics/avx2/qladd_avx2.cpp. Codes are unsigned: int8 codes become uint8 by adding 128
+    Source: mlas/lib/intrinsics/avx2/qladd_avx2.cpp. Codes are unsigned: on x86 int8 codes become uint8 by adding 128
     (optimizer/qdq_transformer/qdq_s8_to_u8.cc).
     """
 
@@ -102,9 +97,8 @@ class QLinearAdd(OpKernel):
         """Compute the factors and the constant summand."""
         super().refresh()
         (a, b), y = self.inputs, output_of(self)
-        self.shift = _unsigned(y)
         ra, rb = (a.scale / y.scale).double(), (b.scale / y.scale).double()
-        az, bz, yz = a.zero_point + self.shift, b.zero_point + self.shift, y.zero_point + self.shift
+        az, bz, yz = (side.unsigned_zero_point for side in (a, b, y))
         self.constant("factors", torch.stack([ra, rb]))
         self.constant("fixed", (yz - (ra * az + (rb * bz).float().double()).float()).double())
 
@@ -113,9 +107,9 @@ class QLinearAdd(OpKernel):
         (a, b), y = self.inputs, output_of(self)
         ra, rb = self.factors
         # A product of a code and a float32, and its sum with a float32, are exact in float64: one rounding, as in an fma.
-        inner = ((b.centred(other).double() + (b.zero_point + self.shift)) * rb + self.fixed).float()
-        scaled = ((a.centred(x).double() + (a.zero_point + self.shift)) * ra + inner).float()
-        return torch.round(scaled).sub_(y.zero_point + self.shift).clamp_(*y.ends).mul_(y.scale)
+        inner = ((b.centred(other).double() + b.unsigned_zero_point) * rb + self.fixed).float()
+        scaled = ((a.centred(x).double() + a.unsigned_zero_point) * ra + inner).float()
+        return torch.round(scaled).sub_(y.unsigned_zero_point).clamp_(*y.ends).mul_(y.scale)
 
 
 class QLinearMul(OpKernel):
@@ -168,7 +162,8 @@ class QLinearGlobalAveragePool(OpKernel):
         """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
         shape = self._op[0](x, *args, **kwargs).shape
-        factor = source.scale / (output.scale * math.prod(x.shape[2:]))
+        count = functools.reduce(operator.mul, x.shape[2:], 1)
+        factor = source.scale / (output.scale * count)
         return requantized(source.centred(x).double().sum(tuple(range(2, x.dim()))), factor, output).reshape(shape)
 
 
@@ -203,6 +198,8 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     weight = layer.weight_quantizer
     if layer.KIND not in ("conv", "linear"):
         return f"onnxruntime has no integer kernel for a {layer.KIND}"
+    if getattr(layer, "padding_mode", "zeros") != "zeros":
+        return "the file pads its input by a node of its own"
     if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
         return "its codes have more than 8 bits, or several scales for its input"
     along_outputs = weight.spec.axis is None or weight.spec.axis % layer.weight.dim() == layer.OUTPUT_AXIS

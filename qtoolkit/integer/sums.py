@@ -1,17 +1,51 @@
 """Exact sums of products of integer codes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 EXACT_IN_FLOAT32 = 2**24  # integers up to here are exact in float32, whatever the order of a sum
-DIGITS = (8, 4, 2)  # bits of the parts into which codes are split where a sum may be larger
+DIGITS = (4, 2, 1)  # bits of the parts into which codes are split where a sum may be larger
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products
 
 
-def exact_sums(product: Product, x: Tensor, weight: Tensor, largest_x: int, largest_sum: float) -> Tensor:
+@dataclass(frozen=True)
+class Bounds:
+    """How large the sums of products with a weight's codes may be.
+
+    Attributes:
+        sums: The largest magnitude of a sum, and of any part of one.
+        weights: The largest sum of the magnitudes of the weights of one output.
+        codes: The largest magnitude of a code of the input.
+    """
+
+    sums: float
+    weights: float
+    codes: int
+
+    @classmethod
+    def of(cls, positive: Tensor, negative: Tensor, low: int, high: int) -> "Bounds":
+        """Return the bounds for an input's codes in [low, high], low <= 0 <= high.
+
+        Args:
+            positive: For each output, the sum of the positive weights.
+            negative: For each output, the sum of the magnitudes of the negative ones.
+            low: The lowest code of the input.
+            high: The highest.
+        """
+        upper, lower = high * positive - low * negative, high * negative - low * positive
+        return cls(float(torch.maximum(upper, lower).max()), float((positive + negative).max()), max(high, -low))
+
+    @property
+    def exact_in_float32(self) -> bool:
+        """Whether every sum is exact in float32."""
+        return self.sums <= EXACT_IN_FLOAT32
+
+
+def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> Tensor:
     """Return the exact sums of products of integers, as integers in float32 or, where they may exceed 2**24, in float64.
 
     Where float32 cannot hold a sum, the codes of x are split into digits of fewer bits: each part's sums are exact in
@@ -21,15 +55,14 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, largest_x: int, larg
         product: A convolution, a matrix product or another op that is linear in both arguments.
         x: Integers in float32.
         weight: Integers in float32.
-        largest_x: The largest magnitude in x.
-        largest_sum: The largest sum of the magnitudes of the weights of one output; times `largest_x` it bounds the sums.
+        bounds: How large the sums may be.
     """
-    if largest_x * largest_sum <= EXACT_IN_FLOAT32:
+    if bounds.exact_in_float32:
         return _rounded(product(x, weight))
-    bits = next((bits for bits in DIGITS if 2**bits * largest_sum <= EXACT_IN_FLOAT32), None)
+    bits = next((bits for bits in DIGITS if 2**bits * bounds.weights <= EXACT_IN_FLOAT32), None)
     if bits is None:
         return product(x.double(), weight.double())
-    parts = (_rounded(product(part, weight)).double() * scale for scale, part in _digits(x, largest_x, bits))
+    parts = (_rounded(product(part, weight)).double() * scale for scale, part in _digits(x, bounds.codes, bits))
     return sum(parts, torch.zeros((), dtype=torch.float64, device=x.device))
 
 

@@ -66,10 +66,10 @@ class _QuantConvTranspose(QuantWeighted):
         """Return the number of output channels."""
         return int(self.weight.size(1)) * self.groups
 
-    def largest_sum(self, magnitudes: Tensor) -> float:
-        """Return the largest sum of the elements of a tensor like the weight that may belong to one output."""
-        grouped = magnitudes.reshape(self.groups, -1, magnitudes.size(1), *magnitudes.shape[2:])
-        return float(grouped.flatten(3).sum((1, 3), dtype=torch.float64).max())
+    def sum_per_output(self, values: Tensor) -> Tensor:
+        """Return the sum, for each output channel, of the elements of a tensor like the weight, in float64."""
+        grouped = values.reshape(self.groups, -1, values.size(1), *values.shape[2:])
+        return grouped.flatten(3).sum((1, 3), dtype=torch.float64).flatten()
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel, of each group, by its factor."""

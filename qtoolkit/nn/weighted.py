@@ -210,9 +210,9 @@ class QuantWeighted(QuantModule):
         """Return the number of output channels."""
         return int(self.weight.size(0))
 
-    def largest_sum(self, magnitudes: Tensor) -> float:
-        """Return the largest sum of the elements of a tensor like the weight that belong to one output."""
-        return float(magnitudes.flatten(1).sum(1, dtype=torch.float64).max())
+    def sum_per_output(self, values: Tensor) -> Tensor:
+        """Return the sum, for each output channel, of the elements of a tensor like the weight, in float64."""
+        return values.flatten(1).sum(1, dtype=torch.float64)
 
     def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Multiply each output channel of a weight by its factor."""

@@ -116,7 +116,7 @@ def _entry_of_module(module: nn.Module) -> Entry | None:
         return KINDS["batch_norm"], KINDS["batch_norm"].forms[0]
     if isinstance(module, OpKernel):  # it takes the arguments of a function
         kind = kind_named(module.kind)
-        return kind, next(form for form in kind.forms if form.functions)
+        return kind, Form(operands=next(form.operands for form in kind.forms if form.functions))
     return OF_MODULE.get(type(module)) or FOREIGN.get((type(module).__module__, type(module).__name__))
 
 

@@ -1,5 +1,7 @@
 """Grid: the quantizer of a converted model, with a fixed scale."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,7 @@ class Grid(Quantizer):
 
     scale: Tensor
     zero_point: Tensor | None
+    _computed_by: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -81,10 +84,14 @@ class Grid(Quantizer):
         self.register_buffer("zero_point", zero_point)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the grid's values nearest to x."""
-        if not self.quantizing:
+        """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
+        if not self.quantizing or (self._computed_by and self._computed_by[0].active):
             return x
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
+
+    def computed_by(self, kernel: Any) -> None:
+        """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""
+        self._computed_by = (kernel,)  # in a tuple: it is a submodule elsewhere
 
     def codes(self, x: Tensor) -> Tensor:
         """Return the integer codes of x; of a small float format, the places of its numbers (`spec_ops.float_codes`).

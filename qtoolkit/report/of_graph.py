@@ -3,6 +3,7 @@
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx, nn
 
@@ -70,6 +71,9 @@ def _only_arranges(node: fx.Node) -> bool:
 def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer]) -> LayerLine:
     plan = model.plan
     verdict = NOT_PLANNED if plan is None else verdict_now(node, plan)
+    how = None if plan is None else plan.computed.get(node.name)
+    if how is not None:
+        verdict = replace(verdict, text="; ".join(filter(None, (verdict.text, str(how)))))
     behind = [] if plan is None else [quantizer_behind(n, plan.backend) for n in tensor_inputs(node)]
     weights = [str(n.target) for n in behind if n is not None and is_weight_quantizer(n)]
     inputs = tuple(str(n.target) for n in behind if n is not None and not is_weight_quantizer(n))

@@ -71,3 +71,27 @@ def test_a_failure_leaves_both_files_alone(tmp_path, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="refused"):
         qt.export_onnx(model, 2 * x, tmp_path / "net.onnx", verify=False)
     assert {entry: (tmp_path / entry).read_bytes() for entry in os.listdir(tmp_path)} == before
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_verification_needs_no_string_of_all_weights(tmp_path, monkeypatch, backend: str, exporter: str) -> None:
+    monkeypatch.setattr(files, "LARGEST_FILE", 1 << 30)
+    monkeypatch.setattr(files, "KEPT_INSIDE", 256)
+    opened, given = [], onnxruntime.InferenceSession
+
+    def session(model: object, *args: object, **kwargs: object) -> object:
+        opened.append(model)
+        return given(model, *args, **kwargs)
+
+    model, x = converted_net(backend), torch.randn(SHAPE)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    result = qt.export_onnx(model, x, tmp_path / "net.onnx", exporter=exporter)
+    assert os.listdir(tmp_path) == ["net.onnx"]
+    assert result.verification.weight_codes.differing == 0
+    weights = sum(p.numel() * (4 if backend == "tensorrt" else 1) for n, p in model.named_parameters() if "weight" in n)
+    (string,) = opened
+    assert len(string) < result.bytes - 0.9 * weights
+    with torch.no_grad():
+        model.get_submodule("conv2").weight[0, 0, 0, 0] *= -1.5
+    assert verify_onnx(model, result.path, x).weight_codes.differing == 1

@@ -1,7 +1,7 @@
 """The pass of convert(arithmetic="integer"): give each op between quantizers the integer kernel that a runtime has for it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.graph.passes.insert import add_holder, free_name
 from qtoolkit.graph.placement.traversal import source_of
 from qtoolkit.graph.plan import Computed
+from qtoolkit.integer.kernels import Kernel
 from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
@@ -37,11 +38,20 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
             computed[node.name] = _give_layer(node, grids[0], runtime, calls[str(node.target)])
         else:
             computed[node.name] = _replace_op(gm, node, grids, runtime, holder)
+    _link_outputs(gm, calls)
     if gm.plan is not None:
         gm.plan = replace(gm.plan, computed=computed)
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def _link_outputs(gm: QuantizedGraphModule, calls: Mapping[str, int]) -> None:
+    """Tell the quantizers of kernels' outputs, unless they quantize other tensors too."""
+    grids = {module: name for name, module in gm.named_modules() if isinstance(module, Grid)}
+    for kernel in gm.modules():
+        if isinstance(kernel, Kernel) and kernel.output is not None and calls[grids[kernel.output.grid]] == 1:
+            kernel.output.grid.computed_by(kernel)
 
 
 def _module(node: fx.Node) -> nn.Module | None:

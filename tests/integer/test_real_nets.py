@@ -1,0 +1,68 @@
+"""Real weights and images: integer arithmetic against onnxruntime at its default optimizations, image by image."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.export import verify
+from qtoolkit.export.codes import sum_of
+from tests.data import DATA, needs_data
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = [needs_data, pytest.mark.data]
+
+
+def resnet20() -> nn.Module:
+    sys.path.insert(0, str(EXAMPLES))
+    from cifar10_resnet20 import ResNet20
+
+    model: nn.Module = ResNet20()
+    model.load_state_dict(torch.load(DATA / "resnet20_cifar10_jpeg.pt", weights_only=True))
+    return model.eval()
+
+
+def images(split: str, count: int) -> Tensor:
+    """Return the first normalised images of the whole set, (count, 3, 32, 32)."""
+    with np.load(DATA / "cifar10_jpeg.npz") as archive:
+        header, scan, offset = archive["header"].tobytes(), archive[f"{split}_scan"], archive[f"{split}_offset"]
+    files = (io.BytesIO(header + scan[offset[i] : offset[i + 1]].tobytes()) for i in range(count))
+    pixels = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return ((pixels.float() / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+@pytest.fixture(scope="module")
+def prepared() -> nn.Module:
+    model: nn.Module = qt.prepare(resnet20(), (torch.zeros(1, 3, 32, 32),), backend="onnxruntime")
+    qt.calibrate(model, images("train", 256).split(64), progress=False)
+    return model
+
+
+def test_no_code_of_resnet20_differs_on_many_images(tmp_path, prepared: nn.Module) -> None:
+    model = qt.convert(prepared, arithmetic="integer")
+    x = images("test", 500)
+    path = qt.export_onnx(model, (x[:100],), tmp_path / "m.onnx", verify=False).path
+    results = [verify(path, model, (batch,)).runtimes["onnxruntime"] for batch in x.split(100)]
+    codes = sum_of(result.codes for result in results)
+    assert codes.compared > 270_000 * len(x)
+    assert codes.differing == 0
+    assert all(result.not_compared == () and result.output_difference == 0 for result in results)
+
+
+def test_every_output_of_resnet20_on_all_images_is_the_runtimes(tmp_path, prepared: nn.Module) -> None:
+    model, x = qt.convert(prepared, arithmetic="integer"), images("test", 10_000)
+    path = qt.export_onnx(model, (x[:250],), tmp_path / "m.onnx", verify=False).path
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    with torch.no_grad():
+        for batch in x.split(250):
+            (theirs,) = session.run(None, {name: batch.numpy()})
+            assert np.array_equal(model(batch).numpy(), theirs)  # the logits themselves, so every class too
