@@ -1,7 +1,7 @@
 """ONNX files: saved, with the weights of large models beside them, checked, and run in onnxruntime."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,30 @@ def save(model: "onnx_ir.Model", folder: Path, weights: str) -> tuple[Path, Path
         return path, None
     onnx_ir.save(model, path, external_data=weights)
     return path, folder / weights
+
+
+def weights_of(path: Path) -> set[str]:
+    """Return the names of the files beside a path that hold the weights of the model there, as `save` names them."""
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    names = {name for name in _weight_names(path) if path.with_name(name).is_file()}
+    if not names or not path.is_file():
+        return set()
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (OSError, DecodeError):
+        return set()
+    return names & {e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"}
+
+
+def free_name(path: Path, used: Set[str]) -> str:
+    """Return a name for the weights of a new model at a path, which are written while the old model still uses its own."""
+    return next(name for name in _weight_names(path) if name not in used)
+
+
+def _weight_names(path: Path) -> tuple[str, str]:
+    return f"{path.name}.data", f"{path.name}.1.data"
 
 
 def check_file(path: Path, opset: int) -> None:

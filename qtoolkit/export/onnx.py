@@ -16,7 +16,7 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
-from qtoolkit.export.files import check_file, save
+from qtoolkit.export.files import check_file, free_name, save, weights_of
 from qtoolkit.export.fusible import write_fusible_forms
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.moved_codes import keep_products_of_codes, quantize_moved_codes
@@ -97,7 +97,8 @@ def export_onnx(
     (`qtoolkit.disable_quantization`) have no nodes.
 
     A model above 2 GB, more than one file may have, is written with its weights in a second file, `path` with ".data"
-    appended, which belongs beside it. If any step fails, nothing is written.
+    appended (or ".1.data", while the model that is there uses that), which belongs beside it. If any step fails, nothing is
+    written: the model that was there, and its weights, stay whole, even if the process is killed.
 
     If forward branches on values, "dynamo" raises an error, and "torchscript" exports the branches that the example inputs
     take; `verification.unreached` then names the quantizers of the other branches. Export one file for each branch.
@@ -170,7 +171,8 @@ def export_onnx(
             if integer_weights is None:
                 integer_weights = _backend_of(converted).integer_weights
             exported = _finish(exported, chosen, exporter, integer_weights)
-        file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
+        old = weights_of(Path(path))
+        file, weights = save(exported, Path(folder), free_name(Path(path), old))
         check_file(file, chosen)
         with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
             verification = verify_onnx(converted, file, example_inputs) if verify else None
@@ -179,6 +181,8 @@ def export_onnx(
         if weights is not None:
             write_atomically(weights, Path(path).with_name(weights.name))
         write_atomically(file, path)
+        for name in old:
+            Path(path).with_name(name).unlink(missing_ok=True)
         size = sum(part.stat().st_size for part in (file, weights) if part is not None)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
