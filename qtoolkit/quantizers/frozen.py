@@ -8,7 +8,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import fake_quant
+from qtoolkit.quantizers.spec_ops import LARGEST, fake_quant, float_codes, float_values
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
@@ -104,20 +104,24 @@ class Grid(Quantizer):
         self._computed_by = (kernel,)  # in a tuple: it is a submodule elsewhere
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the integer codes of x.
+        """Return the integer codes of x; of a small float format, the places of its numbers (`spec_ops.float_codes`).
 
         Raises:
-            ValueError: The format has no integer codes.
+            ValueError: The format has no codes.
         """
         spec = self.spec
+        if spec.format in LARGEST:
+            return float_codes(spec, x, self.scale, self.group)
         if spec.format != "int":
             raise ValueError(f"Grid.codes: format={spec.format!r} has no integer codes; call the grid for its values.")
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
         return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return the values of integer codes."""
+        """Return the values of codes."""
         spec = self.spec
+        if spec.format in LARGEST:
+            return float_values(spec, codes, self.scale, self.group)
         grid = (spec.axis, self.group, spec.block_size)
         return ops.dequantize(codes, self.scale, self.zero_point, *grid, self.scale.dtype)
 
