@@ -189,7 +189,7 @@ class _Writer:
     def write(self) -> fx.Graph:
         part = self.division.parts.get(self.index)
         if part is None:
-            self.graph.set_codegen(self.division.gm.graph._codegen)
+            self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers
         else:
             self._write_arguments(part)
         for item in self.division.items(self.index):

@@ -115,7 +115,8 @@ class QuantizedGraphModule(fx.GraphModule):
 
     def _names_of(self, target: str) -> list[str]:
         """Return all names of a submodule, with those of wrappers around blocks."""
-        return [real_name(self, name) for name in self.aliases.get(target, (target,))]
+        name = name_in_graph(self, target)
+        return [real_name(self, each) for each in self.aliases.get(name, (name,))]
 
     def keep(self, name: str, value: Any) -> None:
         """Set an attribute, by dotted name, that copies and pickles keep."""

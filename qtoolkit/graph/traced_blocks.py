@@ -81,7 +81,9 @@ class TracedBlock(nn.Module):
         check_replaced(self, name, value)
         super().__setattr__(name, value)
 
-    # No __deepcopy__: wrappers that pass on attributes would be copied by it.
+    # Copies are made by __reduce_ex__: a wrapper that passes on attributes would be copied by the block's __deepcopy__.
+    __copy__ = __deepcopy__ = None
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         base = next(base for base in (*CONTAINERS.values(), TracedBlock) if isinstance(self, base))
         state = {name: value for name, value in vars(self).items() if name not in COMPILED}
@@ -226,14 +228,15 @@ def check_replaced(parent: nn.Module, name: str, value: object) -> None:
 
 def real_name(root: nn.Module, name: str) -> str:
     """Return the dotted name of a submodule with the names that wrappers of blocks add to it."""
-    module, atoms = root, list[str]()
+    modules, atoms = root._modules, list[str]()
     for atom in name.split("."):
-        while atom not in module._modules and len(module._modules) == 1:
-            inner, wrapped = next(iter(module._modules.items()))
-            module = wrapped or nn.Module()
+        while atom not in modules and len(modules) == 1:
+            inner, wrapped = next(iter(modules.items()))
+            modules = {} if wrapped is None else wrapped._modules
             atoms.append(inner)
         atoms.append(atom)
-        module = module._modules.get(atom) or nn.Module()
+        child = modules.get(atom)
+        modules = {} if child is None else child._modules
     return ".".join(atoms)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import qtoolkit as qt
+from qtoolkit.graph import TracedBlock
 from tests.blocks import one_process
 
 
@@ -155,6 +156,11 @@ class Named(Block):
     def twice(self) -> int:
         return 2 * self.channels
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Named":
+        result = Named.__new__(Named)
+        result.__setstate__(copy.deepcopy(vars(self), memo))
+        return result
+
 
 class Weight(nn.Conv2d):
     """A layer with a forward of its own, which is traced."""
@@ -174,6 +180,7 @@ def test_a_block_is_of_its_class(copied) -> None:
     Named.modes = 0
     named, weight, _, layer = copied(prepared)
     assert isinstance(named, Block)
+    assert isinstance(named, TracedBlock)
     assert isinstance(layer, nn.TransformerEncoderLayer)
     assert type(named).__name__ == "Named"
     assert (named.kinds, named.channels, named.twice(), Named.subclasses) == (("named",), 4, 8, 0)
