@@ -53,7 +53,7 @@ def compile_blocks(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> Callable
     """
     division = Division(gm, calls)
     for index, part in division.parts.items():
-        part.block.set_code(_compile(division.graph_of(index), part.call.block), gm)
+        part.block.set_block_code(_compile(division.graph_of(index), part.call.block), gm)
     return _compile(division.graph_of(ROOT), "") if division.parts else None
 
 
@@ -89,7 +89,7 @@ class Division:
                 try:
                     self.parts[index] = self._part(block, index, counts[calls[index].block])
                 except NoPartError as reason:
-                    block.set_reason(str(reason))
+                    block.set_block_reason(str(reason))
 
     # ---- which node is in which call
 

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from torch.fx.graph import PythonCode
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.block_code import compile_blocks
 from qtoolkit.graph.plan import Plan
-from qtoolkit.graph.traced_blocks import check_replaced, name_in_graph, real_name
+from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.module import reset_after_loading
@@ -208,6 +208,8 @@ class QuantizedGraphModule(fx.GraphModule):
 class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
     """The QuantizedGraphModule of a Sequential: its layers can be read by index, `len` and iteration."""
 
+    append = extend = insert = pop = __delitem__ = __iadd__ = __imul__ = refuse_change
+
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._layers())
 
@@ -217,10 +219,14 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         return self._layers()[index]
 
-    def _layers(self) -> nn.Sequential:
+    def _layers(self) -> TracedSequential:
         """Return the layers, without what prepare has added: bare modules that hold quantizers, and a mode."""
-        named = ((name, child) for name, child in self._modules.items() if type(child) not in (nn.Module, TrainingMode))
-        return nn.Sequential(OrderedDict(named))
+        children = self._modules.items()
+        return TracedSequential.of_layers(
+            (name, child)
+            for name, child in children
+            if child is not None and type(child) not in (nn.Module, TrainingMode)
+        )
 
 
 def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:

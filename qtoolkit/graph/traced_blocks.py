@@ -1,25 +1,25 @@
 """The blocks of a traced model: modules that hold its layers, and run their part of the graph where the graph allows it."""
 
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from importlib import import_module
 from inspect import getattr_static, getmembers_static
 from operator import attrgetter
-from types import new_class
+from types import MethodType, new_class
 from typing import Any, NoReturn
 
 from torch import nn
 
 NO_CALL = "its forward is not called as one part of the graph"
 # What copies and pickles leave out: the model that they belong to compiles it again.
-COMPILED = ("_block_code", "_block_reason")
+COMPILED = ("forward", "_block_model", "_block_reason")
 
 
 def _checked(register: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(register)
     def checked(self: "TracedBlock", *args: Any, **kwargs: Any) -> Any:
-        self._check_callable("given hooks, as sharding and checkpointing do")
+        self._check_runs("given hooks, as sharding and checkpointing do")
         return register(self, *args, **kwargs)
 
     return checked
@@ -44,33 +44,27 @@ class TracedBlock(nn.Module):
     block_type = "Module"
     _block_name = ""
     _block_class: type[nn.Module] | None = None
-    _block_code: tuple[Callable[..., Any], nn.Module] | None = None
     _block_reason = NO_CALL
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Do nothing: what the block's class does with its subclasses is not meant for this one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's part of the graph.
+        """Raise RuntimeError: a block that runs has a forward of its own."""
+        self._check_runs("called on its own")
 
-        Raises:
-            RuntimeError: The block has no part of its own.
-        """
-        self._check_callable("called on its own")
-        return self._block_code[0](self, *args, **kwargs)  # type: ignore[index]  # checked
+    def block_runs(self) -> bool:
+        """Return whether the block runs its part of the graph."""
+        return "forward" in vars(self)
 
-    def set_code(self, code: Callable[..., Any], model: nn.Module) -> None:
-        """Let the block run code that takes itself and its arguments, as a part of a model."""
-        vars(self).update(_block_code=(code, model))
+    def set_block_code(self, code: Callable[..., Any], model: nn.Module) -> None:
+        """Let the block run code that takes itself and its arguments, and finds the whole model as `_block_model`."""
+        vars(self).update(forward=MethodType(code, self), _block_model=model)
 
-    def set_reason(self, why: str) -> None:
+    def set_block_reason(self, why: str) -> None:
         """Let the block refuse calls for a reason."""
-        vars(self).update(_block_code=None, _block_reason=why)
-
-    @property
-    def _block_model(self) -> nn.Module:
-        """The whole model, which has the quantizers of the block's tensors."""
-        return self._block_code[1]  # type: ignore[index]  # only the block's code asks
+        vars(self).pop("forward", None)
+        vars(self).update(_block_reason=why)
 
     register_forward_pre_hook = _checked(nn.Module.register_forward_pre_hook)
     register_forward_hook = _checked(nn.Module.register_forward_hook)
@@ -92,8 +86,8 @@ class TracedBlock(nn.Module):
     def _get_name(self) -> str:
         return self.block_type
 
-    def _check_callable(self, what: str) -> None:
-        if self._block_code is None:
+    def _check_runs(self, what: str) -> None:
+        if not self.block_runs():
             self._refuse(what, self._block_reason)
 
     def _refuse(self, what: str, why: str) -> NoReturn:
@@ -103,22 +97,50 @@ class TracedBlock(nn.Module):
         )
 
 
+def refuse_change(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise RuntimeError."""
+    kind = getattr(self, "block_type", type(self).__name__)
+    raise RuntimeError(
+        f"no layer can be added to a {kind} of a prepared model, or removed from it: its graph would not change. "
+        f"Change the float model, and prepare it again."
+    )
+
+
 class TracedSequential(TracedBlock, nn.Sequential):
     """A Sequential of the model that was traced."""
 
     block_type = "Sequential"
+    append = extend = insert = pop = __delitem__ = __iadd__ = __imul__ = refuse_change
+
+    @classmethod
+    def of_layers(cls, layers: Iterable[tuple[str, nn.Module]]) -> "TracedSequential":
+        """Return one with some layers of a model, which can be read and not called."""
+        result = TracedSequential()
+        result._modules.update(layers)
+        result.set_block_reason("the quantizers between its layers are not in it")
+        return result
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.of_layers(list(self._modules.items())[index])
+        return super().__getitem__(index)
 
 
 class TracedModuleList(TracedBlock, nn.ModuleList):
     """A ModuleList of the model that was traced."""
 
     block_type = "ModuleList"
+    append = extend = insert = pop = __delitem__ = __iadd__ = refuse_change
+
+    def __getitem__(self, index: Any) -> Any:
+        return nn.ModuleList([*self][index]) if isinstance(index, slice) else super().__getitem__(index)
 
 
 class TracedModuleDict(TracedBlock, nn.ModuleDict):
     """A ModuleDict of the model that was traced."""
 
     block_type = "ModuleDict"
+    pop = clear = update = __delitem__ = refuse_change
 
 
 CONTAINERS: dict[type[nn.Module], type[TracedBlock]] = {
@@ -219,7 +241,7 @@ def check_replaced(parent: nn.Module, name: str, value: object) -> None:
     if not isinstance(block, TracedBlock) or value is block:
         return
     what = f"replaced or wrapped, here {name!r} by a {type(value).__name__}"
-    block._check_callable(what)
+    block._check_runs(what)
     if not isinstance(value, nn.Module) or any(
         getattr(value, part, None) is not module for part, module in block._modules.items()
     ):

@@ -147,7 +147,7 @@ def assert_equal(ours: object, theirs: object) -> None:
 
 def runs(model: nn.Module) -> list[str]:
     """Return the names of the blocks that run their part of the graph."""
-    return [name for name, m in model.named_modules() if isinstance(m, TracedBlock) and m._block_code]
+    return [name for name, m in model.named_modules() if isinstance(m, TracedBlock) and m.block_runs()]
 
 
 MODELS = {

@@ -210,6 +210,10 @@ def test_a_sequential_model_is_read_by_index() -> None:
         assert len(ours) == 4
         assert [ours[-1], ours[2][0]] == [ours.get_submodule("3"), ours.get_submodule("2.0")]
         assert list(ours) == [*ours[:2], *ours[2:]]
+    with pytest.raises(
+        RuntimeError, match="a Sequential .* called on its own: the quantizers between its layers are not in"
+    ):
+        prepared[:2](X)
     with pytest.raises(TypeError, match="no len"):
         len(qt.prepare(Stages()))
 
@@ -232,6 +236,17 @@ def test_layers_can_be_replaced() -> None:
     model.blocks[0].relu = prepared.blocks[0].relu = nn.Tanh()
     nets_equal = [torch.allclose(a, b, atol=1e-5) for a, b in zip(off(prepared), model(X), strict=True)]
     assert nets_equal == [True, True]
+
+
+def test_no_layer_is_added_or_removed() -> None:
+    prepared, sequential = qt.prepare(Stages()), qt.prepare(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()))
+    for container in (prepared.stem, prepared.blocks, sequential):
+        with pytest.raises(RuntimeError, match="no layer can be added to a .* of a prepared model"):
+            container.append(nn.ReLU())
+        with pytest.raises(RuntimeError, match="or removed from it: its graph would not change"):
+            del container[0]
+    with pytest.raises(RuntimeError, match="a ModuleDict of a prepared model"):
+        prepared.heads.pop("a")
 
 
 def off(model: nn.Module) -> tuple[Tensor, ...]:
