@@ -183,10 +183,16 @@ class QLinearAveragePool(OpKernel):
 
 # ---- which op has which kernel
 
-# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past these.
-CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice")
+# core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past the first; behind the others the file repeats the pair
+# (`Backend.repeated_pairs`).
+CARRIES = (
+    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice"),
+    *("cat", "pixel_shuffle", "zero_pad", "upsample_nearest", "split"),
+)
 # core/optimizer/qdq_transformer/relu_quantizelinear.cc, clip_quantizelinear.cc
 ABSORBS = ("relu", "relu6", "clamp")
+# QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax look codes up, and so do kernels that only move values.
+TABLES = ("leaky_relu", "sigmoid", "softmax")
 _SAME_TYPE = "its input and its output have codes of different types"
 
 
@@ -217,6 +223,8 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
     """Return the kernel of an op without weights, or why onnxruntime computes it in float."""
+    if kind in TABLES:
+        return "the runtime's kernel is a table of the codes that the float op gives"
     if kind not in _KERNELS:
         return f"onnxruntime computes a {kind} on dequantized values"
     if not all(gives_codes(grid) for grid in inputs):

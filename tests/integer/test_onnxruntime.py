@@ -221,6 +221,14 @@ def test_exported_by_torch_it_computes_the_same() -> None:
     assert torch.equal(program.module()(X), model(X))
 
 
+@pytest.mark.sweep  # AOTInductor compiles for a minute
+def test_packaged_for_cpp_it_computes_the_same(tmp_path) -> None:
+    model = converted(nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 144, 3)), X)
+    program = torch.export.export(model, (X,))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(path)(X), model(X))
+
+
 def test_what_cannot_be_converted_says_why() -> None:
     replaced = qt.quant_modules.replace(Net().eval(), backend="onnxruntime")
     qt.calibrate(replaced, [X], progress=False)
