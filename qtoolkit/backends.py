@@ -223,6 +223,7 @@ OPENVINO = Backend(
     ),
     unsigned_after_relu=True,
     weight_bits=(7, 8),
+    runtime="openvino",
 )
 
 # SNPE (Qualcomm) computes in integers throughout. Source: MQBench's SNPE scheme and TotalINT placement: uint8 with a zero point

@@ -5,9 +5,16 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
 from qtoolkit.errors import check_known, check_mapping, unknown
+from qtoolkit.quantizers.spec_ops import LARGEST
 from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
 
-FORMATS = ("int", "nnie")
+FORMATS = ("int", *LARGEST, "nnie")
+# The fields that a format other than "int" fixes.
+FIXED: dict[str, dict[str, Any]] = {
+    format: {"bits": 4 if format == "e2m1" else 8, "signed": True, "symmetric": True, "narrow": False}
+    for format in FORMATS[1:]
+}
+FIXED["nnie"]["pow2_scale"] = False
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,10 @@ class QuantSpec:
             usually the input's: with axis=1 and group_size=32, the weight (out, in) of a linear layer has scales
             (out, in / 32), and the weight (out, in, h, w) of a convolution has scales (out, in / 32, h, w).
         pow2_scale: Round scales up to powers of two.
-        format: "int", or "nnie", the logarithmic grid of `qtoolkit.ops.fake_quant_float`: with 8 bits, signed, symmetric, and a
-            fixed scale, the largest magnitude. It has no integer codes and cannot be exported.
+        format: "int"; or a format of `qtoolkit.ops.fake_quant_float`, signed, symmetric, and with a fixed scale: "e4m3" or
+            "e5m2" (8 bits), "e2m1" (bits=4), or "nnie" (8 bits), a logarithmic grid whose scale is the largest magnitude, which
+            cannot be exported. A scale is the value of the format's 1. Weights in OCP's MX formats have axis=1, group_size=32
+            and pow2_scale=True; scales are rounded up, so that no element saturates.
         observer: "minmax" (the range of all inputs), "moving_average", or "histogram" (the range that a method chooses from a
             histogram of all inputs, per tensor or per channel).
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average"; `bins` (2048),
@@ -58,7 +67,7 @@ class QuantSpec:
     axis: int | None = None
     group_size: int | None = None
     pow2_scale: bool = False
-    format: Literal["int", "nnie"] = "int"
+    format: Literal["int", "e4m3", "e5m2", "e2m1", "nnie"] = "int"
     observer: str = "minmax"
     observer_args: Mapping[str, Any] = field(default_factory=dict)
     quantizer: str = "fixed"
@@ -81,8 +90,7 @@ class QuantSpec:
         _check_options(f"quantizer {self.quantizer!r}", self.quantizer_args, quantizer.OPTIONS)
         for name in ("observer_args", "quantizer_args"):
             object.__setattr__(self, name, dict(getattr(self, name)))  # the caller may change its own later
-        if self.format != "int":
-            self._check_logarithmic()
+        self._check_format()
         observer.check(self)
         quantizer.check(self)
 
@@ -96,9 +104,8 @@ class QuantSpec:
                 f"linear layer's weight (out, in)."
             )
 
-    def _check_logarithmic(self) -> None:
-        needed = {"bits": 8, "signed": True, "symmetric": True, "narrow": False, "pow2_scale": False}
-        for name, value in needed.items():
+    def _check_format(self) -> None:
+        for name, value in FIXED.get(self.format, {}).items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"QuantSpec: format={self.format!r} needs {name}={value!r}, got {getattr(self, name)!r}."
@@ -108,14 +115,14 @@ class QuantSpec:
     def qmin(self) -> int:
         """Lowest code; for a format without integer codes, the lowest value in units of the scale."""
         if self.format != "int":
-            return -1
+            return -self.qmax
         return (-(1 << self.bits - 1) if self.signed else 0) + int(self.narrow)
 
     @property
     def qmax(self) -> int:
         """Highest code; for a format without integer codes, the highest value in units of the scale."""
         if self.format != "int":
-            return 1
+            return LARGEST.get(self.format, 1)
         return (1 << self.bits - int(self.signed)) - 1
 
     @property

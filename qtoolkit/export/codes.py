@@ -158,7 +158,8 @@ class CodeComparison:
         self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]], positions: Sequence[Any] = ()
     ) -> None:
         self.converted, self.nodes, self.positions = converted, nodes, positions
-        self.names = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
+        grids = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
+        self.names = {grid: name for grid, name in grids.items() if grid.quantizing}
         self.grids = {name: grid_named(converted, name) for name in nodes}
         self.weights = layer_weights(converted)
         self.storages = {t.untyped_storage().data_ptr() for t in (*converted.parameters(), *converted.buffers())}

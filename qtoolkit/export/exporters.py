@@ -1,4 +1,4 @@
-"""torch's two ONNX exporters. Both return an onnx_ir.Model whose Q/DQ nodes carry the names of the model's quantizers."""
+"""torch's two ONNX exporters. Both return an onnx_ir.Model whose placeholders say which quantizer each is."""
 
 import contextlib
 import tempfile
@@ -35,7 +35,7 @@ class Request:
 
 
 def _export_dynamo(request: Request) -> "onnx_ir.Model":
-    from qtoolkit.export.translation import translation_table
+    from qtoolkit.export.translation import TRANSLATIONS, keep_quantizers
 
     try:
         program = torch.onnx.export(
@@ -44,7 +44,7 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
             kwargs=request.inputs.kwargs,
             dynamo=True,
             opset_version=request.opset,
-            custom_translation_table=dict(translation_table(request.opset)),
+            custom_translation_table=dict(TRANSLATIONS),
             input_names=request.inputs.given_names or None,
             output_names=request.output_names,
             dynamic_shapes=request.dynamic_shapes,
@@ -52,14 +52,18 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
             optimize=False,
         )
     except torch.onnx.OnnxExporterError as error:
+        if request.dynamic_shapes is not None and "static shape" in str(error.__cause__):
+            raise RuntimeError(_describe_constants(error.__cause__)) from error
         if isinstance(request.model, QuantizedGraphModule):
             raise
         raise RuntimeError(_describe_failure(request.model, error)) from error
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
+    _name_axes(program.model, _names_of_axes(request))
     # Before the optimizer, which merges scales of equal value.
     _name_by_quantizers(program.model, _first_names(request.model))
     program.optimize()
+    keep_quantizers(program.model)
     return program.model
 
 
@@ -68,6 +72,14 @@ def _describe_failure(model: nn.Module, error: Exception) -> str:
     return (
         f"export_onnx: torch.export cannot export {type(model).__name__} ({reason}). If its forward branches on values, "
         f"use exporter='torchscript': it exports the branches that the example inputs take; export one file for each."
+    )
+
+
+def _describe_constants(error: object) -> str:
+    found = [line.strip(" -.") for line in str(error).splitlines() if "static shape" in line]
+    return (
+        f"export_onnx: the model computes with a constant in place of a dimension that should be dynamic ({found[0]}); write "
+        f"that code by the size of a tensor, as in x.view(x.size(0), -1), or leave the dimension constant."
     )
 
 
@@ -91,9 +103,9 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
     import onnx
     import onnx_ir
 
-    from qtoolkit.export.translation import register_symbolic
+    from qtoolkit.export.translation import DOMAIN, keep_quantizers, register_symbolics
 
-    register_symbolic(request.opset)
+    register_symbolics(request.opset)
     inputs, axes = request.inputs, _names_of_axes(request)
     with _temporary_file() as path, warnings.catch_warnings(), _described_constants():
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
@@ -108,11 +120,13 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
             input_names=inputs.names,
             output_names=list(request.output_names) if request.output_names else None,
             dynamic_axes=axes,
+            custom_opsets={DOMAIN: 1},
         )
         model = onnx_ir.from_proto(onnx.load(str(path)))
     _add_unused_inputs(model, inputs, axes)
     first = _first_names(request.model)
     _name_by_quantizers(model, {f"{WRAPPED}.{name}": first[name] for name in first})
+    keep_quantizers(model)
     return model
 
 
@@ -140,11 +154,28 @@ def _names_of_axes(request: Request) -> dict[str, dict[int, str]]:
     if request.dynamic_shapes is None:
         return {}
     sizes = zip(request.inputs.names, request.inputs.sizes(request.dynamic_shapes), strict=True)
-    axes = {name: shape.items() if isinstance(shape, Mapping) else enumerate(shape) for name, shape in sizes if shape}
+    axes = {name: shape.items() if isinstance(shape, Mapping) else enumerate(shape or ()) for name, shape in sizes}
     return {
         name: {axis: str(getattr(dim, "__name__", dim)) for axis, dim in dims if dim is not None}
         for name, dims in axes.items()
     }
+
+
+def _name_axes(model: "onnx_ir.Model", axes: Mapping[str, Mapping[int, str]]) -> None:
+    """Give the dynamic dimensions their names, which torch.onnx.export leaves out where an input is not a tensor."""
+    import onnx_ir
+
+    names = {}
+    for value, named in zip(model.graph.inputs, axes.values(), strict=False):
+        for axis, name in named.items():
+            dim = None if value.shape is None else value.shape[axis]
+            if isinstance(dim, onnx_ir.SymbolicDim):
+                names[dim.value] = name
+    values = (value for node in model.graph for value in node.outputs)
+    for value in (*model.graph.inputs, *values):
+        for axis, dim in enumerate(value.shape or ()):
+            if isinstance(dim, onnx_ir.SymbolicDim) and dim.value in names and value.shape is not None:
+                value.shape[axis] = names[dim.value]
 
 
 def _add_unused_inputs(model: "onnx_ir.Model", inputs: Inputs, axes: Mapping[str, Mapping[int, str]]) -> None:
@@ -169,12 +200,16 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> None:
-    """Name each QuantizeLinear and DequantizeLinear node after the quantizer whose scale it reads."""
-    for node in model.graph:
-        scale = node.inputs[1] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
+    """Note in each placeholder the quantizer whose scale it reads."""
+    import onnx_ir
+
+    from qtoolkit.export.translation import DOMAIN, QUANTIZER
+
+    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+        scale = node.inputs[1] if node.domain == DOMAIN else None
         owner = scale.name.removesuffix(".scale") if scale is not None and scale.name is not None else ""
         if owner in names:
-            node.name = f"{names[owner]}.{'quantize' if node.op_type == 'QuantizeLinear' else 'dequantize'}"
+            node.metadata_props[QUANTIZER] = names[owner]
 
 
 @contextlib.contextmanager

@@ -1,17 +1,19 @@
 """ONNX files: saved, with the weights of large models beside them, checked, and run in onnxruntime."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
 
+KEPT_INSIDE = 1 << 16  # bytes of a tensor above which verification hands it to onnxruntime apart from the model
 LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less than 2^31 bytes
 
 
@@ -28,6 +30,30 @@ def save(model: "onnx_ir.Model", folder: Path, weights: str) -> tuple[Path, Path
     return path, folder / weights
 
 
+def weights_of(path: Path) -> set[str]:
+    """Return the names of the files beside a path that hold the weights of the model there, as `save` names them."""
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    names = {name for name in _weight_names(path) if path.with_name(name).is_file()}
+    if not names or not path.is_file():
+        return set()
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (OSError, DecodeError):
+        return set()
+    return names & {e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"}
+
+
+def free_name(path: Path, used: Set[str]) -> str:
+    """Return a name for the weights of a new model at a path, which are written while the old model still uses its own."""
+    return next(name for name in _weight_names(path) if name not in used)
+
+
+def _weight_names(path: Path) -> tuple[str, str]:
+    return f"{path.name}.data", f"{path.name}.1.data"
+
+
 def check_file(path: Path, opset: int) -> None:
     """Raise RuntimeError for a file that is no valid ONNX."""
     import onnx
@@ -37,7 +63,7 @@ def check_file(path: Path, opset: int) -> None:
     try:
         onnx.checker.check_model(path, full_check=True)
     except (ValidationError, InferenceError) as error:
-        remedy = "; pass opset=22 and exporter='dynamo'" if "bfloat16" in str(error) else ""
+        remedy = "; pass opset=22" if "bfloat16" in str(error) else ""
         raise RuntimeError(
             f"export_onnx: the model is not valid ONNX in opset {opset}: {_first_line(error)}{remedy}."
         ) from error
@@ -48,12 +74,14 @@ class OpenedFile:
     """A model to run in onnxruntime.
 
     Attributes:
-        proto: The model.
+        proto: The model, whose large weights are elsewhere if it was read from a file.
         folder: The folder of its weights, if they are in a file of their own.
+        weights: Large weights that were in the file itself, by name.
     """
 
     proto: "onnx.ModelProto"
     folder: str = ""
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: "onnx.ModelProto | str | os.PathLike[str]") -> "OpenedFile":
@@ -62,7 +90,8 @@ class OpenedFile:
 
         if isinstance(model, onnx.ModelProto):
             return cls(model)
-        return cls(onnx.load(str(model), load_external_data=False), os.path.dirname(os.path.abspath(model)))
+        proto = onnx.load(str(model), load_external_data=False)
+        return cls(proto, os.path.dirname(os.path.abspath(model)), _take_out_weights(proto))
 
     def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
         """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
@@ -74,7 +103,9 @@ class OpenedFile:
         from onnx import numpy_helper
 
         constants = {
-            t.name: numpy_helper.to_array(t, self.folder) for t in self.proto.graph.initializer if t.name in names
+            t.name: self.weights[t.name] if t.name in self.weights else numpy_helper.to_array(t, self.folder)
+            for t in self.proto.graph.initializer
+            if t.name in names
         }
         session = self._session([name for name in dict.fromkeys(names) if name not in constants])
         inputs_of_file = [value.name for value in session.get_inputs()]
@@ -85,7 +116,9 @@ class OpenedFile:
             )
         feeds = {name: x.detach().cpu().numpy() for name, x in zip(inputs_of_file, inputs, strict=True)}
         outputs = [value.name for value in session.get_outputs()]
-        return {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+        values = {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+        kinds = _small_floats(self.proto.graph)
+        return {name: _places(array.astype(kinds.get(name, array.dtype))) for name, array in values.items()}
 
     def _session(self, names: Sequence[str]) -> Any:
         """Return a session of the model whose outputs include the tensors of these names."""
@@ -96,9 +129,12 @@ class OpenedFile:
         opened.CopyFrom(self.proto)
         shown = {o.name for o in opened.graph.output} | {i.name for i in opened.graph.input}
         opened.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in shown)
+        _widen(opened.graph, names)
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", self.folder)
+        weights = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in self.weights.values()]
+        options.add_external_initializers(list(self.weights), weights)
         try:
             return onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's errors have no base class of their own
@@ -106,6 +142,57 @@ class OpenedFile:
                 f"verify_onnx: onnxruntime cannot run the file on the CPU: {_first_line(error)}. If the target can, pass "
                 f"verify=False to write it without verification; models in float32 run everywhere."
             ) from error
+
+
+def _take_out_weights(model: "onnx.ModelProto") -> dict[str, Any]:
+    """Replace the data of large weights in a model by a reference, and return their arrays: a string would hold them again."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    weights = {}
+    for tensor in model.graph.initializer:
+        shared = helper.tensor_dtype_to_np_dtype(tensor.data_type).isbuiltin  # others have no type in numpy itself
+        if tensor.data_location != TensorProto.EXTERNAL and len(tensor.raw_data) > KEPT_INSIDE and shared == 1:
+            weights[tensor.name] = numpy_helper.to_array(tensor)
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="memory")
+    return weights
+
+
+def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:
+    """Return codes that numpy has no type for in a type that it has: under their names, as the output of a Cast."""
+    from onnx import TensorProto, helper
+
+    wide = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
+    wide |= dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), TensorProto.FLOAT)
+    dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in list(graph.node):
+        dtype = wide.get(dtypes.get(node.input[2], 0)) if node.op_type == "QuantizeLinear" else None
+        if dtype is not None and node.output[0] in names:
+            name = node.output[0]
+            node.output[0] = f"{name}.narrow"
+            for user in graph.node:
+                user.input[:] = [f"{name}.narrow" if taken == name else taken for taken in user.input]
+            graph.node.append(helper.make_node("Cast", [f"{name}.narrow"], [name], to=dtype))
+
+
+def _small_floats(graph: "onnx.GraphProto") -> dict[str, Any]:
+    """Return the type of the codes of each QuantizeLinear in a small float format, by the name of its output."""
+    from onnx import TensorProto, helper
+
+    kinds = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
+    dtypes = {t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in graph.initializer if t.data_type in kinds}
+    quantizers = (node for node in graph.node if node.op_type == "QuantizeLinear")
+    return {node.output[0]: dtypes[node.input[2]] for node in quantizers if node.input[2] in dtypes}
+
+
+def _places(codes: Any) -> Any:
+    """Return the places of small floats among the numbers of their format, as `Grid.codes` does; other arrays as they are."""
+    bits = {"float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4}.get(codes.dtype.name)
+    if bits is None:
+        return codes
+    sign, places = 1 << bits - 1, codes.view(np.uint8).astype(np.int16)
+    return np.where(places & sign, -(places & sign - 1), places & sign - 1)
 
 
 def _first_line(error: Exception) -> str:

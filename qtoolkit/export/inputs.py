@@ -1,14 +1,14 @@
 """What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.model_inputs import call_arguments, tensors_of
+from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -73,6 +73,30 @@ class Inputs:
             )
         return list(_sizes_in(values, shapes))
 
+    def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, Any]]":
+        """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
+
+        torch.export takes a dimension of size 1 for a constant. Tensors without dimensions stay as they are.
+
+        Raises:
+            ValueError: Dimension 0 differs between tensors, or no tensor has one.
+        """
+        sizes = {name: len(tensor) for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.dim() > 0}
+        if len(set(sizes.values())) != 1:
+            found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no tensor with dimensions"
+            raise ValueError(
+                f"export_onnx: dynamic_batch=True needs example inputs whose dimension 0 is the batch, of one size in all, got "
+                f"{found}; use dynamic_shapes to say which dimensions vary."
+            )
+        shapes = {
+            name: _mapped(value, lambda x: {0: "batch"} if x.dim() else None) for name, value in self.arguments.items()
+        }
+        if set(sizes.values()) != {1}:
+            return self, shapes
+        doubled = [torch.cat([tensor, tensor]) if tensor.dim() > 0 else tensor for tensor in self.tensors]
+        args, kwargs = with_tensors((self.args, self.kwargs), iter(doubled))
+        return replace(self, args=args, kwargs=kwargs), shapes
+
 
 def check_names(argument: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Raise ValueError for more names than a file has inputs or outputs, or for a name that occurs twice."""
@@ -135,6 +159,16 @@ def _sizes_in(value: Any, shapes: Any) -> Iterator[Any]:
         yield shapes
     for key, part in _parts(value):
         yield from _sizes_in(part, None if shapes is None else shapes[key])
+
+
+def _mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """Return the containers of a value, with another value for each tensor in them and None for all else."""
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(part, of_tensor) for key, part in value.items()}
+    parts = [_mapped(part, of_tensor) for _, part in _parts(value)]
+    return type(value)(parts) if type(value) in (tuple, list) else (parts or None)
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

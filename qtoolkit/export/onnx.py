@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
-from qtoolkit.export.files import check_file, save
+from qtoolkit.export.files import check_file, free_name, save, weights_of
 from qtoolkit.export.fusible import write_fusible_forms
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
+from qtoolkit.export.moved_codes import keep_products_of_codes, quantize_moved_codes
+from qtoolkit.export.opsets import choose, convert_opset, native
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.repeated_pairs import repeat_pairs
 from qtoolkit.export.saturation import drop_saturated_clips
@@ -35,9 +38,8 @@ if TYPE_CHECKING:
 
     from qtoolkit.export.verify import Verification
 
-DEFAULT_OPSET = 18
-BFLOAT16_OPSET = 22  # the first whose convolutions take bfloat16
-OPSETS = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exporters write without conversion
+# torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
+_ONE_AT_A_TIME = threading.Lock()
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -81,12 +83,23 @@ def export_onnx(
     verify: bool = True,
     exporter: Exporter = "dynamo",
     integer_weights: bool | None = None,
+    dynamic_batch: bool = False,
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
-    Codes of fewer than 8 bits are stored in 8, and the file clips them to their bounds. A model above 2 GB, more than one file
-    may have, is written with its weights in a second file, `path` with ".data" appended, which belongs beside it. If any
-    step fails, nothing is written.
+    Codes of 4 bits are stored packed, as INT4 and UINT4, if an opset of 21 or newer is asked for or needed. Other codes of
+    fewer than 8 bits are stored in 8, as all are in older opsets, and the file clips them to their bounds. onnxruntime's
+    integer kernels take 8 bits only. The formats "e4m3" and "e5m2" need opset 19. "e2m1" needs 23, and onnxruntime's CPU
+    kernels do not have it. Scales of groups that are powers of two are stored in 8 bits (E8M0) from opset 24 on.
+
+    Quantizers compute in float32, also in a model of float16 or bfloat16. Their nodes take the model's type where that gives
+    the same codes: from opset 19 on if the scale is exact in it (as with `pow2_scale`), and in bfloat16 from opset 23 on, whose
+    nodes take float32 scales (onnxruntime's do not for float16). Others stand between Casts. Quantizers that are off
+    (`qtoolkit.disable_quantization`) have no nodes.
+
+    A model above 2 GB, more than one file may have, is written with its weights in a second file, `path` with ".data"
+    appended (or ".1.data", while the model that is there uses that), which belongs beside it. If any step fails, nothing is
+    written: the model that was there, and its weights, stay whole, even if the process is killed.
 
     If forward branches on values, "dynamo" raises an error, and "torchscript" exports the branches that the example inputs
     take; `verification.unreached` then names the quantizers of the other branches. Export one file for each branch.
@@ -97,8 +110,10 @@ def export_onnx(
         example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
             They give the shapes and are the inputs of the verification.
         path: The file to write.
-        opset: ONNX opset, 18 to 23 ("torchscript": 13 to 20). None means 18, or 21 if codes of more than 8 bits or a
-            group_size need it, or 22 for a model in bfloat16 with the exporter "dynamo".
+        opset: ONNX opset, from 13 to the newest of the installed onnx; onnxruntime 1.30, and so the verification, runs files
+            up to 26. None means 18, or 21 if codes of more than 8 bits or a group_size need it, or 22 for a model in bfloat16.
+            The model is converted where torch's exporters do not write the opset ("dynamo" writes 18 to 23, "torchscript" 13
+            to 20).
         input_names: Names of the file's inputs, one for each tensor in the example inputs, in the order of forward's
             arguments. Without names for all, the others keep the arguments' names.
         output_names: Names of the file's outputs.
@@ -107,13 +122,14 @@ def export_onnx(
         exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
         integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
             nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
+        dynamic_batch: Make dimension 0 of all inputs dynamic, under the name "batch". Excludes dynamic_shapes.
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
 
     Raises:
-        RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, or onnxruntime's
-            codes differ.
+        RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, an op does not
+            exist in the opset, or onnxruntime's codes differ.
         ValueError: An option is unknown or out of range, there are more names than tensors, or ONNX does not support a
             quantizer's format.
         TypeError: The model has no quantizers, or has those of `qtoolkit.compat.pytorch_quantization`; it computes in
@@ -129,7 +145,12 @@ def export_onnx(
         >>> result.verification.weight_codes.differing
         0
     """
-    check_known("exporter", exporter, OPSETS)
+    check_known("exporter", exporter, EXPORTERS)
+    if dynamic_batch and dynamic_shapes is not None:
+        raise ValueError(
+            "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
+            "by one; pass only one of them."
+        )
     check_quantized(model, "export_onnx")
     _require_extra()
     from qtoolkit.export.verify import verify_onnx
@@ -139,17 +160,21 @@ def export_onnx(
     _warn_of_layers_put_in(converted)
     inputs = Inputs.of(converted, example_inputs, input_names)
     check_dtypes(converted, inputs)
-    chosen = _choose_opset(opset, converted, exporter)
-    with evaluating(converted), torch.no_grad():
-        check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
-    with evaluating(converted), in_float(converted), without_noise():
-        exported = EXPORTERS[exporter](Request(converted, inputs, chosen, output_names, dynamic_shapes))
-        if integer_weights is None:
-            integer_weights = _backend_of(converted).integer_weights
-        _finish(exported, integer_weights)
-        repeat_pairs(exported, _backend_of(converted).repeated_pairs)
-    with tempfile.TemporaryDirectory() as folder:
-        file, weights = save(exported, Path(folder), f"{Path(path).name}.data")
+    chosen = choose(opset, converted)
+    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
+        with evaluating(converted), torch.no_grad():
+            check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
+        if dynamic_batch:
+            inputs, dynamic_shapes = inputs.with_dynamic_batch()
+        request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
+        with evaluating(converted), in_float(converted), without_noise():
+            exported = EXPORTERS[exporter](request)
+            if integer_weights is None:
+                integer_weights = _backend_of(converted).integer_weights
+            exported = _finish(exported, chosen, exporter, integer_weights)
+            repeat_pairs(exported, _backend_of(converted).repeated_pairs)
+        old = weights_of(Path(path))
+        file, weights = save(exported, Path(folder), free_name(Path(path), old))
         check_file(file, chosen)
         with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
             verification = verify_onnx(converted, file, example_inputs) if verify else None
@@ -158,6 +183,8 @@ def export_onnx(
         if weights is not None:
             write_atomically(weights, Path(path).with_name(weights.name))
         write_atomically(file, path)
+        for name in old:
+            Path(path).with_name(name).unlink(missing_ok=True)
         size = sum(part.stat().st_size for part in (file, weights) if part is not None)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
@@ -197,48 +224,33 @@ def _check_grids(converted: nn.Module) -> None:
             "To export the float model, use torch.onnx.export."
         )
     for name, grid in grids.items():
-        if grid.spec.format != "int":
+        if grid.spec.format == "nnie":
             raise ValueError(
                 f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; give the "
                 f"target's own compiler the float model and the ranges (each quantizer's amax)."
             )
 
 
-def _choose_opset(opset: int | None, converted: nn.Module, exporter: Exporter) -> int:
-    from qtoolkit.export.translation import smallest_opset
-
-    (lowest, highest), preferred = OPSETS[exporter], DEFAULT_OPSET
-    grids = [module for module in converted.modules() if isinstance(module, Grid)]
-    least = max((smallest_opset(g.spec.qmin, g.spec.qmax, g.spec.block_size) for g in grids), default=lowest)
-    if any(parameter.dtype == torch.bfloat16 for parameter in converted.parameters()):
-        preferred = min(BFLOAT16_OPSET, highest)
-    chosen = max(preferred, least) if opset is None else opset
-    if not lowest <= chosen <= highest:
-        other = "torchscript" if exporter == "dynamo" else "dynamo"
-        raise ValueError(
-            f"export_onnx: opset must lie in [{lowest}, {highest}] for exporter={exporter!r}, got {chosen}; "
-            f"exporter={other!r} supports {list(OPSETS[other])}."
-        )
-    if chosen < least:
-        raise ValueError(
-            f"export_onnx: opset must be at least {least} for codes of more than 8 bits or a group_size, got {opset}."
-        )
-    return chosen
-
-
-def _finish(model: "onnx_ir.Model", integer_weights: bool) -> None:
-    """Store weights as integers if requested, write what runtimes have kernels for, and make the names of nodes unique."""
+def _finish(model: "onnx_ir.Model", opset: int, exporter: Exporter, integer_weights: bool) -> "onnx_ir.Model":
+    """Write the Q/DQ pairs in the opset, and what runtimes have kernels for, and make the names of nodes unique."""
     import onnxscript.optimizer
 
+    from qtoolkit.export.lowering import lower
+    from qtoolkit.export.translation import DOMAIN
+
+    model = convert_opset(model, opset, exporter)
+    # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
+    onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.domain != DOMAIN)
+    lower(model, opset, integer_weights)
     drop_saturated_clips(model)
-    kept = {"DequantizeLinear"} if integer_weights else {"DequantizeLinear", "QuantizeLinear"}
-    # Only constants are folded: biases, and weights. A runtime finds them by their DequantizeLinear node, so it stays.
-    onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.op_type not in kept)
     write_fusible_forms(model)
+    quantize_moved_codes(model, opset)
+    keep_products_of_codes(model, opset)
     onnxscript.optimizer.remove_unused_nodes(model)
     for node in model.graph:
         node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
     _make_names_unique(model)
+    return model
 
 
 def _make_names_unique(model: "onnx_ir.Model") -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 # The beginning of each message, by the logger that gives it.
 LOGGED = {
     "onnxscript.optimizer._constant_folding": "Evaluation failed",  # a constant is then not folded
+    "onnxscript.version_converter": "The model version conversion is not supported",  # by onnxscript, but by onnx
     "onnx_ir._convenience": "Attribute type is ambiguous",  # torch's translations give empty lists
     "torch.onnx._internal.exporter._registration": "torchvision is not installed",  # its ops are then not in the model
 }

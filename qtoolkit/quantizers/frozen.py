@@ -8,7 +8,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import fake_quant
+from qtoolkit.quantizers.spec_ops import LARGEST, fake_quant, float_codes, float_values
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
@@ -53,6 +53,8 @@ class Grid(Quantizer):
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
+        reciprocal: Whether it multiplies by the reciprocal of its one scale, and adds the code of zero before it rounds, as
+            OpenVINO does.
 
     Raises:
         ValueError: A scale is zero, negative, NaN or infinite.
@@ -65,6 +67,7 @@ class Grid(Quantizer):
 
     scale: Tensor
     zero_point: Tensor | None
+    reciprocal: bool = False
     _computed_by: tuple[Any, ...] = ()
 
     def __init__(
@@ -87,27 +90,38 @@ class Grid(Quantizer):
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
         if not self.quantizing or (self._computed_by and self._computed_by[0].active):
             return x
+        if self.reciprocal:
+            return self._values_by_reciprocal(x)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
+
+    def _values_by_reciprocal(self, x: Tensor) -> Tensor:
+        zero_point = 0.0 if self.zero_point is None else self.zero_point
+        codes = torch.round(x * (1 / self.scale) + zero_point).clamp(self.spec.qmin, self.spec.qmax)
+        return (codes - zero_point) * self.scale
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""
         self._computed_by = (kernel,)  # in a tuple: it is a submodule elsewhere
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the integer codes of x.
+        """Return the integer codes of x; of a small float format, the places of its numbers (`spec_ops.float_codes`).
 
         Raises:
-            ValueError: The format has no integer codes.
+            ValueError: The format has no codes.
         """
         spec = self.spec
+        if spec.format in LARGEST:
+            return float_codes(spec, x, self.scale, self.group)
         if spec.format != "int":
             raise ValueError(f"Grid.codes: format={spec.format!r} has no integer codes; call the grid for its values.")
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
         return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return the values of integer codes."""
+        """Return the values of codes."""
         spec = self.spec
+        if spec.format in LARGEST:
+            return float_values(spec, codes, self.scale, self.group)
         grid = (spec.axis, self.group, spec.block_size)
         return ops.dequantize(codes, self.scale, self.zero_point, *grid, self.scale.dtype)
 

@@ -1,5 +1,6 @@
 """Ops of `qtoolkit.ops` with the arguments that a QuantSpec gives."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,9 @@ from qtoolkit import ops
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the tables of this package
     from qtoolkit.config import QuantSpec
+
+# The largest number of each small float format of `qtoolkit.ops.fake_quant_float`.
+LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
 
 
 def fake_quant(
@@ -29,6 +33,45 @@ def fake_quant(
         zero_point = None if zero_point is None else _WithFactor.apply(zero_point, grad_factor)
         grad_factor = 1.0
     return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
+
+
+@functools.cache
+def _numbers(format: str) -> Tensor:
+    """Return the numbers of a small float format that are not negative, in order."""
+    if format == "e2m1":
+        return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[format]
+    numbers = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    return numbers[numbers <= LARGEST[format]]  # without infinity and NaN
+
+
+def float_codes(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Return the codes of x in a small float format, int16: how many numbers of the format lie between 0 and a number.
+
+    They are negative for negative numbers. NaN has the code of the largest number.
+
+    Example:
+        >>> spec = qt.QuantSpec(bits=4, format="e2m1")
+        >>> float_codes(spec, torch.tensor([0.5, -2.1, 9.0]), torch.tensor(1.0), 1)
+        tensor([ 1, -4,  7], dtype=torch.int16)
+    """
+    numbers = _numbers(spec.format).to(x.device)
+    quotient = x.float() / _steps(spec, x, scale, group)
+    nearest = ops.fake_quant_float(quotient, scale.new_ones((), dtype=torch.float32), spec.format)
+    found = torch.searchsorted(numbers, nearest.abs()).clamp(max=len(numbers) - 1)
+    return torch.where(nearest < 0, -found, found).to(torch.int16)
+
+
+def float_values(spec: "QuantSpec", codes: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Return the values of codes of a small float format."""
+    numbers = _numbers(spec.format).to(codes.device)[codes.abs().long()]
+    return torch.where(codes < 0, -numbers, numbers) * _steps(spec, codes, scale, group)
+
+
+def _steps(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Return the scale of each element of x."""
+    ones = torch.ones_like(x, dtype=torch.int8)
+    return ops.dequantize(ones, scale, None, spec.axis, group, spec.block_size)
 
 
 class _WithFactor(torch.autograd.Function):

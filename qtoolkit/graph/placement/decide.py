@@ -169,7 +169,7 @@ class _Collector:
         made = [producer for producer in producers if self.roles[producer] != "concat"]
         name = next((producer.name for producer in producers if producer not in made), producers[0].name)
         spec = max((request.spec for request in requests), key=lambda s: s.bits)
-        if spec.signed and spec.symmetric and unsigned.issuperset(made):
+        if spec.format == "int" and spec.signed and spec.symmetric and unsigned.issuperset(made):
             spec = replace(spec, signed=False, narrow=False)
         return PlannedQuantizer(name, tuple(made), spec, tuple(requests))
 

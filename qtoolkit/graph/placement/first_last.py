@@ -36,4 +36,6 @@ def _reaches(start: fx.Node, op: str, step: Callable[[fx.Node], Iterable[fx.Node
 
 
 def _widen(spec: QuantSpec | None, bits: int) -> QuantSpec | None:
-    return spec if spec is None or spec.bits >= bits else replace(spec, bits=bits)
+    if spec is None or spec.bits >= bits:
+        return spec
+    return replace(spec, bits=bits, format="e4m3" if spec.format == "e2m1" else spec.format)

@@ -1,0 +1,170 @@
+"""ONNX opsets: which a file needs, which torch writes, and conversion of a model to another."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from qtoolkit.quantizers.frozen import Grid
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+LOWEST = 13  # the first whose QuantizeLinear has an axis
+DEFAULT = 18
+BFLOAT16 = 22  # the first whose convolutions take bfloat16
+NATIVE = {"dynamo": (18, 23), "torchscript": (13, 20)}  # those that torch's exporters write without conversion
+SCRIPT_NEWEST = 25  # the newest that onnxscript's converter knows
+
+
+def choose(opset: int | None, converted: nn.Module) -> int:
+    """Return the opset of a file.
+
+    Raises:
+        ValueError: ONNX does not have it, or it cannot express the model's codes.
+    """
+    import onnx
+
+    from qtoolkit.export.storage import smallest_opset
+
+    grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
+    needed = {
+        name: smallest_opset(g.spec.format, g.spec.qmin, g.spec.qmax, g.spec.block_size)
+        for name, g in grids.items()
+        if g.quantizing
+    }
+    most = max(needed, key=lambda name: needed[name], default=None)
+    least = LOWEST if most is None else needed[most]
+    newest = onnx.defs.onnx_opset_version()
+    if opset is None:
+        preferred = BFLOAT16 if any(p.dtype == torch.bfloat16 for p in converted.parameters()) else DEFAULT
+        return max(preferred, least)
+    if type(opset) is not int or not LOWEST <= opset <= newest:
+        raise ValueError(
+            f"export_onnx: opset must be a whole number in [{LOWEST}, {newest}], which this onnx has, got {opset!r}."
+        )
+    if opset < least:
+        raise ValueError(
+            f"export_onnx: opset must be at least {least} for {most!r}, which quantizes to {grids[most].spec.describe()}, "
+            f"got {opset}."
+        )
+    return opset
+
+
+def native(opset: int, exporter: str) -> int:
+    """Return the opset nearest to this one that an exporter of torch writes."""
+    low, high = NATIVE[exporter]
+    return min(max(opset, low), high)
+
+
+def convert_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> "onnx_ir.Model":
+    """Convert a model to an opset. Nodes of other domains stay as they are.
+
+    Raises:
+        RuntimeError: An op of the model does not exist there in this form.
+    """
+    import onnx
+    from onnx import helper
+    from onnxscript import version_converter
+
+    own = model.opset_imports[""]
+    if opset < own:
+        _lower_opset(model, opset, exporter)
+    for step in (min(opset, SCRIPT_NEWEST), opset):
+        if step > model.opset_imports[""]:
+            version_converter.convert_version(model, step, fallback=True)
+    if model.opset_imports[""] != opset:
+        raise RuntimeError(
+            f"export_onnx: the model cannot be converted from opset {own}, which torch writes, to {opset}; pass opset={own}."
+        )
+    model.ir_version = helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+    return model
+
+
+def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> None:
+    """Write the nodes of a model in the form of an older opset: these have fewer types and fewer attributes."""
+    import onnx
+    import onnx_ir
+
+    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain:
+            continue
+        if not onnx.defs.has(node.op_type, opset):
+            raise RuntimeError(_refusal(node, opset, exporter))
+        older = onnx.defs.get_schema(node.op_type, opset, "")
+        if older.since_version == onnx.defs.get_schema(node.op_type, model.opset_imports[""], "").since_version:
+            continue
+        lowered = LOWERED.get(node.op_type)
+        if lowered is not None:
+            lowered(node, older)
+        if set(node.attributes) - set(older.attributes) or len(node.inputs) > older.max_input:
+            raise RuntimeError(_refusal(node, opset, exporter))
+    model.opset_imports[""] = opset
+
+
+def _refusal(node: "onnx_ir.Node", opset: int, exporter: str) -> str:
+    other = "exporter='torchscript'" if exporter == "dynamo" else f"opset={NATIVE[exporter][0]}"
+    return f"export_onnx: {node.op_type} has no form in opset {opset} that computes the same; pass {other} or a newer opset."
+
+
+def _take_axes(node: "onnx_ir.Node", older: Any) -> None:
+    """Make the axes of a reduction, a constant input, an attribute."""
+    import onnx_ir
+
+    axes = node.inputs[1] if len(node.inputs) > 1 else None
+    if axes is not None and "axes" in older.attributes:
+        found = onnx_ir.convenience.get_const_tensor(axes)
+        if found is None:
+            return
+        node.attributes["axes"] = onnx_ir.AttrInt64s("axes", [int(axis) for axis in found.numpy().reshape(-1)])
+        node.resize_inputs(1)
+    if not _value(node, "noop_with_empty_axes"):
+        node.attributes.pop("noop_with_empty_axes", None)
+
+
+def _take_defaults(node: "onnx_ir.Node", older: Any) -> None:
+    """Drop the attributes that the older form does not have, where they say what it does."""
+    for name, default in DEFAULTS[node.op_type].items():
+        if name not in older.attributes and _value(node, name) in (default, None):
+            node.attributes.pop(name, None)
+
+
+def _take_shape(node: "onnx_ir.Node", older: Any) -> None:
+    """Drop `allowzero` of a shape without zeros, where it has no effect."""
+    import onnx_ir
+
+    shape = onnx_ir.convenience.get_const_tensor(node.inputs[1])  # type: ignore[arg-type]
+    if not _value(node, "allowzero") or (shape is not None and shape.numpy().all()):
+        node.attributes.pop("allowzero", None)
+
+
+def _take_parts(node: "onnx_ir.Node", older: Any) -> None:
+    """Drop the number of parts, where they are equal: the outputs give it."""
+    axis, shape = _value(node, "axis") or 0, node.inputs[0].shape  # type: ignore[union-attr]
+    size = None if shape is None else shape[axis]
+    if isinstance(size, int) and size % len(node.outputs) == 0:
+        node.attributes.pop("num_outputs", None)
+
+
+def _value(node: "onnx_ir.Node", name: str) -> Any:
+    return node.attributes[name].value if name in node.attributes else None
+
+
+# Attributes that newer forms of an op have, with the values at which it is the older op.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "BatchNormalization": {"training_mode": 0},
+    "GRU": {"layout": 0},
+    "LSTM": {"layout": 0},
+    "RNN": {"layout": 0},
+    "Resize": {"antialias": 0, "keep_aspect_ratio_policy": "stretch"},
+    "ScatterElements": {"reduction": "none"},
+    "ScatterND": {"reduction": "none"},
+}
+REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+LOWERED: Mapping[str, Callable[["onnx_ir.Node", Any], None]] = {
+    **{f"Reduce{name}": _take_axes for name in REDUCTIONS},
+    **dict.fromkeys(DEFAULTS, _take_defaults),
+    "Reshape": _take_shape,
+    "Split": _take_parts,
+}

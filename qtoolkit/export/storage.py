@@ -1,0 +1,123 @@
+"""The types in which a file stores codes, the opsets that have them, and the codes of constants."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import torch
+from onnx_ir import DataType
+
+from qtoolkit import ops
+from qtoolkit.quantizers.bias import LARGEST_CODE
+from qtoolkit.quantizers.frozen import code_dtype
+from qtoolkit.quantizers.spec_ops import LARGEST
+
+Array = np.ndarray[Any, Any]
+
+BLOCKS_OPSET = 21  # the first whose QuantizeLinear has block_size
+# The types of small floats, with the first opset whose QuantizeLinear has them.
+FLOATS = {"e4m3": (DataType.FLOAT8E4M3FN, 19), "e5m2": (DataType.FLOAT8E5M2, 19), "e2m1": (DataType.FLOAT4E2M1, 23)}
+# The ends of the types of 4 bits, which QuantizeLinear has from opset 21 on.
+INT4S = {DataType.INT4: (-8, 7), DataType.UINT4: (0, 15)}
+# The codes of biases, which lie on the grid of sums of products: int32, for which there is a DequantizeLinear alone.
+SUMS = (-LARGEST_CODE, LARGEST_CODE)
+POWERS_OPSET = 24  # the first whose scales may be powers of two in 8 bits, as in OCP MX
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a file stores codes.
+
+    Attributes:
+        dtype: Type of the codes.
+        format: "int", or the float format.
+        ends: Lowest and highest integer code.
+        clips: Whether the type has codes beyond these ends.
+    """
+
+    dtype: DataType
+    format: str
+    ends: tuple[int, int]
+    clips: bool
+
+
+def smallest_opset(format: str, qmin: int, qmax: int, block_size: int = 0) -> int:
+    """Return the first ONNX opset whose QuantizeLinear has a type for these codes, and blocks if block_size > 0.
+
+    Example:
+        >>> smallest_opset("int", -8, 7), smallest_opset("int", 0, 65535), smallest_opset("int", -8, 7, block_size=32)
+        (13, 21, 21)
+        >>> smallest_opset("e4m3", -448, 448), smallest_opset("e2m1", -6, 6)
+        (19, 23)
+    """
+    blocks = BLOCKS_OPSET if block_size > 0 else 0
+    if format != "int":
+        return max(FLOATS[format][1], blocks)
+    return max(13 if code_dtype(qmin, qmax) in (torch.int8, torch.uint8) else 21, blocks)
+
+
+def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool) -> Storage:
+    """Return how to store codes in an opset: in 4 bits where they fit.
+
+    Codes of constants are inside their ends already. Others need a Clip where their type has more codes, and ONNX clips no
+    integers of 4 bits: there, these are stored in 8.
+    """
+    if format != "int":
+        return Storage(FLOATS[format][0], format, (qmin, qmax), False)
+    for dtype, (low, high) in INT4S.items():
+        fits = (low, high) == (qmin, qmax) or (constant and low <= qmin and qmax <= high and (low < 0) == (qmin < 0))
+        if opset >= BLOCKS_OPSET and fits:
+            return Storage(dtype, format, (qmin, qmax), False)
+    if (qmin, qmax) == SUMS:
+        return Storage(DataType.INT32, format, SUMS, True)
+    torch_dtype = code_dtype(qmin, qmax)
+    info = torch.iinfo(torch_dtype)
+    dtype = DataType[str(torch_dtype).removeprefix("torch.").upper()]
+    return Storage(dtype, format, (qmin, qmax), (info.min, info.max) != (qmin, qmax))
+
+
+def code_array(
+    x: Array, scale: Array, zero_point: Array | None, storage: Storage, axis: int | None, block_size: int
+) -> Array:
+    """Return the codes of a constant, in the type of the file.
+
+    Args:
+        x: The values.
+        scale: Steps between codes, in the layout of QuantizeLinear.
+        zero_point: Codes of zero, or None.
+        storage: The type.
+        axis: Channel axis, or None for per tensor.
+        block_size: Elements along the axis that share a scale, or 0.
+    """
+    kind = storage.dtype.numpy()
+    if storage.format == "int":
+        zero = None if zero_point is None else _float32(zero_point)
+        dtype = torch.int32 if storage.ends == SUMS else code_dtype(*storage.ends)
+        grid = (*storage.ends, axis, 1, block_size, dtype)
+        integers = ops.quantize(_float32(x), _float32(scale), zero, *grid)
+        return np.asarray(integers.numpy().astype(kind))
+    largest = LARGEST[storage.format]
+    steps: Array = scale.astype(np.float32)
+    if block_size > 0:
+        steps = np.repeat(steps, block_size, axis)
+    elif axis is not None:
+        steps = steps.reshape([-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)])
+    codes = np.clip(x.astype(np.float32) / steps, -largest, largest)
+    return codes.astype(kind)
+
+
+def _float32(array: Array) -> torch.Tensor:
+    return torch.tensor(array.astype(np.float32))
+
+
+def exact_in(array: Array, dtype: DataType) -> bool:
+    """Return whether a type has all numbers of a float32 array."""
+    with np.errstate(over="ignore"):
+        rounded = array.astype(dtype.numpy())
+    return bool((rounded.astype(np.float32) == array).all())
+
+
+def tensor(array: Array, dtype: DataType, name: str) -> onnx_ir.TensorProtocol:
+    """Return a tensor of the file."""
+    return onnx_ir.Tensor(array.astype(dtype.numpy()), dtype, name=name)
