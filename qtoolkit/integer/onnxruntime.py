@@ -183,8 +183,12 @@ class QLinearAveragePool(OpKernel):
 
 # ---- which op has which kernel
 
-# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past these.
-CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice")
+# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past some of these; behind the others the file
+# repeats the pair (Backend.repeated_pairs).
+CARRIES = (
+    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
+    *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
+)
 # core/optimizer/qdq_transformer/relu_quantizelinear.cc, clip_quantizelinear.cc
 ABSORBS = ("relu", "relu6", "clamp")
 _SAME_TYPE = "its input and its output have codes of different types"

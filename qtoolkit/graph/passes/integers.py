@@ -103,14 +103,13 @@ def _changes_a_tensor(node: fx.Node) -> bool:
 
 
 def _grid_behind(node: fx.Node, runtime: Runtime) -> Grid | None:
-    """Return the quantizer whose codes reach an op; None where they do not reach it as codes."""
-    while not is_quantizer(node):
-        source = source_of(node) if kind_of(node).name in runtime.carries else None
-        if source is None:
-            return None
-        node = source
-    grid = module_of(node)
-    return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
+    """Return the quantizer whose codes reach an op; None where they do not reach it as codes, or where several do."""
+    if is_quantizer(node):
+        grid = module_of(node)
+        return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
+    sources = tensor_inputs(node) if kind_of(node).name in runtime.carries else []
+    grids = {_grid_behind(source, runtime) for source in sources}
+    return grids.pop() if len(grids) == 1 else None
 
 
 def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
