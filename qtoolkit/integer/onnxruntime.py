@@ -183,11 +183,11 @@ class QLinearAveragePool(OpKernel):
 
 # ---- which op has which kernel
 
-# core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past the first; behind the others the file repeats the pair
-# (`Backend.repeated_pairs`).
+# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past some of these; behind the others the file
+# repeats the pair (Backend.repeated_pairs).
 CARRIES = (
-    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice"),
-    *("cat", "pixel_shuffle", "zero_pad", "upsample_nearest", "split"),
+    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
+    *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
 )
 # core/optimizer/qdq_transformer/relu_quantizelinear.cc, clip_quantizelinear.cc
 ABSORBS = ("relu", "relu6", "clamp")
@@ -204,8 +204,6 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     weight = layer.weight_quantizer
     if layer.KIND not in ("conv", "linear"):
         return f"onnxruntime has no integer kernel for a {layer.KIND}"
-    if getattr(layer, "padding_mode", "zeros") != "zeros":
-        return "the file pads its input by a node of its own"
     if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
         return "its codes have more than 8 bits, or several scales for its input"
     if not layer.scales_along_outputs():

@@ -112,17 +112,14 @@ def _changes_a_tensor(node: fx.Node) -> bool:
 
 
 def _grid_behind(node: fx.Node, runtime: Runtime) -> Grid | None:
-    """Return the quantizer whose codes reach an op; None where they do not reach it as codes."""
-    while not is_quantizer(node):
-        if kind_of(node).name not in runtime.carries or _picks_with_a_number(node):
-            return None
-        behind = [_grid_behind(source, runtime) for source in tensor_inputs(node)[1:]]
-        source = source_of(node)
-        if source is None or any(grid is not _grid_behind(source, runtime) for grid in behind):
-            return None  # a concat of several grids
-        node = source
-    grid = module_of(node)
-    return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
+    """Return the quantizer whose codes reach an op; None where they do not reach it as codes, or where several do."""
+    if is_quantizer(node):
+        grid = module_of(node)
+        return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
+    carries = kind_of(node).name in runtime.carries and not _picks_with_a_number(node)
+    sources = tensor_inputs(node) if carries else []
+    grids = {_grid_behind(source, runtime) for source in sources}
+    return grids.pop() if len(grids) == 1 else None
 
 
 def _picks_with_a_number(node: fx.Node) -> bool:
