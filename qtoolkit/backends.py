@@ -7,7 +7,8 @@ Each kind of op (`qtoolkit.op_kinds.table`) has a role on a target:
 - "concat": if a quantized op takes its output, all its inputs are quantized with one scale, which the output then has too.
 - "transparent": it moves or picks values without changing them, so the quantizer of its input serves its output.
 - "activation": the target computes it as one op with the op before it, and no quantizer is inserted between the two. After an
-  op that it cannot join it is float, or, on a target with `quantize_outputs`, "compute".
+  op that it cannot join it is float, or, on a target with `quantize_outputs`, "compute". Behind an op that needs a quantized
+  output (`needs_quantized_output`) and does not join it, it is float and takes quantized inputs.
 - "float": it is not quantized, and the report says so. Kinds that a target does not name are "float".
 
 A new target is one more table here, and a test.
@@ -48,6 +49,12 @@ class Backend:
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
         unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.
         integers_in_and_out: Whether ops without weights are quantized only where their output is quantized too.
+        needs_quantized_output: Kinds that the target computes in integers only if all that take their output take it
+            quantized. The output of a quantized layer of these kinds is always quantized, unless only the graph's outputs take
+            it. An op without weights is quantized if an op behind it asks for a quantized tensor.
+        joined_activations: The activations that ops of these kinds join.
+        repeated_pairs: ONNX ops that move values, and that the target executes on codes only if a Q/DQ pair stands behind them
+            too. The file repeats the pair of their input there.
         quantize_outputs: Whether outputs of ops are quantized as well, after their batch norm and activation: the target
             computes in integers throughout.
         quantize_graph_inputs: Whether inputs of the graph are quantized like other tensors.
@@ -74,6 +81,9 @@ class Backend:
     weight_bits: tuple[int, ...] | None = None
     unsigned_after_relu: bool = False
     integers_in_and_out: bool = False
+    needs_quantized_output: tuple[str, ...] = ()
+    joined_activations: tuple[str, ...] = ACTIVATIONS
+    repeated_pairs: tuple[str, ...] = ()
     quantize_outputs: bool = False
     quantize_graph_inputs: bool = True
     quantize_graph_outputs: bool = False
@@ -84,6 +94,8 @@ class Backend:
         for kind, role in self.roles.items():
             check_known(f"kind of op in the roles of Backend {self.name!r}:", kind, KINDS)
             check_known(f"role of {kind!r} in Backend {self.name!r}:", role, get_args(Role))
+        for kind in (*self.needs_quantized_output, *self.joined_activations):
+            check_known(f"kind of op in Backend {self.name!r}:", kind, KINDS)
         check_known(f"residual_add of Backend {self.name!r}:", self.residual_add, ("both", "identity"))
         if self.conv_transpose_axis not in (0, 1):
             raise ValueError(
@@ -97,6 +109,10 @@ class Backend:
         """Return the role of a kind of op: "float" for kinds that the table does not name."""
         role = self.roles.get(kind.name, "float")
         return "merge" if role == "concat" and not self.shared_concat else role
+
+    def joins(self, kind: OpKind, activation: OpKind) -> bool:
+        """Return whether the target computes an op and an activation behind it as one."""
+        return kind.name not in self.needs_quantized_output or activation.name in self.joined_activations
 
     def quantizes(self, kind: OpKind) -> bool:
         """Return whether the target computes a kind of op on quantized inputs."""
@@ -159,14 +175,23 @@ TENSORRT_NLP = replace(
 TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_conv_transpose=False)
 
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
-# weights int8 symmetric per channel (U8S8); its integer kernels (onnxruntime/python/tools/quantization/registry.py) take
-# Add, Mul and Concat, and nearest Resize as an op that moves values; a linear Resize computes on quantized inputs. Ops with
-# a constant stay float, because the constant has no quantizer. Biases are int32
-# (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+# weights int8 symmetric per channel (U8S8). What follows was measured with 1.30 at its default optimization level (the table in
+# docs/runtimes.md), and agrees with its selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/
+# qdq_selectors.cc): QLinearConv, QLinearAdd, QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only
+# if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
+# that the saturation of a QuantizeLinear replaces. Transposed convolutions and linear resizes have no integer kernel: between
+# Q/DQ nodes they are slower than in float. Ops with a constant stay float, because the constant has no quantizer. Biases
+# are int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
-    roles=_roles(compute=(*_PRODUCTS, "embedding", "avg_pool", "upsample_linear"), merge=("add", "mul")),
+    roles=_roles(
+        compute=("conv", "linear", "matmul", "attention", "embedding", "avg_pool", "sigmoid", "leaky_relu"),
+        merge=("add", "mul"),
+    ),
+    needs_quantized_output=("conv", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
+    joined_activations=("relu", "relu6", "clamp"),
+    repeated_pairs=("Concat", "DepthToSpace", "Pad", "Resize", "Split", "Tile"),
     integer_bias=True,
     runtime="onnxruntime",
 )
@@ -183,6 +208,7 @@ OPENVINO = Backend(
     ),
     unsigned_after_relu=True,
     weight_bits=(7, 8),
+    runtime="openvino",
 )
 
 # SNPE (Qualcomm) computes in integers throughout. Source: MQBench's SNPE scheme and TotalINT placement: uint8 with a zero point

@@ -100,7 +100,7 @@ def prepare(
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
-        eval_branches = gm.meta.pop(trace.EVAL_BRANCHES)
+        eval_branches, calls = gm.meta.pop(trace.EVAL_BRANCHES), gm.meta.pop(trace.CALLS)
         tracing = Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None, eval_branches)
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
@@ -114,6 +114,7 @@ def prepare(
         gm = passes.record.run(gm, rules)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
+        gm.divide(calls)
         if example_inputs is not None:
             passes.record.try_out(gm, example_inputs)
     return gm
@@ -144,7 +145,7 @@ def convert(
         state_dict: The state dict of a model that was converted before, from the same float model, backend and
             QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
             model in a new process.
-        runtime: Whose arithmetic "integer" is: "onnxruntime". None: that of the backend.
+        runtime: Whose arithmetic "integer" is: "onnxruntime" or "openvino". None: that of the backend.
 
     Returns:
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an

@@ -116,7 +116,7 @@ class SumOfTwo(nn.Module):
 
 def test_a_rule_for_a_module_holds_for_the_functions_that_its_forward_calls() -> None:
     def kinds(mapping: qt.QConfigMapping | None) -> set[str]:
-        report = qt.quantization_report(qt.prepare(Sums(), backend="onnxruntime", qconfig_mapping=mapping))
+        report = qt.quantization_report(qt.prepare(Sums(), backend="openvino", qconfig_mapping=mapping))
         return {f"{line.kind} {line.status}" for line in report.layers if line.kind in ("matmul", "add")}
 
     assert kinds(None) == {"matmul quantized", "add quantized"}

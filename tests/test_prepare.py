@@ -13,6 +13,7 @@ from qtoolkit.graph.capture import trace
 from qtoolkit.graph.passes import insert, swap
 from qtoolkit.layer_rules import LayerRules
 from tests import nets
+from tests.targets import with_deconvolutions
 
 SHAPE = (4, 3, 8, 8)
 BACKENDS = list(qt.backends)
@@ -132,7 +133,7 @@ def test_without_batch_norm_quantizers_off_is_bit_equal() -> None:
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if not name.endswith("-nlp")])  # convolutions stay float
 def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).eval()
-    prepared = qt.prepare(model, backend=backend)
+    prepared = qt.prepare(model, backend=with_deconvolutions(backend))
     assert not any(isinstance(m, nn.BatchNorm2d) for m in prepared.modules())
     x = torch.randn(SHAPE)
     with qt.disable_quantization(prepared):
@@ -253,7 +254,7 @@ def test_x_plus_x_has_one_quantizer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + x
 
-    prepared = qt.prepare(Double(), backend="onnxruntime")
+    prepared = qt.prepare(Double(), backend="openvino")
     assert quantized_tensors(prepared) == {"x": ("add",)}
 
 
@@ -275,7 +276,7 @@ def test_keyword_inputs_are_seen() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.add(input=self.fc(x), other=x)
 
-    prepared = qt.prepare(Keywords(), backend="onnxruntime")
+    prepared = qt.prepare(Keywords(), backend="openvino")
     assert quantized_tensors(prepared) == {"x": ("fc", "add"), "fc": ("add",)}
 
 

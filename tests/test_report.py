@@ -97,7 +97,7 @@ def test_a_quantizer_of_several_layers_has_a_line_for_each() -> None:
     assert report.layers[2].inputs == ("0.input_quantizer",)
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
 def test_converted_models_have_the_same_report(backend: str) -> None:
     replaced = calibrated(Branches().eval(), list(ways()), backend=backend)
     report, of_converted = qt.quantization_report(replaced), qt.quantization_report(qt.convert(replaced))

@@ -5,20 +5,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qtoolkit.export.saturation import constant_input
+
 if TYPE_CHECKING:
     import onnx_ir
 
 
 def write_fusible_forms(model: "onnx_ir.Model") -> None:
-    """Write means over all spatial dimensions as GlobalAveragePool, and linear layers with int32 biases as Gemm.
+    """Write spatial means as GlobalAveragePool, linear layers with int32 biases as Gemm, PRelu with one slope as LeakyRelu.
 
-    onnxruntime has integer kernels for both, but none for ReduceMean, and none for a MatMul and an Add.
+    onnxruntime has integer kernels for all three, but none for ReduceMean, for a MatMul and an Add, and for PRelu.
     """
     for node in list(model.graph):
         if node.op_type == "ReduceMean":
             _write_global_pool(model, node)
         elif node.op_type == "Add":
             _write_gemm(model, node)
+        elif node.op_type == "PRelu":
+            _write_leaky_relu(model, node)
 
 
 def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
@@ -64,6 +68,15 @@ def _write_gemm(model: "onnx_ir.Model", add: "onnx_ir.Node") -> None:
     sizes = [-1, *x.shape[1:-1], features]
     back = onnx_ir.node("Reshape", [gemm.outputs[0], _constant(model, sizes, f"{add.name}.sizes")])
     _replace(model, add, [rows, gemm, back], back.outputs[0])
+
+
+def _write_leaky_relu(model: "onnx_ir.Model", prelu: "onnx_ir.Node") -> None:
+    import onnx_ir
+
+    slope = constant_input(prelu, 1)
+    if slope is not None and slope.size == 1:
+        leaky = onnx_ir.node("LeakyRelu", prelu.inputs[:1], {"alpha": float(slope.item())}, name=prelu.name)
+        _replace(model, prelu, [leaky], leaky.outputs[0])
 
 
 def _is_int32(value: "onnx_ir.Value") -> bool:

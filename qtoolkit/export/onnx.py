@@ -22,6 +22,7 @@ from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.moved_codes import keep_products_of_codes, quantize_moved_codes
 from qtoolkit.export.opsets import choose, convert_opset, native
 from qtoolkit.export.quiet import without_noise
+from qtoolkit.export.repeated_pairs import repeat_pairs
 from qtoolkit.export.saturation import drop_saturated_clips
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.plan import Cause
@@ -171,6 +172,7 @@ def export_onnx(
             if integer_weights is None:
                 integer_weights = _backend_of(converted).integer_weights
             exported = _finish(exported, chosen, exporter, integer_weights)
+            repeat_pairs(exported, _backend_of(converted).repeated_pairs)
         old = weights_of(Path(path))
         file, weights = save(exported, Path(folder), free_name(Path(path), old))
         check_file(file, chosen)

@@ -45,7 +45,7 @@ def _bound(clip: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any]":
 
 
 def constant_input(node: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any] | None":
-    """Return an input of a node; None for an absent one and for one that is computed."""
+    """Return the value of a node's input; None if the node does not have it, or if it is computed."""
     import onnx_ir
 
     value = node.inputs[index] if len(node.inputs) > index else None

@@ -1,8 +1,23 @@
 """Graphs of models: capture traces a model, placement decides on quantizers, and passes change the graph."""
 
+from qtoolkit.graph.block_calls import BlockCall, Foreign, Value
 from qtoolkit.graph.capture.tracer import ModelTracer
-from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, restore_graph_module, update_ranges
+from qtoolkit.graph.graph_module import (
+    Method,
+    QuantizedGraphModule,
+    QuantizedSequential,
+    restore_graph_module,
+    update_ranges,
+)
 from qtoolkit.graph.plan import Cause, Edge, Plan, Status, Tracing, Verdict
+from qtoolkit.graph.traced_blocks import (
+    ClassReference,
+    TracedBlock,
+    TracedModuleDict,
+    TracedModuleList,
+    TracedSequential,
+    restore_block,
+)
 from qtoolkit.op_kinds.facts import NodeFacts
 from qtoolkit.op_kinds.recorded import (
     TrainingMode,
@@ -16,24 +31,36 @@ from qtoolkit.op_kinds.recorded import (
 from qtoolkit.public import publish
 
 __all__ = [
+    "BlockCall",
     "Cause",
+    "ClassReference",
     "Edge",
+    "Foreign",
     "Method",
     "ModelTracer",
     "NodeFacts",
     "Plan",
     "QuantizedGraphModule",
+    "QuantizedSequential",
     "Status",
+    "TracedBlock",
+    "TracedModuleDict",
+    "TracedModuleList",
+    "TracedSequential",
     "Tracing",
     "TrainingMode",
+    "Value",
     "Verdict",
     "call_scripted",
     "check_none",
     "check_size",
     "items_of",
     "length_of",
+    "restore_block",
     "restore_graph_module",
     "set_item",
 ]
 publish(__name__, Cause, Edge, Method, ModelTracer, NodeFacts, Plan, QuantizedGraphModule, Status, Tracing, Verdict)
-publish(__name__, restore_graph_module, update_ranges)
+publish(__name__, QuantizedSequential, restore_graph_module, update_ranges)
+publish(__name__, BlockCall, Foreign, Value)
+publish(__name__, ClassReference, TracedBlock, TracedModuleDict, TracedModuleList, TracedSequential, restore_block)

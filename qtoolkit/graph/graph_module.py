@@ -3,19 +3,23 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
+from qtoolkit.graph.block_calls import BlockCall
+from qtoolkit.graph.block_code import compile_blocks
 from qtoolkit.graph.plan import Plan
-from qtoolkit.graph.traced_blocks import check_replaced, make_traced
+from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.module import reset_after_loading
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
+from qtoolkit.op_kinds.recorded import TrainingMode
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.weights import is_stale
 from qtoolkit.shared_modules import names_by_module
@@ -53,11 +57,13 @@ class QuantizedGraphModule(fx.GraphModule):
         plan: The decisions of prepare; None until they are made.
         kept: Values of the attributes that copies keep, by dotted name.
         aliases: All names of each shared submodule, by each of its names.
+        calls: The calls of the model's blocks, as tracing saw them; none where blocks do not run.
     """
 
     plan: Plan | None
     kept: dict[str, Any]
     aliases: dict[str, tuple[str, ...]]
+    calls: tuple[BlockCall, ...]
 
     @classmethod
     def of(
@@ -67,11 +73,13 @@ class QuantizedGraphModule(fx.GraphModule):
         name: str,
         plan: Plan | None = None,
         kept: Mapping[str, Any] | None = None,
+        calls: tuple[BlockCall, ...] = (),
     ) -> Self:
         """Return one for a module and a graph that uses its submodules, parameters and buffers."""
         result = cls(root, graph, name)
         _take_over(result, root)
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
+        result.divide(calls)
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
         result.register_load_state_dict_post_hook(update_ranges)  # type: ignore[no-untyped-call]
@@ -81,17 +89,35 @@ class QuantizedGraphModule(fx.GraphModule):
         check_replaced(self, name, value)
         super().__setattr__(name, value)
 
+    def recompile(self) -> PythonCode:
+        """Compile the graph, and the parts of it that the blocks run."""
+        code = super().recompile()
+        self.divide(vars(self).get("calls", ()))
+        return code
+
+    def divide(self, calls: tuple[BlockCall, ...]) -> None:
+        """Let the blocks of these calls run their parts of the graph, where the graph allows it."""
+        self.calls = calls
+        forward = compile_blocks(self, calls) if calls else None
+        if forward is not None:
+            type(self).forward = forward  # each instance has a class of its own
+
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
         """Replace a submodule under each of its names, so that it stays shared."""
-        for name in self.aliases.get(target, (target,)):
+        for name in self._names_of(target):
             super().set_submodule(name, module, strict)
 
     def delete_submodule(self, target: str) -> bool:
         """Delete a submodule under each of its names."""
         deleted = True
-        for name in self.aliases.get(target, (target,)):
+        for name in self._names_of(target):
             deleted = super().delete_submodule(name) and deleted
         return deleted
+
+    def _names_of(self, target: str) -> list[str]:
+        """Return all names of a submodule, with those of wrappers around blocks."""
+        name = name_in_graph(self, target)
+        return [real_name(self, each) for each in self.aliases.get(name, (name,))]
 
     def keep(self, name: str, value: Any) -> None:
         """Set an attribute, by dotted name, that copies and pickles keep."""
@@ -168,13 +194,40 @@ class QuantizedGraphModule(fx.GraphModule):
         result.plan, result.aliases = self.plan, self.aliases
         result.kept = copy.deepcopy(self.kept, memo)
         result.set_kept()
+        result.divide(self.calls)
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
         # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
         facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
-        return restore_graph_module, (rebuild, arguments, type(self).__name__, self.plan, self.kept, facts)
+        kind = next(kind for kind in (QuantizedSequential, QuantizedGraphModule) if isinstance(self, kind))
+        own = type(self).__name__, self.plan, self.kept, facts, self.calls, kind
+        return restore_graph_module, (rebuild, arguments, *own)
+
+
+class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
+    """The QuantizedGraphModule of a Sequential: its layers can be read by index, `len` and iteration."""
+
+    append = extend = insert = pop = __delitem__ = __iadd__ = __imul__ = refuse_change
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._layers())
+
+    def __len__(self) -> int:
+        return len(self._layers())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layers()[index]
+
+    def _layers(self) -> TracedSequential:
+        """Return the layers, without what prepare has added: bare modules that hold quantizers, and a mode."""
+        children = self._modules.items()
+        return TracedSequential.of_layers(
+            (name, child)
+            for name, child in children
+            if child is not None and type(child) not in (nn.Module, TrainingMode)
+        )
 
 
 def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
@@ -194,13 +247,14 @@ def restore_graph_module(
     plan: Plan | None,
     kept: Mapping[str, Any],
     facts: Mapping[str, NodeFacts],
+    calls: tuple[BlockCall, ...],
+    kind: type[QuantizedGraphModule],
 ) -> QuantizedGraphModule:
     """Return a pickled QuantizedGraphModule, by the function of torch.fx that rebuilds a GraphModule from its attributes."""
     gm = rebuild(*arguments)
     for node in gm.graph.nodes:
-        if node.name in facts:
-            set_facts(node, **vars(facts[node.name]))
-    return QuantizedGraphModule.of(_bare(arguments[0]), gm.graph, name, plan, kept)
+        set_facts(node, **vars(facts.get(node.name, NodeFacts())))
+    return kind.of(_bare(arguments[0]), gm.graph, name, plan, kept, calls)
 
 
 def _bare(state: Mapping[str, Any]) -> nn.Module:
@@ -211,12 +265,16 @@ def _bare(state: Mapping[str, Any]) -> nn.Module:
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    shared = (names for names in names_by_module(model).values() if len(names) > 1)
-    return {name: tuple(names) for names in shared for name in names}
+    shared = (
+        tuple(name_in_graph(model, name) for name in names)
+        for names in names_by_module(model).values()
+        if len(names) > 1
+    )
+    return {name: names for names in shared for name in names}
 
 
 def _take_over(target: nn.Module, source: nn.Module) -> None:
-    """Add to a module the submodules, parameters and buffers that only another one has, and set its mode."""
+    """Give a module the submodules of another one, add the parameters and buffers that it does not have, and set its mode."""
     target.training = source.training
     for name, parameter in source.named_parameters(recurse=False, remove_duplicate=False):
         if name not in target._parameters:
@@ -226,16 +284,8 @@ def _take_over(target: nn.Module, source: nn.Module) -> None:
         # A constant of the graph is a buffer too, so that it moves with the module; no checkpoint has it.
         kept = name in known and name not in source._non_persistent_buffers_set
         target.register_buffer(name, buffer, persistent=kept)
-    for name, child in source._modules.items():
-        own = target._modules.get(name)
-        if own is None:
-            target.register_module(name, child)
-        elif own is not child and child is not None:
-            make_traced(own, child)
-            _take_over(own, child)
-    in_order = {name: target._modules[name] for name in (*source._modules, *target._modules)}
     target._modules.clear()
-    target._modules.update(in_order)
+    target._modules.update(source._modules)
 
 
 def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:

@@ -81,7 +81,9 @@ def _inside_a_unit(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     if not is_quantizer(node) or len(node.users) != 1:
         return
     source, user = node.all_input_nodes[0], next(iter(node.users))
-    joins = kind_of(user).activation or kind_of(user).name == "batch_norm"
+    layer = origin(source) or source
+    joined = kind_of(user).activation and backend.joins(kind_of(layer), kind_of(user))
+    joins = joined or kind_of(user).name == "batch_norm"
     if joins and len(source.users) == 1 and (kind_of(source).layer or kind_of(source).name == "batch_norm"):
         yield Finding(
             name_of(node),
@@ -115,7 +117,7 @@ def _concat(node: fx.Node, backend: Backend) -> Iterator[Finding]:
     if backend.role(kind_of(node)) != "concat":
         return
     behind = [quantizer_behind(source, backend) for source in tensor_inputs(node)]
-    if any(behind) and len({q and q.target for q in behind}) > 1:
+    if any(behind) and len({q and q.target for q in behind}) > 1 and _is_taken_by_codes(node, backend):
         yield Finding(
             name_of(node),
             "the inputs of a concat have different scales, so that the target requantizes them.",
@@ -229,6 +231,19 @@ def _output_is_quantized(node: fx.Node, backend: Backend) -> bool:
             return True
         joins = kind_of(user).activation and source_of(user) is node and len(node.users) == 1
         if joins or backend.role(kind_of(user)) in ("transparent", "concat"):
+            waiting += user.users
+    return False
+
+
+def _is_taken_by_codes(node: fx.Node, backend: Backend) -> bool:
+    """Return whether a quantized op takes an op's output, moved or not."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        role = backend.role(kind_of(user))
+        if is_quantizer(user) or (role in ("compute", "merge") and not has_float_weight(user)):
+            return True
+        if role in ("transparent", "concat"):
             waiting += user.users
     return False
 

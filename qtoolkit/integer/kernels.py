@@ -3,7 +3,7 @@
 A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -101,15 +101,21 @@ class Kernel(nn.Module):
 
 @contextmanager
 def in_float(model: nn.Module) -> Iterator[None]:
-    """Let the ops of a model that have kernels compute in float, for the duration of a `with` block."""
+    """Let a model compute as its float form does, for the duration of a `with` block."""
     kernels = [module for module in model.modules() if isinstance(module, Kernel) and module.enabled]
-    for kernel in kernels:
-        kernel.enabled = False
+    grids = [module for module in model.modules() if isinstance(module, Grid) and module.reciprocal]
+    _set(kernels, grids, False)
     try:
         yield
     finally:
-        for kernel in kernels:
-            kernel.enabled = True
+        _set(kernels, grids, True)
+
+
+def _set(kernels: Iterable[Kernel], grids: Iterable[Grid], on: bool) -> None:
+    for kernel in kernels:
+        kernel.enabled = on
+    for grid in grids:
+        grid.reciprocal = on
 
 
 class LayerKernel(Kernel):
@@ -121,18 +127,21 @@ class LayerKernel(Kernel):
         output: The quantizer of its output, or None.
 
     Attributes:
+        TO_FLOAT: Whether it returns floats, which the quantizer of the output, if there is one, quantizes.
         codes: The codes of the weight minus the code of zero, float32.
         steps: The steps of the sums, shaped to broadcast over an output.
         bias: The codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the
             sums; None without a bias.
     """
 
+    TO_FLOAT: ClassVar[bool] = False
+
     codes: Tensor
     steps: Tensor
     bias: Tensor | None
 
     def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None) -> None:
-        super().__init__([source], output)
+        super().__init__([source], None if self.TO_FLOAT else output)
         self._layer = (layer,)
         self.refresh()
 

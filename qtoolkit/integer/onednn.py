@@ -1,7 +1,7 @@
 """torch's int8 convolutions and matrix products on the CPU, which its compiler uses for quantized models on x86.
 
-They are private to torch. `int8_sums` returns None where they are missing, or where a trial shows that their sums are not exact,
-as on processors without VNNI, whose int8 products saturate; sums are then computed in float32 and float64.
+They are private to torch. `int8_sums` returns None where they are missing, or where a trial shows that their sums are not
+exact, as on processors without VNNI, whose int8 products saturate; sums are then computed in float32 and float64.
 """
 
 import functools

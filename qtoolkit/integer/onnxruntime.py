@@ -18,7 +18,7 @@ from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import module_of
 from qtoolkit.op_kinds.rules import argument
-from qtoolkit.quantizers.bias import gives_sums
+from qtoolkit.quantizers.bias import gives_codes, gives_sums
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -68,7 +68,7 @@ class QGemmToFloat(LayerKernel):
     Source: contrib_ops/cpu/quantization/quant_gemm.cc.
     """
 
-    NAME = "QGemm"
+    NAME, TO_FLOAT = "QGemm", True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output in float."""
@@ -202,8 +202,7 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
         return "the file pads its input by a node of its own"
     if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
         return "its codes have more than 8 bits, or several scales for its input"
-    along_outputs = weight.spec.axis is None or weight.spec.axis % layer.weight.dim() == layer.OUTPUT_AXIS
-    if weight.spec.group_size is not None or not along_outputs:
+    if not layer.scales_along_outputs():
         return "its weight has scales along another dimension than the output channels"
     if weight.zero_point is not None:
         return "its weight has codes of zero other than 0"
@@ -243,11 +242,6 @@ def _average_pool(node: fx.Node) -> type[OpKernel] | str:
         return QLinearGlobalAveragePool
     plain = op in (nn.AvgPool2d, F.avg_pool2d)
     return QLinearAveragePool if plain else "onnxruntime has an integer kernel for two dimensions only"
-
-
-def gives_codes(grid: Grid) -> bool:
-    """Return whether a tensor's codes are integers of at most 8 bits with one scale."""
-    return gives_sums(grid) and grid.spec.axis is None
 
 
 def _same_type(one: Grid, other: Grid) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from qtoolkit.errors import check_known
-from qtoolkit.integer import onnxruntime
+from qtoolkit.integer import onnxruntime, openvino
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
@@ -23,6 +23,7 @@ class Runtime:
         layer_kernel: Returns the kernel of a layer (its input's grid and its output's, or None), or why it runs in float.
         op_kernel: Returns the kernel of another op (its kind, its node, its inputs' grids, its output's, or None), or why it
             runs in float.
+        reciprocal: Whether quantizing multiplies by the reciprocal of the scale, and adds the code of zero before rounding.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Runtime:
     absorbs: tuple[str, ...]
     layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | str]
     op_kernel: Callable[[str, fx.Node, Sequence[Grid], Grid | None], type[OpKernel] | str]
+    reciprocal: bool = False
 
 
 RUNTIMES: Mapping[str, Runtime] = {
@@ -39,6 +41,14 @@ RUNTIMES: Mapping[str, Runtime] = {
         absorbs=onnxruntime.ABSORBS,
         layer_kernel=onnxruntime.layer_kernel,
         op_kernel=onnxruntime.op_kernel,
+    ),
+    "openvino": Runtime(
+        "openvino",
+        carries=openvino.CARRIES,
+        absorbs=(),
+        layer_kernel=openvino.layer_kernel,
+        op_kernel=openvino.op_kernel,
+        reciprocal=True,
     ),
 }
 

@@ -144,11 +144,17 @@ class QuantWeighted(QuantModule):
         weight = self.weight_quantizer
         if not self._sums_over or weight is None or not (gives_sums(self._sums_over[0]) and gives_sums(weight)):
             return None
-        spec, (source,) = weight.spec, self._sums_over
-        along_outputs = spec.axis is None or spec.axis % self.weight.dim() == self.OUTPUT_AXIS
-        if not along_outputs or spec.group_size is not None or source.spec.axis is not None:
+        (source,) = self._sums_over
+        if not self.scales_along_outputs() or source.spec.axis is not None:
             return None
         return bias_scale(source.scale, weight.scale)  # type: ignore[arg-type]  # tensors of both kinds of quantizers
+
+    def scales_along_outputs(self) -> bool:
+        """Return whether the weight has one scale, or one per output channel."""
+        spec = None if self.weight_quantizer is None else self.weight_quantizer.spec
+        if spec is None or spec.group_size is not None:
+            return False
+        return spec.axis is None or spec.axis % self.weight.dim() == self.OUTPUT_AXIS
 
     def fit_bias(self) -> int:
         """Enlarge the scales of a converted layer's weight where the bias does not fit in int32; return how many."""

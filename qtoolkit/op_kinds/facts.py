@@ -1,6 +1,7 @@
 """Facts that tracing finds out about a graph node, in the node's meta."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -14,10 +15,15 @@ class NodeFacts:
     Attributes:
         is_number: The node returned a number, or several, and no tensor.
         assigns_in_place: The node comes from an augmented assignment such as `+=`, which torch.fx records as `+`.
+        call: The index of the call of a block, among those that tracing saw, that made the node. None for a node that was put
+            in later.
+        replaces: Names of nodes that this one has replaced.
     """
 
     is_number: bool = False
     assigns_in_place: bool = False
+    call: int | None = None
+    replaces: tuple[str, ...] = ()
 
 
 def facts_of(node: fx.Node) -> NodeFacts:
@@ -26,6 +32,15 @@ def facts_of(node: fx.Node) -> NodeFacts:
     return facts
 
 
-def set_facts(node: fx.Node, **facts: bool) -> None:
+def set_facts(node: fx.Node, **facts: Any) -> None:
     """Set facts about a node, by the names of `NodeFacts`. Copies and pickles of a QuantizedGraphModule keep them."""
     node.meta[KEY] = replace(facts_of(node), **facts)
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Let the users of a node take another one, and erase it. The new one keeps the place of the old one in the model."""
+    known, facts = facts_of(new), facts_of(old)
+    call = facts.call if known.call is None else known.call
+    set_facts(new, call=call, replaces=(*known.replaces, *facts.replaces, old.name))
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)

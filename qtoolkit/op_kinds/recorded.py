@@ -43,6 +43,15 @@ def check_none(value: Any, message: str) -> None:
         )
 
 
+def check_argument(value: Any, expected: Any, name: str) -> None:
+    """Raise ValueError if an argument of a block is another one than the model gives it."""
+    if type(value) is not type(expected) or value != expected:
+        raise ValueError(
+            f"argument {name!r} of this block must be {expected!r}, as when the model was prepared, which fixed it; got "
+            f"{value!r}."
+        )
+
+
 def call_scripted(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a function compiled by torch.jit.script, by its module and name: the function itself cannot be pickled."""
     return getattr(import_module(module), name)(*args, **kwargs)

@@ -39,6 +39,11 @@ def codes_of(bias: Tensor, steps: Tensor) -> Tensor:
     return ops.quantize(bias, steps, None, -LARGEST_CODE, LARGEST_CODE, _axis(steps), 1, 0, torch.int32)
 
 
+def gives_codes(quantizer: Quantizer) -> bool:
+    """Return whether a quantizer gives codes of at most 8 bits with one scale."""
+    return gives_sums(quantizer) and quantizer.spec.axis is None
+
+
 def enlarged(weight_scale: Tensor, input_scale: Tensor, bias: Tensor) -> Tensor:
     """Return a weight's scales, as much larger as the codes of a bias need to stay within LARGEST_CODE.
 

@@ -53,6 +53,8 @@ class Grid(Quantizer):
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
+        reciprocal: Whether it multiplies by the reciprocal of its one scale, and adds the code of zero before it rounds, as
+            OpenVINO does.
 
     Raises:
         ValueError: A scale is zero, negative, NaN or infinite.
@@ -65,6 +67,7 @@ class Grid(Quantizer):
 
     scale: Tensor
     zero_point: Tensor | None
+    reciprocal: bool = False
     _computed_by: tuple[Any, ...] = ()
 
     def __init__(
@@ -87,7 +90,14 @@ class Grid(Quantizer):
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
         if not self.quantizing or (self._computed_by and self._computed_by[0].active):
             return x
+        if self.reciprocal:
+            return self._values_by_reciprocal(x)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
+
+    def _values_by_reciprocal(self, x: Tensor) -> Tensor:
+        zero_point = 0.0 if self.zero_point is None else self.zero_point
+        codes = torch.round(x * (1 / self.scale) + zero_point).clamp(self.spec.qmin, self.spec.qmax)
+        return (codes - zero_point) * self.scale
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""

@@ -19,7 +19,7 @@ X = torch.linspace(-1, 1, 2 * 3 * 12 * 12).reshape(2, 3, 12, 12).roll(7, 3)
 
 
 class Block(nn.Module):
-    """Convolutions, a residual add, a pool, a float softmax and a linear layer, without biases."""
+    """Convolutions, a residual add, a pool, a float tanh and a linear layer, without biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first(x))
-        return self.fc(torch.softmax(self.pool(self.third(self.second(x) + x)).flatten(1), 1))
+        return self.fc(torch.tanh(self.pool(self.third(self.second(x) + x)).flatten(1)))
 
 
 def exact_net(model: nn.Module, signed: bool, x: Tensor = X) -> nn.Module:
@@ -59,8 +59,10 @@ def test_every_code_is_compared(tmp_path, signed: bool, optimized: bool) -> None
     found.check()
     codes = found.runtimes["onnxruntime"]
     assert codes.not_compared == ()
-    assert list(codes.by_quantizer) == [f"activation_quantizers.{n}" for n in ("x", "relu", "second", "add", "softmax")]
-    sizes = (X.numel(), 2 * 8 * 100, 2 * 8 * 100, 2 * 8 * 100, 2 * 200)
+    assert list(codes.by_quantizer) == [
+        f"activation_quantizers.{n}" for n in ("x", "relu", "second", "add", "third", "tanh")
+    ]
+    sizes = (X.numel(), 2 * 8 * 100, 2 * 8 * 100, 2 * 8 * 100, 2 * 8 * 100, 2 * 200)
     *others, behind_float = codes.by_quantizer.values()
     assert others == [CodeCount(size) for size in sizes[:-1]]
     assert behind_float.compared == sizes[-1]
@@ -68,7 +70,7 @@ def test_every_code_is_compared(tmp_path, signed: bool, optimized: bool) -> None
     integer = {(layer.name, layer.kernel) for layer in codes.integer_layers}
     if optimized and not signed:
         assert {("first", "QLinearConv"), ("second", "QLinearConv"), ("node_add", "QLinearAdd")} <= integer
-        assert [layer.name for layer in codes.float_layers] == ["third", "node_max_pool2d", "node_softmax"]
+        assert [layer.name for layer in codes.float_layers] == ["node_tanh"]
     if not optimized:
         assert integer == set()
         assert {"first", "second", "fc"} <= {layer.name for layer in codes.float_layers}
@@ -151,7 +153,7 @@ def test_the_type_of_float_ops_is_named_where_it_is_narrower(tmp_path) -> None:
     ]
     narrow = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT") == openvino.Type.bf16
     assert ("float ops in bf16" in codes.runtime) == narrow
-    assert "node_softmax" in [layer.name for layer in codes.float_layers]
+    assert codes.float_layers
 
 
 def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:

@@ -1,11 +1,10 @@
-"""The blocks of a prepared model can be read as before; what would have no effect on them is refused."""
+"""The blocks of a prepared model can be read as before; what would have no effect on one is refused."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -13,7 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import qtoolkit as qt
-from qtoolkit.graph.traced_blocks import TracedBlock
+from qtoolkit.graph import TracedBlock
+from tests.blocks import one_process
 
 
 class Block(nn.Module):
@@ -66,45 +66,156 @@ def test_containers_keep_their_kinds_and_orders(training: bool, measured: bool) 
     assert [name for name, _ in prepared.named_parameters()] == kept
 
 
-def test_a_block_cannot_be_called() -> None:
-    prepared = qt.prepare(Stages())
-    for name, kind in (("stem", "Sequential"), ("blocks.0", "Block")):
-        with pytest.raises(
-            RuntimeError, match=rf"a {kind} of a prepared model cannot be called on its own.*prepare\(\.\.\., skip="
-        ):
-            prepared.get_submodule(name)(X)
+class Twice(nn.Module):
+    """A block that is called twice, a list that is never called, and a layer whose weight alone is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.layers = Block(), nn.ModuleList([nn.Conv2d(4, 4, 1)])
+        self.table = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.block(self.block(x))) @ self.table.weight
+
+
+WHY = {
+    "block": ("Block", "the model calls it 2 times"),
+    "layers": ("ModuleList", "its forward is not called as one part"),
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_a_block_without_a_part_of_its_own_cannot_be_called(name: str) -> None:
+    kind, why = WHY[name]
+    with pytest.raises(
+        RuntimeError, match=rf"a {kind} of a .* cannot be called on its own: {why}.*prepare\(\.\.\., skip="
+    ):
+        qt.prepare(Twice()).get_submodule(name)(X)
 
 
 @pytest.mark.parametrize(
     "register", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook"]
 )
-def test_a_block_takes_no_hooks(register: str) -> None:
-    prepared = qt.prepare(Stages())
-    with pytest.raises(RuntimeError, match="a Block of a prepared model cannot be given hooks"):
-        getattr(prepared.blocks[0], f"register_{register}")(lambda *args: None)
-    getattr(prepared.blocks[0].conv, f"register_{register}")(lambda *args: None)
+def test_such_a_block_takes_no_hooks(register: str) -> None:
+    prepared = qt.prepare(Twice())
+    with pytest.raises(RuntimeError, match="a Block of a prepared model cannot be given hooks.*: the model calls it 2"):
+        getattr(prepared.block, f"register_{register}")(lambda *args: None)
+    getattr(prepared.block.conv, f"register_{register}")(lambda *args: None)
 
 
-def test_a_block_cannot_be_wrapped() -> None:
-    prepared = qt.prepare(Stages())
-    with pytest.raises(RuntimeError, match="replaced or wrapped, here '0' by a CheckpointWrapper"):
-        apply_activation_checkpointing(prepared, check_fn=lambda module: type(module) is TracedBlock)
-    with pytest.raises(RuntimeError, match="replaced or wrapped, here 'stem' by a Sequential"):
-        prepared.stem = nn.Sequential(nn.Identity())
-    with pytest.raises(RuntimeError, match="replaced or wrapped, here '1' by a CheckpointWrapper"):
-        prepared.blocks[1] = checkpoint_wrapper(prepared.blocks[1])
-
-
-def test_a_block_cannot_be_sharded_alone() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+def test_such_a_block_cannot_be_wrapped_or_sharded() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match="a Block of a prepared model cannot be given hooks, as sharding"):
-            fully_shard(qt.prepare(Stages()).blocks[0], mesh=init_device_mesh("cpu", (1,)))
-    finally:
-        dist.destroy_process_group()
+    prepared = qt.prepare(Twice())
+    with pytest.raises(RuntimeError, match="replaced or wrapped, here 'block' by a CheckpointWrapper: the model calls"):
+        apply_activation_checkpointing(prepared, check_fn=lambda module: isinstance(module, Block))
+    with one_process() as mesh, pytest.raises(RuntimeError, match="cannot be given hooks, as sharding"):
+        fully_shard(prepared.block, mesh=mesh)
+
+
+def test_a_block_is_replaced_by_a_wrapper_only() -> None:
+    prepared = qt.prepare(Stages())
+    with pytest.raises(
+        RuntimeError, match="replaced or wrapped, here 'stem' by a Sequential: the graph calls the layers"
+    ):
+        prepared.stem = nn.Sequential(nn.Identity())
+    prepared.blocks[1] = checkpoint_wrapper(prepared.blocks[1])
+    assert prepared.blocks[1].conv is prepared.get_submodule("blocks.1.conv")
+
+
+# ---- classes
+
+
+class Named(Block):
+    """A class with what would break a module that holds layers alone."""
+
+    kinds = ("named",)
+    subclasses = modes = 0
+
+    def __init_subclass__(cls) -> None:
+        Named.subclasses += 1
+
+    def __getattr__(self, name: str) -> object:
+        return self.lost if name == "hidden" else super().__getattr__(name)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        Named.modes += 1
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return str(self.hidden)
+
+    @property
+    def channels(self) -> int:
+        return self.conv.out_channels
+
+    @property
+    def lost(self) -> object:
+        return self.hidden
+
+    def twice(self) -> int:
+        return 2 * self.channels
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Named":
+        result = Named.__new__(Named)
+        result.__setstate__(copy.deepcopy(vars(self), memo))
+        return result
+
+
+class Weight(nn.Conv2d):
+    """A layer with a forward of its own, which is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, self.weight * 2, self.bias)
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), qt.convert],
+    ids=["prepared", "copy", "pickle", "converted"],
+)  # fmt: skip
+def test_a_block_is_of_its_class(copied) -> None:
+    model = nn.Sequential(Named(), Weight(4, 4, 1), nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 8))
+    prepared = qt.prepare(model, (X,), preserve_attributes=["0.channels"])
+    qt.calibrate(prepared, [X], progress=False)
+    Named.modes = 0
+    named, weight, _, layer = copied(prepared)
+    assert isinstance(named, Block)
+    assert isinstance(named, TracedBlock)
+    assert isinstance(layer, nn.TransformerEncoderLayer)
+    assert type(named).__name__ == "Named"
+    assert (named.kinds, named.channels, named.twice(), Named.subclasses) == (("named",), 4, 8, 0)
+    assert not isinstance(weight, nn.Conv2d), "code that looks for layers must not find it"
+    assert "Named(" in repr(named)
+    assert (named.train(), Named.modes) == (named, 0), "the methods of nn.Module are torch's"
+
+
+def test_pickles_load_without_the_class() -> None:
+    class Local(Block):
+        pass
+
+    prepared = qt.prepare(nn.Sequential(Local()).eval(), (X,))
+    qt.calibrate(prepared, [X], progress=False)
+    loaded = pickle.loads(pickle.dumps(prepared))
+    assert (type(loaded[0]).__name__, loaded[0].block_type) == ("TracedBlock", "Local")
+    assert torch.equal(loaded[0](X), prepared(X))
+    assert type(copy.deepcopy(prepared)[0]).__name__ == "Local"
+
+
+def test_a_sequential_model_is_read_by_index() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Sequential(Block()), nn.ReLU())
+    prepared = qt.prepare(model, (X,))
+    qt.calibrate(prepared, [X], progress=False)
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), qt.convert(prepared)):
+        assert isinstance(ours, nn.Sequential)
+        assert len(ours) == 4
+        assert [ours[-1], ours[2][0]] == [ours.get_submodule("3"), ours.get_submodule("2.0")]
+        assert list(ours) == [*ours[:2], *ours[2:]]
+    with pytest.raises(
+        RuntimeError, match="a Sequential .* called on its own: the quantizers between its layers are not in"
+    ):
+        prepared[:2](X)
+    with pytest.raises(TypeError, match="no len"):
+        len(qt.prepare(Stages()))
 
 
 def test_the_remedy_works() -> None:
@@ -125,6 +236,17 @@ def test_layers_can_be_replaced() -> None:
     model.blocks[0].relu = prepared.blocks[0].relu = nn.Tanh()
     nets_equal = [torch.allclose(a, b, atol=1e-5) for a, b in zip(off(prepared), model(X), strict=True)]
     assert nets_equal == [True, True]
+
+
+def test_no_layer_is_added_or_removed() -> None:
+    prepared, sequential = qt.prepare(Stages()), qt.prepare(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()))
+    for container in (prepared.stem, prepared.blocks, sequential):
+        with pytest.raises(RuntimeError, match="no layer can be added to a .* of a prepared model"):
+            container.append(nn.ReLU())
+        with pytest.raises(RuntimeError, match="or removed from it: its graph would not change"):
+            del container[0]
+    with pytest.raises(RuntimeError, match="a ModuleDict of a prepared model"):
+        prepared.heads.pop("a")
 
 
 def off(model: nn.Module) -> tuple[Tensor, ...]:

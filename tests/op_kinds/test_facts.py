@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.graph.block_calls import ROOT
 from qtoolkit.graph.capture import trace
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from tests.nets import linear_of
@@ -33,8 +34,8 @@ def facts_in(graph: fx.Graph) -> dict[str, NodeFacts]:
 def test_copies_keep_the_facts(again) -> None:
     traced = trace.run(Counts(), example_inputs=(torch.rand(2, 4), 2.0))
     facts = facts_in(traced.graph)
-    assert facts["scale"] == NodeFacts(is_number=True)
-    assert facts["add"] == NodeFacts(assigns_in_place=True)
+    assert facts["scale"] == NodeFacts(is_number=True, call=ROOT)
+    assert facts["add"] == NodeFacts(assigns_in_place=True, call=ROOT)
     assert facts_in(again(traced).graph) == facts
 
 

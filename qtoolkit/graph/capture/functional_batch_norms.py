@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from qtoolkit.nn.batch_norm import BATCH_NORMS
 from qtoolkit.nn.module import shallow_copy_as
+from qtoolkit.op_kinds.facts import replace_node
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.shared_modules import replace_everywhere
 
@@ -71,9 +72,8 @@ def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
     graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_module(name, (source,))
-    node.replace_all_uses_with(new)
     tensors = node.all_input_nodes[1:]
-    graph.erase_node(node)
+    replace_node(node, new)
     for unused in (tensor for tensor in tensors if not tensor.users):
         graph.erase_node(unused)
     _erase_dimension_checks(source)

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.graph.capture.functions import Patch
 from qtoolkit.graph.capture.in_place import changed_by
 from qtoolkit.graph.capture.shapes import UNKNOWN, is_plain
+from qtoolkit.op_kinds.facts import facts_of, set_facts
 
 LOST = "which a graph does not record"
 FUNCTION = f"a torch.autograd.Function is called here, {LOST}."
@@ -101,5 +102,6 @@ def _detach(node: fx.Node, users: Collection[fx.Node], value: Any) -> None:
         )
     with node.graph.inserting_after(node):
         detached = node.graph.call_method("detach", (node,))
+    set_facts(detached, call=facts_of(node).call)
     for user in users:
         user.replace_input_with(node, detached)

@@ -8,8 +8,10 @@ from typing import Any
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, unknown
+from qtoolkit.graph.block_calls import calls_with_nodes
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture import in_place, subclasses, torch_modes
+from qtoolkit.graph.capture.blocks import with_traced_blocks
 from qtoolkit.graph.capture.checks import check_assigned, check_hooks
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
@@ -17,13 +19,15 @@ from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
-from qtoolkit.graph.graph_module import Method, QuantizedGraphModule
+from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, QuantizedSequential
 from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
 
 # The key in the metadata of a traced model for the submodules whose branch of eval mode the graph has, in training mode too.
 EVAL_BRANCHES = "eval_branches"
+# The key for the calls of its blocks.
+CALLS = "calls"
 # Names of torch's classes that wrap or compile a model, and what to do instead.
 WRAPPERS: Mapping[str, str] = {
     "DistributedDataParallel": "prepare model.module first, then wrap the result",
@@ -98,7 +102,11 @@ def run(
     norms.run(model, graph, tracer.modes)
     add_modes(model, graph, tracer.modes)
     subclasses.run(model, graph, tuple(leaf_modules))
-    traced = QuantizedGraphModule.of(model, graph, type(model).__name__)
+    calls = tuple(tracer.blocks.calls)
+    root = with_traced_blocks(model, graph, [calls[i].block for i in calls_with_nodes(graph, calls)])
+    kind = QuantizedSequential if isinstance(model, nn.Sequential) else QuantizedGraphModule
+    traced = kind.of(root, graph, type(model).__name__)
+    traced.meta[CALLS] = calls
     traced.meta[EVAL_BRANCHES] = () if model.training else branches
     for name, value in kept.items():
         traced.keep(name, value)
@@ -108,8 +116,8 @@ def run(
 def _warn_of_checkpoint(model: nn.Module) -> None:
     warnings.warn(
         f"prepare: {type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
-        f"stores the activations instead of recomputing them. To keep the recomputation, make the submodules that use it leaf "
-        f"modules with `skip`.",
+        f"stores the activations instead of recomputing them. To recompute them, checkpoint blocks of the prepared model, as "
+        f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `skip`.",
         stacklevel=4,  # the caller of prepare
     )
 

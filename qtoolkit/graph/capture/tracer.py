@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from qtoolkit.graph.capture.calls import CallRecorder
 from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
 from qtoolkit.graph.capture.checks import check_hooks
 from qtoolkit.graph.capture.functions import (
@@ -25,6 +26,7 @@ from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.subclasses import equivalent_type
 from qtoolkit.graph.capture.torch_modes import TorchModes
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
+from qtoolkit.graph.traced_blocks import name_in_graph
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import set_facts
@@ -54,11 +56,13 @@ class Checkpoint(NamedTuple):
         last: The last node.
         module_stack: The stack of modules of torch.fx, which does not restore it after an error.
         rebound: The number of proxies that were rebound.
+        calls: The number of calls of blocks.
     """
 
     last: fx.Node
     module_stack: Any
     rebound: int
+    calls: int
 
 
 class ModelTracer(fx.Tracer):
@@ -80,6 +84,7 @@ class ModelTracer(fx.Tracer):
         tensors: Parameters and buffers of the model.
         checkpointed: Whether the forward calls torch.utils.checkpoint.
         without_grad: Nodes made under torch.no_grad.
+        blocks: The calls of submodules that are traced.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -106,6 +111,7 @@ class ModelTracer(fx.Tracer):
         self.branching: dict[nn.Module, None] = {}
         self.rebound: list[tuple[SizedProxy, fx.Node]] = []
         self.inlined: list[fx.Node] = []
+        self.blocks = CallRecorder()
         self.without_grad: list[fx.Node] = []
         self.torch_modes = TorchModes(shapes is not None)
         self.patches = [*recorded_functions(), *self.torch_modes.patches()]
@@ -151,8 +157,10 @@ class ModelTracer(fx.Tracer):
         self.path.append((name, m))
         check_hooks(m)
         before = self._checkpoint()
+        self.blocks.enter(name, m, args, kwargs)
         try:
             result = super().call_module(m, forward, args, kwargs)
+            self.blocks.leave(result)
         except BranchesOnModeError:
             self._roll_back(before)
             result = self.create_proxy("call_module", name, args, kwargs)
@@ -217,13 +225,15 @@ class ModelTracer(fx.Tracer):
         return None
 
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(next(iter(reversed(self.graph.nodes))), self.module_stack.copy(), len(self.rebound))
+        last = next(iter(reversed(self.graph.nodes)))
+        return Checkpoint(last, self.module_stack.copy(), len(self.rebound), len(self.blocks.calls))
 
     def _roll_back(self, to: Checkpoint) -> None:
         self.module_stack = to.module_stack
         for proxy, node in reversed(self.rebound[to.rebound :]):
             proxy.node = node
         del self.rebound[to.rebound :]
+        self.blocks.roll_back(to.calls)
         for node in reversed(list(self.graph.nodes)):
             if node is to.last:
                 break
@@ -268,9 +278,12 @@ class ModelTracer(fx.Tracer):
         if is_op:
             self.torch_modes.check()
         self.checkpointed = self.checkpointed or is_checkpointed()
+        if kind in ("call_module", "get_attr"):
+            target = name_in_graph(self.root, target)
         if kind == "call_function":
             target, args = self._picklable_call(target, args)
         node = super().create_node(kind, target, args, kwargs, *rest, **more)
+        set_facts(node, call=self.blocks.open[-1])
         if self.shapes is not None and kind != "output":
             self.propagating = True
             with patched(self.originals):  # the modules that this code imports keep what they see

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.op_kinds.facts import replace_node
 from qtoolkit.op_kinds.nodes import module_of
 
 Element = type[nn.Module] | Callable[..., Any]
@@ -124,8 +125,8 @@ def _replace(
     gm.add_submodule(target, new)
     with gm.graph.inserting_before(chain[0]):
         node = gm.graph.call_module(target, chain[0].args, chain[0].kwargs)
-    chain[-1].replace_all_uses_with(node)
-    for member in reversed(chain):
+    replace_node(chain[-1], node)
+    for member in reversed(chain[:-1]):
         gm.graph.erase_node(member)
 
 

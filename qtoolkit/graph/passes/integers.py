@@ -17,6 +17,7 @@ from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
 from qtoolkit.op_kinds.rules import argument
+from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.grid_ends import saturates
 
@@ -38,7 +39,7 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
             computed[node.name] = _give_layer(node, grids[0], runtime, calls[str(node.target)])
         else:
             computed[node.name] = _replace_op(gm, node, grids, runtime, holder)
-    _link_outputs(gm, calls)
+    _link_outputs(gm, runtime, calls)
     if gm.plan is not None:
         gm.plan = replace(gm.plan, computed=computed)
     gm.graph.lint()
@@ -46,9 +47,11 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     return gm
 
 
-def _link_outputs(gm: QuantizedGraphModule, calls: Mapping[str, int]) -> None:
-    """Tell the quantizers of kernels' outputs, unless they quantize other tensors too."""
+def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: Mapping[str, int]) -> None:
+    """Tell the quantizers of kernels' outputs, unless they quantize other tensors too; and how the runtime rounds."""
     grids = {module: name for name, module in gm.named_modules() if isinstance(module, Grid)}
+    for grid in grids:
+        grid.reciprocal = runtime.reciprocal and not grid.of_weight and gives_codes(grid)
     for kernel in gm.modules():
         if isinstance(kernel, Kernel) and kernel.output is not None and calls[grids[kernel.output.grid]] == 1:
             kernel.output.grid.computed_by(kernel)
@@ -123,16 +126,16 @@ def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
             low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
             return (last, grid) if saturates(low, high, grid) else (node, None)
         kind = kind_of(user).name
-        if kind == "identity" or kind not in runtime.absorbs:
+        if kind != "identity" and kind not in runtime.absorbs:
             return node, None
         last, bounds = user, [*bounds, _bounds(user, kind)]
     return node, None
 
 
 def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:
-    """Return the bounds of an activation that clips; NaN for one that is computed."""
-    if kind == "relu":
-        return 0.0, math.inf
+    """Return the bounds of an activation that clips, none for an identity; NaN for a bound that is computed."""
+    if kind in ("relu", "identity"):
+        return 0.0 if kind == "relu" else -math.inf, math.inf
     if node.op == "call_module" or "hardtanh" in str(node.target):
         low, high = argument(node, 1, "min_val", -1.0), argument(node, 2, "max_val", 1.0)
     elif "relu6" in str(node.target):

@@ -1,5 +1,6 @@
 """Find layers with a batch norm after them. In training mode the layer takes it over; in eval mode it is folded at once."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
@@ -8,6 +9,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
+from qtoolkit.op_kinds.facts import replace_node
 from qtoolkit.op_kinds.nodes import kind_of, module_of
 
 
@@ -74,8 +76,7 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> QuantWei
         )
     bn, name = module_of(follower), str(follower.target)
     layer.fold_batch_norm(bn)
-    follower.replace_all_uses_with(node)
-    gm.graph.erase_node(follower)
+    replace_node(follower, node)
     if bn._modules:  # an activation inside the batch norm stays
         gm.set_submodule(name, _holder_of(bn))
     elif isinstance(gm.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
@@ -86,6 +87,4 @@ def fold(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node) -> QuantWei
 
 
 def _holder_of(bn: nn.Module) -> nn.Module:
-    holder = nn.Module()
-    holder._modules.update(bn._modules)
-    return holder.train(bn.training)
+    return nn.Sequential(OrderedDict(bn.named_children())).train(bn.training)

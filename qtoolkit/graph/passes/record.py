@@ -69,6 +69,8 @@ def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
         return Verdict(Status.FUSED, Cause.JOINED, f"one op with {name_of(roles.unit[node])}")
     if role == "transparent":
         return Verdict(Status.TRANSPARENT, Cause.MOVES)
+    if roles.is_behind_codes(node):
+        return Verdict.left_float(Cause.TARGET, f"a {kind}, which {roles.backend.name} computes in float")
     return _verdict_by_inputs(node, roles) if role in QUANTIZED_ROLES else _verdict_on_float(node, roles)
 
 

@@ -22,6 +22,7 @@ from qtoolkit.op_kinds.nodes import (
     tensor_inputs,
 )
 from qtoolkit.op_kinds.rules import argument, written_out
+from qtoolkit.op_kinds.table import OpKind
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ class _Collector:
             if not quantizes_its_input(node):
                 self._take_inputs(node, qconfig.activation)
         if self.backend.quantize_outputs:
-            self._take_users(node, qconfig.activation)
+            self._take_users(node, qconfig.activation, "computes in integers throughout")
+        elif kind_of(node).name in self.backend.needs_quantized_output and not self._is_returned(node):
+            self._take_users(node, qconfig.activation, "computes it in integers only with a quantized output")
 
     def take_weights(self, node: fx.Node) -> None:
         """Collect the weights of an op called as a function; they are quantized with or without its other inputs."""
@@ -189,15 +192,20 @@ class _Collector:
         return self._without_quantized_output(node)
 
     def _without_quantized_output(self, node: fx.Node) -> Verdict | None:
-        kind = kind_of(node)
-        exempt = kind.multiplies or (kind.name == "add" and self.backend.residual_add == "both")
-        if not self.backend.integers_in_and_out or exempt:
+        if not self._needs_quantized_output(kind_of(node)):
             return None
         if self.roles.last_in_unit(node) in self.on_grid or fuses(node, self.roles):
             return None
         name = self.backend.name
         why = f"its output is taken in float, and {name} computes it in integers only between two quantized tensors"
         return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, why)
+
+    def _needs_quantized_output(self, kind: OpKind) -> bool:
+        """Return whether an op of a kind is float where its output is."""
+        if kind.name in self.backend.needs_quantized_output:
+            return not kind.multiplies
+        exempt = kind.multiplies or (kind.name == "add" and self.backend.residual_add == "both")
+        return self.backend.integers_in_and_out and not exempt
 
     def _take_inputs(self, node: fx.Node, spec: QuantSpec) -> None:
         free, weights = free_branch(node, self.roles), self.roles.weights_of(node)
@@ -212,13 +220,23 @@ class _Collector:
         words = "computes on" if self.roles[node] == "compute" else "merges"
         return f"{kind_of(node)} {words} quantized inputs"
 
-    def _take_users(self, node: fx.Node, spec: QuantSpec) -> None:
-        last = self.roles.last_in_unit(node)
-        why = f"output of {name_of(node)}: {self.backend.name} computes in integers throughout"
-        for output in outputs_of(last):
+    def _take_users(self, node: fx.Node, spec: QuantSpec, how: str) -> None:
+        why = f"output of {name_of(node)}: {self.backend.name} {how}"
+        for output in outputs_of(self.roles.last_in_unit(node)):
             for user in output.users:
-                if user.op != "output" and (output, user) not in self.requests:
+                returned = user.op == "output" and self.backend.quantize_outputs  # see take_outputs
+                if not returned and (output, user) not in self.requests:
                     self.request(output, user, spec, why)
+
+    def _is_returned(self, node: fx.Node) -> bool:
+        """Return whether only the graph's outputs take an op's output, moved or not: they keep their precision."""
+        waiting = [user for output in outputs_of(self.roles.last_in_unit(node)) for user in output.users]
+        while waiting:
+            user = waiting.pop()
+            if user.op != "output" and self.roles[user] != "transparent":
+                return False
+            waiting += user.users
+        return not self.backend.quantize_graph_outputs
 
     def _first_in_unit(self, source: fx.Node) -> fx.Node:
         while (moved := self.roles.moves_from(source)) is not None:

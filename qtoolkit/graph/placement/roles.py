@@ -37,7 +37,13 @@ class Roles:
         if node in self.unit:
             return "activation"
         # An activation outside a unit is an op like others to a target that computes in integers throughout.
-        return "compute" if role == "activation" and self.backend.quantize_outputs else role
+        asks = self.backend.quantize_outputs or self.is_behind_codes(node)
+        return "compute" if role == "activation" and asks else role
+
+    def is_behind_codes(self, node: fx.Node) -> bool:
+        """Return whether an activation is behind an op that needs a quantized output and does not join it."""
+        first = self._head(node) if self._role_of[node] == "activation" else None
+        return first is not None and self._role_of[first] in QUANTIZED_ROLES and not self._joins(first, node)
 
     def rule(self, node: fx.Node) -> Rule:
         """Return the rule that holds for a node."""
@@ -85,9 +91,18 @@ class Roles:
         first = None if source is None else origin(source, ("identity",), quantizers=False, sole_user=True)
         if first is None or self._role_of[first] == "activation":
             return
-        if kind_of(first).layer if is_norm else self._starts_unit(first):
-            head = self.unit.get(first, first)
+        head = self.unit.get(first, first)
+        if kind_of(first).layer if is_norm else self._starts_unit(first) and self._joins(head, node):
             self.unit[node], self._last[head] = head, node
+
+    def _joins(self, first: fx.Node, activation: fx.Node) -> bool:
+        return self.backend.joins(kind_of(first), kind_of(activation))
+
+    def _head(self, activation: fx.Node) -> fx.Node | None:
+        """Return the first op of the unit that an activation takes the output of."""
+        source = source_of(activation)
+        before = None if source is None else origin(source, ("identity",))
+        return None if before is None else self.unit.get(before, before)
 
     def _starts_unit(self, node: fx.Node) -> bool:
         return self._role_of[node] in QUANTIZED_ROLES or kind_of(node).layer or kind_of(node).name == "batch_norm"

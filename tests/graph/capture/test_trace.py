@@ -58,7 +58,7 @@ def test_float_functionals_of_torch_are_traced() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.ops.add(self.fc(x), x)
 
-    prepared = qt.prepare(Residual(), (torch.randn(2, 4),), backend="onnxruntime")
+    prepared = qt.prepare(Residual(), (torch.randn(2, 4),), backend="openvino")
     (line,) = [line for line in qt.quantization_report(prepared).layers if line.kind == "add"]
     assert len(line.inputs) == 2
 

@@ -15,6 +15,7 @@ from qtoolkit.graph.plan import Cause, Status, Verdict
 from tests import nets
 from tests.nn import test_attention
 from tests.op_kinds.test_nodes import Probe, edges
+from tests.targets import with_deconvolutions
 
 ORT = qt.backends["onnxruntime"]
 TRT = qt.backends["tensorrt"]
@@ -97,7 +98,7 @@ def test_one_tensor_has_one_quantizer_for_all_that_take_it() -> None:
             x = torch.exp(x)
             return self.a(x), self.b(x.flatten(1)), self.c(x[:, :4]) + x, torch.exp(x)
 
-    prepared = qt.prepare(Fork(), backend="onnxruntime")
+    prepared = qt.prepare(Fork(), backend="openvino")
     (line,) = (line for line in qt.quantization_report(prepared).tensors if line.source == "exp")
     assert set(line.consumers) == {"a", "flatten", "getitem", "add"}
     assert (
@@ -108,7 +109,7 @@ def test_one_tensor_has_one_quantizer_for_all_that_take_it() -> None:
 # ---- residual adds and rule 6 of TensorRT
 
 
-@pytest.mark.parametrize(("backend", "branches"), [("tensorrt", 1), ("onnxruntime", 2), ("openvino", 2), ("snpe", 2)])
+@pytest.mark.parametrize(("backend", "branches"), [("tensorrt", 1), ("openvino", 2), ("snpe", 2)])
 @pytest.mark.parametrize("downsample", [False, True])
 def test_residual_add(backend: str, branches: int, downsample: bool) -> None:
     plan = qt.prepare(nets.Residual(downsample), backend=backend).plan
@@ -375,7 +376,7 @@ def test_a_rule_for_a_whole_block_does_not_cut_its_units() -> None:
     ],
 )
 def test_a_weight_of_a_function_is_quantized_per_output_channel(op: Any, axis: int, scales: int) -> None:
-    prepared = qt.prepare(Probe(op), backend="onnxruntime")
+    prepared = qt.prepare(Probe(op), backend=with_deconvolutions("onnxruntime"))
     ((name, quantizer),) = ((n, q) for n, q in qt.quantizers_of(prepared).items() if n.startswith("weight_quantizers."))
     assert (quantizer.spec.axis, quantizer.scale.numel()) == (axis, scales)
     assert quantizer.ready
@@ -558,7 +559,7 @@ def test_an_identity_before_an_activation_does_not_part_it_from_its_layer(backen
     assert "activation_quantizers._1" not in qt.quantizers_of(prepared)
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
 def test_a_linear_resize_is_quantized_on_tensorrt_only_between_quantized_tensors(backend: str) -> None:
     resize = lambda m, x, y: F.interpolate(x, scale_factor=2, mode="bilinear")  # noqa: E731
     status = qt.prepare(Probe(resize), backend=backend).plan.status["interpolate"].status

@@ -82,4 +82,4 @@ def test_sums_that_are_no_scores_are_quantized(taken: str) -> None:
             return self.last(torch.softmax(total, -1) * total if taken == "twice" else torch.softmax(total, -1))
 
     example = torch.randn(2, LENGTH, SIZE), torch.randn(2, LENGTH, SIZE)
-    assert status(qt.prepare(Net().eval(), example, "onnxruntime"), "add")[0] == "quantized"
+    assert status(qt.prepare(Net().eval(), example, "openvino"), "add")[0] == "quantized"

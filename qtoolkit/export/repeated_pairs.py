@@ -1,0 +1,57 @@
+"""Q/DQ pairs behind ops that move values, so that a runtime executes these ops on codes."""
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from qtoolkit.export.saturation import constant_input
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+
+def repeat_pairs(model: "onnx_ir.Model", ops: Collection[str]) -> None:
+    """Repeat the pair of a tensor behind ops of these types. No code changes: the values lie on the pair's grid already.
+
+    onnxruntime fuses a concat, a resize or a split only between pairs, and a layer only right behind a DequantizeLinear.
+    """
+    for node in list(model.graph):
+        pair = _pair_of(node.inputs if node.op_type == "Concat" else node.inputs[:1]) if node.op_type in ops else None
+        for output in node.outputs if pair is not None else ():
+            users = list(output.uses())
+            if not output.is_graph_output() and any(user.op_type != "QuantizeLinear" for user, _ in users):
+                last = _insert_pair(model, node, output, pair)
+                for user, index in users:
+                    user.replace_input_with(index, last)
+
+
+def _insert_pair(model: "onnx_ir.Model", node: "onnx_ir.Node", output: "onnx_ir.Value", pair: Any) -> "onnx_ir.Value":
+    import onnx_ir
+
+    quantize = onnx_ir.node("QuantizeLinear", [output, *pair], name=f"{output.name}_quantize")
+    dequantize = onnx_ir.node("DequantizeLinear", [quantize.outputs[0], *pair], name=f"{output.name}_dequantize")
+    for new, like in ((quantize, pair[1]), (dequantize, output)):
+        new.outputs[0].shape = output.shape
+        if like.dtype is not None:  # the TorchScript exporter writes few types
+            new.outputs[0].dtype = like.dtype
+    model.graph.insert_after(node, [quantize, dequantize])
+    return dequantize.outputs[0]
+
+
+def _pair_of(values: "Sequence[onnx_ir.Value | None]") -> Any:
+    """Return the scale and the zero point that all of these tensors have; None if they do not come from such pairs."""
+    pairs = [_constants_of_pair(value) for value in values]
+    first = pairs[0]
+    if first is None or any(pair is None or pair[1:] != first[1:] for pair in pairs):
+        return None
+    return first[0]
+
+
+def _constants_of_pair(value: "onnx_ir.Value | None") -> Any:
+    """Return scale and zero point of the DequantizeLinear that computes a tensor, as values of the graph and as numbers."""
+    maker = None if value is None else value.producer()
+    if maker is None or maker.op_type != "DequantizeLinear" or len(maker.inputs) != 3:
+        return None
+    scale, zero_point = constant_input(maker, 1), constant_input(maker, 2)
+    if scale is None or zero_point is None or scale.size != 1 or zero_point.size != 1:
+        return None
+    return maker.inputs[1:], scale.item(), zero_point.item(), zero_point.dtype

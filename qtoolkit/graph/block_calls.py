@@ -1,0 +1,90 @@
+"""The calls of a model's blocks as tracing saw them: who calls which block, with which arguments, and what it returns."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from qtoolkit.op_kinds.facts import facts_of
+
+# The first call of a traced model is that of the model itself.
+ROOT = 0
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value of a graph node, among the arguments or results of a call.
+
+    Attributes:
+        node: The name of the node at tracing.
+    """
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A value of a type that a graph cannot pass to a block, or get from it.
+
+    Attributes:
+        type_name: The name of the type.
+    """
+
+    type_name: str
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A call of a block. Arguments and results are tuples, lists and dicts of `Value`, plain values and `Foreign`.
+
+    Attributes:
+        block: The dotted name of the block; "" for the model.
+        parent: The index of the call that calls the block.
+        names: Names of the positional arguments.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        result: What the block returns.
+    """
+
+    block: str
+    parent: int = ROOT
+    names: tuple[str, ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    result: Any = None
+
+
+Path = tuple[Any, ...]  # the keys that lead to a value in nested tuples, lists and dicts
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield what nested tuples, lists and dicts contain, each with its path."""
+    if isinstance(tree, tuple | list | dict):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(item, (*path, key))
+    else:
+        yield path, tree
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested tuples, lists and dicts with what a function makes of what they contain."""
+    if isinstance(tree, dict):
+        return type(tree)((key, map_leaves(item, function)) for key, item in tree.items())
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_leaves(item, function) for item in tree)
+    return function(tree)
+
+
+def ancestors(calls: tuple[BlockCall, ...], call: int) -> list[int]:
+    """Return a call and those around it, that of the model first."""
+    path = [call]
+    while path[-1] != ROOT:
+        path.append(calls[path[-1]].parent)
+    return path[::-1]
+
+
+def calls_with_nodes(graph: fx.Graph, calls: tuple[BlockCall, ...]) -> list[int]:
+    """Return the calls that have nodes in a graph, without that of the model."""
+    made = {facts_of(node).call for node in graph.nodes}
+    return sorted({around for call in made if call is not None for around in ancestors(calls, call)} - {ROOT})

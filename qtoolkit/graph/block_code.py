@@ -1,0 +1,290 @@
+"""Compile the graph of a model to code in which each block runs its own part, where the graph allows it.
+
+The graph of the model stays as it is: one list of nodes, which passes, reports and exporters read. Only the code that runs is
+divided. An inserted quantizer runs in the innermost block that has all users of its output.
+"""
+
+import itertools
+import linecache
+import operator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from qtoolkit.graph.block_calls import ROOT, BlockCall, Foreign, Path, Value, ancestors, leaves, map_leaves
+from qtoolkit.graph.traced_blocks import TracedBlock, find_block
+from qtoolkit.op_kinds.facts import facts_of
+from qtoolkit.op_kinds.recorded import check_argument, is_mode
+
+_count = itertools.count()
+
+
+class NoPartError(Exception):
+    """A block has no part of the graph that could run as its forward; the text says why."""
+
+
+@dataclass
+class Part:
+    """A block's part of the graph.
+
+    Attributes:
+        block: The block.
+        call: Its call.
+        args: Its positional arguments, with nodes of the graph.
+        kwargs: Its keyword arguments.
+        result: What it returns.
+    """
+
+    block: TracedBlock
+    call: BlockCall
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+
+
+def compile_blocks(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> Callable[..., Any] | None:
+    """Give each block that can run its part of the graph the code for it; the others get the reason.
+
+    Returns:
+        The forward of the model, which calls the blocks; None if no block can be called.
+    """
+    division = Division(gm, calls)
+    for index, part in division.parts.items():
+        part.block.set_block_code(_compile(division.graph_of(index), part.call.block), gm)
+    return _compile(division.graph_of(ROOT), "") if division.parts else None
+
+
+class Division:
+    """The parts of a graph.
+
+    Args:
+        gm: The model.
+        calls: The calls of its blocks.
+
+    Attributes:
+        free: Nodes that only read something of the model, so that every part can read it for itself.
+        parts: The parts of the blocks that can run them, by the indices of their calls.
+    """
+
+    def __init__(self, gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> None:
+        self.gm, self.calls = gm, calls
+        self.paths = [ancestors(calls, call) for call in range(len(calls))]
+        self.free = {node for node in gm.graph.nodes if node.op == "get_attr" or is_mode(node)}
+        self.nodes = [node for node in gm.graph.nodes if node not in self.free]
+        self.order = {node: place for place, node in enumerate(self.nodes)}
+        self.path_of = self._paths_of_nodes()
+        self.members: dict[int, list[fx.Node]] = {call: [] for call in range(len(calls))}
+        for node in self.nodes:
+            for call in self.path_of[node]:
+                self.members[call].append(node)
+        self.current = {name: node for node in gm.graph.nodes for name in (*facts_of(node).replaces, node.name)}
+        self.parts: dict[int, Part] = {}
+        counts = Counter(call.block for call in calls)
+        for index in range(ROOT + 1, len(calls)):
+            block = find_block(gm, calls[index].block)
+            if block is not None:
+                try:
+                    self.parts[index] = self._part(block, index, counts[calls[index].block])
+                except NoPartError as reason:
+                    block.set_block_reason(str(reason))
+
+    # ---- which node is in which call
+
+    def _paths_of_nodes(self) -> dict[fx.Node, list[int]]:
+        """Return the calls around each node, that of the model first."""
+        found: dict[fx.Node, list[int]] = {}
+        for node in reversed(self.nodes):
+            call = facts_of(node).call
+            found[node] = self._path_around(node, [found[u] for u in node.users]) if call is None else self.paths[call]
+        return found
+
+    def _path_around(self, node: fx.Node, users: Sequence[list[int]]) -> list[int]:
+        """Return the calls around an inserted node: the innermost that has all its users, and those that make its input.
+
+        A call that makes the input of the node, and has a user of it, cannot take the node's result from outside.
+        """
+        shared = [calls[0] for calls in zip(*users, strict=False) if len(set(calls)) == 1] or [ROOT]
+        made = {call for source in node.all_input_nodes for call in self.paths[facts_of(source).call or ROOT]}
+        around = max((sum(call in made for call in path) for path in users), default=0)
+        inner = next((path for path in users if sum(call in made for call in path) == around), [])
+        return shared if around <= len(shared) else inner[:around]
+
+    def _is_in(self, node: fx.Node, call: int) -> bool:
+        return call in self.path_of[node]
+
+    # ---- what a block takes and returns
+
+    def _part(self, block: TracedBlock, index: int, count: int) -> Part:
+        call = self.calls[index]
+        if count > 1:
+            raise NoPartError(f"the model calls it {count} times")
+        inside = self.members[index]
+        first = self._first_of(inside)
+        taken = {s for node in inside for s in node.all_input_nodes if s not in self.free and not self._is_in(s, index)}
+        given = {node for node in inside if any(not self._is_in(user, index) for user in node.users)}
+        arguments = self._values((call.args, call.kwargs), "takes")
+        result = self._values(call.result, "returns", required=True)
+        inputs = _stand_ins(taken, arguments, "takes {}, which is not among its arguments")
+        if any(self.order[value] > self.order[first] for value in inputs.values()):
+            raise NoPartError("it takes a value that is computed after its first op")
+        outputs = _stand_ins(given, result, "computes {}, which it does not return")
+        args, kwargs = map_leaves(arguments, lambda leaf: inputs.get(leaf, leaf))
+        returned = map_leaves(result, lambda leaf: outputs.get(leaf, inputs.get(leaf, leaf)))
+        known = {value for _, value in leaves((args, kwargs))}
+        for _, value in leaves(returned):
+            if isinstance(value, fx.Node) and not (value in known or value in self.free or self._is_in(value, index)):
+                raise NoPartError(f"it returns {value.name!r}, which other code computes")
+        return Part(block, call, args, kwargs, returned)
+
+    def _first_of(self, inside: Sequence[fx.Node]) -> fx.Node:
+        """Return the first node that tracing saw in a call; no other nodes may lie between it and the last one."""
+        traced = [node for node in inside if facts_of(node).call is not None]
+        if not traced:
+            raise NoPartError("the graph has no op of it")
+        members = set(inside)
+        for node in self.nodes[self.order[traced[0]] : self.order[traced[-1]]]:
+            if node not in members and facts_of(node).call is not None:
+                raise NoPartError(f"{node.name!r}, which is not in it, lies between its ops")
+        return traced[0]
+
+    def _values(self, tree: Any, what: str, required: bool = False) -> Any:
+        """Return the arguments or the result of a call with nodes; what the graph no longer has is None."""
+        for _, leaf in leaves(tree):
+            if isinstance(leaf, Foreign):
+                raise NoPartError(f"it {what} a {leaf.type_name}, which a graph does not pass on")
+            if required and isinstance(leaf, Value) and leaf.node not in self.current:
+                raise NoPartError(f"it {what} {leaf.node!r}, which the graph no longer computes")
+        return map_leaves(tree, lambda leaf: self.current.get(leaf.node) if isinstance(leaf, Value) else leaf)
+
+    # ---- graphs
+
+    def graph_of(self, index: int) -> fx.Graph:
+        """Return the graph of a part, in which the parts inside it are calls of their blocks."""
+        return _Writer(self, index).write()
+
+    def items(self, index: int) -> Iterator[fx.Node | int]:
+        """Yield what a part runs, in order: nodes, and the indices of the calls of blocks."""
+        called = set[int]()
+        for node in self.members[index]:
+            path = self.path_of[node]
+            inner = next((call for call in path[path.index(index) + 1 :] if call in self.parts), None)
+            if inner is None:
+                yield node
+            elif inner not in called and facts_of(node).call is not None:
+                called.add(inner)
+                yield inner
+
+
+class _Writer:
+    """Writes the graph of a part."""
+
+    def __init__(self, division: Division, index: int) -> None:
+        self.division, self.index = division, index
+        self.name = division.calls[index].block
+        self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
+
+    def write(self) -> fx.Graph:
+        part = self.division.parts.get(self.index)
+        if part is None:
+            self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers
+        else:
+            self._write_arguments(part)
+        for item in self.division.items(self.index):
+            if isinstance(item, int):
+                self._write_call(self.division.parts[item])
+            else:
+                self._copy(item)
+        if part is not None:
+            self.graph.output(self._built(part.result, self._value))
+        return self.graph
+
+    def _write_arguments(self, part: Part) -> None:
+        values = {**dict(zip(part.call.names, part.args, strict=True)), **part.kwargs}
+        fixed = [name for name, value in values.items() if not isinstance(value, tuple | list | dict | fx.Node)]
+        last = max((i for i, name in enumerate(values) if name not in fixed), default=-1)
+        arguments = [
+            self.graph.placeholder(name, default_value=values[name]) if i > last else self.graph.placeholder(name)
+            for i, name in enumerate(values)
+        ]
+        for name, argument in zip(values, arguments, strict=True):
+            if name in fixed:
+                self.graph.call_function(check_argument, (argument, values[name], name))
+            else:
+                self._write_items(values[name], argument)
+
+    def _write_call(self, part: Part) -> None:
+        args, kwargs = self._built((part.args, part.kwargs), self._known)
+        result = self.graph.call_module(self._target(part.call.block), args, kwargs)
+        self._write_items(part.result, result)
+
+    def _write_items(self, tree: Any, whole: fx.Node) -> None:
+        """Write the nodes that take the values in nested tuples, lists and dicts."""
+        items: dict[Path, fx.Node] = {(): whole}
+        for path, leaf in leaves(tree):
+            if isinstance(leaf, fx.Node) and leaf not in self.written:
+                for depth, key in enumerate(path):
+                    if path[: depth + 1] not in items:
+                        items[path[: depth + 1]] = self.graph.call_function(
+                            operator.getitem, (items[path[:depth]], key)
+                        )
+                self.written[leaf] = items[path]
+
+    def _built(self, tree: Any, value: Callable[[fx.Node], Any]) -> Any:
+        """Return arguments or a result in this part."""
+        if isinstance(tree, OrderedDict):  # torch.fx would take it for a dict
+            items = [(key, self._built(item, value)) for key, item in tree.items()]
+            return self.graph.call_function(OrderedDict, (items,))
+        if isinstance(tree, dict):
+            return {key: self._built(item, value) for key, item in tree.items()}
+        if isinstance(tree, tuple | list):
+            return type(tree)(self._built(item, value) for item in tree)
+        return value(tree) if isinstance(tree, fx.Node) else tree
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Return what a node is in this part. A parameter is read where it is used."""
+        return self._copy(node) if node in self.division.free and node not in self.written else self.written[node]
+
+    def _known(self, node: fx.Node) -> fx.Node | None:
+        """Return what a node is in this part; None if it is not there, which nothing in the block uses then."""
+        return self._value(node) if node in self.written or node in self.division.free else None
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        self.written[node] = copy = self.graph.node_copy(node, self._value)
+        if node.op in ("call_module", "get_attr"):
+            copy.target = self._target(str(node.target))
+        return copy
+
+    def _target(self, name: str) -> str:
+        """Return the name of a submodule or a tensor of the model, as the block of this part finds it."""
+        inside = name.removeprefix(f"{self.name}.")
+        return name if not self.name else inside if inside != name else f"_block_model.{name}"
+
+
+def _stand_ins(used: set[fx.Node], tree: Any, why: str) -> dict[fx.Node, fx.Node]:
+    """Return for each node in arguments or a result the node that takes its place: that node, or its only quantizer.
+
+    Raises:
+        NoPartError: A node that is used is neither.
+    """
+    known = {leaf for _, leaf in leaves(tree) if isinstance(leaf, fx.Node)}
+    places = {node: node for node in used & known}
+    for node in used - known:
+        source = node.all_input_nodes[0] if facts_of(node).call is None and len(node.all_input_nodes) == 1 else node
+        if source not in known or source in places:
+            raise NoPartError(f"it {why.format(repr(node.name))}")
+        places[source] = node
+    return places
+
+
+def _compile(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """Return the function `forward(self, ...)` of a graph. Tracebacks show its lines."""
+    code = graph.python_code("self")
+    file = f"<forward of {name or 'the model'}>.{next(_count)}"
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    scope = dict(code.globals)
+    exec(compile(code.src, file, "exec", dont_inherit=True), scope)
+    forward: Callable[..., Any] = scope["forward"]
+    return forward

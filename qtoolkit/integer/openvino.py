@@ -1,0 +1,57 @@
+"""OpenVINO's integer kernels on the CPU: integer sums, then float32.
+
+Sources: the rules of its low-precision transformations (docs: low-precision-transformations, quantization-scheme) and
+oneDNN's int8 convolution (cpu/x64/jit_avx512_core_x8s8s32x_conv_kernel.cpp): the int32 sums become float32, are multiplied by
+one scale per output channel, and the float bias is added. Activations and what follows are float32 operations of the same
+kernel, so that they round as in the float form.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from qtoolkit.integer.kernels import LayerKernel, OpKernel
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.bias import gives_codes, gives_sums
+from qtoolkit.quantizers.frozen import Grid
+
+CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "cat", "zero_pad")
+
+
+class FloatOutput(LayerKernel):
+    """fma(f32(sums), f32(xs * ws), bias): one rounding; what follows is float32.
+
+    The fused multiply-add was found by comparison: separate roundings differ at ties, this form does not.
+    """
+
+    NAME, TO_FLOAT = "int8 product", True
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output in float."""
+        sums, bias = self.sums(x, *args, **kwargs).float(), self.layer.bias
+        if bias is None:
+            return sums * self.steps
+        # The product of two float32 is exact in float64, where the sum is rounded far finer than in float32.
+        return (sums.double() * self.steps.double() + self.layer.along_channels(bias).double()).float()
+
+
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
+    """Return the kernel of a layer, or why OpenVINO computes it in float."""
+    weight = layer.weight_quantizer
+    if layer.KIND not in ("conv", "conv_transpose", "linear"):
+        return f"OpenVINO has no integer kernel for a {layer.KIND}"
+    if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
+        return "its codes have more than 8 bits, or several scales for its input"
+    if not layer.scales_along_outputs():
+        return "its weight has scales along another dimension than the output channels"
+    if weight.zero_point is not None:
+        return "its weight has codes of zero other than 0"
+    if layer.KIND == "conv_transpose" and source.zero_point is not None:
+        return "OpenVINO computes a conv_transpose in integers only if the code of zero is 0"
+    return FloatOutput
+
+
+def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
+    """Return why an op without weights stays float: OpenVINO computes it in float32 between codes, as the float form does."""
+    return f"OpenVINO computes a {kind} in float32 between codes"

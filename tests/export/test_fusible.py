@@ -1,0 +1,89 @@
+"""Rewrites for integer kernels: what onnxruntime then computes in integers, and that no code changes."""
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.export import verify
+
+X = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+OPSETS = [("dynamo", 18), ("torchscript", 13)]
+
+
+class Between(nn.Module):
+    """An op between convolutions with ReLUs."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.first, self.side, self.last, self.end = (nn.Conv2d(8, 8, 1) for _ in range(4))
+        self.slope, self.slopes = nn.Parameter(torch.tensor([0.1])), nn.Parameter(torch.full((8,), 0.1))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(torch.relu(self.last(self.function(self, torch.relu(self.first(x)), x))))
+
+
+def exported(tmp_path, function, backend: str = "onnxruntime", exporter: str = "dynamo", opset: int = 18):
+    """Return the file, and what onnxruntime makes of it; the export has verified the codes layer by layer."""
+    prepared = qt.prepare(Between(function).eval(), X, backend)
+    qt.calibrate(prepared, [X], progress=False)
+    converted = qt.convert(prepared)
+    path = qt.export_onnx(converted, X, tmp_path / "m.onnx", exporter=exporter, opset=opset).path
+    found = verify(path, converted, X).runtimes["onnxruntime"]
+    assert found.not_compared == ()
+    return onnx.load(path), found
+
+
+@pytest.mark.parametrize(("exporter", "opset"), OPSETS)
+@pytest.mark.parametrize(
+    ("function", "kernel"),
+    [
+        (lambda m, y, x: F.adaptive_avg_pool2d(y, 1), "QLinearGlobalAveragePool"),
+        (lambda m, y, x: F.prelu(m.side(y), m.slope), "QLinearLeakyRelu"),
+        (lambda m, y, x: torch.cat([y, torch.relu(m.side(x))], 2), "QLinearConcat"),
+        (lambda m, y, x: F.interpolate(y, scale_factor=2), "Resize"),
+        (lambda m, y, x: F.pixel_unshuffle(F.pixel_shuffle(y, 2), 2), "DepthToSpace"),
+        (lambda m, y, x: y * torch.sigmoid(m.side(x)), "QLinearSigmoid"),
+    ],
+)
+def test_the_op_and_the_layers_around_it_run_in_integers(
+    tmp_path, function, kernel: str, exporter: str, opset: int
+) -> None:
+    _, found = exported(tmp_path, function, exporter=exporter, opset=opset)
+    assert kernel in [layer.kernel for layer in found.integer_layers]
+    assert [layer.name.removeprefix("/") for layer in found.float_layers] in (["end"], ["end/Conv"])
+    assert found.codes.share < 0.02  # the float reference rounds in another order
+
+
+@pytest.mark.parametrize("mean", [lambda y: y.mean((2, 3), keepdim=True), lambda y: y.mean((-1, -2)).view(-1, 8, 1, 1)])
+def test_a_mean_over_the_image_is_a_global_pool(tmp_path, mean) -> None:
+    proto, found = exported(tmp_path, lambda m, y, x: mean(y))
+    assert "QLinearGlobalAveragePool" in [layer.kernel for layer in found.integer_layers]
+    assert len({node.name for node in proto.graph.node}) == len(proto.graph.node)
+    assert found.codes.share < 0.02
+
+
+def test_a_mean_of_other_axes_and_a_slope_for_each_channel_stay(tmp_path) -> None:
+    proto, _ = exported(tmp_path, lambda m, y, x: F.prelu(m.side(x), m.slopes) + y.mean(1, keepdim=True))
+    assert {"PRelu", "ReduceMean"} <= {node.op_type for node in proto.graph.node}
+
+
+def test_pairs_are_repeated_only_for_targets_that_ask_for_it(tmp_path) -> None:
+    cat = lambda m, y, x: torch.cat([y, torch.relu(m.side(x))], 2)  # noqa: E731
+    counts = []
+    for backend in ("onnxruntime", "openvino"):
+        proto, _ = exported(tmp_path, cat, backend)
+        concat = next(node for node in proto.graph.node if node.op_type == "Concat")
+        counts.append([node.op_type for node in proto.graph.node if concat.output[0] in node.input])
+    assert counts == [["QuantizeLinear"], ["Conv"]]
+
+
+def test_inputs_with_different_scales_have_no_pair_to_repeat(tmp_path) -> None:
+    proto, found = exported(tmp_path, lambda m, y, x: F.relu(torch.cat([torch.exp(m.side(x)), y], 2)))
+    concat = next(node for node in proto.graph.node if node.op_type == "Concat")
+    takers = [node for node in proto.graph.node if concat.output[0] in node.input]
+    assert len(takers) == 1
+    assert found.codes.steps <= 1

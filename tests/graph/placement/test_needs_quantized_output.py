@@ -1,0 +1,135 @@
+"""Targets with integer kernels that return codes: onnxruntime. Which outputs are quantized, and which ops are left in float."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.graph.lint import lint
+
+X = torch.randn(2, 4, 6, 6)
+
+
+class Probe(nn.Module):
+    """A function between convolutions."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.first, self.side, self.last = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.slopes = nn.Parameter(torch.full((4,), 0.1))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self, self.first(x), x))
+
+
+class Returned(Probe):
+    """A function of a convolution, whose value is returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.first(x), x)
+
+
+def prepared_probe(function, kind: type[nn.Module] = Probe, **changes: object) -> nn.Module:
+    prepared = qt.prepare(kind(function).eval(), X, replace(qt.backends["onnxruntime"], **changes))
+    assert lint(prepared) == ()
+    return prepared
+
+
+def quantized(prepared: nn.Module) -> set[str]:
+    return {name.removeprefix("activation_quantizers.") for name in qt.quantizers_of(prepared) if "weight" not in name}
+
+
+@pytest.mark.parametrize(
+    ("activation", "names"),
+    [
+        (lambda m, y, x: F.relu(y), {"x", "relu"}),  # the saturation of the QuantizeLinear replaces it
+        (lambda m, y, x: F.relu6(y), {"x", "relu6"}),
+        (lambda m, y, x: F.prelu(y, m.slopes), {"x", "first", "prelu"}),
+        (lambda m, y, x: F.silu(y), {"x", "first", "silu"}),
+        (lambda m, y, x: F.hardswish(y), {"x", "first", "hardswish"}),
+        (lambda m, y, x: F.leaky_relu(y), {"x", "first", "leaky_relu"}),  # an integer kernel of its own
+        (lambda m, y, x: torch.sigmoid(y), {"x", "first", "sigmoid"}),
+        (lambda m, y, x: F.prelu(y + x, m.slopes), {"x", "first", "add", "prelu"}),
+        (lambda m, y, x: F.relu(y + x), {"x", "first", "relu"}),
+        (lambda m, y, x: torch.exp(y), {"x", "first", "exp"}),
+        (lambda m, y, x: F.interpolate(y, scale_factor=2, mode="bilinear"), {"x", "first", "interpolate"}),
+    ],
+)
+def test_the_output_of_a_convolution_is_quantized_before_what_does_not_join_it(activation, names: set[str]) -> None:
+    assert quantized(prepared_probe(activation)) == names
+
+
+def test_an_activation_that_does_not_join_is_reported_in_float() -> None:
+    prepared = prepared_probe(lambda m, y, x: F.silu(y))
+    verdict = prepared.plan.status["silu"]
+    assert (verdict.status, verdict.text) == ("float", "float: a silu, which onnxruntime computes in float")
+    assert "before silu" not in str(qt.quantization_report(prepared))
+
+
+def test_a_linear_layer_returns_floats_and_joins_its_activation() -> None:
+    body = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+    assert quantized(qt.prepare(body.eval(), X, "onnxruntime")) == {"input_1", "_1"}
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda m, y, x: y, {"x"}),
+        (lambda m, y, x: y.flatten(1), {"x"}),
+        (lambda m, y, x: F.relu(y), {"x"}),
+        (lambda m, y, x: torch.tanh(y), {"x", "first"}),
+    ],
+)
+def test_what_only_the_outputs_of_the_graph_take_keeps_its_precision(function, names: set[str]) -> None:
+    assert quantized(prepared_probe(function, Returned)) == names
+    assert quantized(prepared_probe(function, Returned, quantize_graph_outputs=True)) > {"x"}
+
+
+def test_all_that_take_an_output_take_it_quantized() -> None:
+    """A second user in float would keep the convolution from its integer kernel."""
+
+    def function(m: Probe, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return m.last(y), torch.exp(y), y
+
+    prepared = prepared_probe(function, Returned)
+    (line,) = (line for line in qt.quantization_report(prepared).tensors if line.source == "first")
+    assert set(line.consumers) == {"last", "exp", "output"}
+
+
+class Transformer(nn.Module):
+    """A residual stream: adds that layer norms and further adds take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.last = nn.LayerNorm(6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(self.norm(x))
+        return self.last(x + self.second(self.norm(x)))
+
+
+def test_adds_of_a_residual_stream_stay_float() -> None:
+    prepared = qt.prepare(Transformer().eval(), X, "onnxruntime")
+    assert {prepared.plan.status[name].status for name in ("add", "add_1")} == {"float"}
+    assert quantized(prepared) == {"norm", "norm_1"}
+
+
+@pytest.mark.parametrize("layer", [nn.ConvTranspose2d(4, 4, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear")])
+def test_ops_without_integer_kernels_stay_float_unless_a_rule_names_them(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer, nn.Conv2d(4, 4, 1)).eval()
+    assert qt.prepare(model, X, "onnxruntime").plan.status["_1"].status == "float"
+    rule = qt.QConfigMapping().set_global(qt.backends["onnxruntime"].qconfig)
+    named = qt.prepare(model, X, "onnxruntime", rule.set_module_name("1", qt.backends["onnxruntime"].qconfig))
+    assert named.plan.status["_1"].status == "quantized"
+
+
+def test_unknown_kinds_are_errors() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown kind of op in Backend 'onnxruntime': 'convs'; did you mean 'conv'\?"
+    ):
+        replace(qt.backends["onnxruntime"], needs_quantized_output=("convs",))

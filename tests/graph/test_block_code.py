@@ -1,0 +1,353 @@
+"""Each block of a prepared model runs its own part of the graph, with the same bits as the graph in one piece."""
+
+import copy
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import qtoolkit as qt
+from qtoolkit.graph import TracedBlock
+from qtoolkit.graph.lint import lint
+from tests import traceable
+from tests.blocks import make_flat, one_process
+
+X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.stage = nn.Conv2d(4, 4, 1), nn.Sequential(Block(), nn.Dropout(), Block())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stage(self.stem(x)).mean((2, 3)))
+
+
+class Structures(nn.Module):
+    """Arguments and results in tuples, lists and dicts; keywords; an argument that the example fixes."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, pair: list[Tensor], more: dict[str, Tensor], twice: bool = False) -> OrderedDict[str, object]:
+            x, y = self.first(pair[0]), self.second(pair[1]) + more["shift"]
+            return OrderedDict(out=(x + x if twice else x, y), none=None, inputs=[pair[0]])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.last = self.Both(), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.both([x, x + 1], twice=True, more={"shift": torch.ones(4, 8, 8) * x.shape[0]})
+        return self.last(found["out"][0] + found["out"][1]) + found["inputs"][0]
+
+
+class Branches(nn.Module):
+    """Branches that share the quantizer of their input, and a block that uses what it returns itself."""
+
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.first(x)
+            return x, self.second(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = self.Stem()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = self.stem(x)
+        return torch.cat([branch(x) for branch in self.branches], 1) + y.mean()
+
+
+class Stashes(nn.Module):
+    """A block that leaves a tensor for others, and one that takes it."""
+
+    class Leaves(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.shared[:] = [self.conv1(x)]
+            return self.conv2(x)
+
+    class Takes(Leaves):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv1(x) + self.conv2(self.shared[0])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves, self.takes = self.Leaves(), self.Takes()
+        self.leaves.shared = self.takes.shared = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.takes(self.leaves(x))
+
+
+@dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+
+
+class MakesPair(nn.Module):
+    class Maker(Block):
+        def forward(self, x: Tensor) -> Pair:
+            return Pair(self.conv1(x), self.conv2(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = self.Maker()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.maker(x).first
+
+
+def prepared_of(model: nn.Module, inputs: object = (X,), **options: object) -> nn.Module:
+    prepared = qt.prepare(model, inputs, **options)
+    qt.calibrate(prepared, [inputs], progress=False)
+    return prepared
+
+
+def step(model: nn.Module, inputs: object) -> tuple[list[Tensor], list[Tensor | None]]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    called = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    values = tree_leaves(vars(called) if hasattr(called, "boxes") else called)
+    outputs = [value for value in values if isinstance(value, Tensor)]
+    sum(output.square().sum() for output in outputs).backward()
+    return outputs, [p.grad for p in model.parameters()]
+
+
+def assert_equal(ours: object, theirs: object) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def runs(model: nn.Module) -> list[str]:
+    """Return the names of the blocks that run their part of the graph."""
+    return [name for name, m in model.named_modules() if isinstance(m, TracedBlock) and m.block_runs()]
+
+
+MODELS = {
+    **traceable.CASES,
+    "net": (Net, lambda: (X,)),
+    "structures": (Structures, lambda: (X,)),
+    "branches": (Branches, lambda: (X,)),
+    "stashes": (Stashes, lambda: (X,)),
+    "pair": (MakesPair, lambda: (X,)),
+    "sequential": (lambda: nn.Sequential(Block(), nn.Sequential(), nn.Conv2d(4, 4, 1)), lambda: (X,)),
+}
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_compute_the_bits_of_the_graph(name: str, backend: str) -> None:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    given = inputs()
+    prepared = prepared_of(make(), given, backend=backend)
+    flat = make_flat(copy.deepcopy(prepared))
+    for training in (True, False):
+        assert_equal(step(prepared.train(training), given), step(flat.train(training), given))
+    called = set[str]()
+    for block in runs(prepared):
+        prepared.get_submodule(block).register_forward_hook(lambda m, *args, block=block: called.add(block))
+    step(prepared, given)
+    assert called == set(runs(prepared)), "the model calls the blocks that can be called"
+
+
+RUN = {
+    "net": ["stage", "stage.0", "stage.2"],
+    "structures": ["both"],
+    "branches": ["stem", "branches.0", "branches.1"],
+    "sequential": ["0"],
+    "stashes": [],
+    "pair": [],
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", RUN)
+def test_which_blocks_run(name: str, training: bool) -> None:
+    prepared = prepared_of(MODELS[name][0]().train(training))
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), qt.convert(prepared)):
+        assert runs(ours) == RUN[name]
+
+
+def test_a_block_that_does_not_run_says_why() -> None:
+    stashes, pair = prepared_of(Stashes()), prepared_of(MakesPair())
+    for block, why in (
+        (stashes.leaves, "it computes 'leaves_conv1', which it does not return"),
+        (stashes.takes, "it takes 'leaves_conv1', which is not among its arguments"),
+        (pair.maker, "it returns a Pair, which a graph does not pass on"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            block(X)
+
+
+def test_a_block_is_called_as_in_the_model() -> None:
+    model = Net()
+    del model.stage[1]
+    prepared = prepared_of(model).eval()
+    x = prepared.activation_quantizers.x(X)
+    x = prepared.stem(x)
+    for block in prepared.stage:
+        x = block(x)
+    assert torch.equal(x, prepared.stage(prepared.stem(prepared.activation_quantizers.x(X))))
+    assert torch.equal(prepared.head(prepared.activation_quantizers.mean(x.mean((2, 3)))), prepared(X))
+
+
+def test_a_block_takes_the_arguments_of_the_model_only() -> None:
+    both = prepared_of(Structures()).both
+    result = both(pair=[X, X], more={"shift": X}, twice=True)
+    assert (type(result), list(result), result["none"]) == (OrderedDict, ["out", "none", "inputs"], None)
+    assert result["inputs"][0] is not None
+    with pytest.raises(ValueError, match="argument 'twice' of this block must be True, as when .* got False"):
+        both([X, X], more={"shift": X}, twice=False)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        both([X, X], more={"shift": X}, other=1)
+
+
+def test_hooks_see_what_the_model_passes() -> None:
+    seen = []
+    prepared = prepared_of(Structures())
+    prepared.both.register_forward_hook(lambda *args: seen.append(args[1:]), with_kwargs=True)
+    prepared(X)
+    ((args, kwargs, result),) = seen
+    assert [x.shape for x in args[0]] == [X.shape, X.shape]
+    assert (kwargs["twice"], list(kwargs["more"]), list(result)) == (True, ["shift"], ["out", "none", "inputs"])
+
+
+def test_backward_hooks_see_gradients() -> None:
+    prepared, seen = prepared_of(Net()), []
+    prepared.stage[0].register_full_backward_hook(lambda module, inputs, outputs: seen.append((*inputs, *outputs)))
+    prepared(X).square().sum().backward()
+    assert [gradient.shape for gradient in seen[0]] == [X.shape, X.shape]
+
+
+# ---- checkpointing, sharding, compiling
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Return the size of what a forward keeps for backward."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model(X)  # which keeps the memory, so that no two tensors have one address
+    return sum(kept.values()) * bool(outputs.requires_grad)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    result = copy.deepcopy(model)
+    apply_activation_checkpointing(result, check_fn=lambda module: isinstance(module, Block))
+    return result
+
+
+def test_activation_checkpointing_of_blocks() -> None:
+    torch.manual_seed(0)
+    prepared = prepared_of(Net())
+    ours = checkpointed(prepared)
+    for _ in range(2):  # the second after the statistics of batch norms have moved
+        assert_equal(step(ours, (X,)), step(prepared, (X,)))
+    assert saved_bytes(ours) < 0.5 * saved_bytes(prepared)
+    called = []
+    ours.stage[0].conv1.register_forward_hook(lambda *args: called.append(args))
+    step(ours, (X,))
+    assert len(called) == 2, "backward recomputes the block"
+
+
+def test_a_checkpointed_model_is_copied_reported_and_converted_as_before() -> None:
+    prepared = prepared_of(Net())
+    ours = checkpointed(prepared)
+    assert list(ours.state_dict()) == list(prepared.state_dict())
+    assert str(qt.quantization_report(ours)) == str(qt.quantization_report(prepared))
+    assert lint(ours) == lint(prepared)
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(copied.stage[0]).__name__ == "CheckpointWrapper"
+        assert_equal(step(copied, (X,)), step(copy.deepcopy(prepared), (X,)))
+    assert torch.equal(qt.convert(ours)(X), qt.convert(prepared)(X))
+    assert "bn1.weight" not in str(list(qt.convert(ours).state_dict()))
+
+
+def test_checkpoint_calls_a_block() -> None:
+    prepared = prepared_of(Net())
+    again = copy.deepcopy(prepared)
+    results = []
+    for model, call in ((prepared, lambda f, x: f(x)), (again, lambda f, x: checkpoint(f, x, use_reentrant=False))):
+        model.stage[1].p = 0.0
+        call(model.stage[2], X).square().sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert_equal(*results)
+
+
+def test_blocks_are_sharded() -> None:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    prepared = prepared_of(Net())
+    ours = copy.deepcopy(prepared)
+    with one_process() as mesh:
+        for block in (ours.stage[0], ours.stage[2], ours):
+            fully_shard(block, mesh=mesh)
+        assert isinstance(ours.stage[0], FSDPModule)
+        assert isinstance(ours.stage[0], Block)
+        outputs, gradients = step(ours, (X,))
+        assert_equal((outputs, [g.to_local() for g in gradients]), step(prepared, (X,)))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_blocks_compile(training: bool) -> None:
+    prepared = prepared_of(Net()).train(training)
+    prepared.stage[1].p = 0.0
+    compiled = torch.compile(copy.deepcopy(prepared), fullgraph=True, backend="aot_eager")
+    assert_equal(step(compiled, (X,)), step(prepared, (X,)))
+    again = copy.deepcopy(prepared)
+    again.stage[0] = torch.compile(again.stage[0], backend="eager")
+    again.stage[2].compile(backend="eager")
+    assert_equal(step(again, (X,)), step(copy.deepcopy(prepared), (X,)))
+
+
+def test_the_exported_program_has_the_names_of_the_model() -> None:
+    converted = qt.convert(prepared_of(Net()))
+    for strict in (True, False):
+        program = torch.export.export(converted, (X,), strict=strict)
+        assert torch.equal(program.module()(X), converted(X))
+        assert program.state_dict.keys() <= converted.state_dict().keys()
+
+
+def test_fused_chains_keep_their_blocks() -> None:
+    patterns = {(nn.Conv2d, nn.BatchNorm2d): nn.Sequential}
+    prepared = prepared_of(Net(), fuse_patterns=patterns)
+    assert runs(prepared) == ["stage", "stage.0", "stage.2"]
+    assert_equal(step(prepared, (X,)), step(make_flat(copy.deepcopy(prepared)), (X,)))
+
+
+def test_the_code_is_as_before() -> None:
+    prepared = qt.prepare(Net(), (X,))
+    assert "self.stage(" not in prepared.code
+    assert "stage_2_conv2" in [node.name for node in prepared.graph.nodes]
