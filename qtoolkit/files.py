@@ -54,7 +54,7 @@ def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
 
 def _write(data: bytes | Path, file: BinaryIO) -> None:
     with open(data, "rb") if isinstance(data, Path) else io.BytesIO(data) as source:
-        shutil.copyfileobj(source, file)
+        shutil.copyfileobj(source, file, 1 << 22)
 
 
 def _mode(path: str | os.PathLike[str]) -> int | None:

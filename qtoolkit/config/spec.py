@@ -1,7 +1,7 @@
 """QuantSpec: how one tensor is quantized."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
 from qtoolkit.errors import check_known, check_mapping, unknown
@@ -178,7 +178,7 @@ class QuantSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON can represent."""
-        return asdict(self)
+        return {**vars(self), "observer_args": dict(self.observer_args), "quantizer_args": dict(self.quantizer_args)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

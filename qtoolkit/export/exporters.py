@@ -1,6 +1,8 @@
 """torch's two ONNX exporters. Both return an onnx_ir.Model whose placeholders say which quantizer each is."""
 
 import contextlib
+import io
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.export.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import with_tensors
@@ -103,26 +106,26 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
     import onnx
     import onnx_ir
 
-    from qtoolkit.export.translation import DOMAIN, keep_quantizers, register_symbolics
+    from qtoolkit.export.translation import keep_quantizers, register_symbolics
 
     register_symbolics(request.opset)
     inputs, axes = request.inputs, _names_of_axes(request)
-    with _temporary_file() as path, warnings.catch_warnings(), _described_constants():
+    with _destination(request.model) as written, warnings.catch_warnings(), _described_constants():
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
         torch.onnx.export(
             _Wrapper(request.model, inputs).eval(),
             tuple(inputs.tensors),
-            str(path),
+            written,  # type: ignore[arg-type]  # the TorchScript exporter takes a buffer too
             dynamo=False,
             opset_version=request.opset,
             input_names=inputs.names,
             output_names=list(request.output_names) if request.output_names else None,
             dynamic_axes=axes,
-            custom_opsets={DOMAIN: 1},
         )
-        model = onnx_ir.from_proto(onnx.load(str(path)))
+        proto = onnx.load(written) if isinstance(written, str) else onnx.load_from_string(written.getvalue())
+    model = onnx_ir.from_proto(proto)
     _add_unused_inputs(model, inputs, axes)
     first = _first_names(request.model)
     _name_by_quantizers(model, {f"{WRAPPED}.{name}": first[name] for name in first})
@@ -213,9 +216,14 @@ def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> Non
 
 
 @contextlib.contextmanager
-def _temporary_file() -> Iterator[Path]:
+def _destination(model: nn.Module) -> Iterator[str | io.BytesIO]:
+    """Return where the TorchScript exporter writes: into memory, or a file in a temporary folder for weights above 2 GB."""
+    weights = itertools.chain(model.parameters(), model.buffers())
+    if sum(tensor.nbytes for tensor in weights) <= LARGEST_FILE:
+        yield io.BytesIO()
+        return
     with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "model.onnx"
+        yield str(Path(folder) / "model.onnx")
 
 
 EXPORTERS: Mapping[str, Callable[[Request], "onnx_ir.Model"]] = {
