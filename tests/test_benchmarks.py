@@ -86,3 +86,19 @@ def test_range_search_beside_the_old_tool(tmp_path) -> None:
     assert all(row["per_tensor"] > 0 and row["per_channel"] > 0 for row in rows.values())
     assert {name for name, row in rows.items() if row["legacy"] is None} == {"l2"}
     assert "qtoolkit.compat's" in run.stdout
+
+
+def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
+    pytest.importorskip("onnxruntime")
+    out = tmp_path / "export.json"
+    options = ["--quick", "--only", "resnet20", "--runtimes", "onnxruntime", "--json", str(out)]
+    command = [sys.executable, str(FOLDER / "export.py"), *options]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    results = json.loads(out.read_text())
+    rows = {row["file"]: row for row in results["rows"]}
+    assert set(rows) == {"float", "qtoolkit", "quantize_static"}
+    assert rows["float"]["ratio"] == 1
+    assert rows["float"]["in_integers"] == 0
+    assert rows["qtoolkit"]["in_integers"] == 34  # 19 convolutions, 9 adds, 4 slices, a pool, a linear layer
+    assert {"torch", "cpu", "threads"} <= set(results)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from qtoolkit.backends import backends
 from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import module_of
@@ -189,8 +190,7 @@ CARRIES = (
     *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
     *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
 )
-# core/optimizer/qdq_transformer/relu_quantizelinear.cc, clip_quantizelinear.cc
-ABSORBS = ("relu", "relu6", "clamp")
+ABSORBS = backends["onnxruntime"].joined_activations
 # QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax look codes up, and so do kernels that only move values.
 TABLES = ("leaky_relu", "sigmoid", "softmax")
 _SAME_TYPE = "its input and its output have codes of different types"
