@@ -191,7 +191,22 @@ ONNXRUNTIME = Backend(
     ),
     needs_quantized_output=("conv", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
     joined_activations=("relu", "relu6", "clamp"),
-    repeated_pairs=("Concat", "DepthToSpace", "Pad", "Resize", "Split", "Tile"),
+    repeated_pairs=(
+        *(
+            "Concat",
+            "DepthToSpace",
+            "Expand",
+            "Pad",
+            "Reshape",
+            "Resize",
+            "Slice",
+            "Split",
+            "Squeeze",
+            "Tile",
+            "Transpose",
+        ),
+        "Unsqueeze",
+    ),
     integer_bias=True,
     runtime="onnxruntime",
 )

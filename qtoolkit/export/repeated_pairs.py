@@ -51,6 +51,9 @@ def _constants_of_pair(value: "onnx_ir.Value | None") -> Any:
     maker = None if value is None else value.producer()
     if maker is None or maker.op_type != "DequantizeLinear" or len(maker.inputs) != 3:
         return None
+    codes = maker.inputs[0]
+    if codes is None or codes.producer() is None:  # of a weight
+        return None
     scale, zero_point = constant_input(maker, 1), constant_input(maker, 2)
     if scale is None or zero_point is None or scale.size != 1 or zero_point.size != 1:
         return None

@@ -183,10 +183,16 @@ class QLinearAveragePool(OpKernel):
 
 # ---- which op has which kernel
 
-# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past these.
-CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice")
+# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past some of these; behind the others the file
+# repeats the pair (Backend.repeated_pairs).
+CARRIES = (
+    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
+    *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
+)
 # core/optimizer/qdq_transformer/relu_quantizelinear.cc, clip_quantizelinear.cc
 ABSORBS = ("relu", "relu6", "clamp")
+# QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax look codes up, and so do kernels that only move values.
+TABLES = ("leaky_relu", "sigmoid", "softmax")
 _SAME_TYPE = "its input and its output have codes of different types"
 
 
@@ -198,8 +204,6 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     weight = layer.weight_quantizer
     if layer.KIND not in ("conv", "linear"):
         return f"onnxruntime has no integer kernel for a {layer.KIND}"
-    if getattr(layer, "padding_mode", "zeros") != "zeros":
-        return "the file pads its input by a node of its own"
     if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
         return "its codes have more than 8 bits, or several scales for its input"
     if not layer.scales_along_outputs():
@@ -217,6 +221,8 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
     """Return the kernel of an op without weights, or why onnxruntime computes it in float."""
+    if kind in TABLES:
+        return "the runtime's kernel is a table of the codes that the float op gives"
     if kind not in _KERNELS:
         return f"onnxruntime computes a {kind} on dequantized values"
     if not all(gives_codes(grid) for grid in inputs):

@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 def prepared_net() -> nn.Module:
-    prepared = qt.prepare(Net().eval(), backend="onnxruntime")
+    prepared = qt.prepare(Net().eval(), backend="openvino")
     qt.calibrate(prepared, [X], progress=False)
     return prepared
 

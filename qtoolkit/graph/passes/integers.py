@@ -1,6 +1,7 @@
 """The pass of convert(arithmetic="integer"): give each op between quantizers the integer kernel that a runtime has for it."""
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,15 @@ from qtoolkit.graph.plan import Computed
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import (
+    is_quantizer,
+    is_weight_quantizer,
+    kind_of,
+    module_of,
+    name_of,
+    returns_tuple,
+    tensor_inputs,
+)
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
@@ -103,14 +112,23 @@ def _changes_a_tensor(node: fx.Node) -> bool:
 
 
 def _grid_behind(node: fx.Node, runtime: Runtime) -> Grid | None:
-    """Return the quantizer whose codes reach an op; None where they do not reach it as codes."""
-    while not is_quantizer(node):
-        source = source_of(node) if kind_of(node).name in runtime.carries else None
-        if source is None:
-            return None
-        node = source
-    grid = module_of(node)
-    return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
+    """Return the quantizer whose codes reach an op; None where they do not reach it as codes, or where several do."""
+    if is_quantizer(node):
+        grid = module_of(node)
+        return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
+    carries = kind_of(node).name in runtime.carries and not _picks_with_a_number(node)
+    sources = tensor_inputs(node) if carries else []
+    grids = {_grid_behind(source, runtime) for source in sources}
+    return grids.pop() if len(grids) == 1 else None
+
+
+def _picks_with_a_number(node: fx.Node) -> bool:
+    """Return whether a node takes x[0] of a tensor: ONNX has a Gather for it, through which runtimes do not follow codes."""
+    index = node.args[1] if node.target is operator.getitem else 0 if node.target in (torch.select, "select") else None
+    parts = index if isinstance(index, tuple) else (index,)
+    source = source_of(node)
+    from_tuple = source is not None and returns_tuple(source)
+    return not from_tuple and any(isinstance(part, int) for part in parts)
 
 
 def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:

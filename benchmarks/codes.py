@@ -1,0 +1,114 @@
+"""How many codes of the model differ in the deployed file, end to end, with float and with integer arithmetic.
+
+python benchmarks/codes.py               prints the table (about 5 minutes)
+python benchmarks/codes.py --quick       two small networks
+python benchmarks/codes.py --json FILE   writes the figures too
+
+Networks of timm have random weights, and batch norms of two batches; ResNet-20 has the real weights and images of shared/data,
+and is left out where these are missing. Each file runs in the runtime at its default settings; every code of every quantizer is
+compared (`qtoolkit.export.verify`).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import timm
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import qtoolkit as qt
+
+ROOT = Path(__file__).parents[1]
+NETWORKS = ("resnet18", "resnet50", "mobilenetv2_100", "regnety_002", "ghostnet_050", "efficientnet_lite0", "vgg11_bn")
+QUICK = ("resnet10t", "mobilenetv2_050")
+RUNTIMES = ("onnxruntime", "openvino")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Codes of one network in one runtime, which of them differ from the model's by arithmetic, and by how many steps."""
+
+    network: str
+    runtime: str
+    codes: int
+    float_differing: int
+    float_steps: int
+    integer_differing: int
+    integer_steps: int
+    layers_in_float: int
+
+
+def with_statistics(model: nn.Module, x: Tensor) -> nn.Module:
+    """Return a model whose batch norms have seen two batches."""
+    model.train()
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn_like(x))
+    return model.eval()
+
+
+def networks(names: tuple[str, ...], data: Path, size: int) -> Iterator[tuple[str, nn.Module, Tensor, Tensor]]:
+    """Return name, network, calibration data and inputs of each."""
+    if data.is_dir():
+        sys.path.insert(0, str(ROOT / "examples"))
+        from cifar10_resnet20 import load_images, load_model
+
+        yield (
+            "ResNet-20, CIFAR-10",
+            load_model(data),
+            load_images(data, "train", 256)[0],
+            load_images(data, "test", 100)[0],
+        )
+    for name in names:
+        torch.manual_seed(0)
+        x = torch.randn(4, 3, size, size)
+        yield name, with_statistics(timm.create_model(name, pretrained=False), x), torch.randn_like(x), x
+
+
+def rows_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Iterator[Row]:
+    """Quantize a network for each runtime, and compare both arithmetics with the file."""
+    for runtime in RUNTIMES:
+        prepared = qt.prepare(model, (x,), backend=runtime)
+        qt.calibrate(prepared, calibration.split(64), progress=False)
+        forms = [qt.convert(prepared), qt.convert(prepared, arithmetic="integer")]
+        with tempfile.TemporaryDirectory() as folder:
+            path = qt.export_onnx(forms[0], (x,), Path(folder) / "model.onnx", verify=False).path
+            found = [qt.export.verify(path, form, (x,), runtimes=(runtime,)).runtimes[runtime] for form in forms]
+        ours, integer = (result.codes for result in found)
+        counts = (ours.differing, ours.steps, integer.differing, integer.steps)
+        yield Row(name, found[0].runtime, ours.compared, *counts, len(found[0].float_layers))
+
+
+def main() -> None:
+    """Run, print, and write what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    chosen = networks(QUICK, Path("/nonexistent"), 64) if args.quick else networks(NETWORKS, args.data, 128)
+    rows = [row for network in tqdm(chosen, desc="networks") for row in rows_of(*network)]
+    table = Table(title="codes that differ in the deployed file, end to end")
+    for column in ("network", "runtime", "codes", "float arithmetic", "integer arithmetic", "layers in float there"):
+        table.add_column(column, justify="left" if column in ("network", "runtime") else "right")
+    for r in rows:
+        shares = (
+            f"{count:,} ({count / r.codes:.1e}, {steps} steps)"
+            for count, steps in ((r.float_differing, r.float_steps), (r.integer_differing, r.integer_steps))
+        )
+        table.add_row(r.network, r.runtime, f"{r.codes:,}", *shares, str(r.layers_in_float))
+    Console(width=140).print(table)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

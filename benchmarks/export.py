@@ -1,0 +1,193 @@
+"""Latency and accuracy of exported files in onnxruntime and OpenVINO, beside onnxruntime's own quantize_static.
+
+python benchmarks/export.py                     all models, one thread
+python benchmarks/export.py --only fsrcnn vit   some of them
+python benchmarks/export.py --quick             small inputs and few images: a first impression
+python benchmarks/export.py --json FILE         writes the figures too
+
+Each model is exported in float and in int8, prepared for the runtime that executes it; quantize_static quantizes the float file
+with the same calibration batches (QDQ, uint8 activations, int8 weights per channel). All files of one model and one runtime are
+timed in turn, and times are multiples of the float file's in that runtime.
+"""
+
+import argparse
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from export_models import SUBJECTS, Subject
+from measure import ROOF, Case, Pace, measure
+from report import facts
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import qtoolkit as qt
+from qtoolkit.export.runtimes import RUNTIMES
+
+GOAL = "below 1, and no slower than quantize_static"
+DATA = (Path(__file__).parents[1] / "shared" / "data", Path(__file__).parents[2] / "shared" / "data")
+FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One file in one runtime.
+
+    Attributes:
+        model: The model.
+        runtime: The runtime.
+        file: Who wrote it.
+        milliseconds: Median time of a run.
+        ratio: As a multiple of the float file's.
+        spread: The widest interquartile range in the comparison, as a share of its median.
+        in_integers: How many nodes of the runtime's graph compute on codes.
+        in_float: How many compute in float.
+        accuracy: On real data, in `unit`; None without data.
+        unit: The unit of the accuracy.
+    """
+
+    model: str
+    runtime: str
+    file: str
+    milliseconds: float
+    ratio: float
+    spread: float
+    in_integers: int
+    in_float: int
+    accuracy: float | None
+    unit: str
+
+
+def write_files(subject: Subject, folder: Path, runtime: str) -> dict[str, Path]:
+    """Write the files of a model for a runtime; return them by who wrote them."""
+    paths = {name: folder / f"{name}_{runtime}.onnx" for name in (FLOAT, OURS, STATIC)}
+    dynamic: Any = ({0: "batch", **({2: "height", 3: "width"} if "Set5" in subject.unit else {})},)
+    example = torch.cat([subject.example] * 2)  # a batch of one would fix the dimension
+    torch.onnx.export(subject.model, (example,), paths[FLOAT], dynamo=True, dynamic_shapes=dynamic, verbose=False)
+    prepared = qt.prepare(subject.model, (example,), backend=runtime)
+    qt.calibrate(prepared, subject.calibration, progress=False)
+    qt.export_onnx(prepared, (example,), paths[OURS], dynamic_shapes=dynamic, verify=False)
+    quantize_static(paths[FLOAT], paths[STATIC], subject.calibration)
+    return paths
+
+
+def quantize_static(source: Path, target: Path, batches: Sequence[Tensor]) -> None:
+    """Quantize a float file by onnxruntime's own tool, after the preparation that it asks for."""
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.batches = iter(batches)
+
+        def get_next(self) -> dict[str, Any] | None:
+            batch = next(self.batches, None)
+            return None if batch is None else {name: batch.numpy()}
+
+    prepared = target.with_suffix(".prepared.onnx")
+    quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+    (name,) = (value.name for value in onnxruntime_session(prepared, 1).get_inputs())
+    types = {"activation_type": quantization.QuantType.QUInt8, "weight_type": quantization.QuantType.QInt8}
+    quantization.quantize_static(str(prepared), str(target), Reader(), per_channel=True, **types)
+
+
+def onnxruntime_session(path: Path, threads: int) -> Any:
+    """Return a session at default optimizations."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def in_onnxruntime(path: Path, threads: int) -> Callable[[Any], Any]:
+    """Return what runs a file in onnxruntime on an array."""
+    session = onnxruntime_session(path, threads)
+    (name,) = (value.name for value in session.get_inputs())
+    return lambda x: session.run(None, {name: x})[0]
+
+
+def in_openvino(path: Path, threads: int) -> Callable[[Any], Any]:
+    """Return what runs a file in OpenVINO on an array."""
+    import openvino
+
+    compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_NUM_THREADS": threads})
+    return lambda x: compiled([x])[0]
+
+
+RUN: Mapping[str, Callable[[Path, int], Callable[[Any], Any]]] = {
+    "onnxruntime": in_onnxruntime,
+    "openvino": in_openvino,
+}
+
+
+def rows_of(subject: Subject, runtime: str, folder: Path, pace: Pace, threads: int) -> Iterator[Row]:
+    """Write the files of a model for a runtime, time them in turn, and measure their accuracy."""
+    files = write_files(subject, folder, runtime)
+    runs = {name: RUN[runtime](path, threads) for name, path in files.items()}
+    x = subject.example.numpy()
+    work = {ROOF if name == FLOAT else name: _timed(run, x) for name, run in runs.items()}
+    timed = measure(Case(runtime, subject.name, work, GOAL), threads, pace)
+    for name, run in runs.items():
+        ratio = timed.ratios.get(name, 1.0)
+        layers = RUNTIMES[runtime](files[name], [subject.example], [], {}, True).layers
+        integer = sum(layer.integer for layer in layers)
+        accuracy = None if subject.measure is None else subject.measure(_on_tensors(run))
+        figures = (1e-3 * timed.roof_us * ratio, ratio, timed.spread, integer, len(layers) - integer, accuracy)
+        yield Row(subject.name, runtime, name, *figures, subject.unit)
+
+
+def _timed(run: Callable[[Any], Any], x: "np.ndarray[Any, Any]") -> Callable[[], object]:
+    return lambda: run(x)
+
+
+def _on_tensors(run: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.from_numpy(np.array(run(x.numpy())))
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print a table."""
+    table = Table(title=f"int8 files; goal: {GOAL}")
+    for column in ("model", "runtime", "file", "ms", "x float", "in integers", "in float", "accuracy"):
+        table.add_column(column, justify="left" if column in ("model", "runtime", "file") else "right")
+    for row in rows:
+        accuracy = "" if row.accuracy is None else f"{row.accuracy:.2f} {row.unit}"
+        times = (f"{row.milliseconds:.2f}", f"{row.ratio:.2f}{' ~' if row.spread > 0.3 else ''}")
+        table.add_row(row.model, row.runtime, row.file, *times, str(row.in_integers), str(row.in_float), accuracy)
+    console.print(table)
+
+
+def main() -> None:
+    """Run, print, and write what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--runtimes", nargs="+", choices=RUN, default=list(RUN))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    data = next((place for place in DATA if place.is_dir()), None)
+    pace = Pace(10 if args.quick else 200, 2 if args.quick else 10, lambda: None)
+    rows: list[Row] = []
+    for name in args.only:
+        torch.manual_seed(0)
+        subject = SUBJECTS[name](data, args.quick)
+        for runtime in args.runtimes:
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                rows += rows_of(subject, runtime, Path(folder), pace, args.threads)
+    show(rows, Console())
+    if args.json is not None:
+        figures = {**facts("cpu"), "threads": args.threads, "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
