@@ -82,9 +82,19 @@ def keep_products_of_codes(model: "onnx_ir.Model", opset: int) -> None:
     for node in products:
         rank = len(node.outputs[0].shape or ())
         for user, index in node.outputs[0].uses():
-            bias = constant_input(user, 1 - index) if user.op_type == "Add" else None
-            if bias is not None and bias.ndim == 1 and rank > 2:
-                _replace_constant(user, 1 - index, bias.reshape([1] * (rank - 1) + [-1]), model)
+            if user.op_type != "Add" or rank <= 2:
+                continue
+            holder, place = user, 1 - index
+            other = user.inputs[place]
+            source = None if other is None else other.producer()
+            if source is not None and source.op_type == "DequantizeLinear" and len(source.outputs[0].uses()) == 1:
+                holder, place = source, 0  # the codes of the bias
+            bias = constant_input(holder, place)
+            if bias is not None and bias.ndim == 1:
+                _replace_constant(holder, place, bias.reshape([1] * (rank - 1) + [-1]), model)
+                if holder is not user:
+                    holder.attributes["axis"] = onnx_ir.AttrInt64("axis", rank - 1)
+                    holder.outputs[0].shape = None
 
 
 def _is_product_of_codes(node: "onnx_ir.Node") -> bool:
