@@ -167,7 +167,8 @@ class QuantWeighted(QuantModule):
     def bias_in_sums(self, bias: Tensor | None) -> Tensor | None:
         """Return a bias of the layer as the target adds it: on the grid of its integer sums, if an input is linked."""
         steps = None if bias is None else self.sum_steps()
-        return bias if bias is None or steps is None else on_grid(bias, steps)
+        converted = isinstance(self.weight_quantizer, Grid)
+        return bias if bias is None or steps is None else on_grid(bias, steps, fits=converted)
 
     # ---- forward
 

@@ -16,21 +16,24 @@ def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
     Source: onnxruntime, core/optimizer/qdq_transformer/weight_bias_quantization.cc (the product is rounded to float32).
 
     Args:
-        input_scale: Steps of the input, one element.
-        weight_scale: Steps of the weight, one element or one per output channel.
+        input_scale: Steps of the input, one element, without a gradient.
+        weight_scale: Steps of the weight, one element or one per output channel, without a gradient.
     """
-    return input_scale.detach().float().reshape(()) * weight_scale.detach().float()
+    scale = input_scale.reshape(()) if input_scale.dim() else input_scale  # as few nodes as possible in exported graphs
+    return scale.float() * weight_scale.float()
 
 
-def on_grid(bias: Tensor, steps: Tensor) -> Tensor:
+def on_grid(bias: Tensor, steps: Tensor, fits: bool = False) -> Tensor:
     """Return the multiples of some steps nearest to a bias; gradients pass straight through.
 
     Args:
         bias: One value per output channel.
-        steps: Float32, one element or one per output channel. Where they are too small for int32, larger ones are taken:
+        steps: Float32, one element or one per output channel.
+        fits: Whether all codes are known to fit in int32. If not, larger steps are taken where they do not:
             `qtoolkit.convert` enlarges the weight's scales there (`enlarged`).
     """
-    steps = torch.maximum(steps, bias.detach().float().abs() / LARGEST_CODE)
+    if not fits:
+        steps = torch.maximum(steps, bias.detach().float().abs() / LARGEST_CODE)
     return ops.fake_quant(bias, steps, None, -LARGEST_CODE, LARGEST_CODE, _axis(steps))
 
 
