@@ -248,7 +248,7 @@ def _types_of(model: nn.Module) -> dict[str, Kind]:
     """Map each op that a config can name to its type for QConfigMapping.set_object_type."""
     ops: dict[str, Kind] = {}
     if isinstance(model, QuantizedGraphModule):
-        ops = {name_of(n): object_type_of(n) for n in model.graph.nodes if n.op in ("call_function", "call_method")}
+        ops = {name_of(n): object_type_of(n) for n in model.graph.nodes if n.op.startswith("call")}
     return {**{name: float_type(module) for name, module in model.named_modules()}, **ops}
 
 

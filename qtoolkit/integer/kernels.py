@@ -224,6 +224,12 @@ class OpKernel(Kernel):
         self.kind, self.replaces = kind, replaces
         self.refresh()
 
+    @property
+    def object_type(self) -> Any:
+        """The function or method that it replaces, or the type of the module."""
+        op = self._op[0]
+        return type(op) if isinstance(op, nn.Module) else op
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the values of the output's codes; of the op in float where quantization is off."""
         return self.compute(*args, **kwargs) if self.active else self._op[0](*args, **kwargs)

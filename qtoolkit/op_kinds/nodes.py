@@ -130,7 +130,8 @@ def float_type(module: nn.Module) -> type[nn.Module]:
 def object_type_of(node: fx.Node) -> Any:
     """Return what QConfigMapping.set_object_type names for a node: its (float) module type, function or tensor method."""
     if node.op == "call_module":
-        return float_type(module_of(node))
+        module = module_of(node)
+        return module.object_type if isinstance(module, OpKernel) else float_type(module)
     return getattr(torch.Tensor, str(node.target), node.target) if node.op == "call_method" else node.target
 
 

@@ -199,6 +199,18 @@ def test_compare_and_sensitivity_take_it() -> None:
     qt.calibrate(prepared, [X], progress=False)
     result = qt.debug.compare(net, qt.convert(prepared, arithmetic="integer"), (X,))
     assert min(line.own.sqnr for line in result.layers) > 20, result
+    names = {line.name for line in result.layers}
+    assert {"stem.0", "add", "mul", "fc"} <= names
+    integer, y = qt.convert(prepared, arithmetic="integer"), net(X).detach()
+
+    def error(model: nn.Module) -> float:
+        with torch.no_grad():
+            return float(F.mse_loss(model(X), y))
+
+    found = qt.debug.sensitivity(integer, error, higher_is_better=False, progress=False)
+    assert {"stem.0", "add", "mul", "fc"} <= {row.name for row in found.rows}
+    assert 0 < found.quantized_score < 1e-2
+    assert found.float_score < 1e-9
 
 
 def test_it_compiles_to_one_graph() -> None:
