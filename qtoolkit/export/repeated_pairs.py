@@ -28,7 +28,10 @@ def _insert_pair(model: "onnx_ir.Model", node: "onnx_ir.Node", output: "onnx_ir.
     import onnx_ir
 
     quantize = onnx_ir.node("QuantizeLinear", [output, *pair], name=f"{output.name}_quantize")
-    dequantize = onnx_ir.node("DequantizeLinear", [quantize.outputs[0], *pair], name=f"{output.name}_dequantize")
+    mixed = output.dtype is not None and pair[0].dtype not in (None, output.dtype)  # a model in half precision
+    attributes = {"output_dtype": int(output.dtype)} if mixed and output.dtype is not None else {}
+    inputs = [quantize.outputs[0], *pair]
+    dequantize = onnx_ir.node("DequantizeLinear", inputs, attributes, name=f"{output.name}_dequantize")
     for new, like in ((quantize, pair[1]), (dequantize, output)):
         new.outputs[0].shape = output.shape
         if like.dtype is not None:  # the TorchScript exporter writes few types

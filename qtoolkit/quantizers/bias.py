@@ -11,7 +11,7 @@ LARGEST_CODE = 2**30
 
 
 def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return the steps of the sums of products of two tensors' codes, float32: one, or one per output channel.
+    """Return the steps of the sums of products of two tensors' codes: one, or one per output channel.
 
     Source: onnxruntime, core/optimizer/qdq_transformer/weight_bias_quantization.cc (the product is rounded to float32).
 
@@ -20,7 +20,7 @@ def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
         weight_scale: Steps of the weight, one element or one per output channel, without a gradient.
     """
     scale = input_scale.reshape(()) if input_scale.dim() else input_scale  # as few nodes as possible in exported graphs
-    return scale.float() * weight_scale.float()
+    return scale * weight_scale
 
 
 def on_grid(bias: Tensor, steps: Tensor, fits: bool = False) -> Tensor:
