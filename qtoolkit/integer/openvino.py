@@ -22,8 +22,8 @@ CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "
 class FloatOutput(LayerKernel):
     """fma(f32(sums), f32(xs * ws), bias), of a depthwise convolution with two roundings; what follows is float32.
 
-    Which of oneDNN's kernels fuse the multiply-add was found by comparing both forms with the codes of each kind of layer. A few
-    codes in a million still differ, at ties, in convolutions with large sums.
+    Which of oneDNN's kernels fuse the multiply-add was found by comparing both forms with the codes of each kind of layer. A
+    few codes in a million still differ, at ties, in convolutions with large sums.
     """
 
     NAME, TO_FLOAT = "int8 product", True
