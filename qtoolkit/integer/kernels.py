@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
-from qtoolkit.integer.sums import EXACT_IN_FLOAT32, Bounds, Product, exact_sums
+from qtoolkit.integer.sums import EXACT_IN_FLOAT32, Bounds, exact_sums
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.bias import bias_scale, codes_of
+from qtoolkit.quantizers.bias import bias_scale, codes_of, gives_codes, gives_sums
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -128,7 +128,7 @@ class LayerKernel(Kernel):
 
     Attributes:
         TO_FLOAT: Whether it returns floats, which the quantizer of the output, if there is one, quantizes.
-        codes: The codes of the weight minus the code of zero, float32.
+        codes: The codes of the weight, float32.
         steps: The steps of the sums, shaped to broadcast over an output.
         bias: The codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the
             sums; None without a bias.
@@ -139,14 +139,13 @@ class LayerKernel(Kernel):
     codes: Tensor
     steps: Tensor
     bias: Tensor | None
+    bounds: Bounds
+    _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
 
     def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None) -> None:
         super().__init__([source], None if self.TO_FLOAT else output)
         self._layer = (layer,)
         self.refresh()
-
-    bounds: Bounds
-    _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
 
     @property
     def layer(self) -> QuantWeighted:
@@ -165,7 +164,7 @@ class LayerKernel(Kernel):
         if not isinstance(grid, Grid):
             raise TypeError(f"a kernel needs a layer whose weight has a Grid, got a {type(grid).__name__}.")
         steps = bias_scale(self.inputs[0].scale, grid.scale)
-        codes = grid.codes(layer.weight.detach()).float() - Side.of(grid).zero_point
+        codes = grid.codes(layer.weight.detach()).float()
         self.constant("codes", codes)
         self.constant("steps", layer.along_channels(steps))
         positive, negative = (layer.sum_per_output(part.clamp(min=0)) for part in (codes, -codes))
@@ -178,12 +177,14 @@ class LayerKernel(Kernel):
     def sums(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the exact sums of products of codes, without the bias: integers in float32 or float64."""
         (source,), int8 = self.inputs, self._int8_sums(x)
-        if int8 is None:
-            product: Product = lambda codes, weight: self.layer.compute(codes, weight, None, *args, **kwargs)  # noqa: E731
-        elif self.bounds.exact_in_float32:
+        if int8 is not None and self.bounds.exact_in_float32:
             return int8(source.unsigned_codes(x), source.unsigned_zero_point)
-        else:
-            product = lambda codes, _: int8((codes + 128).to(torch.uint8), 128)  # noqa: E731  # digits are below 128
+
+        def product(codes: Tensor, weight: Tensor) -> Tensor:
+            if int8 is not None and self.bounds.digits is not None:  # digits are below 128
+                return int8((codes + 128).to(torch.uint8), 128)
+            return self.layer.compute(codes, weight, None, *args, **kwargs)
+
         return exact_sums(product, source.centred(x), self.codes, self.bounds)
 
     def _int8_sums(self, x: Tensor) -> Int8Sums | None:
@@ -201,6 +202,16 @@ class LayerKernel(Kernel):
         """Return the exact sums with the codes of the bias: integers in float32 or float64."""
         sums = self.sums(x, *args, **kwargs)
         return sums if self.bias is None else sums + self.bias
+
+
+def why_no_sums(layer: QuantWeighted, source: Grid) -> str | None:
+    """Return why a layer on this input has no sums of codes with one step for each output channel; None if it has."""
+    weight = layer.weight_quantizer
+    if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
+        return "its codes have more than 8 bits, or several scales for its input"
+    if not layer.scales_along_outputs():
+        return "its weight has scales along another dimension than the output channels"
+    return None if weight.zero_point is None else "its weight has codes of zero other than 0"
 
 
 class OpKernel(Kernel):

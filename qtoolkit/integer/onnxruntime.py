@@ -15,11 +15,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.backends import backends
-from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side
+from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import module_of
 from qtoolkit.op_kinds.rules import argument
-from qtoolkit.quantizers.bias import gives_codes, gives_sums
+from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -201,16 +201,12 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
     Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
     """
-    weight = layer.weight_quantizer
     if layer.KIND not in ("conv", "linear"):
         return f"onnxruntime has no integer kernel for a {layer.KIND}"
-    if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
-        return "its codes have more than 8 bits, or several scales for its input"
-    if not layer.scales_along_outputs():
-        return "its weight has scales along another dimension than the output channels"
-    if weight.zero_point is not None:
-        return "its weight has codes of zero other than 0"
-    if source.spec.qmin < 0 <= weight.spec.qmin:
+    reason, weight = why_no_sums(layer, source), layer.weight_quantizer
+    if reason is not None:
+        return reason
+    if weight is not None and source.spec.qmin < 0 <= weight.spec.qmin:
         return "its weight is unsigned and its input signed"
     if layer.KIND == "linear":
         return QGemmToFloat if output is None or not _same_type(source, output) else QGemm

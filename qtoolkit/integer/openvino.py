@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from qtoolkit.integer.kernels import LayerKernel, OpKernel
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.bias import gives_codes, gives_sums
 from qtoolkit.quantizers.frozen import Grid
 
 CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "cat", "zero_pad")
@@ -41,15 +40,11 @@ class FloatOutput(LayerKernel):
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
     """Return the kernel of a layer, or why OpenVINO computes it in float."""
-    weight = layer.weight_quantizer
     if layer.KIND not in ("conv", "conv_transpose", "linear"):
         return f"OpenVINO has no integer kernel for a {layer.KIND}"
-    if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
-        return "its codes have more than 8 bits, or several scales for its input"
-    if not layer.scales_along_outputs():
-        return "its weight has scales along another dimension than the output channels"
-    if weight.zero_point is not None:
-        return "its weight has codes of zero other than 0"
+    reason = why_no_sums(layer, source)
+    if reason is not None:
+        return reason
     if layer.KIND == "conv_transpose" and source.zero_point is not None:
         return "OpenVINO computes a conv_transpose in integers only if the code of zero is 0"
     return FloatOutput

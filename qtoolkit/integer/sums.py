@@ -19,12 +19,14 @@ class Bounds:
     Attributes:
         sums: The largest magnitude of a sum, and of any part of one.
         weights: The largest sum of the magnitudes of the weights of one output.
-        codes: The largest magnitude of a code of the input.
+        low: The lowest code of the input, zero or less.
+        high: The highest, zero or more.
     """
 
     sums: float
     weights: float
-    codes: int
+    low: int
+    high: int
 
     @classmethod
     def of(cls, positive: Tensor, negative: Tensor, low: int, high: int) -> "Bounds":
@@ -37,12 +39,17 @@ class Bounds:
             high: The highest.
         """
         upper, lower = high * positive - low * negative, high * negative - low * positive
-        return cls(float(torch.maximum(upper, lower).max()), float((positive + negative).max()), max(high, -low))
+        return cls(float(torch.maximum(upper, lower).max()), float((positive + negative).max()), low, high)
 
     @property
     def exact_in_float32(self) -> bool:
         """Whether every sum is exact in float32."""
         return self.sums <= EXACT_IN_FLOAT32
+
+    @property
+    def digits(self) -> int | None:
+        """The largest number of bits of a code's digits whose sums are exact in float32; None for none."""
+        return next((bits for bits in DIGITS if 2**bits * self.weights <= EXACT_IN_FLOAT32), None)
 
 
 def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> Tensor:
@@ -59,20 +66,19 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> T
     """
     if bounds.exact_in_float32:
         return _rounded(product(x, weight))
-    bits = next((bits for bits in DIGITS if 2**bits * bounds.weights <= EXACT_IN_FLOAT32), None)
-    if bits is None:
+    if bounds.digits is None:
         return product(x.double(), weight.double())
-    parts = (_rounded(product(part, weight)).double() * scale for scale, part in _digits(x, bounds.codes, bits))
+    parts = (_rounded(product(part, weight)).double() * scale for scale, part in _digits(x, bounds))
     return sum(parts, torch.zeros((), dtype=torch.float64, device=x.device))
 
 
-def _digits(x: Tensor, largest: int, bits: int) -> Iterator[tuple[int, Tensor]]:
+def _digits(x: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor]]:
     """Return parts of x, each with its factor: integers in [0, 2**bits), the last one with the sign."""
-    factor = 1
-    while largest >= 2**bits:
+    bits, factor, low, high = bounds.digits or 0, 1, bounds.low, bounds.high
+    while max(high, -low) >= 2**bits:
         rest = torch.floor(x * 2.0**-bits)
         yield factor, x - rest * 2.0**bits
-        x, factor, largest = rest, factor * 2**bits, (largest >> bits) + 1
+        x, factor, low, high = rest, factor * 2**bits, low >> bits, high >> bits
     yield factor, x
 
 

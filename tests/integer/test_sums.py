@@ -1,0 +1,86 @@
+"""Sums of products of codes are exact, by whatever kernel they are computed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import qtoolkit as qt
+from qtoolkit.integer import kernels, onednn, sums
+from qtoolkit.integer.sums import Bounds, exact_sums
+from tests.integer.test_onnxruntime import Net, X, converted
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40_000), st.integers(-128, 0), st.integers(1, 255), st.integers(0, 2**31))
+def test_sums_equal_those_of_integers(length: int, low: int, high: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(low, high + 1, (3, length), generator=generator).float()
+    weight = torch.randint(-128, 128, (4, length), generator=generator).float()
+    x[0], weight[0] = high, 127  # the largest sum
+    bounds = Bounds.of(
+        weight.clamp(min=0).sum(1, dtype=torch.float64), -weight.clamp(max=0).sum(1, dtype=torch.float64), low, high
+    )
+    expected = product(x.long(), weight.long())
+    assert expected.abs().max() <= bounds.sums
+    assert torch.equal(exact_sums(product, x, weight, bounds).long(), expected)
+
+
+def test_sums_that_no_digits_can_hold_are_in_float64(monkeypatch) -> None:
+    monkeypatch.setattr(sums, "DIGITS", ())
+    x, weight = torch.full((1, 9000), 255.0), torch.full((1, 9000), 127.0)
+    bounds = Bounds.of(weight.sum(1), torch.zeros(1), 0, 255)
+    y = exact_sums(product, x, weight, bounds)
+    assert y.dtype == torch.float64
+    assert int(y) == 255 * 127 * 9000
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("signed", [False, True])
+def test_without_int8_kernels_the_model_computes_the_same(monkeypatch, signed: bool, bits: int) -> None:
+    model = converted(Net(), X, bits, signed)
+    expected = model(X)
+    monkeypatch.setattr(kernels, "int8_sums", lambda *_: None)
+    for module in model.modules():
+        if isinstance(module, kernels.Kernel):
+            module.refresh()
+    assert torch.equal(model(X), expected)
+    monkeypatch.setattr(sums, "DIGITS", ())
+    assert torch.equal(model(X), expected)
+
+
+def test_the_int8_kernels_are_used_where_a_trial_shows_them_exact() -> None:
+    model = converted(Net(), X)
+    model(X)
+    used = model.get_submodule("stem.0").integer_kernel._int8
+    assert list(used) == [X.shape]
+    assert (used[X.shape] is not None) == onednn.is_exact()
+
+
+def test_processors_whose_products_saturate_do_not_pass_the_trial(monkeypatch) -> None:
+    monkeypatch.setattr(onednn, "_conv", lambda *_: lambda codes, zero_point: torch.tensor([32767.0]))
+    assert not onednn.is_exact.__wrapped__()
+
+
+def test_an_empty_batch_and_one_of_another_size() -> None:
+    model = converted(Net(), X)
+    assert model(X[:0]).shape == (0, 7)
+    assert torch.equal(model(X[:1]), model(X)[:1])
+
+
+def test_a_large_layer_splits_its_codes_into_digits() -> None:
+    model = converted(torch.nn.Sequential(torch.nn.Linear(5000, 3, bias=False)), torch.rand(4, 5000) + 1)
+    kernel = model.get_submodule("0").integer_kernel
+    kernel.layer.weight.data.fill_(1.0)
+    kernel.refresh()
+    assert kernel.bounds.digits is not None
+    assert not kernel.bounds.exact_in_float32
+    x = model.get_submodule("activation_quantizers.input_1")(torch.rand(4, 5000) + 1)
+    expected = (kernel.inputs[0].centred(x).long() @ kernel.codes.long().t()).double()
+    assert torch.equal(kernel.sums(x).double(), expected)
+    assert isinstance(qt.quantization_report(model).layers[0].reason, str)
