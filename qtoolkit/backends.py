@@ -163,6 +163,7 @@ TENSORRT = Backend(
     weight_bits=(8,),
     integers_in_and_out=True,
     advice=("few channels", "deconvolution"),
+    runtime="tensorrt",
 )
 
 # TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, except adds with a mask.

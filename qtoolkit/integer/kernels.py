@@ -204,6 +204,17 @@ class LayerKernel(Kernel):
         return sums if self.bias is None else sums + self.bias
 
 
+class FloatOutput(LayerKernel):
+    """f32(f32(sums) * f32(xs * ws)) + bias, in float32; activations and what follows are float32 too."""
+
+    NAME, TO_FLOAT = "int8 product", True
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output in float."""
+        y = self.sums(x, *args, **kwargs).float() * self.steps
+        return y if self.layer.bias is None else y + self.layer.along_channels(self.layer.bias)
+
+
 def why_no_sums(layer: QuantWeighted, source: Grid) -> str | None:
     """Return why a layer on this input has no sums of codes with one step for each output channel; None if it has."""
     weight = layer.weight_quantizer

@@ -11,31 +11,28 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, why_no_sums
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
 
 CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "cat", "zero_pad")
 
 
-class FloatOutput(LayerKernel):
+class FusedMultiplyAdd(FloatOutput):
     """fma(f32(sums), f32(xs * ws), bias), of a depthwise convolution with two roundings; what follows is float32.
 
     Which of oneDNN's kernels fuse the multiply-add was found by comparing both forms with the codes of each kind of layer. A
     few codes in a million still differ, at ties, in convolutions with large sums.
     """
 
-    NAME, TO_FLOAT = "int8 product", True
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output in float."""
-        sums, bias = self.sums(x, *args, **kwargs).float(), self.layer.bias
-        if bias is None:
-            return sums * self.steps
-        if getattr(self.layer, "groups", 1) > 1:
-            return sums * self.steps + self.layer.along_channels(bias)
+        bias = self.layer.bias
+        if bias is None or getattr(self.layer, "groups", 1) > 1:
+            return super().forward(x, *args, **kwargs)
+        sums = self.sums(x, *args, **kwargs).float().double()
         # The product of two float32 is exact in float64, where the sum is rounded far finer than in float32.
-        return (sums.double() * self.steps.double() + self.layer.along_channels(bias).double()).float()
+        return (sums * self.steps.double() + self.layer.along_channels(bias).double()).float()
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
@@ -47,7 +44,7 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
         return reason
     if layer.KIND == "conv_transpose" and source.zero_point is not None:
         return "OpenVINO computes a conv_transpose in integers only if the code of zero is 0"
-    return FloatOutput
+    return FusedMultiplyAdd
 
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from qtoolkit.errors import check_known
-from qtoolkit.integer import onnxruntime, openvino
+from qtoolkit.integer import onnxruntime, openvino, tensorrt
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
@@ -49,6 +49,13 @@ RUNTIMES: Mapping[str, Runtime] = {
         layer_kernel=openvino.layer_kernel,
         op_kernel=openvino.op_kernel,
         reciprocal=True,
+    ),
+    "tensorrt": Runtime(
+        "tensorrt",
+        carries=tensorrt.CARRIES,
+        absorbs=(),
+        layer_kernel=tensorrt.layer_kernel,
+        op_kernel=tensorrt.op_kernel,
     ),
 }
 

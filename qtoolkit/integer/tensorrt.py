@@ -1,0 +1,30 @@
+"""TensorRT's integer kernels as NVIDIA documents them ("Working with Quantized Types"): int8 codes, round half to even.
+
+Sums are int32, and are multiplied by the scales in float32; biases, activations, residual adds and the division by the output's
+scale are float32. The documentation does not give the order of these operations, which depends on the kernel that TensorRT
+chooses by its speed: codes may differ by one at rounding ties.
+"""
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, why_no_sums
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.frozen import Grid
+
+CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "cat")
+
+
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
+    """Return the kernel of a layer, or why TensorRT computes it in float."""
+    if layer.KIND not in ("conv", "conv_transpose", "linear"):
+        return f"TensorRT has no integer kernel for a {layer.KIND}"
+    if source.zero_point is not None:
+        return "TensorRT has codes of zero other than 0 for no input"
+    return why_no_sums(layer, source) or FloatOutput
+
+
+def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
+    """Return why an op without weights stays float: TensorRT computes it in float32 between codes, as the float form does."""
+    return f"TensorRT computes a {kind} in float32 between codes"

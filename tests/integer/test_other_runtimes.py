@@ -1,0 +1,68 @@
+"""The arithmetics of OpenVINO, against the library, and of TensorRT, against the float form."""
+
+import pytest
+import torch
+from torch import nn
+
+import qtoolkit as qt
+from qtoolkit.export import verify
+from tests import nets
+
+X = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(5))
+
+
+class Net(nn.Module):
+    """A convolution, a depthwise one, a residual add, a transposed convolution and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.depthwise, self.second = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1)
+        self.up, self.fc = nn.ConvTranspose2d(16, 4, 2, stride=2), nn.Linear(4 * 48 * 48, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.second(torch.relu(self.depthwise(x))) + x)
+        return self.fc(torch.relu(self.up(x)).flatten(1))
+
+
+def prepared(backend: str) -> nn.Module:
+    torch.manual_seed(2)
+    model: nn.Module = qt.prepare(nets.trained(Net(), *X.shape).eval(), (X,), backend=backend)
+    qt.calibrate(model, [X], progress=False)
+    return model
+
+
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
+def test_layers_have_kernels_and_all_else_is_float(backend: str) -> None:
+    source = prepared(backend)
+    model = qt.convert(source, arithmetic="integer")
+    kernels = {name: how.kernel for name, how in model.plan.computed.items()}
+    assert {kernels[name] for name in ("first", "depthwise", "second", "up", "fc")} == {"int8 product"}
+    assert kernels.get("add") is None
+    assert torch.allclose(model(X), qt.convert(source)(X), atol=1e-2)
+
+
+def test_the_file_has_the_nodes_of_the_float_form(tmp_path) -> None:
+    source = prepared("openvino")
+    results = [
+        qt.export_onnx(model, (X,), tmp_path / "m.onnx")
+        for model in (qt.convert(source), qt.convert(source, arithmetic="integer"))
+    ]
+    assert results[0].quantize_nodes == results[1].quantize_nodes
+    assert results[1].verification.quantizer_codes.differing == 0
+
+
+def test_codes_are_openvinos_up_to_ties(tmp_path) -> None:
+    pytest.importorskip("openvino")
+    model = qt.convert(prepared("openvino"), arithmetic="integer")
+    result = verify(qt.export_onnx(model, (X,), tmp_path / "m.onnx").path, model, (X,), runtimes=("openvino",))
+    codes = result.runtimes["openvino"].codes
+    assert codes.compared > 20_000
+    assert codes.steps <= 1
+    assert codes.share <= 1e-4
+
+
+def test_an_affine_input_is_float_for_tensorrt() -> None:
+    model = qt.convert(prepared("onnxruntime"), arithmetic="integer", runtime="tensorrt")
+    assert str(model.plan.computed["second"]) == "float: TensorRT has codes of zero other than 0 for no input"
