@@ -66,3 +66,20 @@ def test_every_output_of_resnet20_on_all_images_is_the_runtimes(tmp_path, prepar
         for batch in x.split(250):
             (theirs,) = session.run(None, {name: batch.numpy()})
             assert np.array_equal(model(batch).numpy(), theirs)  # the logits themselves, so every class too
+
+
+def test_codes_of_fsrcnn_on_a_real_image(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
+    import export_models
+
+    subject = export_models.fsrcnn(DATA, quick=True)
+    source = qt.prepare(subject.model, (subject.example,), backend="onnxruntime")
+    qt.calibrate(source, subject.calibration, progress=False)
+    model = qt.convert(source, arithmetic="integer")
+    result = verify(
+        qt.export_onnx(model, (subject.example,), tmp_path / "m.onnx", verify=False).path, model, subject.example
+    )
+    result.check()
+    codes = result.runtimes["onnxruntime"]
+    assert sum(layer.kernel == "QLinearConv" for layer in codes.integer_layers) == 7
+    assert codes.codes.differing <= 1e-5 * codes.codes.compared
