@@ -9,7 +9,7 @@ from torch import nn
 import qtoolkit as qt
 
 NAME = "activation_quantizers.input_1"
-X = torch.cat([torch.rand(1000, 4), torch.tensor([[-0.5, 0.0, 0.0, 8.0]])])
+X = torch.cat([torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([[-0.5, 0.0, 0.0, 8.0]])])
 
 
 def prepared(activation: qt.QuantSpec | None = None) -> nn.Module:
