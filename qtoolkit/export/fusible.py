@@ -97,13 +97,11 @@ def _maker(value: "onnx_ir.Value") -> str:
 
 
 def _axes(mean: "onnx_ir.Node") -> list[int] | None:
-    import onnx_ir
-
     if len(mean.inputs) < 2 or mean.inputs[1] is None:  # an attribute before opset 18
         given = mean.attributes.get_ints("axes")
         return None if given is None else list(given)
-    axes = onnx_ir.convenience.get_const_tensor(mean.inputs[1])
-    return None if axes is None else [int(axis) for axis in axes.numpy()]
+    axes = constant_input(mean, 1)
+    return None if axes is None else [int(axis) for axis in axes]
 
 
 def _constant(model: "onnx_ir.Model", value: Sequence[object], name: str) -> "onnx_ir.Value":

@@ -162,10 +162,13 @@ class QLinearGlobalAveragePool(OpKernel):
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the means' codes."""
         (source,), output = self.inputs, output_of(self)
-        shape = self._op[0](x, *args, **kwargs).shape
         count = functools.reduce(operator.mul, x.shape[2:], 1)
-        factor = source.scale / (output.scale * count)
-        return requantized(source.centred(x).double().sum(tuple(range(2, x.dim()))), factor, output).reshape(shape)
+        sums = source.centred(x).double().sum(tuple(range(2, x.dim())), keepdim=self._keeps_dimensions(*args, **kwargs))
+        return requantized(sums, source.scale / (output.scale * count), output)
+
+    def _keeps_dimensions(self, dim: Any = None, keepdim: bool = False, **_: Any) -> bool:
+        """Return whether the op, a pool or a mean with these arguments, keeps the dimensions of the map."""
+        return keepdim or self._op[0] not in (torch.mean, Tensor.mean)
 
 
 class QLinearAveragePool(OpKernel):

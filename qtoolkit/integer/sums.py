@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXACT_IN_FLOAT32 = 2**24  # integers up to here are exact in float32, whatever the order of a sum
+EXACT_IN_FLOAT32 = 2**24  # integers up to here, and their sums in any order, are exact in float32
 DIGITS = (4, 2, 1)  # bits of the parts into which codes are split where a sum may be larger
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products

@@ -103,6 +103,24 @@ def test_linear_layers_of_three_dimensions(tmp_path, bias: bool) -> None:
     assert_equal_codes(integer, x, tmp_path / "m.onnx", exact=False)
 
 
+class Mean(nn.Module):
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(*self.args, **self.kwargs)
+
+
+@pytest.mark.parametrize(
+    "mean", [Mean((2, 3)), Mean((2, 3), True), Mean(dim=(-2, -1), keepdim=True), nn.AdaptiveAvgPool2d(1)]
+)
+def test_means_of_the_whole_map(tmp_path, mean: nn.Module) -> None:
+    model = converted(nn.Sequential(nn.Conv2d(6, 5, 3), mean, nn.Flatten(), nn.Linear(5, 3)), X)
+    assert "QLinearGlobalAveragePool" in {how.kernel for how in model.plan.computed.values()}
+    assert_equal_codes(model, X, tmp_path / "m.onnx")
+
+
 class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.matmul(x, x.transpose(1, 2))

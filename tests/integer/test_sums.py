@@ -1,4 +1,4 @@
-"""Sums of products of codes are exact, by whatever kernel they are computed."""
+"""Sums of products of codes are exact in every kernel."""
 
 import pytest
 import torch
