@@ -124,11 +124,13 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 6> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 7> kWithoutGradient = {{
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "
      "and zero_point.detach(), or compute the first gradient without create_graph=True."},
+    {"quant_layer_backward",
+     "quant_layer: double backward is not supported; keep floats for backward: qtoolkit.prepare(..., save='float')."},
     {"dequantize", "dequantize: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
     {"dequantize_int4",
      "dequantize_int4: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},

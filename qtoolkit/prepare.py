@@ -22,7 +22,8 @@ from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.integer.runtimes import RUNTIMES, Runtime, runtime_named
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
-from qtoolkit.nn import QAT_MODULES, QuantModule
+from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
+from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
@@ -45,6 +46,8 @@ def prepare(
     qat_modules: QatModules | None = None,
     fuse_patterns: FusePatterns | None = None,
     inplace: bool = False,
+    forward: str = "auto",
+    save: str = "codes",
 ) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
 
@@ -71,6 +74,10 @@ def prepare(
             of an op, is replaced by the module that `fuser(*modules)` returns, under the name of the first module. For a
             function the fuser gets None.
         inplace: Change the model itself, which must not be used afterwards. If prepare fails, the model is unchanged.
+        forward: How a forward in training computes convolutions and linear layers whose inputs and weights are on integer
+            grids. "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where
+            torch has exact int8 kernels for the layer on this processor. Gradients are the straight-through ones in any case.
+        save: What such a layer keeps of its input for backward. "codes": a byte or less an element. "float": the values.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -87,7 +94,7 @@ def prepare(
         >>> [name for name, _ in prepared.named_modules() if "quantizers." in name and "observer" not in name]
         ['activation_quantizers.input_1']
     """
-    target = backend_of(backend)
+    target, arithmetic = backend_of(backend), TrainingArithmetic(forward, save)
     _check_model(model, qconfig_mapping)
     custom, patterns = qat_modules or {}, fuse_patterns or {}
     check_table(custom)
@@ -111,6 +118,7 @@ def prepare(
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.insert.run(gm, rules)
         gm = passes.link_inputs.run(gm, target)
+        set_training_arithmetic(gm, arithmetic)
         gm = passes.record.run(gm, rules)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
