@@ -44,7 +44,7 @@ class TrainingArithmetic:
         check_known("save", self.save, self.SAVES)
 
 
-PLAIN = TrainingArithmetic("float", "float")
+DEFAULT = TrainingArithmetic()
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
 ) -> Tensor | None:
     """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds."""
     wanted = layer.training_arithmetic
-    if wanted is PLAIN or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _is_traced():
         return None
     integer = layer.training and _on_integers(layer, x)
     if not integer and wanted.save == "float":
@@ -71,6 +71,11 @@ def run(
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast)
+
+
+def _is_traced() -> bool:
+    """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def _on_integers(layer: "QuantWeighted", x: Tensor) -> bool:
