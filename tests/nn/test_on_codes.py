@@ -250,3 +250,21 @@ def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> 
         assert torch.equal(found[0], wanted[0])
         for name, gradient in wanted[1].items():
             torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=float(gradient.abs().max()) * 1e-6)
+
+
+def test_the_report_says_how_each_layer_computes_in_training() -> None:
+    report = qt.quantization_report(quantized("graph", forward="integer"))
+    lines = {line.name: line.training for line in report.layers if line.training}
+    assert lines["stem.0"] == lines["up"] == lines["head"] == "on codes, keeps codes"
+    assert "in training" in str(report)
+    assert "on codes, keeps codes" in str(report)
+    report = qt.quantization_report(quantized("modules", save="float", forward="float"))
+    assert {line.training for line in report.layers if line.training} == {"float (as asked), keeps floats"}
+    wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
+    report = qt.quantization_report(quantized("graph", wide))
+    assert "float, keeps floats: its inputs have no codes of one byte and one scale" in str(report)
+    scales = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))
+    report = qt.quantization_report(quantized("modules", scales, nn.Sequential(nn.Linear(12, 4)), forward="integer"))
+    assert report.layers[0].training == (
+        "float (its weight's scales do not run along its output channels), keeps codes"
+    )
