@@ -1,6 +1,7 @@
 """Layers in training on the codes of their inputs: what they keep for backward, and how they compute."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -64,13 +65,17 @@ def run(
     codes = None if geometry is None else codes_of(x, layer.source, channels_last=integer)
     if geometry is None or codes is None:
         return None
-    weight = layer.weight if factor is None else layer.scale_output_channels(layer.weight.detach(), factor.detach())
-    grid: WeightGrid | None = quantizer.weight_grid(weight)
+    grid: WeightGrid | None = quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor))
     if grid is None:
         return None
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast)
+
+
+def _scaled_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor:
+    weight: Tensor = layer.weight.detach()
+    return weight if factor is None else layer.scale_output_channels(weight, factor.detach())
 
 
 def _is_traced() -> bool:

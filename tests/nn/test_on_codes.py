@@ -268,3 +268,42 @@ def test_the_report_says_how_each_layer_computes_in_training() -> None:
     assert report.layers[0].training == (
         "float (its weight's scales do not run along its output channels), keeps codes"
     )
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+def test_an_empty_batch_and_a_single_image(forward: str) -> None:
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten(), nn.Linear(2 * 11 * 11, 3)
+    model = quantized("graph", model=nn.Sequential(*layers), forward=forward)
+    y = model(leaf(torch.empty(0, 3, 12, 12)))
+    y.sum().backward()
+    assert y.shape == (0, 3)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert model(images()[:1]).shape == (1, 3)
+
+
+def test_sums_that_int32_may_not_hold_are_computed_in_float() -> None:
+    model = nn.Sequential(nn.Linear(80_000, 2))
+    prepared = qt.quant_modules.replace(model, forward="integer")
+    qt.calibrate(prepared, [torch.ones(1, 80_000)], progress=False)
+    (line,) = qt.quantization_report(prepared).layers
+    assert line.training == "float (its sums may exceed int32), keeps codes"
+    with torch.no_grad():
+        prepared[0].weight.fill_(1.0)
+    prepared[0].reset_weight_range()
+    torch.testing.assert_close(prepared.train()(torch.ones(1, 80_000)), torch.full((1, 2), 8e4), rtol=0.02, atol=1)
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+def test_autocast_computes_in_its_type(forward: str) -> None:
+    model = quantized("graph", model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), forward=forward)
+    plain = quantized(
+        "graph", model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), save="float", forward="float"
+    )
+    plain.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = model(images()), plain(images())
+    assert y.dtype == expected.dtype == torch.bfloat16
+    if forward == "float":
+        assert torch.equal(y, expected)
+    y.float().square().sum().backward()
+    assert all(p.grad.dtype == p.dtype and torch.isfinite(p.grad).all() for p in model.parameters())
