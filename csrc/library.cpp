@@ -70,6 +70,33 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_learned_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
       "int? axis=None, int group=1, int block_size=0, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
+  // Batch norm in training over dimension 1 of x, + residual, an activation, and fake quantization: returns y, its
+  // codes (int8 if qmin is negative, else uint8; empty if they do not fit or there is no scale), and the mean and the
+  // biased variance of each channel of x. divisor f: the batch norm of x / f is meant. residual is added;
+  // residual_codes are its codes, from which it is rebuilt. The activation is low + slope (v - low) up to low, and high
+  // from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x, weight,
+  // bias, divisor, residual, scale and zero_point.
+  m.def(
+      "batch_norm_fake_quant(Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, "
+      "Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float eps, float low, float high, "
+      "float slope, Tensor? scale, Tensor? zero_point, int qmin, int qmax, float grad_factor=1.0) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+
+  // Returns the gradients of x, weight, bias, divisor, residual (empty unless residual_grad is set), scale and
+  // zero_point; empty for what is absent.
+  m.def(
+      "batch_norm_fake_quant_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, "
+      "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, Tensor mean, "
+      "Tensor variance, float eps, float low, float high, float slope, Tensor? scale, Tensor? zero_point, int qmin, "
+      "int qmax, float grad_factor=1.0, bool residual_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
+
+  // Moves running statistics towards those of a batch of x / divisor + offset: mean and biased variance are those of x,
+  // count is its number of values in a channel.
+  m.def(
+      "batch_norm_track_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor variance, "
+      "Tensor? divisor, Tensor? offset, float momentum, SymInt count) -> ()");
+
   // Returns a copy of x. Compilers save the result for backward and never recompute it: they would recompute it from a
   // buffer that was updated in place since, such as batch norm's statistics.
   m.def("snapshot(Tensor x) -> Tensor");

@@ -8,6 +8,7 @@
 // instruction set and then shared with code that runs without it.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
+#include "../batch_norm.h"
 #include "../fake_quant.h"
 #include "../observe.h"
 #include "kernels.h"
@@ -16,6 +17,7 @@
 namespace qtoolkit {
 namespace QT_ISA {
 
+#include "batch_norm-inl.h"
 #include "elementwise-inl.h"
 #include "learned_backward-inl.h"
 #include "observe-inl.h"
@@ -34,7 +36,9 @@ namespace cpu {
 #define QT_ENTRY(name) {QT_ISA::name<float>, QT_ISA::name<double>},
 
 static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENTRY) QT_OTHER_KERNELS(QT_ENTRY)};
-const Kernels QT_TABLE = {QT_NAME(QT_ISA), kKernels};
+#define QT_NORM(A) {QT_ISA::norm_moments<A>, QT_ISA::norm_forward<A>, QT_ISA::norm_sums<A>, QT_ISA::norm_backward<A>}
+
+const Kernels QT_TABLE = {QT_NAME(QT_ISA), kKernels, QT_NORM(float), QT_NORM(double)};
 
 }  // namespace cpu
 }  // namespace qtoolkit

@@ -2,6 +2,8 @@
 // launch.cpp selects a table when the library loads.
 #pragma once
 
+#include "../batch_norm.h"
+#include "../batch_norm_args.h"
 #include "../histogram.h"
 #include "../kernel_args.h"
 #include "../kernel_list.h"
@@ -37,10 +39,42 @@ struct ThreadHistogram {
   Bins bins = {kEmpty, false};
 };
 
+// The values of each channel that batch norm computes with. If inner is 1, the first kChunk of a row are repeated
+// behind its end (as often as it takes), so that a chunk reads whole vectors at any position.
+template <class A>
+struct NormChannels {
+  A *mean, *factor, *bias;  // the value of x is (x - mean) factor + bias
+  A *slope, *offset;        // backward; see input_gradient
+};
+
+constexpr int64_t kNormGroup = 32;  // channels of a part, at the most, whose sums the kernels keep in the caches
+
+// A part of a tensor that is outer x channels x inner: all rows [begin, end) of outer if inner is 1; else channels
+// [first, last) of the planes in [begin, end).
+struct NormPart {
+  int64_t first, last, begin, end;
+};
+
+// Results are written to (norm_moments) or added to (norm_sums) element c of `result` for channel c. `places` is
+// scratch memory of 3 (channels + kChunk) elements if inner is 1. norm_sums adds the sums of scale and zero point to
+// any channel.
+template <class A>
+struct NormKernels {
+  void (*moments)(const BatchNormArgs&, const NormPart&, A* places, Moments* result);
+  void (*forward)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&);
+  void (*sums)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&, A* places, NormSums* result);
+  void (*backward)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&);
+};
+
 struct Kernels {
   const char* name;
   const TypedKernel* kernels;  // indexed by KernelId
+  NormKernels<float> norm_f32;
+  NormKernels<double> norm_f64;
 };
+
+// The kernels of the instruction set in use.
+const Kernels& kernels();
 
 extern const Kernels kPlain;
 #if defined(__x86_64__)

@@ -25,6 +25,7 @@ torch.func (grad, vjp, jacrev) raise NotImplementedError. Double backward differ
 torch's fake quantization does; for a scale or zero point that requires grad it raises NotImplementedError.
 """
 
+from qtoolkit.ops.batch_norm import batch_norm_fake_quant, batch_norm_track_
 from qtoolkit.ops.compiling import snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
 from qtoolkit.ops.int4 import dequantize_int4, quantize_int4
@@ -41,6 +42,8 @@ from qtoolkit.ops.observe import (
 from qtoolkit.ops.positive import positive_scale
 
 __all__ = [
+    "batch_norm_fake_quant",
+    "batch_norm_track_",
     "dequantize",
     "dequantize_int4",
     "fake_quant",
