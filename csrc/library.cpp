@@ -97,6 +97,27 @@ TORCH_LIBRARY(qtoolkit, m) {
       "batch_norm_track_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor variance, "
       "Tensor? divisor, Tensor? offset, float momentum, SymInt count) -> ()");
 
+  // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with fake_quant(weight *
+  // factor, scale, zero_point, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin, x_qmax].
+  // factor: one per output channel. codes: the codes of x, or two per byte in one dimension (quantize_int4). integer:
+  // computes on the codes. dtype: the type of the computation, by default that of x. Differentiable in x, weight,
+  // factor, scale, zero_point and bias; backward keeps x as its codes, and computes the weight again.
+  m.def(
+      "quant_layer(Tensor x, Tensor codes, Tensor x_scale, Tensor? x_zero_point, Tensor weight, Tensor? factor, "
+      "Tensor scale, Tensor? zero_point, Tensor? bias, int x_qmin, int x_qmax, int qmin, int qmax, int? axis=None, "
+      "int group=1, int block_size=0, float grad_factor=1.0, int[] stride=[], int[] padding=[], int[] dilation=[], "
+      "int[] output_padding=[], bool transposed=False, int groups=1, bool integer=False, ScalarType? dtype=None) "
+      "-> Tensor");
+
+  // Returns its gradients in x, weight, factor, scale, zero_point and bias; empty where there is none. size: that of x.
+  // wanted: those of x, of the weight with what scales it, and of bias.
+  m.def(
+      "quant_layer_backward(Tensor grad, Tensor codes, SymInt[] size, Tensor x_scale, Tensor? x_zero_point, "
+      "Tensor weight, Tensor? factor, Tensor scale, Tensor? zero_point, int x_qmin, int qmin, int qmax, int? axis, "
+      "int group, int block_size, float grad_factor, int[] stride, int[] padding, int[] dilation, "
+      "int[] output_padding, bool transposed, int groups, bool channels_last, ScalarType x_dtype, bool learned, "
+      "bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
   // Returns a copy of x. Compilers save the result for backward and never recompute it: they would recompute it from a
   // buffer that was updated in place since, such as batch norm's statistics.
   m.def("snapshot(Tensor x) -> Tensor");

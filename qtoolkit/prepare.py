@@ -22,7 +22,8 @@ from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.integer.runtimes import RUNTIMES, Runtime, runtime_named
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
-from qtoolkit.nn import QAT_MODULES, QuantModule
+from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
+from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
@@ -45,6 +46,8 @@ def prepare(
     qat_modules: QatModules | None = None,
     fuse_patterns: FusePatterns | None = None,
     inplace: bool = False,
+    forward: str = "auto",
+    save: str = "codes",
 ) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
 
@@ -71,6 +74,8 @@ def prepare(
             of an op, is replaced by the module that `fuser(*modules)` returns, under the name of the first module. For a
             function the fuser gets None.
         inplace: Change the model itself, which must not be used afterwards. If prepare fails, the model is unchanged.
+        forward: How layers compute in training: "auto", "float" or "integer"; see `qtoolkit.nn.set_training_arithmetic`.
+        save: What layers keep of their inputs for backward: "codes" or "float"; see there.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -88,6 +93,7 @@ def prepare(
         ['activation_quantizers.input_1']
     """
     target = backend_of(backend)
+    TrainingArithmetic(forward, save)  # raises an error for what it does not know, before anything is done
     _check_model(model, qconfig_mapping)
     custom, patterns = qat_modules or {}, fuse_patterns or {}
     check_table(custom)
@@ -111,6 +117,7 @@ def prepare(
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.insert.run(gm, rules)
         gm = passes.link_inputs.run(gm, target)
+        set_training_arithmetic(gm, forward, save)
         gm = passes.record.run(gm, rules)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()

@@ -44,7 +44,7 @@ from qtoolkit.nn.merge import (
 )
 from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
 from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
-from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
 from qtoolkit.public import publish
 
 # Float type -> QAT type: the layers that the swap pass replaces.
@@ -141,6 +141,7 @@ __all__ = [
     "QuantWeighted",
     "ScaledDotProductAttention",
     "freeze_batch_norm",
+    "set_training_arithmetic",
     "unfreeze_batch_norm",
 ]
 publish(

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 STRATEGIES = ("unscale", "frozen", "two_convolutions", "std_correction")
 NEEDS_BATCH_STATISTICS = ("two_convolutions", "std_correction")
 
-Compute = Callable[[Tensor, Tensor | None], Tensor]  # (weight, bias) -> output
+# (factor of each output channel of the weight, bias, whether the weight is quantized) -> output
+Compute = Callable[[Tensor | None, Tensor | None, bool], Tensor]
 
 
 class LinkedBatchNorm(nn.Module):
@@ -290,29 +291,25 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     factor = factor_of(bn)
-    weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, divisor_of(bn)))
-    weight = layer.scale_output_channels(weight, (factor != 0).to(weight.dtype))  # with gamma 0 the folded weight is 0
-    return compute(weight, layer.bias_in_sums(folded_bias(bn, layer.bias, factor)))
+    return compute(factor, layer.bias_in_sums(folded_bias(bn, layer.bias, factor)), True)
 
 
 def _unscaled(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     factor = divisor_of(bn, step_variance(layer, bn))
-    weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, factor))
-    out = compute(weight, None)
+    out = compute(factor, None, True)
     y = out / layer.along_channels(factor)
     return (y if layer.bias is None else y + layer.along_channels(layer.bias)).to(out.dtype)
 
 
 def _with_batch_statistics(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
-    y = compute(layer.weight, layer.bias)
+    y = compute(None, layer.bias, False)
     channel = y.dim() - layer.weight.dim() + 1
     wide = y if y.dtype == torch.float64 else y.float()
     variance, mean = torch.var_mean(wide, [d for d in range(y.dim()) if d != channel], correction=0)
     of_batch = _factor(bn, variance)
     running = step_variance(layer, bn) if bn.strategy == "std_correction" else variance
     bn.take_in(y)
-    weight = layer.quantize_weight(layer.scale_output_channels(layer.weight, _factor(bn, running)))
-    corrected = compute(weight, None)
+    corrected = compute(_factor(bn, running), None, True)
     if bn.strategy == "std_correction":
         corrected = corrected * layer.along_channels(torch.sqrt((running + bn.eps) / (variance + bn.eps)))
     return (corrected + layer.along_channels(folded_bias(bn, layer.bias, of_batch, mean))).to(y.dtype)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.ops.layer import Geometry
 
 
 class _QuantConv(QuantWeighted):
@@ -29,6 +30,15 @@ class _QuantConv(QuantWeighted):
             return self.FUNCTION(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         x = F.pad(x, self.edges(), mode=self.padding_mode)
         return self.FUNCTION(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+        """Return the convolution for an op, or None: for an input without a batch, or padding that is not by zeros alike."""
+        edges = self.edges()
+        if self.padding_mode != "zeros" or x.dim() != self.weight.dim() or edges[::2] != edges[1::2]:
+            return None
+        return Geometry(
+            self.stride, tuple(reversed(edges[::2])), self.dilation, (0,) * len(self.stride), False, self.groups
+        )
 
     def edges(self) -> list[int]:
         """Return the padding of each edge in the order of torch.nn.functional.pad, last dimension first."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.ops.layer import Geometry
 
 
 class _QuantConvTranspose(QuantWeighted):
@@ -29,6 +30,13 @@ class _QuantConvTranspose(QuantWeighted):
         """Convolve; the optional further argument is torch's output_size."""
         extra = self.output_padding_for(x, *args, **kwargs)
         return self.FUNCTION(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
+
+    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+        """Return the transposed convolution for an op, or None for an input without a batch."""
+        if x.dim() != self.weight.dim():
+            return None
+        extra = tuple(self.output_padding_for(x, *args, **kwargs))
+        return Geometry(self.stride, self.padding, self.dilation, extra, True, self.groups)
 
     def output_padding_for(self, x: Tensor, output_size: Sequence[int] | None = None) -> list[int]:
         """Return the output padding that gives an output of the size `output_size`.

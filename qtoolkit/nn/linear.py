@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.ops.layer import Geometry
 
 
 class QuantLinear(QuantWeighted, nn.Linear):
@@ -22,6 +23,10 @@ class QuantLinear(QuantWeighted, nn.Linear):
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Multiply by the weight and add the bias."""
         return F.linear(x, weight, bias)
+
+    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+        """Return the product for an op, or None for a single vector."""
+        return Geometry() if x.dim() > 1 else None
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError if a batch norm follows and the input is not 2-d: BatchNorm1d then normalizes dimension 1."""

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
-from qtoolkit.nn import batch_norm
+from qtoolkit.nn import batch_norm, on_codes
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.ops.layer import Geometry
 from qtoolkit.quantizers.bias import bias_scale, enlarged, gives_sums, on_grid
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -37,6 +38,7 @@ class QuantWeighted(QuantModule):
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
         integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None.
+        training_arithmetic: How a forward in training computes, and what it keeps for backward (see `qtoolkit.prepare`).
     """
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
@@ -48,6 +50,8 @@ class QuantWeighted(QuantModule):
     integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer, ...] = ()
+    _source: tuple[Quantizer, ...] = ()
+    training_arithmetic: on_codes.TrainingArithmetic = on_codes.DEFAULT
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -67,7 +71,8 @@ class QuantWeighted(QuantModule):
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
         """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
-        self._sums_over = ()
+        self._sums_over, self._source = (), ()
+        self.training_arithmetic = on_codes.DEFAULT
         self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
@@ -82,6 +87,8 @@ class QuantWeighted(QuantModule):
             "_batch_norm",
             "_holds_batch_norm",
             "_sums_over",
+            "_source",
+            "training_arithmetic",
             "integer_kernel",
         )
 
@@ -139,6 +146,15 @@ class QuantWeighted(QuantModule):
         """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does; None: do not."""
         self._sums_over = () if quantizer is None else (quantizer,)  # in a tuple: it is a submodule elsewhere
 
+    def link_source(self, quantizer: Quantizer | None) -> None:
+        """Take inputs for values on this quantizer's grid where no codes come with them; None: they may be any."""
+        self._source = () if quantizer is None else (quantizer,)
+
+    @property
+    def source(self) -> Quantizer | None:
+        """The quantizer on whose grid the inputs lie, or None where that is not known."""
+        return self._source[0] if self._source else None
+
     def sum_steps(self) -> Tensor | None:
         """Return the steps of the layer's integer sums: one, or one per output channel. None without a linked input."""
         weight = self.weight_quantizer
@@ -147,7 +163,7 @@ class QuantWeighted(QuantModule):
         (source,) = self._sums_over
         if not self.scales_along_outputs() or source.spec.axis is not None:
             return None
-        return bias_scale(source.scale, weight.scale)  # type: ignore[arg-type]  # tensors of both kinds of quantizers
+        return bias_scale(source.scale, weight.scale)
 
     def scales_along_outputs(self) -> bool:
         """Return whether the weight has one scale, or one per output channel."""
@@ -161,7 +177,7 @@ class QuantWeighted(QuantModule):
         if self.sum_steps() is None or self.bias is None or not isinstance(self.weight_quantizer, Grid):
             return 0
         before = self.weight_quantizer.scale
-        self.weight_quantizer.scale = enlarged(before, self._sums_over[0].scale, self.bias)  # type: ignore[arg-type]  # a tensor
+        self.weight_quantizer.scale = enlarged(before, self._sums_over[0].scale, self.bias)
         return int((self.weight_quantizer.scale > before).sum())
 
     def bias_in_sums(self, bias: Tensor | None) -> Tensor | None:
@@ -190,25 +206,45 @@ class QuantWeighted(QuantModule):
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
-            bias = self.bias_in_sums(self.bias)
-            return self.compute(x, self.quantize_weight(self.weight), bias, *args, **kwargs)
-        return batch_norm.forward_with(self, bn, partial(self._compute_with, x, args, kwargs))
+            return self.run(x, None, self.bias_in_sums(self.bias), *args, **kwargs)
+        return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
+
+    def run(self, x: Tensor, factor: Tensor | None, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the layer with its quantized weight, each output channel multiplied by a factor before it is quantized."""
+        y = on_codes.run(self, x, factor, bias, args, kwargs)
+        if y is not None:
+            return y
+        weight = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
+        dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
+        return self.compute(x, self.quantize_weight(weight).to(dtype), _cast(bias, dtype), *args, **kwargs)
 
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer: without quantizers and without the batch norm."""
         return self.compute(input, self.weight, self.bias, *args, **kwargs)
 
-    def _compute_with(
-        self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Tensor, bias: Tensor | None
+    def _call(
+        self,
+        x: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        factor: Tensor | None,
+        bias: Tensor | None,
+        quantized: bool,
     ) -> Tensor:
-        dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
-        return self.compute(x, weight.to(dtype), None if bias is None else bias.to(dtype), *args, **kwargs)
+        """Compute the layer for a strategy of batch norms."""
+        if quantized:
+            return self.run(x, factor, bias, *args, **kwargs)
+        return self.compute(x, self.weight, bias, *args, **kwargs)
 
     # ---- for subclasses to implement or override
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer with this weight and bias."""
         raise NotImplementedError
+
+    def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
+        """Return what the layer computes from this input, for an op; None where only `compute` can."""
+        return None
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError if, for this input, the batch norm normalizes another dimension than the layer's output channels."""
@@ -232,3 +268,33 @@ class QuantWeighted(QuantModule):
     def scale_groups(self, axis: int | None) -> int:
         """Return the `group` argument of ops on the weight with scales along an axis."""
         return 1
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
+def set_training_arithmetic(model: nn.Module, forward: str = "auto", save: str = "codes") -> None:
+    """Set how the layers of a prepared or replaced model compute in training, at any time.
+
+    Args:
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it.
+        forward: How convolutions and linear layers compute whose inputs and weights are on integer grids. "float": in float,
+            on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has exact int8 kernels
+            for the layer on this processor, else in float. Gradients are the straight-through ones in any case.
+        save: What such a layer keeps of its input for backward. "codes": a byte an element, half a byte for at most 4 bits.
+            "float": the values.
+
+    Raises:
+        ValueError: A value is not known.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)))
+        >>> set_training_arithmetic(prepared, forward="float")
+        >>> prepared.get_submodule("0").training_arithmetic
+        TrainingArithmetic(forward='float', save='codes')
+    """
+    arithmetic = on_codes.TrainingArithmetic(forward, save)
+    for layer in model.modules():
+        if isinstance(layer, QuantWeighted):
+            layer.training_arithmetic = arithmetic

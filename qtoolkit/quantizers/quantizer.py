@@ -40,6 +40,9 @@ class Quantizer(KeepsFloat32):
         self.spec, self.group, self.name = spec, group, name
         self.of_weight, self.inserted = of_weight, inserted
 
+    scale: Any  # a Tensor: a buffer of one class, a property of the other
+    zero_point: Any
+
     @property
     def active(self) -> bool:
         """Whether forward does anything with its input."""

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
+from qtoolkit.ops.layer import WeightGrid
 from qtoolkit.quantizers.frozen import Grid, check_scale
+from qtoolkit.quantizers.handed_over import hand_over, has_codes
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.recomputation import check_not_recomputing
-from qtoolkit.quantizers.spec_ops import grid_of_range
+from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
 
@@ -216,8 +218,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 checkpointing, whose range would not be that of the first computation.
             ValueError: `stopping` is set, and x has NaN or infinities.
         """
-        if self.stopping and not bool(torch.isfinite(x).all()):
-            raise self._not_finite("got")
+        self._check_finite(x)
         if self.observing:
             check_not_recomputing(self.name)
             self._fit_channels(x)
@@ -238,7 +239,34 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """
         self.check_ready()
         kind, spec = self.kind, self.spec
-        return kind.fake_quant(spec, x, *kind.grid(self), self.group, spec.block_size, kind.grad_factor(self, x))
+        scale, zero_point = kind.grid(self)
+        y = kind.fake_quant(spec, x, scale, zero_point, self.group, spec.block_size, kind.grad_factor(self, x))
+        if not self.of_weight and has_codes(spec) and y.requires_grad:
+            zero_point = None if zero_point is None else zero_point.detach().round()
+            hand_over(y, None, scale.detach().abs(), zero_point, spec)
+        return y
+
+    def weight_grid(self, weight: Tensor) -> WeightGrid | None:
+        """Return the grid on which forward would put a weight, for an op that does it; None where only forward can.
+
+        Raises:
+            RuntimeError: There is no range.
+            ValueError: `stopping` is set, and the weight has NaN or infinities.
+        """
+        kind, spec = self.kind, self.spec
+        if self.observing or not self.quantizing or spec.format != "int" or kind.fake_quant is not fake_quant:
+            return None
+        self._check_finite(weight)
+        if self.training and self.follows:
+            self.follow(weight)
+            self.stale = True
+        self.check_ready()
+        factor = kind.grad_factor(self, weight)
+        return WeightGrid(*kind.grid(self), spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size, factor)
+
+    def _check_finite(self, x: Tensor) -> None:
+        if self.stopping and not bool(torch.isfinite(x).all()):
+            raise self._not_finite("got")
 
     def follow(self, weight: Tensor) -> None:
         """Set the range to that of a weight, unchecked like a forward in training."""

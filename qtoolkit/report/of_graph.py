@@ -27,7 +27,7 @@ from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.quantizers.quantizer import named_quantizers
-from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, weight_of
+from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, training_of, weight_of
 from qtoolkit.shared_modules import first_names, modules_by_name
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
@@ -88,6 +88,7 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[Layer
         inputs,
         verdict,
         tuple(dict.fromkeys((*weights, *own, *inputs))),
+        training_of(module_of(node)) if is_layer else "",
     )
 
 
@@ -112,7 +113,7 @@ def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[n
         verdict = Verdict.put_in(type(layer).__name__)
     inputs = (quantizers[INPUT],) if INPUT in quantizers else ()
     kind = str(kind_of_module(layer))
-    return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()))
+    return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()), training_of(layer))
 
 
 def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:

@@ -65,8 +65,11 @@ def test_gradients_are_those_without_checkpointing(
     model = prepared_net(strategy, quantizer=quantizer)
     wanted = gradients(copy.deepcopy(model), use, False, reentrant)
     found = gradients(model, use, True, reentrant)
+    largest = max(
+        float(want.abs().max()) for want in wanted
+    )  # biases before a batch norm get what rounding leaves of it
     for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7 * max(largest, 10))
 
 
 def test_the_variance_of_a_step_moves_on_with_each_step_and_mode() -> None:

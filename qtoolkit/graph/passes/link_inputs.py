@@ -1,6 +1,7 @@
-"""Link layers to the quantizers of their inputs, where the target adds biases to integer sums."""
+"""Link layers to the quantizers of their inputs, on whose grids they compute."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from torch import fx, nn
 
@@ -15,30 +16,37 @@ from qtoolkit.quantizers.quantizer import Quantizer
 def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
     """Link each layer to the quantizer of its input: a node of the graph, or one of the layer's own.
 
-    A layer that is called on tensors of several quantizers has several grids of sums, and is not linked.
+    A layer that is called on tensors of several quantizers has several grids, and is not linked.
     """
-    if not backend.integer_bias:
-        return gm
     link_own_inputs(gm, backend)
-    found: dict[QuantWeighted, set[Quantizer | None]] = defaultdict(set)
+    calls: dict[QuantWeighted, list[fx.Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         layer = module_of(node) if node.op == "call_module" else None
         if isinstance(layer, QuantWeighted) and layer.input_quantizer is None:
-            found[layer].add(_quantizer_of_input(node, backend))
-    for layer, quantizers in found.items():
-        layer.link_input(quantizers.pop() if len(quantizers) == 1 else None)
+            calls[layer].append(node)
+    for layer, nodes in calls.items():
+        layer.link_source(_quantizer_of_inputs(nodes, backend, in_training=True))
+        if backend.integer_bias:
+            layer.link_input(_quantizer_of_inputs(nodes, backend))
     return gm
 
 
 def link_own_inputs(model: nn.Module, backend: Backend) -> None:
     """Link each layer that quantizes its own input to that quantizer."""
-    for layer in model.modules() if backend.integer_bias else ():
+    for layer in model.modules():
         if isinstance(layer, QuantWeighted):
-            layer.link_input(layer.input_quantizer)
+            layer.link_source(layer.input_quantizer)
+            layer.link_input(layer.input_quantizer if backend.integer_bias else None)
 
 
-def _quantizer_of_input(node: fx.Node, backend: Backend) -> Quantizer | None:
+def _quantizer_of_inputs(nodes: Sequence[fx.Node], backend: Backend, in_training: bool = False) -> Quantizer | None:
+    """Return the one quantizer of the inputs of all calls of a layer, or None."""
+    found = {_quantizer_of_input(node, backend, in_training) for node in nodes}
+    return found.pop() if len(found) == 1 else None
+
+
+def _quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool) -> Quantizer | None:
     inputs = tensor_inputs(node)
-    behind = quantizer_behind(inputs[0], backend) if inputs else None
+    behind = quantizer_behind(inputs[0], backend, in_training) if inputs else None
     quantizer = None if behind is None else module_of(behind)
     return quantizer if isinstance(quantizer, Quantizer) else None

@@ -1,9 +1,9 @@
 """Where a tensor of a graph comes from: the op that computes it, and the quantizer whose grid it lies on."""
 
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of, tensor_inputs
 
 # Kinds between a layer and what takes its output, which targets compute as part of the layer or drop.
 AFTER_A_LAYER = ("batch_norm", "identity")
@@ -33,24 +33,36 @@ def origin(
     return None
 
 
-def quantizer_behind(node: fx.Node, backend: Backend) -> fx.Node | None:
+def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False) -> fx.Node | None:
     """Return the quantizer node that a tensor comes from, through ops that only move values; None where it is float.
 
     For a concat whose inputs share a scale, it is the first input's.
+
+    Args:
+        node: The tensor.
+        backend: The target, whose roles say which ops only move values.
+        in_training: Whether values must be on the quantizer's grid in training mode too: behind a dropout they are not.
     """
     while not is_quantizer(node):
         role = backend.role(kind_of(node))
         if role == "concat":
-            return _behind_concat(node, backend)
+            return _behind_concat(node, backend, in_training)
         source = source_of(node) if role == "transparent" else None
-        if source is None:
+        if source is None or (in_training and _may_drop(node)):
             return None
         node = source
     return node
 
 
-def _behind_concat(node: fx.Node, backend: Backend) -> fx.Node | None:
-    found = [quantizer_behind(source, backend) for source in tensor_inputs(node)]
+def _may_drop(node: fx.Node) -> bool:
+    """Return whether an op that does nothing in eval mode may change values in training."""
+    return (
+        kind_of(node).name == "identity" and node.op != "call_method" and not isinstance(module_of(node), nn.Identity)
+    )
+
+
+def _behind_concat(node: fx.Node, backend: Backend, in_training: bool) -> fx.Node | None:
+    found = [quantizer_behind(source, backend, in_training) for source in tensor_inputs(node)]
     quantizers = [quantizer for quantizer in found if quantizer is not None]
     one_grid = len(quantizers) == len(found) and len({quantizer.target for quantizer in quantizers}) == 1
     return quantizers[0] if one_grid else None

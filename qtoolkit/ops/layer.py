@@ -1,0 +1,131 @@
+"""A layer with a quantized input and weight in one op."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_quant_layer = library.quant_layer.default
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A tensor's place on an integer grid with one scale.
+
+    Attributes:
+        codes: Its codes, int8 or uint8 and of its shape; or two codes per byte, as `qtoolkit.ops.quantize_int4` returns them.
+        scale: The step between codes, without a gradient.
+        zero_point: The code that zero maps to, or None for 0.
+        qmin: The lowest code.
+        qmax: The highest code.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    qmin: int
+    qmax: int
+
+
+@dataclass(frozen=True)
+class WeightGrid:
+    """How a weight is fake-quantized, with the arguments of `qtoolkit.ops.fake_quant`."""
+
+    scale: Tensor
+    zero_point: Tensor | None
+    qmin: int
+    qmax: int
+    axis: int | None = None
+    group: int = 1
+    block_size: int = 0
+    grad_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a layer computes: with no stride a linear layer, otherwise a convolution with the arguments of torch's."""
+
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    output_padding: tuple[int, ...] = ()
+    transposed: bool = False
+    groups: int = 1
+
+
+def quant_layer(
+    x: Tensor,
+    codes: Codes,
+    weight: Tensor,
+    grid: WeightGrid,
+    geometry: Geometry,
+    bias: Tensor | None = None,
+    factor: Tensor | None = None,
+    integer: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return a layer of x with the weight `fake_quant(weight * factor)`, keeping little for backward.
+
+    Output and gradients are those of the composition of `fake_quant` and torch's layer, bit for bit. Backward keeps the
+    codes of x, 1 byte an element (half a byte if they are packed), and the weight as it is, not its quantized values.
+
+    With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
+    linear layers on the CPU, in float on integers elsewhere. The output differs from the composition's by rounding alone;
+    the gradients are the straight-through ones of the composition, computed in channels_last.
+
+    Args:
+        x: Input on the grid of `codes`, which carries the gradient: (N, C, ...), or (..., features) for a linear layer.
+        codes: The codes of x.
+        weight: The layer's weight, of torch's shape: (in, out / groups, k...) for a transposed convolution.
+        grid: How the weight is quantized. With `integer` it has no zero point, codes that fit in int8, and one scale or one
+            per output channel.
+        geometry: The layer.
+        bias: One element per output channel, or None.
+        factor: Multiplies each output channel of the weight before it is quantized; None for 1.
+        integer: Whether to compute on codes.
+        dtype: The type to compute in, as under autocast; by default that of x.
+
+    Raises:
+        TypeError: x or weight is not floating point.
+        NotImplementedError: The scale of x requires grad.
+
+    Example:
+        >>> x = ops.fake_quant(torch.rand(1, 2, 4, 4), torch.tensor(0.01))
+        >>> codes = Codes(ops.quantize(x, torch.tensor(0.01)), torch.tensor(0.01), None, -128, 127)
+        >>> grid = WeightGrid(torch.tensor(0.02), None, -127, 127)
+        >>> geometry = Geometry((1, 1), (0, 0), (1, 1), (0, 0))
+        >>> weight = torch.rand(3, 2, 3, 3, requires_grad=True)
+        >>> y = quant_layer(x, codes, weight, grid, geometry)
+        >>> bool((y == torch.conv2d(x, ops.fake_quant(weight, torch.tensor(0.02), None, -127, 127))).all())
+        True
+    """
+    y: Tensor = _quant_layer(
+        x,
+        codes.codes,
+        codes.scale,
+        codes.zero_point,
+        weight,
+        factor,
+        grid.scale,
+        grid.zero_point,
+        bias,
+        codes.qmin,
+        codes.qmax,
+        grid.qmin,
+        grid.qmax,
+        grid.axis,
+        grid.group,
+        grid.block_size,
+        grid.grad_factor,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        geometry.output_padding,
+        geometry.transposed,
+        geometry.groups,
+        integer,
+        dtype,
+    )
+    return y

@@ -1,0 +1,102 @@
+"""Codes of a tensor on a grid, handed from the quantizer to the layers that take the tensor.
+
+They live as long as the tensor does. Values determine codes, so a layer that is handed none computes them.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from qtoolkit import ops
+from qtoolkit.config import QuantSpec
+from qtoolkit.ops.layer import Codes
+from qtoolkit.quantizers.frozen import code_dtype
+from qtoolkit.quantizers.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """What was handed over with a tensor: its grid, its codes if they are known, and the tensor's version then."""
+
+    scale: Tensor
+    zero_point: Tensor | None
+    qmin: int
+    qmax: int
+    codes: Tensor | None
+    version: int
+
+
+_handed = WeakTensorKeyDictionary()  # a cache: without it layers compute the codes again
+
+
+def has_codes(spec: QuantSpec) -> bool:
+    """Return whether a spec's codes fit in a byte and have one scale."""
+    return spec.format == "int" and spec.bits <= 8 and spec.axis is None
+
+
+def hand_over(y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> None:
+    """Keep the codes of a tensor with it; not in compiled code, which has no use for a cache.
+
+    Args:
+        y: Values on the grid.
+        codes: Their codes, int8 or uint8, or None.
+        scale: The step between codes, which must not change in place.
+        zero_point: The code of zero, likewise, or None.
+        spec: The range of codes, for which `has_codes` holds.
+    """
+    if torch.compiler.is_compiling() or y.is_inference():
+        return
+    zero_point = None if zero_point is None else zero_point.detach()
+    _handed[y] = _Handed(scale.detach(), zero_point, spec.qmin, spec.qmax, codes, y._version)
+
+
+def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Codes | None:
+    """Return the codes of a tensor: those handed over with it, or else computed.
+
+    Args:
+        y: The tensor.
+        quantizer: The quantizer on whose grid its values lie where nothing was handed over; None if that is not known.
+        channels_last: Whether the codes of an image are wanted in this memory format.
+
+    Returns:
+        The codes, two per byte for at most 4 bits; None where the grid is not known or has no codes of a byte.
+    """
+    found = _grid_of(y, quantizer)
+    if found is None:
+        return None
+    codes = found.codes
+    if codes is None:
+        codes = _computed(y, found)
+    if channels_last and codes.dim() == 4:
+        codes = codes.contiguous(memory_format=torch.channels_last)
+    if codes is not found.codes and not torch.compiler.is_compiling() and not y.is_inference():
+        _handed[y] = replace(found, codes=codes)
+    return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
+
+
+def _grid_of(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
+    if torch.compiler.is_compiling():
+        return _grid_now(y, quantizer)
+    found: _Handed | None = _handed.get(y)  # type: ignore[no-untyped-call]
+    if found is not None and (y.is_inference() or found.version == y._version):
+        return found
+    return _grid_now(y, quantizer)
+
+
+def _grid_now(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
+    if quantizer is None or not (quantizer.ready and quantizer.quantizing and has_codes(quantizer.spec)):
+        return None
+    spec = quantizer.spec
+    scale, zero_point = quantizer.scale.clone(), quantizer.zero_point
+    version = 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
+    return _Handed(scale, None if zero_point is None else zero_point.clone(), spec.qmin, spec.qmax, None, version)
+
+
+def _computed(y: Tensor, grid: _Handed) -> Tensor:
+    y = y.detach()
+    if grid.qmax - grid.qmin < 16:
+        return ops.quantize_int4(y, grid.scale, grid.zero_point, grid.qmin, grid.qmax)
+    dtype = code_dtype(grid.qmin, grid.qmax)
+    return ops.quantize(y, grid.scale, grid.zero_point, grid.qmin, grid.qmax, dtype=dtype)
