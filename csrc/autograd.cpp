@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 8> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 9> kWithoutGradient = {{
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "
@@ -135,6 +135,9 @@ constexpr std::array<WithoutGradient, 8> kWithoutGradient = {{
      "use torch.nn.functional.batch_norm and fake_quant."},
     {"quant_layer_backward",
      "quant_layer: double backward is not supported; keep floats for backward: qtoolkit.prepare(..., save='float')."},
+    {"max_pool_offsets_backward",
+     "max_pool_offsets: double backward is not supported; compute the first gradient without create_graph=True, or use "
+     "torch.nn.functional.max_pool2d."},
     {"dequantize", "dequantize: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
     {"dequantize_int4",
      "dequantize_int4: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},

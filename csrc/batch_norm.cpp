@@ -133,7 +133,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
     const optional<Tensor>& divisor, const optional<Tensor>& residual, const optional<Tensor>& residual_codes,
     const optional<Tensor>& residual_scale, const optional<Tensor>& residual_zero_point, const Tensor& mean,
     const Tensor& variance, double eps, double low, double high, double slope, const optional<Tensor>& scale,
-    const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad) {
+    const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad,
+    bool scale_grad) {
   constexpr const char* kOp = "batch_norm_fake_quant_backward";
   const Given given = {x,   weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point,
                        eps, low,    high, slope,   scale,    zero_point,     qmin,           qmax};
@@ -145,7 +146,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
   const Tensor dx = empty_result(x, x.options(), 1);
   const Tensor of_residual = residual_grad ? empty_result(x, x.options(), 1) : at::empty({0}, x.options());
   const Tensor per_channel[] = {gradient_like(weight, x), gradient_like(bias, x), gradient_like(divisor, x)};
-  const Tensor ds = gradient_like(scale, x), dz = gradient_like(zero_point, x);
+  const Tensor ds = gradient_like(scale_grad ? scale : std::nullopt, x);
+  const Tensor dz = gradient_like(scale_grad ? zero_point : std::nullopt, x);
   const auto results = [&] {
     return std::make_tuple(dx, per_channel[0], per_channel[1], per_channel[2], of_residual, ds, dz);
   };
@@ -164,6 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
   args.y = dx.mutable_data_ptr();
   args.residual_grad = residual_grad ? of_residual.mutable_data_ptr() : nullptr;
   const Tensor sums = at::empty({3 * args.channels + 2}, x.options().dtype(at::kDouble));
+  args.learned = ds.numel() > 0;
   args.gradients = sums.mutable_data_ptr<double>();
   batch_norm_backward(args, x.device());
 
@@ -171,8 +174,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
     if (per_channel[i].numel() > 0) per_channel[i].copy_(sums.narrow(0, i * args.channels, args.channels));
   }
   const double* totals = args.gradients + 3 * args.channels;
-  if (scale.has_value()) learned_gradient(totals, grad_factor, &*scale, ds);
-  if (zero_point.has_value()) learned_gradient(totals + 1, grad_factor, nullptr, dz);
+  if (ds.numel() > 0) learned_gradient(totals, grad_factor, &*scale, ds);
+  if (dz.numel() > 0) learned_gradient(totals + 1, grad_factor, nullptr, dz);
   return results();
 }
 

@@ -85,27 +85,30 @@ QT_FN V input_gradient(V grad, V centred, V factor, V slope, V offset) {
 template <class V>
 struct Activation {
   V low, high, slope;
+  bool sloped;  // whether the slope is not 0: then the value below is `low`, for -infinity too
 };
 
-template <class A>
-QT_FN Activation<A> activation(double low, double high, double slope) {
+template <class A, class V>
+QT_FN Activation<V> activation(double low, double high, double slope) {
   const A none = static_cast<A>(__builtin_nan(""));
-  return {low == -INFINITY ? none : static_cast<A>(low), high == INFINITY ? none : static_cast<A>(high),
-          static_cast<A>(slope)};
+  return {broadcast<V>(low == -INFINITY ? none : static_cast<A>(low)),
+          broadcast<V>(high == INFINITY ? none : static_cast<A>(high)), broadcast<V>(static_cast<A>(slope)),
+          slope != 0};
 }
 
-// With slope 0 the value below is `low`, for -infinity too.
 template <class V>
 QT_FN V activate(const Activation<V>& a, V v) {
-  const V beyond = a.slope * (v - a.low);
-  const V below = a.low + (a.slope == 0 ? V{} : beyond);
   const V capped = v >= a.high ? a.high : v;
+  if (!a.sloped) return v <= a.low ? a.low : capped;
+  const V below = a.low + a.slope * (v - a.low);
   return v <= a.low ? below : capped;
 }
 
 template <class V>
 QT_FN V activation_gradient(const Activation<V>& a, V v, V grad) {
-  const V below = grad * a.slope, capped = v >= a.high ? V{} : grad;
+  const V capped = v >= a.high ? V{} : grad;
+  if (!a.sloped) return v <= a.low ? V{} : capped;
+  const V below = grad * a.slope;
   return v <= a.low ? below : capped;
 }
 

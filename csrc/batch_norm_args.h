@@ -29,10 +29,14 @@ struct BatchNormArgs {
   const void* scale = nullptr;  // null: not quantized
   const void* zero_point = nullptr;
   CodeBounds bounds;
-  // Backward: a row of channels each, the sums of the gradients of weight, bias and divisor, and two sums of the whole
-  // tensor, of the gradients of scale and zero point.
+  // Backward: a row of channels each, the sums of the gradients of weight, bias and divisor; then, if `learned` is set,
+  // two sums of the whole tensor, of the gradients of scale and zero point.
   double* gradients = nullptr;
+  bool learned = false;
   bool stream = false;  // CPU: write results with streaming stores, past the caches
+  // CPU: the open interval of values that the quantizer passes the gradient for; with a slope of 0, of those that the
+  // activation does not stop either.
+  double pass_low = 0, pass_high = 0;
 
   int64_t count() const { return outer * inner; }  // elements of a channel
   bool is_f64() const { return dtype == Dtype::f64; }

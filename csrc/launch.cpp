@@ -57,4 +57,18 @@ void batch_norm_track(const TrackedStatistics& statistics, c10::Device device) {
   cpu::batch_norm_track(statistics);
 }
 
+void max_pool_forward(const PoolArgs& args, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::max_pool_forward(args, device);
+#endif
+  cpu::max_pool_forward(args);
+}
+
+void max_pool_backward(const PoolArgs& args, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::max_pool_backward(args, device);
+#endif
+  cpu::max_pool_backward(args);
+}
+
 }  // namespace qtoolkit

@@ -9,6 +9,7 @@
 #include "kernel_args.h"
 #include "kernel_list.h"
 #include "layout.h"
+#include "max_pool.h"
 #include "range_grid.h"
 
 namespace qtoolkit {
@@ -56,5 +57,9 @@ void learned_gradient(const double* sums, double factor, const at::Tensor* scale
 void batch_norm_forward(BatchNormArgs& args, c10::Device device);
 void batch_norm_backward(BatchNormArgs& args, c10::Device device);
 void batch_norm_track(const TrackedStatistics& statistics, c10::Device device);
+
+// Max pooling of x, and its gradient.
+void max_pool_forward(const PoolArgs& args, c10::Device device);
+void max_pool_backward(const PoolArgs& args, c10::Device device);
 
 }  // namespace qtoolkit

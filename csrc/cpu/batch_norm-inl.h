@@ -29,8 +29,7 @@ QT_FN void for_row_chunks(const BatchNormArgs& args, int64_t begin, int64_t end,
 // Calls f(i, n) for each chunk of elements [begin, end).
 template <class F>
 QT_FN void for_chunks(int64_t begin, int64_t end, F f) {
-  for (; begin + kChunk <= end; begin += kChunk) f(begin, kChunk);
-  if (begin < end) f(begin, static_cast<int>(end - begin));
+  for (; begin < end; begin += kChunk) f(begin, static_cast<int>(smaller(kChunk, end - begin)));
 }
 
 // ---- what belongs to a channel: the same for a whole chunk, or of consecutive channels
@@ -64,6 +63,7 @@ struct NormSettings {
   Activation<V> ends;
   bool quantized;
   V scale, zero_point, lo, hi;
+  V pass_low, pass_high;  // see BatchNormArgs
   bool residual_signed;
   V residual_scale, residual_zero_point;
 };
@@ -77,16 +77,17 @@ QT_FN UniformGrid<A> usable_grid(const void* scale, const void* zero_point) {
 
 template <class A>
 NormSettings<A> settings_of(const BatchNormArgs& args) {
-  const auto all = [](A value) { return broadcast<Vector<A>>(value); };
-  const Activation<A> ends = activation<A>(args.low, args.high, args.slope);
+  const auto all = [](auto value) { return broadcast<Vector<A>>(static_cast<A>(value)); };
   const UniformGrid<A> grid = usable_grid<A>(args.scale, args.zero_point),
                        residual = usable_grid<A>(args.residual_scale, args.residual_zero_point);
-  return {{all(ends.low), all(ends.high), all(ends.slope)},
+  return {activation<A, Vector<A>>(args.low, args.high, args.slope),
           args.scale != nullptr,
           all(grid.scale),
           all(grid.zero_point),
-          all(static_cast<A>(args.bounds.lo)),
-          all(static_cast<A>(args.bounds.hi)),
+          all(args.bounds.lo),
+          all(args.bounds.hi),
+          all(args.pass_low),
+          all(args.pass_high),
           args.residual_signed,
           all(residual.scale),
           all(residual.zero_point)};
@@ -121,19 +122,21 @@ QT_FN NormChunk<T> chunk_at(const BatchNormArgs& args, int64_t i) {
 // of gradients.
 template <class T, class F>
 QT_FN void with_chunk(const BatchNormArgs& args, int64_t i, int n, F f) {
-  const NormChunk<T> whole = chunk_at<T>(args, i);
-  if (n == kChunk) return f(whole);
+  NormChunk<T> chunk = chunk_at<T>(args, i);
+  const NormChunk<T> whole = chunk;
   Padded<T> x, grad, residual, y, residual_grad;
   Padded<uint8_t> residual_codes, codes;
-  const NormChunk<T> part = {
-      padded(whole.x, n, x),
-      whole.grad == nullptr ? nullptr : padded(whole.grad, n, grad),
-      whole.residual == nullptr ? nullptr : padded(whole.residual, n, residual),
-      whole.residual_codes == nullptr ? nullptr : padded(whole.residual_codes, n, residual_codes),
-      y.values,
-      whole.residual_grad == nullptr ? nullptr : residual_grad.values,
-      whole.codes == nullptr ? nullptr : codes.values};
-  f(part);
+  if (n < kChunk) {
+    chunk.x = padded(whole.x, n, x);
+    if (whole.grad != nullptr) chunk.grad = padded(whole.grad, n, grad);
+    if (whole.residual != nullptr) chunk.residual = padded(whole.residual, n, residual);
+    if (whole.residual_codes != nullptr) chunk.residual_codes = padded(whole.residual_codes, n, residual_codes);
+    chunk.y = y.values;
+    if (whole.residual_grad != nullptr) chunk.residual_grad = residual_grad.values;
+    if (whole.codes != nullptr) chunk.codes = codes.values;
+  }
+  f(chunk);
+  if (n == kChunk) return;
   if (whole.y != nullptr) put_first(y, n, whole.y);
   if (whole.residual_grad != nullptr) put_first(residual_grad, n, whole.residual_grad);
   if (whole.codes != nullptr) put_first(codes, n, whole.codes);
@@ -187,35 +190,24 @@ QT_FN void forward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, co
   store_chunk<kStream, A>(chunk.y, y);
 }
 
-// The gradient of the value before the activation, from that of the result, and x - mean.
+// The gradient of the value before the activation, from that of the result. No division: the values whose gradient the
+// quantizer passes are an interval.
 template <class A>
-struct NormGradient {
-  Vector<A> grad, centred, of_scale, of_zero_point;
-};
-
-template <class A, class T, class Of>
-QT_FN NormGradient<A> gradient_at(const NormSettings<A>& s, const NormChunk<T>& chunk, int k, const Of& of) {
-  NormGradient<A> found = {};
-  const Vector<A> before = value_at(s, chunk, k, of, found.centred);
-  found.grad = load_as<A>(chunk.grad + k);
-  if (s.quantized) {
-    const auto point = snap(activate(s.ends, before), s.scale, s.zero_point, s.lo, s.hi);
-    found.of_scale = scale_gradient(point, found.grad, s.zero_point);
-    found.of_zero_point = zero_point_gradient(point, found.grad, s.scale);
-    found.grad = is_inside(point) ? found.grad : Vector<A>{};
-  }
-  found.grad = activation_gradient(s.ends, before, found.grad);
-  return found;
+QT_FN Vector<A> gradient_before(const NormSettings<A>& s, Vector<A> before, Vector<A> grad) {
+  if (!s.quantized) return activation_gradient(s.ends, before, grad);
+  const Vector<A> seen = s.ends.sloped ? activate(s.ends, before) : before;
+  const Vector<A> passed = (seen > s.pass_low) & (seen < s.pass_high) ? grad : Vector<A>{};
+  return s.ends.sloped ? activation_gradient(s.ends, before, passed) : passed;
 }
 
 template <bool kStream, class A, class T, class Of>
 QT_FN void backward_chunk(const NormSettings<A>& s, const NormChunk<T>& chunk, const Of& of) {
-  Vector<A> dx[kVectors<A>], grads[kVectors<A>];
+  Vector<A> dx[kVectors<A>], grads[kVectors<A>], centred;
   for (int i = 0; i < kVectors<A>; ++i) {
     const int k = i * kLanes<A>;
-    const NormGradient<A> g = gradient_at<A>(s, chunk, k, of);
-    grads[i] = g.grad;
-    dx[i] = input_gradient(g.grad, g.centred, Of::factor(of, k), Of::slope(of, k), Of::offset(of, k));
+    const Vector<A> before = value_at(s, chunk, k, of, centred);
+    grads[i] = gradient_before<A>(s, before, load_as<A>(chunk.grad + k));
+    dx[i] = input_gradient(grads[i], centred, Of::factor(of, k), Of::slope(of, k), Of::offset(of, k));
   }
   store_chunk<kStream, A>(chunk.y, dx);
   if (chunk.residual_grad != nullptr) store_chunk<kStream, A>(chunk.residual_grad, grads);
@@ -415,18 +407,38 @@ void norm_moments(const BatchNormArgs& args, const cpu::NormPart& part, A* place
   });
 }
 
+// The terms of the four sums of a vector of elements; the last two only if kLearned is set.
+template <class A>
+struct GradientTerms {
+  Vector<A> grad, product, scale, zero_point;
+};
+
+template <bool kLearned, class A, class T, class Of>
+QT_FN GradientTerms<A> gradient_terms(const NormSettings<A>& s, const NormChunk<T>& chunk, int k, const Of& of) {
+  Vector<A> centred;
+  const Vector<A> before = value_at(s, chunk, k, of, centred), grad = load_as<A>(chunk.grad + k);
+  GradientTerms<A> terms = {gradient_before<A>(s, before, grad), {}, {}, {}};
+  terms.product = terms.grad * centred;
+  if constexpr (kLearned) {
+    const auto point = snap(activate(s.ends, before), s.scale, s.zero_point, s.lo, s.hi);
+    terms.scale = scale_gradient(point, grad, s.zero_point);
+    terms.zero_point = zero_point_gradient(point, grad, s.scale);
+  }
+  return terms;
+}
+
 template <class A>
 struct GradientLanes {
   Lanes<A> grad, product, scale, zero_point;
 };
 
-template <class A>
-QT_FN void add_gradient(GradientLanes<A>& lanes, int i, const NormGradient<A>& g, bool quantized) {
-  lanes.grad.sum[i] += g.grad;
-  lanes.product.sum[i] += g.grad * g.centred;
-  if (!quantized) return;
-  lanes.scale.sum[i] += g.of_scale;
-  lanes.zero_point.sum[i] += g.of_zero_point;
+template <bool kLearned, class A>
+QT_FN void add_terms(GradientLanes<A>& lanes, int i, const GradientTerms<A>& terms) {
+  lanes.grad.sum[i] += terms.grad;
+  lanes.product.sum[i] += terms.product;
+  if (!kLearned) return;
+  lanes.scale.sum[i] += terms.scale;
+  lanes.zero_point.sum[i] += terms.zero_point;
 }
 
 template <class A>
@@ -444,7 +456,7 @@ struct ChannelGradients {
   int64_t count = 0;
 };
 
-template <class A, class T>
+template <bool kLearned, class A, class T>
 QT_FN void sums_of_plane(const BatchNormArgs& args, const NormSettings<A>& settings, const OneChannel<A>& of,
                          int64_t begin, ChannelGradients<A>& gradients, NormSums& sums) {
   constexpr int64_t kLimit = kTerms * kChunk;
@@ -454,7 +466,7 @@ QT_FN void sums_of_plane(const BatchNormArgs& args, const NormSettings<A>& setti
     for_chunks(begin + at, begin + at + n, [&](int64_t i, int length) {
       with_chunk<T>(args, i, length, [&](const NormChunk<T>& chunk) {
         for (int v = 0; v < kVectors<A>; ++v) {
-          add_gradient(lanes, v, gradient_at<A>(settings, chunk, v * kLanes<A>, of), settings.quantized);
+          add_terms<kLearned>(lanes, v, gradient_terms<kLearned>(settings, chunk, v * kLanes<A>, of));
         }
       });
     });
@@ -467,19 +479,19 @@ QT_FN void sums_of_plane(const BatchNormArgs& args, const NormSettings<A>& setti
   }
 }
 
-template <class A, class T>
+template <bool kLearned, class A, class T>
 void sums_of_planes(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part,
                     NormSums* result) {
   const NormSettings<A> settings = settings_of<A>(args);
   ChannelGradients<A> gradients[cpu::kNormGroup];
   for_planes(args, part, [&](int64_t c, int64_t begin) {
-    sums_of_plane<A, T>(args, settings, {channel_at(row, c)}, begin, gradients[c - part.first], result[c]);
+    sums_of_plane<kLearned, A, T>(args, settings, {channel_at(row, c)}, begin, gradients[c - part.first], result[c]);
   });
   for (int64_t c = part.first; c < part.last; ++c) flush(gradients[c - part.first].lanes, result[c]);
 }
 
 // The sums of the whole tensor are added to those of the first channel.
-template <class A, class T>
+template <bool kLearned, class A, class T>
 void sums_of_rows(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const cpu::NormPart& part, A* places,
                   NormSums* result) {
   const NormSettings<A> settings = settings_of<A>(args);
@@ -496,15 +508,16 @@ void sums_of_rows(const BatchNormArgs& args, const cpu::NormChannels<A>& row, co
       with_chunk<T>(args, i, n, [&](const NormChunk<T>& chunk) {
         for (int v = 0; v < kVectors<A>; ++v) {
           const int k = v * kLanes<A>;
-          const NormGradient<A> g = gradient_at<A>(settings, chunk, k, of);
+          const GradientTerms<A> terms = gradient_terms<kLearned>(settings, chunk, k, of);
           A *grad = grads + position + k, *product = products + position + k;
-          store(grad, load(grad) + g.grad);
-          store(product, load(product) + g.grad * g.centred);
-          lanes.scale.sum[v] += g.of_scale;
-          lanes.zero_point.sum[v] += g.of_zero_point;
+          store(grad, load(grad) + terms.grad);
+          store(product, load(product) + terms.product);
+          if (!kLearned) continue;
+          lanes.scale.sum[v] += terms.scale;
+          lanes.zero_point.sum[v] += terms.zero_point;
         }
       });
-      if (++chunks % kTerms == 0) flush(lanes, result[0]);
+      if (kLearned && ++chunks % kTerms == 0) flush(lanes, result[0]);
     });
     flush(lanes, result[0]);
     fold_places(grads, channels);
@@ -521,7 +534,10 @@ void norm_sums(const BatchNormArgs& args, const cpu::NormChannels<A>& row, const
                NormSums* result) {
   with_storage<A>(args.dtype, [&](auto* type) {
     using T = typename std::remove_pointer<decltype(type)>::type;
-    if (args.inner == 1) return sums_of_rows<A, T>(args, row, part, places, result);
-    sums_of_planes<A, T>(args, row, part, result);
+    const auto run = [&](auto learned) {
+      if (args.inner == 1) return sums_of_rows<learned.value, A, T>(args, row, part, places, result);
+      sums_of_planes<learned.value, A, T>(args, row, part, result);
+    };
+    args.learned ? run(std::true_type{}) : run(std::false_type{});
   });
 }

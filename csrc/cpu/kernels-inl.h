@@ -10,6 +10,7 @@
 
 #include "../batch_norm.h"
 #include "../fake_quant.h"
+#include "../max_pool.h"
 #include "../observe.h"
 #include "kernels.h"
 #include "simd-inl.h"
@@ -20,6 +21,7 @@ namespace QT_ISA {
 #include "batch_norm-inl.h"
 #include "elementwise-inl.h"
 #include "learned_backward-inl.h"
+#include "max_pool-inl.h"
 #include "observe-inl.h"
 #include "quantize-inl.h"
 
@@ -38,7 +40,8 @@ namespace cpu {
 static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENTRY) QT_OTHER_KERNELS(QT_ENTRY)};
 #define QT_NORM(A) {QT_ISA::norm_moments<A>, QT_ISA::norm_forward<A>, QT_ISA::norm_sums<A>, QT_ISA::norm_backward<A>}
 
-const Kernels QT_TABLE = {QT_NAME(QT_ISA), kKernels, QT_NORM(float), QT_NORM(double)};
+const Kernels QT_TABLE = {QT_NAME(QT_ISA),         kKernels, QT_NORM(float), QT_NORM(double), QT_ISA::max_pool<float>,
+                          QT_ISA::max_pool<double>};
 
 }  // namespace cpu
 }  // namespace qtoolkit

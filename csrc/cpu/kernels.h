@@ -7,6 +7,7 @@
 #include "../histogram.h"
 #include "../kernel_args.h"
 #include "../kernel_list.h"
+#include "../max_pool.h"
 
 namespace qtoolkit {
 namespace cpu {
@@ -66,11 +67,31 @@ struct NormKernels {
   void (*backward)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&);
 };
 
+// Scratch memory of a thread that pools planes, in elements: the first place of each result of a row, the row of x in
+// each slot, and slots for as many rows of x as a window spans, each of stride * length elements.
+struct PoolScratch {
+  int64_t places, slots, length, total;
+};
+
+inline PoolScratch scratch_of(const PoolArgs& args) {
+  const PoolDimension& columns = args.columns;
+  const int64_t places = (columns.results + kChunk - 1) / kChunk * kChunk;
+  const int64_t slots = (args.rows.kernel - 1) * args.rows.dilation + 1;
+  const int64_t length = places + (columns.kernel - 1) * columns.dilation / columns.stride;
+  return {places, slots, length, places + slots + slots * columns.stride * length};
+}
+
+// begin and end count planes; with channels_last rows of results, and there is no scratch memory.
+template <class A>
+using PoolKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end, A* scratch);
+
 struct Kernels {
   const char* name;
   const TypedKernel* kernels;  // indexed by KernelId
   NormKernels<float> norm_f32;
   NormKernels<double> norm_f64;
+  PoolKernel<float> max_pool_f32;
+  PoolKernel<double> max_pool_f64;
 };
 
 // The kernels of the instruction set in use.

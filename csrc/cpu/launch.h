@@ -19,6 +19,8 @@ void learned_gradient(const double* sums, double factor, const at::Tensor* scale
 void batch_norm_forward(BatchNormArgs& args);
 void batch_norm_backward(BatchNormArgs& args);
 void batch_norm_track(const TrackedStatistics& statistics);
+void max_pool_forward(const PoolArgs& args);
+void max_pool_backward(const PoolArgs& args);
 
 }  // namespace cpu
 }  // namespace qtoolkit

@@ -39,6 +39,7 @@ from qtoolkit.ops.observe import (
     observe_minmax_,
     search_range,
 )
+from qtoolkit.ops.pool import max_pool
 from qtoolkit.ops.positive import positive_scale
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "fake_quant_float",
     "fake_tensor_quant",
     "grid_of_range",
+    "max_pool",
     "minmax",
     "observe_fake_quant",
     "observe_histogram_",
