@@ -218,6 +218,12 @@ class QuantWeighted(QuantModule):
         dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
         return self.compute(x, self.quantize_weight(weight).to(dtype), _cast(bias, dtype), *args, **kwargs)
 
+    def undivided(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return what `qtoolkit.nn.batch_norm.undivided` does, for the arguments of forward: for the linked batch norm."""
+        self.check_input(input)
+        compute = partial(self._call, quantized(self.input_quantizer, input), args, kwargs)
+        return batch_norm.undivided(self, self._batch_norm[0], compute)
+
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer: without quantizers and without the batch norm."""
         return self.compute(input, self.weight, self.bias, *args, **kwargs)

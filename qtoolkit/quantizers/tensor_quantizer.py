@@ -116,13 +116,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     @property
     def scale(self) -> Tensor:
         """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
-        return self.kind.grid(self)[0].detach().abs()
+        with torch.no_grad():  # a node that saves tensors would upset gradient checkpointing, which counts them
+            return self.kind.grid(self)[0].abs()
 
     @property
     def zero_point(self) -> Tensor | None:
         """Codes of zero, as floats; None for a symmetric spec."""
-        zero_point = self.kind.grid(self)[1]
-        return None if zero_point is None else zero_point.detach().round()
+        with torch.no_grad():
+            zero_point = self.kind.grid(self)[1]
+            return None if zero_point is None else zero_point.round()
 
     @property
     def amax(self) -> Tensor:

@@ -21,7 +21,8 @@ class LayerLine:
         inputs: The quantizers of its inputs; for a layer outside a graph, of all tensors that it quantizes itself.
         verdict: Whether it is quantized, with the cause.
         quantizers: All quantizers that its config controls: those of its weights, its inputs, and between its internal ops.
-        training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`).
+        training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`); for
+            a batch norm, what is in one op with it, and why no more.
     """
 
     name: str

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from torch import fx, nn
 
+from qtoolkit.graph.chains import sentence
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import Cause, Status, Verdict
+from qtoolkit.graph.running_code import chains_now
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import (
     is_quantizer,
@@ -42,7 +44,8 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
         sources[str(node.target)].append(node.all_input_nodes[0].name)
     every = layer_quantizers(model)
     held = [quantizer for quantizer in every if not quantizer.is_weights]
-    layers = [_layer_line(model, node, every) for node in nodes if _has_line(node)]
+    trained = {chain.batch_norm: sentence(chain) for chain in chains_now(model, model.calls)}
+    layers = [_layer_line(model, node, every, trained.get(node, "")) for node in nodes if _has_line(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
     for quantizer in held:
@@ -68,7 +71,7 @@ def _only_arranges(node: fx.Node) -> bool:
     return node.target in BOOKKEEPING or makes_tuple
 
 
-def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer]) -> LayerLine:
+def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer], trained: str) -> LayerLine:
     plan = model.plan
     verdict = NOT_PLANNED if plan is None else verdict_now(node, plan)
     how = None if plan is None else plan.computed.get(node.name)
@@ -88,7 +91,7 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[Layer
         inputs,
         verdict,
         tuple(dict.fromkeys((*weights, *own, *inputs))),
-        training_of(module_of(node)) if is_layer else "",
+        training_of(module_of(node)) if is_layer else trained,
     )
 
 
