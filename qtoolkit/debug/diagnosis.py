@@ -73,7 +73,7 @@ class Diagnosis:
         gradients = [_dense(p.grad) for p in parameters]
         scales = [p.detach() for quantizer in self.learned.values() for p in quantizer.parameters()]
         growths = [growth.flatten() for growth in map(_growth, self.learned.values()) if growth is not None]
-        good = torch.isfinite(get_total_norm([*gradients, *scales], torch.inf))
+        good = torch.isfinite(get_total_norm([*gradients, *scales]))
         if growths:
             good = good & (torch.cat([g.to(good.device) for g in growths]).log2().abs().amax() < LOST)
         if bool(good):
@@ -81,6 +81,8 @@ class Diagnosis:
         for name, quantizer in self.learned.items():
             self._check_scale(name, quantizer, step)
         found = {id(p) for p in parameters if not _is_finite(p.grad)}
+        if not found:  # the norm overflows, and no gradient does
+            return
         bad = [name for key, name in self.names.items() if key in found] or ["a parameter of another model"]
         raise RuntimeError(
             f"watch: the gradient of {bad[-1]!r} is not finite after {step} steps, and those of {len(bad) - 1} more of "

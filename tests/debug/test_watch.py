@@ -291,6 +291,17 @@ def test_gradients_that_are_not_finite_stop_the_step(foreach: bool) -> None:
         optimizer.step()
 
 
+def test_large_gradients_are_no_error() -> None:
+    """Their norm overflows."""
+    model = learned()
+    optimizer = sgd(model, 1e-30)
+    with qt.debug.watch(model) as watched:
+        watched.guard(optimizer)
+        loss_of(model, torch.randn(SHAPE)).backward()
+        model.get_parameter("fc.weight").grad.fill_(1e30)
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("ratio", "words"), [(0.0, "times its start"), (math.inf, "inf times"), (2.0**30, "1.07e.09 times")]
 )
