@@ -190,8 +190,8 @@ class QuantWeighted(QuantModule):
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
-            bias = self.bias_in_sums(self.bias)
-            return self.compute(x, self.quantize_weight(self.weight), bias, *args, **kwargs)
+            weight = self.quantize_weight(self.weight)  # before the bias, whose grid takes the weight's scale
+            return self.compute(x, weight, self.bias_in_sums(self.bias), *args, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._compute_with, x, args, kwargs))
 
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,18 +10,18 @@ ROADS = ("graph", "modules")
 
 
 class Net(nn.Module):
-    """Convolution, batch norm, ReLU, a residual add, a linear layer."""
+    """Convolution, batch norm, ReLU, a residual add, dropout, a linear layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.stem, self.conv = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
         self.bn, self.relu, self.add = nn.BatchNorm2d(8), nn.ReLU(), qt.nn.Add()
-        self.fc = nn.Linear(8, 3)
+        self.dropout, self.fc = nn.Dropout(dropout), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.stem(x))
         x = self.relu(self.add(self.bn(self.conv(x)), x))
-        return self.fc(x.mean((2, 3)))
+        return self.fc(self.dropout(x.mean((2, 3))))
 
 
 def mapping(quantizer: str = "lsq", observer: str = "minmax") -> qt.QConfigMapping:
