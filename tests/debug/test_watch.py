@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
@@ -402,3 +403,44 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(kind, match=words):
             qt.debug.watch(*arguments)
+
+
+# ---- cost
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op.name()))
+        return op(*args, **(kwargs or {}))
+
+
+WAITING = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::bincount",
+    "aten::masked_select",
+)
+
+
+@pytest.mark.parametrize(("guarded", "waits"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize("road", ROADS)
+def test_a_sampled_step_does_not_wait_for_the_device(road: str, guarded: bool, waits: int) -> None:
+    model = learned(road)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
+    with qt.debug.watch(model, every=1) as watched:
+        if guarded:
+            watched.guard(optimizer)
+        with Ops() as ops:
+            step(model, optimizer, torch.randn(SHAPE))
+    names = ops.names
+    assert "qtoolkit::observe_histogram_" in names
+    assert sum(name.startswith(WAITING) for name in names) == waits
+    assert all(row.calls == 1 for row in watched.rows())
