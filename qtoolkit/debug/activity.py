@@ -27,7 +27,7 @@ class Activity:
         calls: How many of its forwards were sampled; the values below are None where there is nothing to tell.
         lowest: The lowest value that it got.
         highest: The highest value that it got.
-        grid_lowest: The lowest value of its grid as it now is, over all channels.
+        grid_lowest: The lowest value of its grid in the latest sampled call, over all channels.
         grid_highest: The highest value of its grid.
         clipped: The share of the values that the grid clipped, whose gradient is zero; for integer grids of at most 16 bits.
         levels: The share of the codes that occurred, in any channel; likewise.
@@ -83,6 +83,7 @@ class Recorder:
         """Forget everything."""
         self.calls = 0
         self.range = RangeObserver()
+        self.grid: Tensor | None = None
         self.codes = _CodeCounts(self.quantizer)
         self.gradient, self.scale_gradient = _MeanNorm(), _MeanNorm()
 
@@ -99,6 +100,9 @@ class Recorder:
         self.calls += 1
         self.range.to(x.device)(x)
         self.codes.add(x)
+        if self.quantizer.ready:
+            low, high = grid_ends(self.quantizer)
+            self.grid = torch.stack([low.min(), high.max()])
 
     def _take_gradient(self, gradient: Tensor) -> None:
         self.gradient.add([gradient])
@@ -113,15 +117,15 @@ class Recorder:
         """Return what was accumulated."""
         seen = self.calls > 0 and bool(self.range.lo <= self.range.hi)
         clipped, levels = self.codes.shares()
-        low, high = grid_ends(self.quantizer) if self.quantizer.ready else (None, None)
+        low, high = (None, None) if self.grid is None else self.grid.tolist()
         return Activity(
             self.name,
             self.quantizer.spec.describe(),
             self.calls,
             float(self.range.lo) if seen else None,
             float(self.range.hi) if seen else None,
-            None if low is None else float(low.min()),
-            None if high is None else float(high.max()),
+            low,
+            high,
             clipped,
             levels,
             self.gradient.read(),
@@ -139,7 +143,7 @@ class _MeanNorm:
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor], factor: Tensor | None = None) -> None:
-        norms = [torch.linalg.vector_norm(_values(tensor), dtype=torch.float32) for tensor in tensors]
+        norms = [torch.linalg.vector_norm(values_of(tensor), dtype=torch.float32) for tensor in tensors]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         norm = norm if factor is None else norm / factor
         finite = torch.isfinite(norm)
@@ -153,9 +157,16 @@ class _MeanNorm:
         return float(self.total) / int(self.count)
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """Return the values of a gradient, which may be sparse."""
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor; importing its class takes a second, which most users do not need to spend."""
+    return hasattr(tensor, "to_local")
+
+
+def values_of(tensor: Any) -> Tensor:
+    """Return the values of a gradient or a parameter: of a sparse one those that it holds, of a sharded one this process's."""
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    values: Tensor = local.coalesce().values() if local.is_sparse else local
+    return values
 
 
 class _CodeCounts:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from qtoolkit.debug.activity import is_sharded, values_of
 from qtoolkit.model_state import random_state_kept, unchanged_on_error
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.switches import stop_on_nonfinite
@@ -70,9 +71,9 @@ class Diagnosis:
             getattr(optimizer, "found_inf", None) is not None
         ):  # a fused optimizer, which a GradScaler lets skip the step
             parameters = []
-        gradients = [_dense(p.grad) for p in parameters]
-        scales = [p.detach() for quantizer in self.learned.values() for p in quantizer.parameters()]
-        growths = [growth.flatten() for growth in map(_growth, self.learned.values()) if growth is not None]
+        gradients = [values_of(p.grad) for p in parameters]
+        scales = [values_of(p.detach()) for quantizer in self.learned.values() for p in quantizer.parameters()]
+        growths = [growth for growth in map(_growth, self.learned.values()) if growth is not None and growth.numel()]
         good = torch.isfinite(get_total_norm([*gradients, *scales]))
         if growths:
             good = good & (torch.cat([g.to(good.device) for g in growths]).log2().abs().amax() < LOST)
@@ -92,16 +93,15 @@ class Diagnosis:
 
     def _check_scale(self, name: str, quantizer: TensorQuantizer, step: int) -> None:
         growth = _growth(quantizer)
-        values = quantizer.scale if growth is None else growth
-        lost = ~torch.isfinite(quantizer.scale).flatten() | ~torch.isfinite(values).flatten()
-        if growth is not None:
-            lost |= ~(growth.flatten().log2().abs() < LOST)
+        if growth is None:
+            lost = ~torch.cat([torch.isfinite(values_of(p.detach())).flatten() for p in quantizer.parameters()])
+        else:
+            lost = ~(growth.log2().abs() < LOST)
         if bool(lost.any()):
-            scale = float(quantizer.scale.flatten()[lost][0])
-            factor = "" if growth is None else f", {float(growth.flatten()[lost][0]):.3g} times its start"
+            found = "a value that is not finite" if growth is None else f"{float(growth[lost][0]):.3g} times its start"
             raise RuntimeError(
-                f"watch: the learned scale of quantizer {name!r} has come to {scale:.3g}{factor} ({int(lost.sum())} of "
-                f"{lost.numel()} scales), after {step} steps. The optimizer has changed nothing in this step. Go on from an "
+                f"watch: the learned scale of quantizer {name!r} has come to {found} ({int(lost.sum())} of "
+                f"{lost.numel()} values), after {step} steps. The optimizer has changed nothing in this step. Go on from an "
                 f"earlier state with a lower learning rate of the scales (scale_lr of qtoolkit.parameter_groups)."
             )
 
@@ -109,7 +109,7 @@ class Diagnosis:
 
     def _origin_in_forward(self, parameters: list[str] | None = None) -> str:
         """Return a sentence on where NaN or infinities start, from a second run of the forward that leaves no trace."""
-        if self._call is None:
+        if self._call is None or any(map(is_sharded, self.model.parameters())):
             return "Run the model under qtoolkit.stop_on_nonfinite to find the first quantizer that gets NaN or infinities."
         found = self._run_again()
         if found is not None:
@@ -145,16 +145,12 @@ class Diagnosis:
 
 
 def _growth(quantizer: TensorQuantizer) -> Tensor | None:
-    return quantizer.kind.growth(quantizer)
-
-
-def _dense(gradient: Any) -> Tensor:
-    values: Tensor = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return values
+    growth = quantizer.kind.growth(quantizer)
+    return None if growth is None else values_of(growth).flatten()
 
 
 def _is_finite(gradient: Any) -> bool:
-    return bool(torch.isfinite(_dense(gradient)).all())
+    return bool(torch.isfinite(values_of(gradient)).all())
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

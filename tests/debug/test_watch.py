@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -228,6 +230,25 @@ def test_a_watch_that_nobody_holds_ends() -> None:
     ]
 
 
+def test_a_fully_sharded_model(tmp_path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain, model = learned(), fully_shard(learned(), mesh=init_device_mesh("cpu", (1,)))
+        rows = []
+        for each in (plain, model):
+            optimizer = sgd(each)
+            with qt.debug.watch(each) as watched:
+                watched.guard(optimizer)
+                x = torch.linspace(-2, 2, math.prod(SHAPE)).reshape(SHAPE)
+                step(each, optimizer, x)
+                rows.append(watched.rows())
+                with pytest.raises(RuntimeError, match=r"watch: the gradient of 'fc.bias' is not finite"):
+                    step(each, optimizer, x * math.nan)
+        assert rows[0] == rows[1]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # ---- errors before the optimizer
 
 
@@ -304,7 +325,7 @@ def test_large_gradients_are_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "words"), [(0.0, "times its start"), (math.inf, "inf times"), (2.0**30, "1.07e.09 times")]
+    ("ratio", "words"), [(0.0, "to 0 times its start"), (math.inf, "to inf times"), (2.0**30, "to 1.07e.09 times")]
 )
 @pytest.mark.parametrize("road", ROADS)
 def test_a_lost_scale_is_named(road: str, ratio: float, words: str) -> None:
@@ -318,7 +339,7 @@ def test_a_lost_scale_is_named(road: str, ratio: float, words: str) -> None:
         before = tensors(model)
         with pytest.raises(
             RuntimeError,
-            match=rf"learned scale of quantizer 'conv\.weight_quantizer' has come to .*{words}.*1 of 8 .*scale_lr",
+            match=rf"learned scale of quantizer 'conv\.weight_quantizer' has come {words}.*1 of 8 values.*scale_lr",
         ):
             optimizer.step()
         assert_same(tensors(model), before)
