@@ -291,7 +291,7 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     factor = factor_of(bn)
-    return compute(factor, layer.bias_in_sums(folded_bias(bn, layer.bias, factor)), True)
+    return compute(factor, folded_bias(bn, layer.bias, factor), True)
 
 
 def undivided(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,7 @@ def run(
         return None
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+    bias = layer.bias_in_sums(bias)  # after the weight's range, on whose steps it lies
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast)
 
 

@@ -206,7 +206,7 @@ class QuantWeighted(QuantModule):
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
-            return self.run(x, None, self.bias_in_sums(self.bias), *args, **kwargs)
+            return self.run(x, None, self.bias, *args, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
 
     def run(self, x: Tensor, factor: Tensor | None, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -216,7 +216,8 @@ class QuantWeighted(QuantModule):
             return y
         weight = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
         dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
-        return self.compute(x, self.quantize_weight(weight).to(dtype), _cast(bias, dtype), *args, **kwargs)
+        weight = self.quantize_weight(weight).to(dtype)  # before the bias, whose grid takes the weight's scale
+        return self.compute(x, weight, _cast(self.bias_in_sums(bias), dtype), *args, **kwargs)
 
     def undivided(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.undivided` does, for the arguments of forward: for the linked batch norm."""
