@@ -52,6 +52,7 @@ class Backend:
         needs_quantized_output: Kinds that the target computes in integers only if all that take their output take it
             quantized. The output of a quantized layer of these kinds is always quantized, unless only the graph's outputs take
             it. An op without weights is quantized if an op behind it asks for a quantized tensor.
+        splits_silu: Whether a SiLU behind such an op becomes a sigmoid and a product, which are quantized.
         joined_activations: The activations that ops of these kinds join.
         repeated_pairs: ONNX ops that move values, and that the target executes on codes only if a Q/DQ pair stands behind them
             too. The file repeats the pair of their input there.
@@ -82,6 +83,7 @@ class Backend:
     unsigned_after_relu: bool = False
     integers_in_and_out: bool = False
     needs_quantized_output: tuple[str, ...] = ()
+    splits_silu: bool = False
     joined_activations: tuple[str, ...] = ACTIVATIONS
     repeated_pairs: tuple[str, ...] = ()
     quantize_outputs: bool = False
@@ -136,7 +138,7 @@ def _roles(
 
 
 _LAYERS = ("conv", "conv_transpose", "linear")
-_PRODUCTS = (*_LAYERS, "matmul", "attention")
+_PRODUCTS = (*_LAYERS, "matmul", "attention", "dot_product_attention")
 # On targets that compute in integers throughout.
 _IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")
 
@@ -168,7 +170,9 @@ TENSORRT = Backend(
 
 # TensorRT 10, transformers. Source: MQBench's Tensorrt_NLP: inputs of linear layers, matmuls and adds, except adds with a mask.
 TENSORRT_NLP = replace(
-    TENSORRT, name="tensorrt-nlp", roles=_roles(compute=("linear", "matmul", "attention"), merge=("add",), concat=())
+    TENSORRT,
+    name="tensorrt-nlp",
+    roles=_roles(compute=("linear", "matmul", "attention", "dot_product_attention"), merge=("add",), concat=()),
 )
 
 # TensorRT 8: its kernels take the scales of a transposed convolution along axis 0 (NVIDIA/TensorRT #1694, #1699, #2380), and
@@ -181,7 +185,8 @@ TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_c
 # qdq_selectors.cc): QLinearConv, QLinearAdd, QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only
 # if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
 # that the saturation of a QuantizeLinear replaces. Transposed convolutions and linear resizes have no integer kernel: between
-# Q/DQ nodes they are slower than in float. Ops with a constant stay float, because the constant has no quantizer. Biases
+# Q/DQ nodes they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax, which run in
+# float whatever stands at its inputs. Ops with a constant stay float, because the constant has no quantizer. Biases
 # are int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
@@ -191,22 +196,11 @@ ONNXRUNTIME = Backend(
         merge=("add", "mul"),
     ),
     needs_quantized_output=("conv", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
+    splits_silu=True,
     joined_activations=("relu", "relu6", "clamp"),
     repeated_pairs=(
-        *(
-            "Concat",
-            "DepthToSpace",
-            "Expand",
-            "Pad",
-            "Reshape",
-            "Resize",
-            "Slice",
-            "Split",
-            "Squeeze",
-            "Tile",
-            "Transpose",
-        ),
-        "Unsqueeze",
+        *("Concat", "DepthToSpace", "Expand", "Flatten", "Pad", "Reshape", "Resize", "Slice", "Split", "Squeeze"),
+        *("Tile", "Transpose", "Unsqueeze"),
     ),
     integer_bias=True,
     runtime="onnxruntime",
@@ -312,7 +306,10 @@ ACADEMIC = Backend(
 # The setting of papers on transformers. Source: MQBench's Academic_NLP: inputs of linear layers and matmuls; no
 # minimum for the first and last layers.
 ACADEMIC_NLP = replace(
-    ACADEMIC, name="academic-nlp", roles=_roles(compute=("linear", "matmul", "attention"), concat=()), end_bits=None
+    ACADEMIC,
+    name="academic-nlp",
+    roles=_roles(compute=("linear", "matmul", "attention", "dot_product_attention"), concat=()),
+    end_bits=None,
 )
 
 _ALL = (

@@ -115,6 +115,7 @@ def prepare(
         gm = passes.leaf_modules.run(gm, rules)
         gm = passes.swap.run(gm, rules)
         gm = passes.link_batch_norms.run(gm, rules)
+        gm = passes.split_silu.run(gm, rules)
         gm = passes.insert.run(gm, rules)
         gm = passes.link_inputs.run(gm, target)
         set_training_arithmetic(gm, forward, save)

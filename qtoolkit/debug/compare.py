@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.debug.inside import Calls, quantized_inside, watching
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import split_silu
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.plan import Cause, Status, Tracing
@@ -151,15 +152,21 @@ def _check(float_model: nn.Module, quantized: QuantizedGraphModule) -> None:
 
 
 def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[Any, ...]) -> QuantizedGraphModule:
-    """Trace the float model with the options of `prepare`."""
+    """Trace the float model with the options of `prepare`, and split what it split."""
     how = quantized.plan.tracing if quantized.plan is not None else Tracing()
-    return trace.run(
+    traced = trace.run(
         float_model,
         how.leaf_modules,
         how.skip,
         how.concrete_args,
         example_inputs=values if how.measured else None,
     )
+    products = {node.name for node in quantized.graph.nodes if kind_of(node).name == "mul"}
+    for node in list(traced.graph.nodes):
+        if kind_of(node).name == "silu" and node.name in products:
+            split_silu.split(node)
+    traced.recompile()
+    return traced
 
 
 def _counterparts(traced: QuantizedGraphModule, quantized: QuantizedGraphModule) -> dict[str, str]:

@@ -87,11 +87,15 @@ def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> None:
     import onnx
     import onnx_ir
 
-    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.domain:
             continue
         if not onnx.defs.has(node.op_type, opset):
-            raise RuntimeError(_refusal(node, opset, exporter))
+            written = WRITTEN_OUT.get(node.op_type)
+            if written is None:
+                raise RuntimeError(_refusal(node, opset, exporter))
+            written(node)
+            continue
         older = onnx.defs.get_schema(node.op_type, opset, "")
         if older.since_version == onnx.defs.get_schema(node.op_type, model.opset_imports[""], "").since_version:
             continue
@@ -147,6 +151,19 @@ def _take_parts(node: "onnx_ir.Node", older: Any) -> None:
         node.attributes.pop("num_outputs", None)
 
 
+def _write_hard_swish(node: "onnx_ir.Node") -> None:
+    """Write HardSwish, which opset 14 introduced, as the function that it is: x * HardSigmoid(x)."""
+    import onnx_ir
+
+    gate = onnx_ir.node("HardSigmoid", node.inputs, {"alpha": 1 / 6, "beta": 0.5}, name=f"{node.name}/gate")
+    product = onnx_ir.node("Mul", [*node.inputs, *gate.outputs], name=node.name)
+    graph = node.graph
+    if graph is not None:
+        onnx_ir.convenience.replace_nodes_and_values(
+            graph, node, [node], [gate, product], node.outputs, product.outputs
+        )
+
+
 def _value(node: "onnx_ir.Node", name: str) -> Any:
     return node.attributes[name].value if name in node.attributes else None
 
@@ -161,6 +178,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ScatterElements": {"reduction": "none"},
     "ScatterND": {"reduction": "none"},
 }
+WRITTEN_OUT: Mapping[str, Callable[["onnx_ir.Node"], None]] = {"HardSwish": _write_hard_swish}
 REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 LOWERED: Mapping[str, Callable[["onnx_ir.Node", Any], None]] = {
     **{f"Reduce{name}": _take_axes for name in REDUCTIONS},

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from qtoolkit.graph.passes.insert import WEIGHT_HOLDER
+
 
 @dataclass(frozen=True)
 class QuantizerNode:
@@ -59,6 +61,12 @@ def varying_tensors(graph: Any) -> set[str]:
     return varying
 
 
+def _owner(quantizer: str) -> str:
+    """Return the name of the layer, or of the function, whose weight a quantizer quantizes."""
+    layer, _, name = quantizer.rpartition(".")
+    return name if layer.startswith(WEIGHT_HOLDER) else layer
+
+
 def layer_names(graph: Any) -> dict[str, str]:
     """Return the name of each node of a file for people: the layer whose quantized weight it takes, or the node's own."""
     made_by = {output: node for node in graph.node for output in node.output}
@@ -75,6 +83,5 @@ def layer_names(graph: Any) -> dict[str, str]:
     names = {}
     for node in graph.node:
         weights = [quantizer for tensor in node.input if (quantizer := weight_behind(tensor))]
-        layer = weights[0].rpartition(".")[0] if weights and varying.intersection(node.output) else ""
-        names[node.name] = layer or node.name
+        names[node.name] = _owner(weights[0]) if weights and varying.intersection(node.output) else node.name
     return names

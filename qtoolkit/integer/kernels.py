@@ -208,11 +208,18 @@ class FloatOutput(LayerKernel):
     """f32(f32(sums) * f32(xs * ws)) + bias, in float32; activations and what follows are float32 too."""
 
     NAME, TO_FLOAT = "int8 product", True
+    float_bias: Tensor | None  # shaped to broadcast over an output
+
+    def refresh(self) -> None:
+        """Store the bias: as the file has it, where it is rounded to the grid of the sums."""
+        super().refresh()
+        bias = self.layer.bias_in_sums(self.layer.bias)
+        self.constant("float_bias", None if bias is None else self.layer.along_channels(bias.detach()))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output in float."""
         y = self.sums(x, *args, **kwargs).float() * self.steps
-        return y if self.layer.bias is None else y + self.layer.along_channels(self.layer.bias)
+        return y if self.float_bias is None else y + self.float_bias
 
 
 def why_no_sums(layer: QuantWeighted, source: Grid) -> str | None:

@@ -27,12 +27,11 @@ class FusedMultiplyAdd(FloatOutput):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output in float."""
-        bias = self.layer.bias
-        if bias is None or getattr(self.layer, "groups", 1) > 1:
+        if self.float_bias is None or getattr(self.layer, "groups", 1) > 1:
             return super().forward(x, *args, **kwargs)
         sums = self.sums(x, *args, **kwargs).float().double()
         # The product of two float32 is exact in float64, where the sum is rounded far finer than in float32.
-        return (sums * self.steps.double() + self.layer.along_channels(bias).double()).float()
+        return (sums * self.steps.double() + self.float_bias.double()).float()
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:

@@ -10,6 +10,7 @@ from torch import fx, nn
 from qtoolkit.integer.kernels import OpKernel
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.function_bias import FunctionBias
 from qtoolkit.op_kinds.recorded import is_mode
 from qtoolkit.op_kinds.rules import gives_tuple, is_number
 from qtoolkit.op_kinds.table import (
@@ -174,7 +175,7 @@ def parameters_in(graph: fx.Graph) -> set[fx.Node]:
 
 def _data(node: fx.Node, form: Form) -> Iterable[Any]:
     # A module owns its weight. A further argument, such as output_size, is no data.
-    operands = form.operands[:1] if node.op == "call_module" and form.operands == WEIGHTED else form.operands
+    operands = form.operands[:1] if form.operands == WEIGHTED and owns_weight(node) else form.operands
     for position, names in enumerate(operands):
         keywords = [node.kwargs[name] for name in names if name in node.kwargs]
         if names and len(node.args) > position:
@@ -195,19 +196,23 @@ def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
 def is_quantizer(node: fx.Node) -> bool:
     """Return whether a node is a quantizer that a pass inserted."""
     module = module_of(node) if node.op == "call_module" else None
-    return isinstance(module, Quantizer) and module.inserted
+    return isinstance(module, FunctionBias) or (isinstance(module, Quantizer) and module.inserted)
 
 
 def is_weight_quantizer(node: fx.Node) -> bool:
-    """Return whether a node is a quantizer that a pass inserted for the weight of a function."""
+    """Return whether a node is a quantizer that a pass inserted for the weight of a function, or for its bias."""
     module = module_of(node) if node.op == "call_module" else None
-    return isinstance(module, Quantizer) and module.inserted and module.of_weight
+    return isinstance(module, FunctionBias) or (isinstance(module, Quantizer) and module.inserted and module.of_weight)
+
+
+def owns_weight(node: fx.Node) -> bool:
+    """Return whether a node calls a module of a kind whose modules own weights; a kernel of a function does not."""
+    return node.op == "call_module" and kind_of(node).has_weight and not isinstance(module_of(node), OpKernel)
 
 
 def has_float_weight(node: fx.Node) -> bool:
     """Return whether a node is a layer or an attention module whose weights stay float."""
-    kind = kind_of(node)
-    if node.op != "call_module" or not (kind.multiplies and kind.has_weight):
+    if not (kind_of(node).multiplies and owns_weight(node)):
         return False
     layer = module_of(node)
     return not isinstance(layer, QuantModule) or not layer.weight_quantizers()

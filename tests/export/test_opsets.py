@@ -136,6 +136,16 @@ def test_newer_forms_are_written_in_the_older_one(tmp_path, opset: int) -> None:
     np.testing.assert_allclose(run_file(result.path, x), qt.convert(prepared)(x).detach(), rtol=1e-4, atol=0.1)
 
 
+def test_an_op_that_is_a_function_of_older_ones_is_written_out(tmp_path) -> None:
+    x = torch.randn(2, 4, 6, 6)
+    prepared = qt.prepare(
+        nn.Sequential(nn.Conv2d(4, 4, 3), nn.Hardswish(), nn.Conv2d(4, 4, 1)).eval(), x, "onnxruntime"
+    )
+    qt.calibrate(prepared, [x], progress=False)
+    paths = [qt.export_onnx(prepared, x, tmp_path / f"{opset}.onnx", opset=opset).path for opset in (13, 18)]
+    np.testing.assert_array_equal(*(run_file(path, x) for path in paths))
+
+
 class Normed(nn.Module):
     """An op that opset 13 does not have."""
 

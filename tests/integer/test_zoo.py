@@ -1,7 +1,10 @@
 """Published networks with random weights: every code end to end in onnxruntime at its default optimizations."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.export import verify
@@ -16,17 +19,43 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_code_is_the_runtimes(tmp_path, name: str) -> None:
+# Those that the default run exports in each opset: residuals, Hardswish and gates, concats and slices, SiLU.
+IN_EACH_OPSET = ("resnet10t", "mobilenetv3_small_050", "ghostnet_050", "tinynet_e")
+OPSETS = (13, 17, 21, 26)  # onnxruntime 1.30 runs files up to 26
+
+
+def integer_model(name: str) -> tuple[nn.Module, Tensor]:
+    """Return a converted network and an input."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64)
     model = nets.trained(timm.create_model(name, pretrained=False), *x.shape, steps=2).eval()
     prepared = qt.prepare(model, (x,), backend="onnxruntime")
     qt.calibrate(prepared, [torch.randn(2, 3, 64, 64), x], progress=False)
-    integer = qt.convert(prepared, arithmetic="integer")
-    result = verify(qt.export_onnx(integer, (x,), tmp_path / "m.onnx", verify=False).path, integer, (x,))
+    return qt.convert(prepared, arithmetic="integer"), x
+
+
+def assert_the_runtimes(path: Path, integer: nn.Module, x: Tensor) -> None:
+    result = verify(path, integer, (x,))
     result.check()
     codes = result.runtimes["onnxruntime"]
     if not codes.share:
         assert codes.codes.differing == 0
         assert codes.output_difference == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_code_is_the_runtimes(tmp_path, name: str) -> None:
+    integer, x = integer_model(name)
+    assert_the_runtimes(qt.export_onnx(integer, (x,), tmp_path / "m.onnx", verify=False).path, integer, x)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EACH_OPSET else pytest.param(name, marks=pytest.mark.sweep) for name in NAMES]
+)
+def test_every_code_in_each_opset(tmp_path, name: str, opset: int) -> None:
+    integer, x = integer_model(name)
+    result = qt.export_onnx(integer, (x,), tmp_path / "m.onnx", opset=opset, verify=False)
+    assert result.opset == opset
+    assert_the_runtimes(result.path, integer, x)

@@ -112,7 +112,7 @@ def test_a_graph_sees_the_ops_themselves() -> None:
     model = Net().eval()
     prepared = qt.prepare(model, x, backend="onnxruntime")
     kinds = {line.kind: line.status for line in qt.quantization_report(prepared).layers}
-    assert {"add", "mul", "matmul", "cat", "attention"} <= kinds.keys()
+    assert {"add", "mul", "matmul", "cat", "dot_product_attention"} <= kinds.keys()
     assert {kinds[kind] for kind in ("add", "mul", "matmul")} == {"quantized"}
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared(x), model(x))

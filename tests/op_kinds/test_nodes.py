@@ -102,7 +102,7 @@ TWO: dict[str, list[Op]] = {
         lambda m, x, y: torch.einsum("bij, jk", x, y), lambda m, x, y: torch.einsum("...ij,jk", x, y),
         lambda m, x, y: torch.addmm(m.row, mat1=x, mat2=y),
     ],
-    "attention": [
+    "dot_product_attention": [
         lambda m, x, y: F.scaled_dot_product_attention(x, y, y),
         lambda m, x, y: F.scaled_dot_product_attention(query=x, key=y, value=y, attn_mask=m.matrix),
     ],
@@ -245,7 +245,7 @@ def test_what_the_table_does_not_know_is_left_alone(op: Op) -> None:
 
 def test_every_kind_has_a_case() -> None:
     tested = {*ONE, *TWO, *CAT, *MOVED, *JOINED}
-    of_modules = {"embedding", "instance_norm", "rms_norm", "einsum", "split", "recurrent"}
+    of_modules = {"attention", "embedding", "instance_norm", "rms_norm", "einsum", "split", "recurrent"}
     assert set(KINDS) - tested == of_modules
 
 

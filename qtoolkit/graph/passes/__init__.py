@@ -9,6 +9,7 @@ from qtoolkit.graph.passes import (
     link_batch_norms,
     link_inputs,
     record,
+    split_silu,
     swap,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "link_batch_norms",
     "link_inputs",
     "record",
+    "split_silu",
     "swap",
 ]

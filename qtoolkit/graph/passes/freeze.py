@@ -66,6 +66,8 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
 def _fit_biases(model: nn.Module) -> None:
     """Enlarge the scales of weights where the codes of a bias exceed int32, and warn of them."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantWeighted)]
+    for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
+        layers += link_inputs.layers_of_functions(gm)
     enlarged = {name: count for name, layer in layers if (count := layer.fit_bias())}
     if enlarged:
         warnings.warn(

@@ -13,7 +13,9 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.graph.passes.insert import add_holder, free_name
 from qtoolkit.graph.placement.traversal import source_of
 from qtoolkit.graph.plan import Computed
-from qtoolkit.integer.kernels import Kernel
+from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of, weight_node
+from qtoolkit.integer.functions import FunctionKernel
+from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.nodes import (
@@ -42,7 +44,9 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
         grids = [grid for grid in sources if grid is not None]
         if is_quantizer(node) or not grids or kind_of(node).name in runtime.carries:
             continue
-        if len(grids) < len(sources):
+        if weight_node(node) is not None and len(grids) == 1:
+            computed[node.name] = _replace_function(gm, node, grids[0], runtime, holder)
+        elif len(grids) < len(sources):
             computed[node.name] = Computed(None, "one of its inputs is not quantized")
         elif isinstance(_module(node), QuantWeighted):
             computed[node.name] = _give_layer(node, grids[0], runtime, calls[str(node.target)])
@@ -84,6 +88,21 @@ def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: int) -> Co
     return Computed(kernel.NAME, last=last.name)
 
 
+def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, runtime: Runtime, holder: str) -> Computed:
+    layer = layer_of(gm, node)
+    if layer is None:
+        computed = f"a {kind_of(node)} whose bias or geometry is computed"
+        return Computed(None, computed if kind_of(node).layer else f"a {kind_of(node)} with a weight")
+    last, output = _output_of(node, runtime)
+    kernel = runtime.layer_kernel(layer, source, output)
+    if isinstance(kernel, str):
+        return Computed(None, kernel)
+    layer.link_input(source if rounding_of(bias_node(node)) is not None else None)
+    op = _callable(node)
+    _call(gm, node, FunctionKernel(op, kernel(layer, source, output), kind_of(node).name, name_of(node)), holder)
+    return Computed(kernel.NAME, last=last.name)
+
+
 def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], runtime: Runtime, holder: str) -> Computed:
     last, output = _output_of(node, runtime)
     kind, op = kind_of(node).name, _callable(node)
@@ -92,10 +111,15 @@ def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], run
     kernel = runtime.op_kernel(kind, node, inputs, output)
     if isinstance(kernel, str):
         return Computed(None, kernel)
-    target = f"{holder}.{free_name(gm.get_submodule(holder), node.name)}"
-    gm.add_submodule(target, kernel(op, inputs, output, kind, name_of(node)))
-    node.op, node.target = "call_module", target
+    _call(gm, node, kernel(op, inputs, output, kind, name_of(node)), holder)
     return Computed(kernel.NAME, last=last.name)
+
+
+def _call(gm: QuantizedGraphModule, node: fx.Node, kernel: OpKernel, holder: str) -> None:
+    """Let a node call a kernel instead of its op."""
+    target = f"{holder}.{free_name(gm.get_submodule(holder), node.name)}"
+    gm.add_submodule(target, kernel)
+    node.op, node.target = "call_module", target
 
 
 def _callable(node: fx.Node) -> Callable[..., Any]:

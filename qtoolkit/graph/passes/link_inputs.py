@@ -1,4 +1,4 @@
-"""Link layers to the quantizers of their inputs, on whose grids they compute."""
+"""Link layers, and functions with a weight, to the quantizers of their inputs, on whose grids they compute."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,16 +7,22 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes.insert import add_holder, free_name
 from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.function_bias import FunctionBias
 from qtoolkit.op_kinds.nodes import module_of, tensor_inputs
 from qtoolkit.quantizers.quantizer import Quantizer
+
+HOLDER = "bias_quantizers"  # the submodule of a prepared model that rounds the biases of functions
 
 
 def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
     """Link each layer to the quantizer of its input: a node of the graph, or one of the layer's own.
 
-    A layer that is called on tensors of several quantizers has several grids, and is not linked.
+    A layer that is called on tensors of several quantizers has several grids, and is not linked. Where the target adds biases to
+    integer sums, the bias of a function gets a node of its own, which rounds it.
     """
     link_own_inputs(gm, backend)
     calls: dict[QuantWeighted, list[fx.Node]] = defaultdict(list)
@@ -28,6 +34,8 @@ def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
         layer.link_source(_quantizer_of_inputs(nodes, backend, in_training=True))
         if backend.integer_bias:
             layer.link_input(_quantizer_of_inputs(nodes, backend))
+    if backend.integer_bias:
+        _link_functions(gm, backend)
     return gm
 
 
@@ -39,13 +47,45 @@ def link_own_inputs(model: nn.Module, backend: Backend) -> None:
             layer.link_input(layer.input_quantizer if backend.integer_bias else None)
 
 
+def _link_functions(gm: QuantizedGraphModule, backend: Backend) -> None:
+    holder = ""
+    for node in list(gm.graph.nodes):
+        bias, source = bias_node(node), _quantizer_of_input(node, backend)
+        layer = None if bias is None or source is None else layer_of(gm, node)
+        if bias is None or layer is None:
+            continue
+        layer.link_input(source)
+        rounding = rounding_of(bias)
+        if rounding is not None:
+            rounding.link(layer)
+        elif layer.scales_along_outputs():
+            holder = holder or add_holder(gm, HOLDER)
+            _insert_bias(gm, node, bias, f"{holder}.{free_name(gm.get_submodule(holder), node.name)}", layer)
+    if holder:
+        gm.graph.lint()
+        gm.recompile()
+
+
+def layers_of_functions(gm: QuantizedGraphModule) -> list[tuple[str, QuantWeighted]]:
+    """Return the layer of each function whose bias is rounded, with the function's name."""
+    roundings = [(node, rounding_of(bias_node(node))) for node in gm.graph.nodes]
+    return [(node.name, rounding.layer) for node, rounding in roundings if rounding is not None]
+
+
+def _insert_bias(gm: QuantizedGraphModule, node: fx.Node, bias: fx.Node, target: str, layer: QuantWeighted) -> None:
+    gm.add_submodule(target, FunctionBias(layer))
+    with gm.graph.inserting_before(node):
+        on_grid = gm.graph.call_module(target, (bias,))
+    node.replace_input_with(bias, on_grid)
+
+
 def _quantizer_of_inputs(nodes: Sequence[fx.Node], backend: Backend, in_training: bool = False) -> Quantizer | None:
     """Return the one quantizer of the inputs of all calls of a layer, or None."""
     found = {_quantizer_of_input(node, backend, in_training) for node in nodes}
     return found.pop() if len(found) == 1 else None
 
 
-def _quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool) -> Quantizer | None:
+def _quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Quantizer | None:
     inputs = tensor_inputs(node)
     behind = quantizer_behind(inputs[0], backend, in_training) if inputs else None
     quantizer = None if behind is None else module_of(behind)

@@ -19,7 +19,15 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, module_of, name_of, tensor_inputs
+from qtoolkit.op_kinds.nodes import (
+    is_quantizer,
+    is_weight_quantizer,
+    kind_of,
+    module_of,
+    name_of,
+    owns_weight,
+    tensor_inputs,
+)
 from qtoolkit.op_kinds.recorded import BOOKKEEPING
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -48,7 +56,7 @@ def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
     module = module_of(node) if node.op == "call_module" else None
     if module is not None and any(isinstance(part, QuantModule) for part in module.modules()):
         return Verdict.quantized() if verdict is None or verdict.status is Status.FLOAT else verdict
-    lost = module is not None and kind.has_weight and verdict is not None and verdict.cause is Cause.COMPUTED
+    lost = owns_weight(node) and verdict is not None and verdict.cause is Cause.COMPUTED
     if verdict is not None and not lost and plan.kinds.get(node.name) == str(kind):
         return verdict
     on_grid = [quantizer_behind(source, plan.backend) is not None for source in tensor_inputs(node)]

@@ -49,7 +49,7 @@ def quantized(prepared: nn.Module) -> set[str]:
         (lambda m, y, x: F.relu(y), {"x", "relu"}),  # the saturation of the QuantizeLinear replaces it
         (lambda m, y, x: F.relu6(y), {"x", "relu6"}),
         (lambda m, y, x: F.prelu(y, m.slopes), {"x", "first", "prelu"}),
-        (lambda m, y, x: F.silu(y), {"x", "first", "silu"}),
+        (lambda m, y, x: F.silu(y), {"x", "first", "silu_sigmoid", "silu"}),
         (lambda m, y, x: F.hardswish(y), {"x", "first", "hardswish"}),
         (lambda m, y, x: F.leaky_relu(y), {"x", "first", "leaky_relu"}),  # an integer kernel of its own
         (lambda m, y, x: torch.sigmoid(y), {"x", "first", "sigmoid"}),
@@ -64,10 +64,10 @@ def test_the_output_of_a_convolution_is_quantized_before_what_does_not_join_it(a
 
 
 def test_an_activation_that_does_not_join_is_reported_in_float() -> None:
-    prepared = prepared_probe(lambda m, y, x: F.silu(y))
-    verdict = prepared.plan.status["silu"]
-    assert (verdict.status, verdict.text) == ("float", "float: a silu, which onnxruntime computes in float")
-    assert "before silu" not in str(qt.quantization_report(prepared))
+    prepared = prepared_probe(lambda m, y, x: F.mish(y))
+    verdict = prepared.plan.status["mish"]
+    assert (verdict.status, verdict.text) == ("float", "float: a mish, which onnxruntime computes in float")
+    assert "before mish" not in str(qt.quantization_report(prepared))
 
 
 def test_a_linear_layer_returns_floats_and_joins_its_activation() -> None:
@@ -133,3 +133,20 @@ def test_unknown_kinds_are_errors() -> None:
         ValueError, match=r"unknown kind of op in Backend 'onnxruntime': 'convs'; did you mean 'conv'\?"
     ):
         replace(qt.backends["onnxruntime"], needs_quantized_output=("convs",))
+
+
+def test_dot_product_attention_stays_float_unless_a_rule_names_it() -> None:
+    """onnxruntime computes it in float from quantized inputs too: Q/DQ nodes only cost."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+    name, x = "scaled_dot_product_attention", torch.randn(2, 5, 6)
+    assert quantized(qt.prepare(Attention().eval(), x, "onnxruntime")) == {"x", name}
+    mapping = qt.QConfigMapping().set_module_name(name, qt.backends["onnxruntime"].qconfig)
+    assert quantized(qt.prepare(Attention().eval(), x, "onnxruntime", mapping)) == {"x", "qkv", name}

@@ -1,0 +1,30 @@
+"""The bias of a function with a weight, F.conv2d(x, weight, bias), as the target adds it."""
+
+from torch import Tensor, nn
+
+from qtoolkit.nn.weighted import QuantWeighted
+
+
+class FunctionBias(nn.Module):
+    """Rounds the bias of a function to the grid of its integer sums: the module of a node that a graph pass inserts.
+
+    Args:
+        layer: The layer that computes what the function does, with the weight's quantizer, linked to that of the input.
+    """
+
+    def __init__(self, layer: QuantWeighted) -> None:
+        super().__init__()
+        self.link(layer)
+
+    @property
+    def layer(self) -> QuantWeighted:
+        """The layer."""
+        return self._layer[0]
+
+    def link(self, layer: QuantWeighted) -> None:
+        """Take another layer, such as one with the frozen quantizers."""
+        self._layer = (layer,)  # in a tuple: its parameters and quantizers are elsewhere in the model
+
+    def forward(self, bias: Tensor) -> Tensor | None:
+        """Return the bias on the grid, where there is one; gradients pass straight through."""
+        return self.layer.bias_in_sums(bias)
