@@ -26,7 +26,7 @@ from training.tables import accuracy_tables
 RESULTS = Path(__file__).parent / "results" / "train_accuracy.json"
 FORWARDS = ("float", "integer")
 SEEDS = (0, 1, 2)
-FULL, QUICK = Schedule(16_000, 4, 100, 0.02), Schedule(400, 1, 50, 0.02)
+FULL, QUICK = Schedule(12_000, 4, 100, 0.02), Schedule(400, 1, 50, 0.02)
 TEST_IMAGES, QUICK_TEST_IMAGES = 10_000, 200
 
 

@@ -27,7 +27,7 @@ def step_tables(results: Mapping[str, Any]) -> Iterator[Table]:
             ["what is trained", *names, "why there is no figure"],
             [_step_line(subject, of, threads) for subject, of in _by_subject(rows)],
         )
-    yield _demands("step", _most_threads(results["rows"]), "ratio")
+    yield _demands("step", most_threads(results["rows"]), "ratio")
 
 
 def _step_line(subject: str, rows: Rows, threads: Sequence[int]) -> list[str]:
@@ -41,7 +41,8 @@ def _step_line(subject: str, rows: Rows, threads: Sequence[int]) -> list[str]:
     return [_described(subject), *cells, rows[0]["failure"]]
 
 
-def _most_threads(rows: Rows) -> Rows:
+def most_threads(rows: Rows) -> Rows:
+    """Return the rows on the most threads that were measured."""
     most = max(row["threads"] for row in rows)
     return [row for row in rows if row["threads"] == most]
 
@@ -61,6 +62,25 @@ def memory_tables(results: Mapping[str, Any]) -> Iterator[Table]:
         )
     for figure in ("kept", "peak"):
         yield _demands(figure, results["rows"], figure)
+
+
+def overview(results: Mapping[str, Any], figure: str, title: str) -> Table:
+    """Return a figure of all subjects, a column for each network."""
+    rows = results["rows"]
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    ratios = ratios_of(rows, figure)
+    subjects = dict.fromkeys(row["subject"] for row in rows)
+    lines = [
+        [_described(subject), *(_ratio(ratios.get(network, {}).get(subject)) for network in networks)]
+        for subject in subjects
+    ]
+    return title, ["what is trained", *(NETWORKS[network].title for network in networks)], lines
+
+
+def failures(rows: Rows) -> list[str]:
+    """Return a line for each subject that has no figure, with the reason."""
+    found = {(row["network"], row["subject"]): row["failure"] for row in rows if row["failure"]}
+    return [f"{NETWORKS[network].title}, {subject}: {reason}" for (network, subject), reason in found.items()]
 
 
 def accuracy_tables(results: Mapping[str, Any]) -> Iterator[Table]:
