@@ -26,8 +26,8 @@ from training.tables import accuracy_tables
 RESULTS = Path(__file__).parent / "results" / "train_accuracy.json"
 FORWARDS = ("float", "integer")
 SEEDS = (0, 1, 2)
-FULL, QUICK = Schedule(12_000, 4, 100, 0.02), Schedule(400, 1, 50, 0.02)
-TEST_IMAGES, QUICK_TEST_IMAGES = 10_000, 200
+FULL, QUICK = Schedule(10_000, 3, 100, 0.02), Schedule(200, 1, 50, 0.02)
+TEST_IMAGES, QUICK_TEST_IMAGES = 10_000, 100
 
 
 @dataclass(frozen=True)
