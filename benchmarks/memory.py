@@ -73,16 +73,14 @@ def rows_of(network: str, found: Mapping[str, Memory | str]) -> list[Row]:
 def main() -> None:
     """Measure, print, and write what the arguments ask for."""
     args = options.parser_of(__doc__, "memory.json").parse_args()
-    rows: list[dict[str, object]] = []
     for network in args.networks:
         chosen = options.settings_of(args, network)
         with options.environment({**RETURN_MEMORY, "OMP_WAIT_POLICY": "passive"}):  # nothing is timed
             found = {s.subject: memory_of(s) for s in tqdm(chosen, desc=network, leave=False)}
-        rows += [asdict(row) for row in rows_of(network, found)]
-    results = {"batch": args.batch or (4 if args.quick else 8), "rows": rows}
+        rows = [asdict(row) for row in rows_of(network, found)]
+        results = options.add_to_file(args, network, rows=rows)
     for title, names, cells in memory_tables(results):
         show(Console(width=180), title, names, cells)
-    options.write(args, rows)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ Learned scales, int8 weights and activations; networks have random weights. --de
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from measure import KEEP_MEMORY, spread
+from measure import FEWEST_REPEATS, KEEP_MEMORY, spread
 from report import show
 from rich.console import Console
 from tqdm import tqdm
@@ -26,6 +26,8 @@ from training.worker import SubjectError, Worker
 
 PAUSE = 0.03  # seconds: the threads of the process before go to sleep
 PROFILED = (FLOAT, CODES, INTEGER)
+
+Workers = dict[str, Worker | str]  # by name of the subject: its process, or why there is none
 
 
 @dataclass(frozen=True)
@@ -59,22 +61,31 @@ class Row:
     failure: str = ""
 
 
-def take_turns(workers: Sequence[Worker], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Return the times of each worker's steps."""
-    times: dict[str, list[float]] = {worker.name: [] for worker in workers}
+def take_turns(workers: Workers, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Return the times of the steps of each worker that trains."""
+    times: dict[str, list[float]] = {name: [] for name in workers}
     end = time.perf_counter() + seconds
     for number in tqdm(range(rounds), desc="rounds", leave=False):
-        if number >= 3 and time.perf_counter() > end:
+        if number >= FEWEST_REPEATS and time.perf_counter() > end:
             break
-        for worker in workers:
+        for name in workers:
             time.sleep(PAUSE)
-            times[worker.name].append(worker.ask("time"))
+            ask(workers, name, lambda worker, of=times[name]: of.append(worker.ask("time")))
     return times
 
 
-def rows_of(
-    network: str, workers: Mapping[str, Worker | str], threads: int, times: Mapping[str, list[float]]
-) -> list[Row]:
+def ask(workers: Workers, name: str, request: Callable[[Worker], object]) -> None:
+    """Ask a worker; one that fails is replaced by the reason."""
+    worker = workers[name]
+    if isinstance(worker, Worker):
+        try:
+            request(worker)
+        except SubjectError as error:
+            worker.end()
+            workers[name] = str(error)
+
+
+def rows_of(network: str, workers: Workers, threads: int, times: Mapping[str, list[float]]) -> list[Row]:
     """Return the row of each subject."""
     rows = []
     for name, worker in workers.items():
@@ -89,16 +100,19 @@ def rows_of(
     return rows
 
 
-def set_threads(workers: dict[str, Worker | str], threads: int) -> list[Worker]:
-    """Set the threads of all processes; return those that still train."""
-    for name, worker in workers.items():
-        if isinstance(worker, Worker):
-            try:
-                worker.ask("set_threads", threads)
-            except SubjectError as error:
-                worker.end()
-                workers[name] = str(error)
-    return [worker for worker in workers.values() if isinstance(worker, Worker)]
+def set_threads(workers: Workers, threads: int) -> None:
+    """Set the threads of all processes."""
+    for name in workers:
+        ask(workers, name, lambda worker: worker.ask("set_threads", threads))
+
+
+def profiles_of(workers: Workers) -> dict[str, dict[str, float]]:
+    """Return the slowest ops of each subject in PROFILED that trains."""
+    profiles: dict[str, dict[str, float]] = {}
+    for name in workers:
+        if name in PROFILED:
+            ask(workers, name, lambda worker: profiles.update({worker.name: worker.ask("profile")}))
+    return profiles
 
 
 def main() -> None:
@@ -109,24 +123,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="of the rounds of a network; 3 rounds at least")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    rows: list[dict[str, object]] = []
-    profiles: dict[str, dict[str, dict[str, float]]] = {}
     for network in args.networks:
-        chosen = options.settings_of(args, network)
+        chosen, rows = options.settings_of(args, network), []
         with options.environment(KEEP_MEMORY):
             workers = {s.subject: options.started(s) for s in tqdm(chosen, desc=network, leave=False)}
         for threads in args.threads:
-            training = set_threads(workers, threads)
-            times = take_turns(training, args.rounds, args.seconds)
+            set_threads(workers, threads)
+            times = take_turns(workers, args.rounds, args.seconds)
             rows += [asdict(row) for row in rows_of(network, workers, threads, times)]
-        if args.profile:
-            profiles[network] = {w.name: w.ask("profile") for w in training if w.name in PROFILED}
-        for worker in training:
-            worker.end()
-    results = {"batch": args.batch or (4 if args.quick else 8), "rows": rows, "profiles": profiles}
+        profile = profiles_of(workers) if args.profile else {}
+        for worker in workers.values():
+            if isinstance(worker, Worker):
+                worker.end()
+        results = options.add_to_file(args, network, rows=rows, profile=profile)
     for title, names, cells in (*step_tables(results), *profile_tables(results)):
         show(Console(width=180), title, names, cells)
-    options.write(args, rows, profiles=profiles)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 from report import markdown_lines
 from training.demands import COLUMNS, demand_lines, ratios_of
 from training.networks import NETWORKS
+from training.options import rows_of
 from training.plot import draw
 from training.tables import accuracy_tables, failures, most_threads, overview, profile_tables
 
@@ -36,19 +37,19 @@ def section(results: Mapping[str, Results], plot: str) -> str:
 
 def _demands(name: str, results: Results) -> list[list[str]]:
     if name == "train_step":
-        return demand_lines("step", ratios_of(most_threads(results["rows"]), "ratio"))
+        return demand_lines("step", ratios_of(most_threads(rows_of(results)), "ratio"))
     if name == "memory":
         return [
-            line for figure in ("kept", "peak") for line in demand_lines(figure, ratios_of(results["rows"], figure))
+            line for figure in ("kept", "peak") for line in demand_lines(figure, ratios_of(rows_of(results), figure))
         ]
     return []
 
 
 def _of_steps(results: Results) -> Iterator[str]:
     yield from ("### Time of a step", "", _where(results), "")
-    for threads in sorted({row["threads"] for row in results["rows"]}):
-        rows = [row for row in results["rows"] if row["threads"] == threads]
-        _, names, lines = overview({"rows": rows}, "ratio", "")
+    for threads in sorted({row["threads"] for row in rows_of(results)}):
+        rows = [row for row in rows_of(results) if row["threads"] == threads]
+        _, names, lines = overview(rows, "ratio", "")
         yield from (f"Multiples of the float model's step, threads: {threads}.", "", *markdown_lines(names, lines), "")
     yield from _without_figure(results)
     for title, names, lines in profile_tables(results):
@@ -59,7 +60,7 @@ def _of_memory(results: Results) -> Iterator[str]:
     yield from ("### Memory of a step", "", _where(results), "")
     meanings = {"kept": "Bytes kept for backward", "peak": "Peak above what is in use between steps"}
     for figure, meaning in meanings.items():
-        _, names, lines = overview(results, figure, "")
+        _, names, lines = overview(rows_of(results), figure, "")
         yield from (f"{meaning}, as multiples of the float model's.", "", *markdown_lines(names, lines), "")
     yield from _without_figure(results)
 
@@ -72,13 +73,15 @@ def _of_accuracy(results: Results) -> Iterator[str]:
 
 def _where(results: Results) -> str:
     where = results["device"] if results["device"] != "CPU" else f"{results['cpu']}, {results['cores']} cores"
+    commands = dict.fromkeys(f"`{of['command']}`" for of in results["networks"].values())
+    measured = any(row["kind"] == "peer" for row in rows_of(results))
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items() if name != "torch")
-    others = f" Other tools: {versions}." if versions else ""
-    return f"`{results['command']}`: batch {results['batch']}, {where}, torch {results['torch']}.{others}"
+    others = f" Other tools: {versions}." if measured else ""
+    return f"{', '.join(commands)}: batch {results['batch']}, {where}, torch {results['torch']}.{others}"
 
 
 def _without_figure(results: Results) -> Iterator[str]:
-    if reasons := failures(results["rows"]):
+    if reasons := failures(rows_of(results)):
         yield from ("Without a figure:", "", *(f"- {reason}" for reason in reasons), "")
 
 

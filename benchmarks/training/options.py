@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,16 @@ def parser_of(description: str | None, result: str) -> argparse.ArgumentParser:
     return parser
 
 
+def count_of(args: argparse.Namespace) -> int:
+    """Return the number of images in a batch."""
+    return args.batch or (4 if args.quick else 8)
+
+
 def settings_of(args: argparse.Namespace, network: str) -> list[Settings]:
     """Return what is trained of a network; the float model, which all else is compared with, comes first."""
-    count = args.batch or (4 if args.quick else 8)
     first, *others = names(args.compile, args.peers)
     chosen = [first, *(name for name in others if any(part in name for part in args.only))]
-    return [Settings(network, name, args.backend, count, args.device, args.quick) for name in chosen]
+    return [Settings(network, name, args.backend, count_of(args), args.device, args.quick) for name in chosen]
 
 
 @contextmanager
@@ -64,13 +68,22 @@ def started(settings: Settings) -> Worker | str:
         return str(error)
 
 
-def write(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], **more: object) -> None:
-    """Write the results as JSON, with where and how they were measured."""
-    run = {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "backend": args.backend,
-        "batch": args.batch or (4 if args.quick else 8),
-        "peers": peers.versions() if args.peers else {},
-    }
+def add_to_file(args: argparse.Namespace, network: str, **found: Any) -> dict[str, Any]:
+    """Add the results of a network to the file, and return what it then has.
+
+    Results of other networks stay, if they were measured on the same machine with the same versions, backend and batch.
+    """
+    head = {**facts(args.device), "backend": args.backend, "batch": count_of(args), "peers": peers.versions()}
+    before = json.loads(args.out.read_text()) if args.out.exists() else {}
+    networks = before["networks"] if all(before.get(name) == value for name, value in head.items()) else {}
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    networks[network] = {"command": command, **found}
+    results = {**head, "networks": {name: networks[name] for name in NETWORKS if name in networks}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**facts(args.device), **run, **more, "rows": rows}, indent=1))
+    args.out.write_text(json.dumps(results, indent=1))
+    return results
+
+
+def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of all networks in a file."""
+    return [row for network in results["networks"].values() for row in network["rows"]]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from training.demands import Ratios, ratios_of
+from training.options import rows_of
 from training.tables import most_threads
 
 GROUP = 0.85  # the width of a network's bars; networks are 1 apart
@@ -18,9 +19,9 @@ def draw(results: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str], pa
     mpl.rcParams["svg.hashsalt"] = "qtoolkit"  # the same file for the same results
     panels: dict[str, Ratios] = {}
     if "train_step" in results:
-        panels["time of a step"] = ratios_of(most_threads(results["train_step"]["rows"]), "ratio")
+        panels["time of a step"] = ratios_of(most_threads(rows_of(results["train_step"])), "ratio")
     if "memory" in results:
-        panels["bytes kept for backward"] = ratios_of(results["memory"]["rows"], "kept")
+        panels["bytes kept for backward"] = ratios_of(rows_of(results["memory"]), "kept")
     if not panels:
         return
     figure, axes = plt.subplots(len(panels), 1, figsize=(11, 3.6 * len(panels)), squeeze=False, layout="constrained")

@@ -6,6 +6,7 @@ from typing import Any
 
 from training.demands import COLUMNS, demand_lines, ratios_of
 from training.networks import NETWORKS
+from training.options import rows_of
 from training.subjects import MEANING
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -19,7 +20,7 @@ OTHER = "all others"
 
 def step_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     """Return the tables of train_step.json."""
-    for network, rows in _by_network(results["rows"]):
+    for network, rows in _by_network(rows_of(results)):
         threads = sorted({row["threads"] for row in rows})
         names = [f"{figure}, {n} threads" for n in threads for figure in ("x float", "least x least")]
         yield (
@@ -27,7 +28,7 @@ def step_tables(results: Mapping[str, Any]) -> Iterator[Table]:
             ["what is trained", *names, "why there is no figure"],
             [_step_line(subject, of, threads) for subject, of in _by_subject(rows)],
         )
-    yield _demands("step", most_threads(results["rows"]), "ratio")
+    yield _demands("step", most_threads(rows_of(results)), "ratio")
 
 
 def _step_line(subject: str, rows: Rows, threads: Sequence[int]) -> list[str]:
@@ -49,7 +50,7 @@ def most_threads(rows: Rows) -> Rows:
 
 def memory_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     """Return the tables of memory.json."""
-    for network, rows in _by_network(results["rows"]):
+    for network, rows in _by_network(rows_of(results)):
         float_model = rows[0]
         units = [f"{figure}, x {float_model[f'{figure}_bytes'] / MIB:.1f} MiB" for figure in ("kept", "held", "peak")]
         yield (
@@ -61,12 +62,11 @@ def memory_tables(results: Mapping[str, Any]) -> Iterator[Table]:
             ],
         )
     for figure in ("kept", "peak"):
-        yield _demands(figure, results["rows"], figure)
+        yield _demands(figure, rows_of(results), figure)
 
 
-def overview(results: Mapping[str, Any], figure: str, title: str) -> Table:
+def overview(rows: Rows, figure: str, title: str) -> Table:
     """Return a figure of all subjects, a column for each network."""
-    rows = results["rows"]
     networks = list(dict.fromkeys(row["network"] for row in rows))
     ratios = ratios_of(rows, figure)
     subjects = dict.fromkeys(row["subject"] for row in rows)
@@ -104,7 +104,9 @@ def accuracy_tables(results: Mapping[str, Any]) -> Iterator[Table]:
 
 def profile_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     """Return a table for each network that was profiled."""
-    for network, by_subject in results["profiles"].items():
+    for network, found in results["networks"].items():
+        if not (by_subject := found["profile"]):
+            continue
         float_model, *others = by_subject.values()
         whole = sum(float_model.values())
         shares = [{op: seconds / whole for op, seconds in of.items()} for of in (float_model, *others)]

@@ -17,7 +17,7 @@ from training.subjects import builder, kind_of
 
 LEARNING_RATE = 1e-4  # the weights hardly move: all steps are the same work
 SLOWEST_OPS = 40
-MEMORY_STEPS = 3
+MEMORY_STEPS = PROFILED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,21 @@ class Trainer:
         return held, resident.peak() - before
 
     def profile(self) -> dict[str, float]:
-        """Return the seconds of the slowest ops of a step, by name; time in ops that an op calls is theirs."""
+        """Return the seconds of the slowest ops of a step, by name; time in ops that an op calls is theirs.
+
+        It is the mean of several steps, after one that does not count.
+        """
         activities = [torch.profiler.ProfilerActivity.CPU]
         on_cpu = self.settings.device == "cpu"
         if not on_cpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            self.step()
-            self.sync()
+        for steps in (1, PROFILED_STEPS):  # the profiler itself is slow at first
+            with torch.profiler.profile(activities=activities) as profiler:
+                for _ in range(steps):
+                    self.step()
+                self.sync()
         spent = {
-            event.key: 1e-6 * (event.self_cpu_time_total if on_cpu else event.self_device_time_total)
+            event.key: 1e-6 / PROFILED_STEPS * (event.self_cpu_time_total if on_cpu else event.self_device_time_total)
             for event in profiler.key_averages()
         }
         slowest = sorted(spent, key=lambda name: spent[name], reverse=True)[:SLOWEST_OPS]
