@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from export_models import SUBJECTS, Subject
+from export_models import DATA, SUBJECTS, Subject
 from measure import ROOF, Case, Pace, measure
 from report import facts
 from rich.console import Console
@@ -32,7 +32,6 @@ import qtoolkit as qt
 from qtoolkit.export.runtimes import RUNTIMES
 
 GOAL = "below 1, and no slower than quantize_static"
-DATA = (Path(__file__).parents[1] / "shared" / "data", Path(__file__).parents[2] / "shared" / "data")
 FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
 
 

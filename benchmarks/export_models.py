@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[1]
+DATA = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
 Forward = Callable[[Tensor], Tensor]
@@ -109,26 +110,35 @@ def _psnr(image: Tensor, target: Tensor) -> float:
     return float(-10 * torch.log10((error**2).mean()))
 
 
-def resnet20(data: Path | None, quick: bool) -> Subject:
-    from PIL import Image
-
+def resnet20_of(data: Path | None) -> nn.Module:
+    """Return ResNet-20 in eval mode, with the weights for JPEG images where there is data."""
     sys.path.insert(0, str(ROOT / "examples"))
     from cifar10_resnet20 import ResNet20
 
     model = ResNet20().eval()
-    if data is None:
-        return Subject("ResNet-20", model, torch.randn(1, 3, 32, 32), [torch.randn(64, 3, 32, 32)])
-    model.load_state_dict(torch.load(data / "resnet20_cifar10_jpeg.pt", weights_only=True))
+    if data is not None:
+        model.load_state_dict(torch.load(data / "resnet20_cifar10_jpeg.pt", weights_only=True))
+    return model
 
-    def images(archive: "np.lib.npyio.NpzFile", split: str, count: int) -> Tensor:
+
+def jpeg_images(data: Path, split: str, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first normalised images (count, 3, 32, 32) of CIFAR-10's "train" or "test" split, and their labels."""
+    from PIL import Image
+
+    with np.load(data / "cifar10_jpeg.npz") as archive:
         head, scan, offset = archive["header"].tobytes(), archive[f"{split}_scan"], archive[f"{split}_offset"]
         files = (io.BytesIO(head + scan[offset[i] : offset[i + 1]].tobytes()) for i in range(count))
         pixels = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
-        return ((pixels.float() / 255 - MEAN) / STD).permute(0, 3, 1, 2).contiguous()
+        labels = torch.from_numpy(archive[f"{split}_y"][:count]).long()
+    return ((pixels.float() / 255 - MEAN) / STD).permute(0, 3, 1, 2).contiguous(), labels
 
-    with np.load(data / "cifar10_jpeg.npz") as archive:
-        calibration, test = images(archive, "train", 256), images(archive, "test", 200 if quick else 10_000)
-        labels = torch.from_numpy(archive["test_y"][: len(test)]).long()
+
+def resnet20(data: Path | None, quick: bool) -> Subject:
+    model = resnet20_of(data)
+    if data is None:
+        return Subject("ResNet-20", model, torch.randn(1, 3, 32, 32), [torch.randn(64, 3, 32, 32)])
+    calibration, _ = jpeg_images(data, "train", 256)
+    test, labels = jpeg_images(data, "test", 200 if quick else 10_000)
 
     def accuracy(forward: Forward) -> float:
         hits = [F.one_hot(forward(x).argmax(1), 10)[:, y].diagonal().sum() for x, y in _batches(test, labels)]

@@ -14,6 +14,13 @@ SHORTEST_SAMPLE = 200e-6  # seconds; shorter work is called several times, so th
 LONGEST_SAMPLE_CALLS = 1000
 FEWEST_REPEATS = 3
 
+# The allocator keeps its memory: a fresh mapping's page faults would otherwise cost several times what any kernel does.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "100000000000",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "1000000000",
+}
+
 Work = Mapping[str, Callable[[], object]]
 
 
@@ -74,10 +81,11 @@ def measure(case: Case, threads: int, pace: Pace) -> Row:
     medians = {name: 1e6 * statistics.median(values) for name, values in times.items()}
     roof = medians.pop(ROOF) if case.limit_us is None else case.limit_us
     ratios = {name: median / roof for name, median in medians.items()}
-    return Row(case.group, case.name, threads, repeats, max(map(_spread, times.values())), roof, ratios, case.goal)
+    return Row(case.group, case.name, threads, repeats, max(map(spread, times.values())), roof, ratios, case.goal)
 
 
-def _spread(values: Sequence[float]) -> float:
+def spread(values: Sequence[float]) -> float:
+    """Return the interquartile range as a share of the median."""
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return (third - first) / statistics.median(values)
 
@@ -101,6 +109,12 @@ def _sample(work: Callable[[], object], calls: int, sync: Callable[[], None]) ->
 
 def kept_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """Return the bytes that autograd keeps for backward, for each element of x; tensors that share memory count once."""
+    forward(x)  # compiles where there is something to compile
+    return sum(kept_storages(lambda: forward(x)).values()) / x.numel()
+
+
+def kept_storages(run: Callable[[], Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage that autograd keeps for the backward of what `run` returns, by address."""
     kept: dict[int, int] = {}
 
     def keep(saved: Tensor) -> Tensor:
@@ -108,9 +122,8 @@ def kept_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> float:
         kept[storage.data_ptr()] = storage.nbytes()
         return saved
 
-    forward(x)  # compiles where there is something to compile
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        y = forward(x)
+        y = run()
     if not y.requires_grad:
         raise RuntimeError("kept_bytes: the forward has no gradient to keep anything for. Pass an x that requires one.")
-    return sum(kept.values()) / x.numel()
+    return kept

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import peers
 import torch
-from measure import Case, Pace, measure
+from measure import KEEP_MEMORY, Case, Pace, measure
 from op_cases.fake_quant import axis_cases, backward_cases, forward_cases, kept, learned_cases, overhead_case
 from op_cases.moving import in_place_cases, moving_range_cases
 from op_cases.ranges import histogram_cases, minmax_cases, resnet_case, search_case
@@ -29,11 +29,6 @@ from rich.console import Console
 from tools import COMPILED, EAGER, OURS, TORCH, Tool, check_agreement
 from tqdm import tqdm
 
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": "100000000000",
-    "MALLOC_TRIM_THRESHOLD_": "100000000000",
-    "MALLOC_TOP_PAD_": "1000000000",
-}
 RESULTS = Path(__file__).parent / "results" / "ops.json"
 
 

@@ -47,12 +47,7 @@ class Results:
         """Print all tables."""
         console.print(self.head)
         for title, names, cells in self.tables():
-            table = Table(title=title)
-            for name in names:
-                table.add_column(name, justify="left" if name in ("tensor", "tool") else "right")
-            for line in cells:
-                table.add_row(*line)
-            console.print(table)
+            show(console, title, names, cells)
 
     def markdown(self) -> str:
         """All tables as markdown."""
@@ -62,12 +57,40 @@ class Results:
             lines += [f"Peers: {versions}.", ""]
         for title, names, cells in self.tables():
             lines += [f"## {title.split('; goal: ')[0]}", "", f"Goal: {title.split('; goal: ')[1]}.", ""]
-            lines += [_line(names), "|---" * len(names) + "|", *map(_line, cells), ""]
+            lines += [*markdown_lines(names, cells), ""]
         return "\n".join(lines)
 
     def json(self) -> dict[str, object]:
         """Everything, as plain values."""
         return {**self.facts, "rows": [asdict(row) for row in self.rows], "kept_bytes": self.kept}
+
+
+LEFT = (
+    "tensor",
+    "tool",
+    "network",
+    "what is trained",
+    "demand",
+    "verdict",
+    "best peer",
+    "op",
+    "why there is no figure",
+)
+
+
+def show(console: Console, title: str, names: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, justify="left" if name in LEFT else "right")
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
+
+
+def markdown_lines(names: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in markdown."""
+    return [_line(names), "|---" * len(names) + "|", *map(_line, cells)]
 
 
 def _head(row: Row) -> list[str]:

@@ -1,14 +1,18 @@
 """The benchmark of the ops: its command, and that it times what it says."""
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from qtoolkit import ops
+from tests.data import needs_data
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -102,3 +106,107 @@ def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
     assert rows["float"]["in_integers"] == 0
     assert rows["qtoolkit"]["in_integers"] == 34  # 19 convolutions, 9 adds, 4 slices, a pool, a linear layer
     assert {"torch", "cpu", "threads"} <= set(results)
+
+
+def run_training(script: str, *options: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark of training on a small network; return its results and what it prints."""
+    out = Path(options[options.index("--out") + 1])
+    command = [sys.executable, str(FOLDER / script), "--quick", *options]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(out.read_text()), run.stdout
+
+
+def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> None:
+    pytest.importorskip("timm")
+    options = ["--networks", "fsrcnn", "--only", "ours, codes", "ours, integer", "--threads", "1", "--rounds", "3"]
+    results, printed = run_training("train_step.py", *options, "--profile", "--out", str(tmp_path / "step.json"))
+    rows = {row["subject"]: row for row in results["networks"]["fsrcnn"]["rows"]}
+    assert list(rows) == ["float", "ours, codes", "ours, integer"]
+    assert rows["float"]["ratio"] == rows["float"]["least"] == 1
+    assert rows["float"]["difference"] == 0
+    assert all(row["rounds"] == 3 and row["ratio"] > 0 and row["failure"] == "" for row in rows.values())
+    assert 0 < rows["ours, codes"]["difference"] < 0.2
+    assert set(results["networks"]["fsrcnn"]["profile"]) == set(rows)
+    assert results["networks"]["fsrcnn"]["profile"]["float"]["aten::convolution_backward"] > 0
+    assert {"torch", "cpu", "backend", "batch", "peers"} <= set(results)
+    assert "FSRCNN x2: time of a training step, batch 4" in printed
+
+
+def test_memory_of_a_training_step(tmp_path) -> None:
+    pytest.importorskip("timm")
+    options = ["--networks", "fsrcnn", "--only", "plain", "codes"]
+    results, printed = run_training("memory.py", *options, "--out", str(tmp_path / "memory.json"))
+    rows = {row["subject"]: row for row in results["networks"]["fsrcnn"]["rows"]}
+    assert list(rows) == ["float", "ours, plain", "ours, codes"]
+    assert rows["float"]["kept"] == 1
+    widths = (56, 56, 12, 12, 12, 12, 12, 12, 12, 56, 56)  # what convolutions and activations take, without the images
+    output = 3 * 48 * 48  # kept by the clamp, and by the loss as a difference
+    assert rows["float"]["kept_bytes"] == 4 * 4 * (24 * 24 * sum(widths) + 2 * output)
+    assert rows["float"]["held_bytes"] == pytest.approx(rows["float"]["kept_bytes"], rel=0.3)
+    assert rows["ours, codes"]["kept"] < rows["ours, plain"]["kept"]
+    assert "FSRCNN x2: memory of a training step, batch 4" in printed
+
+
+def test_a_subject_that_fails_is_listed_with_the_reason(monkeypatch) -> None:
+    pytest.importorskip("timm")
+    from training.trainer import Settings
+    from training.worker import SubjectError, Worker
+
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
+    settings = Settings("fsrcnn", "float", "tensorrt", 1, "no such device", quick=True)
+    with pytest.raises(SubjectError, match="RuntimeError: .*no such device"):
+        Worker(settings)
+
+
+def test_the_worst_subject_counts_for_a_demand_and_a_figure_below_is_not_equal() -> None:
+    pytest.importorskip("timm")
+    from training.demands import Demand
+
+    of = {"resnet18": {"float": 1.0, "ours, codes": 0.9, "ours, integer": 1.0, "NNCF": 1.8, "AIMET": 1.7}}
+    demand = Demand("peak", "peak", ("ours, codes", "ours, integer"), {"resnet18": 1.0})
+    (line,) = demand.lines(of)
+    assert line[1:] == ["ResNet-18", "1.00", "1.00", "met", "1.70 (AIMET)"]
+    (line,) = replace(demand, below=True).lines(of)
+    assert line[1:5] == ["ResNet-18", "< 1.00", "1.00", "missed"]
+    (line,) = replace(demand, subjects=("ours, compiled",)).lines(of)
+    assert line[3:5] == ["", "not measured"]
+
+
+def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
+    pytest.importorskip("timm")
+    pytest.importorskip("matplotlib")
+    import training_page
+
+    page, out = tmp_path / "performance.md", tmp_path / "train_step.json"
+    page.write_text(f"before\n{training_page.BEGIN}\nold\n{training_page.END}\nafter\n")
+    run_training("train_step.py", "--networks", "fsrcnn", "--only", "none", "--threads", "1", "--out", str(out))
+    command = [sys.executable, str(FOLDER / "training_page.py"), "--results", str(tmp_path), "--page", str(page)]
+    subprocess.run(command, check=True)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| float | 1.00 |" in text
+    assert (tmp_path / "training.svg").exists()
+
+
+@needs_data
+@pytest.mark.data
+def test_accuracy_of_both_forwards_and_going_on_after_a_checkpoint(tmp_path) -> None:
+    options = [
+        "--seeds",
+        "0",
+        "--checkpoints",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "accuracy.json"),
+    ]
+    results, printed = run_training("train_accuracy.py", *options)
+    rows = {row["forward"]: row for row in results["rows"]}
+    assert set(rows) == {"float", "integer"}
+    assert results["float_model"] == 89
+    assert all(row["trained"] > 60 for row in rows.values())
+    assert "ResNet-20 in four bits" in printed
+    again, _ = run_training("train_accuracy.py", *options)
+    assert [row["trained"] for row in again["rows"]] == [row["trained"] for row in results["rows"]]

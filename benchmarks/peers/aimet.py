@@ -1,8 +1,11 @@
 """AIMET: its affine quantizer, which learns the ends of the range."""
 
+from aimet_torch.common.defs import QuantScheme
 from aimet_torch.quantization.affine import QuantizeDequantize
+from aimet_torch.quantsim import QuantizationSimModel
 from op_cases.subjects import QMAX, QMIN, Subject
 from tools import Forward, Learned, Tool
+from torch import Tensor, nn
 
 
 def _quantizer(t: Subject) -> QuantizeDequantize:
@@ -22,3 +25,13 @@ def learned(t: Subject) -> Learned:
 
 
 TOOL = Tool("aimet", fixed, learned)
+
+
+def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
+    """Every op's output and every weight, with learned ranges."""
+    learned = QuantScheme.training_range_learning_with_tf_init
+    simulation = QuantizationSimModel(
+        model.eval(), dummy_input=x, quant_scheme=learned, default_param_bw=8, default_output_bw=8
+    )
+    simulation.compute_encodings(lambda of, _: of(x), None)
+    return simulation.model.train()

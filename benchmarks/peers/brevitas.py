@@ -1,14 +1,17 @@
 """Brevitas: its integer quantizer, put together from its parts, with a constant or a parameter for the scale."""
 
+import torch
 from brevitas.core.bit_width import BitWidthConst
 from brevitas.core.function_wrapper import Identity, TensorClamp
 from brevitas.core.quant.int import RescalingIntQuant
 from brevitas.core.quant.int_base import IntQuant
 from brevitas.core.scaling import ConstScaling, IntScaling, ParameterScaling
 from brevitas.core.zero_point import ZeroZeroPoint
+from brevitas.graph.calibrate import calibration_mode
+from brevitas.graph.quantize import layerwise_quantize, preprocess_for_quantize, quantize
 from op_cases.subjects import QMIN, Subject
 from tools import Forward, Learned, Tool
-from torch import nn
+from torch import Tensor, nn
 
 
 def _quantizer(scaling: nn.Module, t: Subject) -> nn.Module:
@@ -28,3 +31,14 @@ def learned(t: Subject) -> Learned:
 
 
 TOOL = Tool("brevitas", fixed, learned)
+
+
+def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
+    """Its int8 configuration, with learned scales of activations; batch norms are kept."""
+    graph = preprocess_for_quantize(model.eval(), merge_bn=False, equalize_iters=0)
+    # Its rewriting of residual adds does not end on a transformer: there, layers only.
+    transformer = any(isinstance(module, nn.LayerNorm) for module in model.modules())
+    quantized = (layerwise_quantize if transformer else quantize)(graph).eval()
+    with torch.no_grad(), calibration_mode(quantized):
+        quantized(x)
+    return quantized.train()

@@ -1,9 +1,11 @@
 """NVIDIA Model Optimizer: its quantizer with a fixed amax: no learned scale for int8, and by default no clipped gradient."""
 
+from modelopt.torch import quantization
 from modelopt.torch.quantization.config import QuantizerAttributeConfig
 from modelopt.torch.quantization.nn import TensorQuantizer
 from op_cases.subjects import QMAX, Subject
 from tools import Forward, Tool
+from torch import Tensor, nn
 
 
 def fixed(t: Subject) -> Forward:
@@ -12,3 +14,8 @@ def fixed(t: Subject) -> Forward:
 
 
 TOOL = Tool("modelopt", fixed, lambda t: None)
+
+
+def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
+    """Its int8 configuration: inputs and weights of layers, with the ranges of a calibration."""
+    return quantization.quantize(model, quantization.INT8_DEFAULT_CFG, lambda of: of(x))

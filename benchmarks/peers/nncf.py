@@ -4,11 +4,12 @@ import os
 
 os.environ.setdefault("NNCF_EXTENSION_LOAD_TIMEOUT", "0")  # by default it gives up after a minute
 
+from nncf import AdvancedQuantizationParameters, Dataset, quantize
 from nncf.common.quantization.structs import QuantizationScheme
 from nncf.torch.quantization.layers import PTQuantizerSpec, SymmetricQuantizer
 from op_cases.subjects import QMAX, Subject
 from tools import Forward, Learned, Tool
-from torch import nn
+from torch import Tensor, nn
 
 
 def _quantizer(t: Subject) -> SymmetricQuantizer:
@@ -30,3 +31,10 @@ def learned(t: Subject) -> Learned:
 
 
 TOOL = Tool("nncf", fixed, learned)
+
+
+def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
+    """Its default quantization, whose scales are trained."""
+    options = AdvancedQuantizationParameters(disable_bias_correction=True)  # training corrects them
+    quantized = quantize(model.eval(), Dataset([x]), advanced_parameters=options)
+    return quantized.train()

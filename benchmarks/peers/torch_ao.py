@@ -3,8 +3,15 @@
 import torch
 from op_cases.subjects import QMAX, QMIN, Subject
 from tools import Forward, Learned, Tool
-from torch.ao.quantization import FakeQuantize, MinMaxObserver, PerChannelMinMaxObserver
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    FakeQuantize,
+    MinMaxObserver,
+    PerChannelMinMaxObserver,
+    get_default_qat_qconfig_mapping,
+)
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
 
 def _observer(t: Subject) -> dict[str, object]:
@@ -33,3 +40,8 @@ def learned(t: Subject) -> Learned | None:
 
 
 TOOL = Tool("torch.ao", fixed, learned)
+
+
+def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
+    """FX graph mode with the default fused modules, which observe while they quantize."""
+    return prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))

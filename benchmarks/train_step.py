@@ -1,0 +1,144 @@
+"""Time of a training step with quantizers, as a multiple of the float model's: ours in each mode, and other tools.
+
+python benchmarks/train_step.py                       prints the tables and writes benchmarks/results/train_step.json
+python benchmarks/train_step.py --compile --peers     with compiled models, and the tools that are installed
+python benchmarks/train_step.py --profile             the slowest ops of our step and of the float model's, too
+python benchmarks/train_step.py --quick --networks resnet18 --only ours
+
+A step is zero_grad, forward, loss, backward and SGD's step. Every subject lives in a process of its own, in which the
+allocator keeps its memory; they take turns, one step at a time, and the table has the ratio of medians and of least times.
+Learned scales, int8 weights and activations; networks have random weights. --device cuda measures on a GPU.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from measure import FEWEST_REPEATS, KEEP_MEMORY, spread
+from report import show
+from rich.console import Console
+from tqdm import tqdm
+from training import options
+from training.subjects import CODES, FLOAT, INTEGER, kind_of
+from training.tables import profile_tables, step_tables
+from training.worker import SubjectError, Worker
+
+PAUSE = 0.03  # seconds: the threads of the process before go to sleep
+PROFILED = (FLOAT, CODES, INTEGER)
+
+Workers = dict[str, Worker | str]  # by name of the subject: its process, or why there is none
+
+
+@dataclass(frozen=True)
+class Row:
+    """A subject on a number of threads.
+
+    Attributes:
+        network: The network.
+        subject: What is trained.
+        kind: "float", "ours" or "peer".
+        threads: The number of threads.
+        milliseconds: The median time of a step; None where there is no figure, for the reason in `failure`.
+        ratio: The median as a multiple of the float model's.
+        least: The least time as a multiple of the float model's least.
+        spread: The interquartile range as a share of the median.
+        rounds: How many steps were timed.
+        difference: See `training.trainer.Trainer`.
+        failure: Why there is no figure.
+    """
+
+    network: str
+    subject: str
+    kind: str
+    threads: int
+    milliseconds: float | None = None
+    ratio: float | None = None
+    least: float | None = None
+    spread: float | None = None
+    rounds: int = 0
+    difference: float | None = None
+    failure: str = ""
+
+
+def take_turns(workers: Workers, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Return the times of the steps of each worker that trains."""
+    times: dict[str, list[float]] = {name: [] for name in workers}
+    end = time.perf_counter() + seconds
+    for number in tqdm(range(rounds), desc="rounds", leave=False):
+        if number >= FEWEST_REPEATS and time.perf_counter() > end:
+            break
+        for name in workers:
+            time.sleep(PAUSE)
+            ask(workers, name, lambda worker, of=times[name]: of.append(worker.ask("time")))
+    return times
+
+
+def ask(workers: Workers, name: str, request: Callable[[Worker], object]) -> None:
+    """Ask a worker; one that fails is replaced by the reason."""
+    worker = workers[name]
+    if isinstance(worker, Worker):
+        try:
+            request(worker)
+        except SubjectError as error:
+            worker.end()
+            workers[name] = str(error)
+
+
+def rows_of(network: str, workers: Workers, threads: int, times: Mapping[str, list[float]]) -> list[Row]:
+    """Return the row of each subject."""
+    rows = []
+    for name, worker in workers.items():
+        head = (network, name, kind_of(name), threads)
+        if not isinstance(worker, Worker):
+            rows.append(Row(*head, failure=worker))
+            continue
+        own, floats = times[name], times[FLOAT]
+        median = statistics.median(own)
+        ratios = (median / statistics.median(floats), min(own) / min(floats))
+        rows.append(Row(*head, 1e3 * median, *ratios, spread(own), len(own), worker.difference))
+    return rows
+
+
+def set_threads(workers: Workers, threads: int) -> None:
+    """Set the threads of all processes."""
+    for name in workers:
+        ask(workers, name, lambda worker: worker.ask("set_threads", threads))
+
+
+def profiles_of(workers: Workers) -> dict[str, dict[str, float]]:
+    """Return the slowest ops of each subject in PROFILED that trains."""
+    profiles: dict[str, dict[str, float]] = {}
+    for name in workers:
+        if name in PROFILED:
+            ask(workers, name, lambda worker: profiles.update({worker.name: worker.ask("profile")}))
+    return profiles
+
+
+def main() -> None:
+    """Measure, print, and write what the arguments ask for."""
+    parser = options.parser_of(__doc__, "train_step.json")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=600, help="of the rounds of a network; 3 rounds at least")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    for network in args.networks:
+        chosen, rows = options.settings_of(args, network), []
+        with options.environment(KEEP_MEMORY):
+            workers = {s.subject: options.started(s) for s in tqdm(chosen, desc=network, leave=False)}
+        for threads in args.threads:
+            set_threads(workers, threads)
+            times = take_turns(workers, args.rounds, args.seconds)
+            rows += [asdict(row) for row in rows_of(network, workers, threads, times)]
+        profile = profiles_of(workers) if args.profile else {}
+        for worker in workers.values():
+            if isinstance(worker, Worker):
+                worker.end()
+        results = options.add_to_file(args, network, rows=rows, profile=profile)
+    for title, names, cells in (*step_tables(results), *profile_tables(results)):
+        show(Console(width=180), title, names, cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""ResNet-20 in four bits on CIFAR-10: the float weights, the images, the quantized model, its training and its accuracy."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from export_models import jpeg_images, resnet20_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+
+PADDING = 4  # pixels around an image before the random crop
+CALIBRATION = 512  # images
+LEARNED_4_BITS = qt.QuantSpec(bits=4, quantizer="lsq")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a model is trained: SGD with momentum and a learning rate that falls from `rate` to 0 along a cosine."""
+
+    images: int
+    epochs: int
+    batch: int
+    rate: float
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return self.epochs * (self.images // self.batch)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Normalised images (n, 3, 32, 32) and their labels."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+
+def load(folder: Path, train: int, test: int) -> Data:
+    """Return the first images of both splits."""
+    return Data(jpeg_images(folder, "train", train), jpeg_images(folder, "test", test))
+
+
+def quantized(folder: Path, data: Data, forward: str) -> nn.Module:
+    """Return the float network prepared in four bits with learned scales; the first and last layers have eight."""
+    academic = qt.backends["academic"]
+    specs = (LEARNED_4_BITS, replace(LEARNED_4_BITS, axis=0))
+    backend = replace(academic, qconfig=qt.QConfig(*specs))
+    images = data.train[0][:CALIBRATION]
+    prepared = qt.prepare(resnet20_of(folder).train(), (images[:2],), backend=backend, forward=forward)
+    qt.calibrate(prepared, images.split(64), progress=False)
+    return prepared
+
+
+class Run:
+    """A training with a seed, which goes on where its checkpoint ends."""
+
+    def __init__(self, model: nn.Module, data: Data, schedule: Schedule, seed: int, checkpoint: Path) -> None:
+        self.model, self.data, self.schedule, self.checkpoint = model.train(), data, schedule, checkpoint
+        self.generator = torch.Generator().manual_seed(seed)
+        self.step = 0
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=schedule.rate, momentum=0.9, weight_decay=1e-4)
+        if checkpoint.exists():
+            self._load(torch.load(checkpoint, weights_only=True))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.step = state["step"]
+
+    def _save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "step": self.step,
+        }
+        fresh = self.checkpoint.with_suffix(".new")
+        torch.save(state, fresh)
+        fresh.replace(self.checkpoint)
+
+    def train(self, progress: Callable[[int], object]) -> None:
+        """Train to the end of the schedule, with a checkpoint after each epoch."""
+        while self.step < self.schedule.steps:
+            for index in self._epoch():
+                self._train_on(index)
+                progress(1)
+            self._save()
+
+    def _epoch(self) -> list[Tensor]:
+        order = torch.randperm(self.schedule.images, generator=self.generator)
+        return list(order[: len(order) // self.schedule.batch * self.schedule.batch].split(self.schedule.batch))
+
+    def _train_on(self, index: Tensor) -> None:
+        rate = self.schedule.rate * (1 + math.cos(math.pi * self.step / self.schedule.steps)) / 2
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        images, labels = (part[index] for part in self.data.train)
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(_augmented(images, self.generator)), labels).backward()
+        self.optimizer.step()
+        self.step += 1
+
+
+def _augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random crops of the padded images, half of them mirrored."""
+    size, count = images.shape[-1], len(images)
+    padded = F.pad(images, (PADDING,) * 4)
+    top, left = torch.randint(2 * PADDING + 1, (2, count), generator=generator).tolist()
+    crops = [padded[i, :, y : y + size, x : x + size] for i, (y, x) in enumerate(zip(top, left, strict=True))]
+    mirrored = torch.rand(count, generator=generator) < 0.5
+    return torch.stack([crop.flip(-1) if flip else crop for crop, flip in zip(crops, mirrored.tolist(), strict=True)])
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Return the top-1 accuracy on the test images in percent."""
+    was_training = model.training
+    model.eval()
+    hits = sum(
+        int((model(x).argmax(1) == y).sum()) for x, y in zip(*(part.split(250) for part in data.test), strict=True)
+    )
+    model.train(was_training)
+    return 100 * hits / len(data.test[1])

@@ -1,0 +1,89 @@
+"""The arguments and the results that benchmarks/train_step.py and benchmarks/memory.py share."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peers
+from report import facts
+
+import qtoolkit as qt
+from training.networks import NETWORKS
+from training.subjects import names
+from training.trainer import Settings
+from training.worker import SubjectError, Worker
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def parser_of(description: str | None, result: str) -> argparse.ArgumentParser:
+    """Return the parser of the shared arguments."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--only", nargs="+", default=[""], help="what is trained, by parts of names: ours NNCF")
+    parser.add_argument("--compile", action="store_true", help="the compiled float model and ours compiled, too")
+    parser.add_argument("--peers", action="store_true", help="other tools too, those that are installed")
+    parser.add_argument("--backend", choices=qt.backends, default="tensorrt", help="the backend of our models")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="batches of 4 small images")
+    parser.add_argument("--batch", type=int, default=None, help="8; with --quick 4")
+    parser.add_argument("--out", type=Path, default=RESULTS / result)
+    return parser
+
+
+def count_of(args: argparse.Namespace) -> int:
+    """Return the number of images in a batch."""
+    return args.batch or (4 if args.quick else 8)
+
+
+def settings_of(args: argparse.Namespace, network: str) -> list[Settings]:
+    """Return what is trained of a network; the float model, which all else is compared with, comes first."""
+    first, *others = names(args.compile, args.peers)
+    chosen = [first, *(name for name in others if any(part in name for part in args.only))]
+    return [Settings(network, name, args.backend, count_of(args), args.device, args.quick) for name in chosen]
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for processes that start inside."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def started(settings: Settings) -> Worker | str:
+    """Return the process of a subject, or why there is none."""
+    try:
+        return Worker(settings)
+    except SubjectError as error:
+        return str(error)
+
+
+def add_to_file(args: argparse.Namespace, network: str, **found: Any) -> dict[str, Any]:
+    """Add the results of a network to the file, and return what it then has.
+
+    Results of other networks stay, if they were measured on the same machine with the same versions, backend and batch.
+    """
+    head = {**facts(args.device), "backend": args.backend, "batch": count_of(args), "peers": peers.versions()}
+    before = json.loads(args.out.read_text()) if args.out.exists() else {}
+    networks = before["networks"] if all(before.get(name) == value for name, value in head.items()) else {}
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    networks[network] = {"command": command, **found}
+    results = {**head, "networks": {name: networks[name] for name in NETWORKS if name in networks}}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1))
+    return results
+
+
+def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of all networks in a file."""
+    return [row for network in results["networks"].values() for row in network["rows"]]

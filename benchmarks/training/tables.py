@@ -1,0 +1,144 @@
+"""The tables of the results, as the console and the page show them: title, names of columns, cells."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from training.demands import COLUMNS, demand_lines, ratios_of
+from training.networks import NETWORKS
+from training.options import rows_of
+from training.subjects import MEANING
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+Rows = Sequence[Mapping[str, Any]]
+
+MIB = 2**20
+NOISY = 0.3  # an interquartile range above this share of the median is marked
+LEAST_SHARE = 0.01  # of the float model's step: ops below it are added up
+OTHER = "all others"
+
+
+def step_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Return the tables of train_step.json."""
+    for network, rows in _by_network(rows_of(results)):
+        threads = sorted({row["threads"] for row in rows})
+        names = [f"{figure}, {n} threads" for n in threads for figure in ("x float", "least x least")]
+        yield (
+            f"{network}: time of a training step, batch {results['batch']}",
+            ["what is trained", *names, "why there is no figure"],
+            [_step_line(subject, of, threads) for subject, of in _by_subject(rows)],
+        )
+    yield _demands("step", most_threads(rows_of(results)), "ratio")
+
+
+def _step_line(subject: str, rows: Rows, threads: Sequence[int]) -> list[str]:
+    by_threads = {row["threads"]: row for row in rows}
+    cells = []
+    for row in (by_threads.get(n) for n in threads):
+        noisy = " ~" if row and (row["spread"] or 0) > NOISY else ""
+        cells += (
+            ["", ""] if row is None or row["ratio"] is None else [f"{row['ratio']:.2f}{noisy}", f"{row['least']:.2f}"]
+        )
+    return [_described(subject), *cells, rows[0]["failure"]]
+
+
+def most_threads(rows: Rows) -> Rows:
+    """Return the rows on the most threads that were measured."""
+    most = max(row["threads"] for row in rows)
+    return [row for row in rows if row["threads"] == most]
+
+
+def memory_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Return the tables of memory.json."""
+    for network, rows in _by_network(rows_of(results)):
+        float_model = rows[0]
+        units = [f"{figure}, x {float_model[f'{figure}_bytes'] / MIB:.1f} MiB" for figure in ("kept", "held", "peak")]
+        yield (
+            f"{network}: memory of a training step, batch {results['batch']}",
+            ["what is trained", *units, "why there is no figure"],
+            [
+                [_described(row["subject"]), *(_ratio(row[name]) for name in ("kept", "held", "peak")), row["failure"]]
+                for row in rows
+            ],
+        )
+    for figure in ("kept", "peak"):
+        yield _demands(figure, rows_of(results), figure)
+
+
+def overview(rows: Rows, figure: str, title: str) -> Table:
+    """Return a figure of all subjects, a column for each network."""
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    ratios = ratios_of(rows, figure)
+    subjects = dict.fromkeys(row["subject"] for row in rows)
+    lines = [
+        [_described(subject), *(_ratio(ratios.get(network, {}).get(subject)) for network in networks)]
+        for subject in subjects
+    ]
+    return title, ["what is trained", *(NETWORKS[network].title for network in networks)], lines
+
+
+def failures(rows: Rows) -> list[str]:
+    """Return a line for each subject that has no figure, with the reason."""
+    found = {(row["network"], row["subject"]): row["failure"] for row in rows if row["failure"]}
+    return [f"{NETWORKS[network].title}, {subject}: {reason}" for (network, subject), reason in found.items()]
+
+
+def accuracy_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Return the table of train_accuracy.json."""
+    schedule, seeds = results["schedule"], list(dict.fromkeys(row["seed"] for row in results["rows"]))
+    lines = []
+    for forward in dict.fromkeys(row["forward"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["forward"] == forward]
+        of = [row["trained"] for row in rows]
+        deviation = f"{statistics.stdev(of):.2f}" if len(of) > 1 else ""
+        calibrated = f"{statistics.mean(row['calibrated'] for row in rows):.2f}"
+        cells = [*(f"{value:.2f}" for value in of), *[""] * (len(seeds) - len(of))]
+        lines.append([forward, calibrated, *cells, f"{statistics.mean(of):.2f}", deviation])
+    names = ["forward", "calibrated", *(f"seed {seed}" for seed in seeds), "mean", "standard deviation"]
+    title = (
+        f"ResNet-20 in four bits, CIFAR-10: accuracy on {results['test_images']:,} images, %; {schedule['epochs']} epochs of "
+        f"{schedule['images']:,} images; float model {results['float_model']:.2f}"
+    )
+    yield title, names, lines
+
+
+def profile_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Return a table for each network that was profiled."""
+    for network, found in results["networks"].items():
+        if not (by_subject := found["profile"]):
+            continue
+        float_model, *others = by_subject.values()
+        whole = sum(float_model.values())
+        shares = [{op: seconds / whole for op, seconds in of.items()} for of in (float_model, *others)]
+        ops = {op for of in shares for op, share in of.items() if share >= LEAST_SHARE}
+        ordered = sorted(ops, key=lambda op: shares[-1].get(op, 0), reverse=True)
+        lines = [[op, *(f"{100 * of.get(op, 0):.1f}" for of in shares)] for op in ordered]
+        rest = [f"{100 * sum(share for op, share in of.items() if op not in ops):.1f}" for of in shares]
+        total = [f"{100 * sum(of.values()):.1f}" for of in shares]
+        yield (
+            f"{NETWORKS[network].title}: processor time of the ops of a step, % of the float model's step",
+            ["op", *by_subject],
+            [*lines, [OTHER, *rest], ["sum", *total]],
+        )
+
+
+def _demands(figure: str, rows: Rows, field: str) -> Table:
+    return f"demands on the {figure}", COLUMNS, demand_lines(figure, ratios_of(rows, field))
+
+
+def _by_network(rows: Rows) -> Iterator[tuple[str, Rows]]:
+    for network in dict.fromkeys(row["network"] for row in rows):
+        yield NETWORKS[network].title, [row for row in rows if row["network"] == network]
+
+
+def _by_subject(rows: Rows) -> Iterator[tuple[str, Rows]]:
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        yield subject, [row for row in rows if row["subject"] == subject]
+
+
+def _described(subject: str) -> str:
+    return f"{subject}: {MEANING[subject]}" if subject in MEANING else subject
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,163 @@
+"""One subject: its training step, its time, its memory, its profile."""
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from measure import kept_storages
+from torch import Tensor, nn
+
+from training.networks import NETWORKS
+from training.resident import Resident
+from training.subjects import builder, kind_of
+
+LEARNING_RATE = 1e-4  # the weights hardly move: all steps are the same work
+SLOWEST_OPS = 40
+MEMORY_STEPS = PROFILED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A subject and what it is trained on."""
+
+    network: str
+    subject: str
+    backend: str
+    count: int
+    device: str
+    quick: bool
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one step.
+
+    Attributes:
+        kept: What autograd's nodes keep for backward: each storage once, without parameters, buffers and the batch.
+        held: By how much memory has grown after forward and loss.
+        peak: By how much it has grown at the highest point of the step. Gradients of the step before are not counted as
+            growth: they are there before the step.
+    """
+
+    kept: int
+    held: int
+    peak: int
+
+
+class Trainer:
+    """A subject with its optimizer and its batch.
+
+    A step is zero_grad, forward, loss, backward, and the step of SGD with momentum. The constructor takes two steps.
+
+    Attributes:
+        difference: The distance of the first output to the float model's, relative to the latter.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        network = NETWORKS[settings.network]
+        self.settings, self.loss = settings, network.loss
+        self.batch = network.batch(settings.count, settings.device, settings.quick)
+        model = network.model(settings.device, settings.quick)
+        expected = self._output(copy.deepcopy(model))
+        self.model = builder(settings.subject, settings.backend)(model, self.batch[0])
+        self.difference = float((self._output(self.model) - expected).norm() / expected.norm())
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+        for _ in range(2):
+            self._check(self.step())
+
+    def _output(self, model: nn.Module) -> Tensor:
+        torch.manual_seed(0)  # the same dropout for all
+        return model(self.batch[0]).detach()
+
+    def _check(self, loss: Tensor) -> None:
+        if not loss.isfinite():
+            raise RuntimeError(f"the loss is {float(loss)}")
+        if kind_of(self.settings.subject) == "peer" and self.difference == 0:
+            raise RuntimeError("its output is the float model's: it does not quantize")
+
+    def forward(self) -> Tensor:
+        """Return the loss of the batch."""
+        return self.loss(self.model(self.batch[0]), self.batch[1])
+
+    def step(self) -> Tensor:
+        """Train on the batch; return its loss."""
+        self.optimizer.zero_grad()
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self.settings.device != "cpu":
+            torch.cuda.synchronize()
+
+    def set_threads(self, threads: int) -> None:
+        """Set the number of threads, and compile again what is compiled for another."""
+        torch.set_num_threads(threads)
+        torch.compiler.reset()
+        for _ in range(2):
+            self.step()
+
+    def time(self) -> float:
+        """Return the seconds of a step."""
+        self.sync()
+        start = time.perf_counter()
+        self.step()
+        self.sync()
+        return time.perf_counter() - start
+
+    def memory(self) -> Memory:
+        """Measure the memory of a step."""
+        resident = Resident.of(self.settings.device)
+        states = (*self.model.parameters(), *self.model.buffers(), *self.batch)
+        not_counted = {state.untyped_storage().data_ptr() for state in states}
+        kept = {address: size for address, size in kept_storages(self.forward).items() if address not in not_counted}
+        gc.collect()
+        steps = [self._memory_of_step(resident) for _ in range(MEMORY_STEPS)]
+        held, peak = (sorted(values)[MEMORY_STEPS // 2] for values in zip(*steps, strict=True))
+        return Memory(sum(kept.values()), held, peak)
+
+    def _memory_of_step(self, resident: Resident) -> tuple[int, int]:
+        before = resident.start()
+        self.optimizer.zero_grad()
+        cleared = resident.now()
+        loss = self.forward()
+        held = resident.now() - cleared
+        loss.backward()
+        self.optimizer.step()
+        return held, resident.peak() - before
+
+    def profile(self) -> dict[str, float]:
+        """Return the seconds of the slowest ops of a step, by name; time in ops that an op calls is theirs.
+
+        It is the mean of several steps, after one that does not count.
+        """
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        on_cpu = self.settings.device == "cpu"
+        if not on_cpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        for steps in (1, PROFILED_STEPS):  # the profiler itself is slow at first
+            with torch.profiler.profile(activities=activities) as profiler:
+                for _ in range(steps):
+                    self.step()
+                self.sync()
+        spent = {
+            event.key: 1e-6 / PROFILED_STEPS * (event.self_cpu_time_total if on_cpu else event.self_device_time_total)
+            for event in profiler.key_averages()
+        }
+        slowest = sorted(spent, key=lambda name: spent[name], reverse=True)[:SLOWEST_OPS]
+        return {name: spent[name] for name in slowest}
+
+
+REQUESTS: Mapping[str, Callable[..., Any]] = {
+    "set_threads": Trainer.set_threads,
+    "time": Trainer.time,
+    "memory": Trainer.memory,
+    "profile": Trainer.profile,
+}
