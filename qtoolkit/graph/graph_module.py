@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
 from qtoolkit.graph.block_calls import BlockCall
+from qtoolkit.graph.memory_format import in_channels_last
 from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.running_code import compile_forward
 from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
@@ -98,9 +99,8 @@ class QuantizedGraphModule(fx.GraphModule):
     def divide(self, calls: tuple[BlockCall, ...]) -> None:
         """Compile the graph; let the blocks of these calls run their parts of it, where it allows that."""
         self.calls = calls
-        forward = compile_forward(self, calls)
-        if forward is not None:
-            type(self).forward = forward  # each instance has a class of its own
+        forward = compile_forward(self, calls) or type(self).forward
+        type(self).forward = in_channels_last(self, forward)  # each instance has a class of its own
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
         """Replace a submodule under each of its names, so that it stays shared."""

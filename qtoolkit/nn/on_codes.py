@@ -103,6 +103,11 @@ def described(layer: "QuantWeighted") -> str:
     return f"{forward}, keeps {'floats' if in_float and layer.training_arithmetic.save == 'float' else 'codes'}"
 
 
+def why_not_on_codes(layer: "QuantWeighted") -> str | None:
+    """Return why a layer does not compute on codes in training; None where it does."""
+    return why_in_float(layer) or _why_no_codes(layer)
+
+
 def _why_no_codes(layer: "QuantWeighted") -> str | None:
     """Return why a layer knows no codes of its inputs; None where it does."""
     quantizer, source = layer.weight_quantizer, layer.source

@@ -21,8 +21,8 @@ HOLDER = "bias_quantizers"  # the submodule of a prepared model that rounds the 
 def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
     """Link each layer to the quantizer of its input: a node of the graph, or one of the layer's own.
 
-    A layer that is called on tensors of several quantizers has several grids, and is not linked. Where the target adds biases to
-    integer sums, the bias of a function gets a node of its own, which rounds it.
+    A layer that is called on tensors of several quantizers has several grids, and is not linked. Where the target adds
+    biases to integer sums, the bias of a function gets a node of its own, which rounds it.
     """
     link_own_inputs(gm, backend)
     calls: dict[QuantWeighted, list[fx.Node]] = defaultdict(list)

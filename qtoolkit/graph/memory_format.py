@@ -1,0 +1,76 @@
+"""The memory format in which a prepared model computes in training: channels_last where its layers compute on codes.
+
+torch's int8 convolutions take and return channels_last. So do the convolutions of backward, which are faster in it: without
+conversions at each layer, the model converts its inputs, and its outputs back.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtoolkit.nn import QuantConv2d, on_codes
+
+VIEWS = ("view", "view_as", "as_strided")  # methods that fail where a tensor has other strides than the model expects
+
+
+def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that computes what another one does, in channels_last in training where that is faster.
+
+    Args:
+        gm: The model.
+        forward: The function of its code.
+    """
+    names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
+    if not names or not _takes_any_strides(gm):
+        return forward
+
+    @functools.wraps(forward)
+    def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        trains = self.training and torch.is_grad_enabled() and any(map(_is_in_rows, (*args, *kwargs.values())))
+        if not trains or not any(_computes_on_codes(self, name) for name in names):
+            return forward(self, *args, **kwargs)
+        args, kwargs = _map((args, kwargs), _to_channels_last)
+        return _map(forward(self, *args, **kwargs), _to_rows)
+
+    return converted
+
+
+def _computes_on_codes(model: nn.Module, name: str) -> bool:
+    layer = model.get_submodule(name)
+    return isinstance(layer, QuantConv2d) and on_codes.why_not_on_codes(layer) is None
+
+
+def _takes_any_strides(gm: fx.GraphModule) -> bool:
+    """Return whether the model computes the same for any strides: it has no views, nor code that was not traced."""
+    plan = vars(gm).get("plan")
+    if plan is None or plan.tracing.leaf_modules or plan.tracing.skip:
+        return False
+    return not any(node.op == "call_method" and node.target in VIEWS for node in gm.graph.nodes)
+
+
+def _map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested tuples, lists and dicts with what a function makes of the tensors in them."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return type(tree)((key, _map(item, function)) for key, item in tree.items())
+    if isinstance(tree, tuple | list):
+        items = [_map(item, function) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
+
+
+def _is_in_rows(x: Any) -> bool:
+    """Return whether a value is an image on the CPU with its channels outermost."""
+    return isinstance(x, Tensor) and x.dim() == 4 and x.is_cpu and x.is_floating_point() and x.is_contiguous()
+
+
+def _to_channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if _is_in_rows(x) else x
+
+
+def _to_rows(y: Tensor) -> Tensor:
+    return y.contiguous() if y.dim() == 4 else y
