@@ -52,8 +52,15 @@ def norm_fields(given: dict, activation: str, last: bool) -> dict:
     low, high, slope = ACTIVATIONS[activation]
     by_codes = given.get("residual_codes") is not None
     return {
-        "outer": x.numel() // (x.size(1) * inner), "channels": x.size(1), "inner": inner,
-        "dtype": dtype_number(x), "x": x, "eps": 1e-3, "low": low, "high": high, "slope": slope,
+        "outer": x.numel() // (x.size(1) * inner),
+        "channels": x.size(1),
+        "inner": inner,
+        "dtype": dtype_number(x),
+        "x": x,
+        "eps": 1e-3,
+        "low": low,
+        "high": high,
+        "slope": slope,
         **{name: in_arithmetic(given.get(name), x.dtype) for name in names},
         "residual": None if by_codes else given.get("residual"),
         "residual_codes": given.get("residual_codes"),
