@@ -19,6 +19,7 @@ from pathlib import Path
 import peers
 import torch
 from measure import KEEP_MEMORY, Case, Pace, measure
+from op_cases.batch_norm import batch_norm_cases, max_pool_cases
 from op_cases.fake_quant import axis_cases, backward_cases, forward_cases, kept, learned_cases, overhead_case
 from op_cases.moving import in_place_cases, moving_range_cases
 from op_cases.ranges import histogram_cases, minmax_cases, resnet_case, search_case
@@ -45,6 +46,8 @@ def all_cases(args: argparse.Namespace, tools: list[Tool]) -> list[Case]:
         *block_cases(args.device),
         *moving_range_cases(named),
         *in_place_cases(named),
+        *batch_norm_cases(args.device),
+        *max_pool_cases(args.device),
         *minmax_cases(args.device),
         *histogram_cases(args.device),
         *([search_case(), resnet_case()] if args.device == "cpu" else []),  # the search runs on the CPU alone

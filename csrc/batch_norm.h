@@ -90,7 +90,7 @@ struct Activation {
 
 template <class A, class V>
 QT_FN Activation<V> activation(double low, double high, double slope) {
-  const A none = static_cast<A>(__builtin_nan(""));
+  const A none = static_cast<A>(NAN);
   return {broadcast<V>(low == -INFINITY ? none : static_cast<A>(low)),
           broadcast<V>(high == INFINITY ? none : static_cast<A>(high)), broadcast<V>(static_cast<A>(slope)),
           slope != 0};

@@ -72,16 +72,6 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const KernelArgs arg
   });
 }
 
-struct Add {
-  __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
-};
-
-// Sums a vector as a tree, in the type of the arithmetic; larger sums are float64.
-template <class A>
-QT_DEVICE double sum_of(const A (&v)[kVectorSize]) {
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
-
 template <class A, class At, bool kDense>
 __global__ void __launch_bounds__(kThreads)
     learned_backward_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,

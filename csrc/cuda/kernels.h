@@ -3,8 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../batch_norm_args.h"
 #include "../kernel_args.h"
 #include "../kernel_list.h"
+#include "../max_pool.h"
 #include "../range_grid.h"
 
 namespace qtoolkit {
@@ -37,6 +39,15 @@ void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& co
 // learned_gradient of fake_quant.h for `count` sums; scale (null for a zero point) and gradient are of type `dtype`.
 void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,
                       cudaStream_t stream);
+
+// Batch norm and its gradients, as launch.h says. The workspace is of float64 values.
+int64_t batch_norm_workspace(const BatchNormArgs& args);
+void batch_norm_forward(const BatchNormArgs& args, double* workspace, cudaStream_t stream);
+void batch_norm_backward(const BatchNormArgs& args, double* workspace, cudaStream_t stream);
+void batch_norm_track(const TrackedStatistics& statistics, cudaStream_t stream);
+
+void max_pool_forward(const PoolArgs& args, cudaStream_t stream);
+void max_pool_backward(const PoolArgs& args, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace qtoolkit

@@ -81,5 +81,46 @@ void learned_gradient(const double* sums, double factor, const at::Tensor* scale
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+namespace {
+
+// Calls f(stream) on the current stream of a device.
+template <class F>
+void on_stream(c10::Device device, F f) {
+  const c10::cuda::CUDAGuard guard(device);
+  f(c10::cuda::getCurrentCUDAStream(device.index()).stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void with_workspace(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t), const BatchNormArgs& args,
+                    c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) {
+    const at::Tensor workspace =
+        at::empty({batch_norm_workspace(args)}, at::TensorOptions().dtype(at::kDouble).device(device));
+    kernels(args, workspace.mutable_data_ptr<double>(), stream);
+  });
+}
+
+}  // namespace
+
+void batch_norm_forward(const BatchNormArgs& args, c10::Device device) {
+  with_workspace(batch_norm_forward, args, device);
+}
+
+void batch_norm_backward(const BatchNormArgs& args, c10::Device device) {
+  with_workspace(batch_norm_backward, args, device);
+}
+
+void batch_norm_track(const TrackedStatistics& statistics, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) { batch_norm_track(statistics, stream); });
+}
+
+void max_pool_forward(const PoolArgs& args, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) { max_pool_forward(args, stream); });
+}
+
+void max_pool_backward(const PoolArgs& args, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) { max_pool_backward(args, stream); });
+}
+
 }  // namespace cuda
 }  // namespace qtoolkit

@@ -11,6 +11,11 @@ void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& 
                   const at::Tensor* skipped);
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
+void batch_norm_forward(const BatchNormArgs& args, c10::Device device);
+void batch_norm_backward(const BatchNormArgs& args, c10::Device device);
+void batch_norm_track(const TrackedStatistics& statistics, c10::Device device);
+void max_pool_forward(const PoolArgs& args, c10::Device device);
+void max_pool_backward(const PoolArgs& args, c10::Device device);
 
 }  // namespace cuda
 }  // namespace qtoolkit

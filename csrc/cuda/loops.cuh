@@ -64,6 +64,16 @@ struct Pair {
   double first, second;
 };
 
+struct Add {
+  __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
+};
+
+// Sums a vector as a tree, in the type of the arithmetic; larger sums are float64.
+template <class A>
+QT_DEVICE double sum_of(const A (&v)[kVectorSize]) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
 // Results for each channel and slice; `second` is null if it is not needed.
 struct Pairs {
   double* first;
@@ -153,25 +163,35 @@ static inline int64_t slots_of(const ReductionTiling& s, const KernelArgs& args)
 }
 
 // Runs `contiguous` or `scattered`: the same reduction for either kind of vector. They take their arguments as
-// __grid_constant__, which saves a dozen registers. With one slice, its results are final.
+// __grid_constant__, which saves a dozen registers.
+template <class Args>
+void launch_parts(void (*contiguous)(Args, ReductionTiling, Pairs), void (*scattered)(Args, ReductionTiling, Pairs),
+                  const Args& args, const ReductionTiling& s, const Pairs& parts, cudaStream_t stream) {
+  if (s.count == 0) return;
+  const int64_t blocks = s.groups * s.tiles * s.count;
+  const auto kernel = s.unit == kVectorSize ? contiguous : scattered;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, s, parts);
+}
+
+// Joins the slices of each channel. With one slice, the parts are the results.
+template <class Join>
+void launch_join(const ReductionTiling& s, int64_t channels, const Pairs& parts, const Pairs& results, Pair empty,
+                 Join join, cudaStream_t stream) {
+  if (s.count == 1 || channels == 0) return;
+  const int threads = s.count > 32 ? kThreads : 32;
+  join_slices<Join><<<static_cast<unsigned>(channels), threads, 0, stream>>>(parts, s.count, results, empty, join);
+}
+
 template <class Join>
 void launch_reduction(void (*contiguous)(KernelArgs, ReductionTiling, Pairs),
                       void (*scattered)(KernelArgs, ReductionTiling, Pairs), Pair empty, Join join,
                       const KernelArgs& args, double* workspace, cudaStream_t stream) {
   const ReductionTiling s = tiling_of(args);
-  const int64_t channels = args.channels.count;
   const Pairs results = {args.sum_scale, args.sum_zero_point};
   const bool both = args.sum_zero_point != nullptr;
   const Pairs parts = s.count == 1 ? results : Pairs{workspace, both ? workspace + slots_of(s, args) : nullptr};
-  if (s.count > 0) {
-    const int64_t blocks = s.groups * s.tiles * s.count;
-    const auto kernel = s.unit == kVectorSize ? contiguous : scattered;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, s, parts);
-  }
-  if (s.count != 1 && channels > 0) {
-    const int threads = s.count > 32 ? kThreads : 32;
-    join_slices<Join><<<static_cast<unsigned>(channels), threads, 0, stream>>>(parts, s.count, results, empty, join);
-  }
+  launch_parts(contiguous, scattered, args, s, parts, stream);
+  launch_join(s, args.channels.count, parts, results, empty, join, stream);
 }
 
 }  // namespace cuda

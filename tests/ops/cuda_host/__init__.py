@@ -55,6 +55,56 @@ class Arguments(ctypes.Structure):
     )
 
 
+class BatchNormArguments(ctypes.Structure):
+    """`BatchNormArgs` of batch_norm_args.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("outer", "channels", "inner")),
+        ("dtype", ctypes.c_int8),
+        *((name, ctypes.c_void_p) for name in ("x", "grad", "residual", "residual_codes")),
+        ("residual_signed", ctypes.c_bool),
+        *((name, ctypes.c_void_p) for name in ("residual_scale", "residual_zero_point", "y", "residual_grad", "codes")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "divisor", "mean", "variance")),
+        *((name, ctypes.c_double) for name in ("eps", "low", "high", "slope")),
+        *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("bounds", ctypes.c_double * 2)),
+        *(("gradients", ctypes.c_void_p), ("learned", ctypes.c_bool), ("stream", ctypes.c_bool)),
+        *(("pass_low", ctypes.c_double), ("pass_high", ctypes.c_double)),
+    )
+
+
+class TrackedStatistics(ctypes.Structure):
+    """`TrackedStatistics` of batch_norm_args.h."""
+
+    _fields_ = (
+        *(("channels", ctypes.c_int64), ("dtype", ctypes.c_int8), ("f64", ctypes.c_bool)),
+        *((name, ctypes.c_void_p) for name in ("running_mean", "running_variance", "mean", "variance")),
+        *(("divisor", ctypes.c_void_p), ("offset", ctypes.c_void_p)),
+        *(("momentum", ctypes.c_double), ("count", ctypes.c_double)),
+    )
+
+
+class PoolArguments(ctypes.Structure):
+    """`PoolArgs` of max_pool.h; a dimension is size, results, kernel, stride, padding and dilation."""
+
+    _fields_ = (
+        *(("images", ctypes.c_int64), ("channels", ctypes.c_int64)),
+        *(("rows", ctypes.c_int64 * 6), ("columns", ctypes.c_int64 * 6)),
+        *(("channels_last", ctypes.c_bool), ("dtype", ctypes.c_int8)),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "offsets")),
+    )
+
+
+def filled(structure: type[ctypes.Structure], **fields: Any) -> ctypes.Structure:
+    """A structure with tensors as their pointers, tuples as arrays, and absent fields zero."""
+    args, types = structure(), dict(structure._fields_)
+    for name, value in fields.items():
+        if isinstance(value, Tensor):
+            setattr(args, name, value.data_ptr())
+        elif value is not None:
+            setattr(args, name, types[name](*value) if isinstance(value, tuple) else value)
+    return args
+
+
 def compiled(folder: Path) -> ctypes.CDLL:
     """Return the kernels, built in a folder."""
     shutil.copytree(CSRC, folder / "csrc")
@@ -72,6 +122,9 @@ def compiled(folder: Path) -> ctypes.CDLL:
     assert built.returncode == 0, built.stderr
     kernels = ctypes.CDLL(str(folder / "kernels.so"))
     assert kernels.size_of_arguments() == ctypes.sizeof(Arguments)
+    assert kernels.size_of_batch_norm_arguments() == ctypes.sizeof(BatchNormArguments)
+    assert kernels.size_of_pool_arguments() == ctypes.sizeof(PoolArguments)
+    assert kernels.size_of_tracked_statistics() == ctypes.sizeof(TrackedStatistics)
     return kernels
 
 

@@ -1,6 +1,8 @@
 // Every CUDA kernel as a function NAME_on_host, to be called from Python; their launches are replaced.
+#include "cuda/batch_norm.cu"
 #include "cuda/fake_quant.cu"
 #include "cuda/histogram.cu"
+#include "cuda/max_pool.cu"
 #include "cuda/observe.cu"
 #include "cuda/quantize.cu"
 
@@ -36,3 +38,29 @@ extern "C" void grid_of_ranges_on_host(const float* lo, const float* hi, int64_t
                                        float* scale, float* zero_point) {
   cuda::grid_of_ranges<float>(lo, hi, count, {qmin, qmax, zero_point == nullptr, false}, scale, zero_point, nullptr);
 }
+
+extern "C" int64_t size_of_batch_norm_arguments() { return sizeof(BatchNormArgs); }
+extern "C" int64_t size_of_pool_arguments() { return sizeof(PoolArgs); }
+extern "C" int64_t size_of_tracked_statistics() { return sizeof(TrackedStatistics); }
+
+static void run(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t), const BatchNormArgs& args, int order) {
+  std::vector<double> workspace(cuda::batch_norm_workspace(args), NAN);
+  device::order = static_cast<device::Order>(order);
+  kernels(args, workspace.data(), nullptr);
+}
+
+extern "C" void batch_norm_forward_on_host(const BatchNormArgs* args, int order) {
+  run(cuda::batch_norm_forward, *args, order);
+}
+
+extern "C" void batch_norm_backward_on_host(const BatchNormArgs* args, int order) {
+  run(cuda::batch_norm_backward, *args, order);
+}
+
+extern "C" void batch_norm_track_on_host(const TrackedStatistics* statistics) {
+  cuda::batch_norm_track(*statistics, nullptr);
+}
+
+extern "C" void max_pool_forward_on_host(const PoolArgs* args) { cuda::max_pool_forward(*args, nullptr); }
+
+extern "C" void max_pool_backward_on_host(const PoolArgs* args) { cuda::max_pool_backward(*args, nullptr); }

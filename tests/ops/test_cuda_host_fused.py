@@ -1,0 +1,200 @@
+"""CUDA's batch norm and max pooling executed on the CPU (see cuda_host), in three orders of their threads."""
+
+import ctypes
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from tests.cases import FLOATS, assert_same, floats, name_of
+from tests.ops.cuda_host import (
+    ORDERS,
+    BatchNormArguments,
+    PoolArguments,
+    TrackedStatistics,
+    compiled,
+    dtype_number,
+    filled,
+)
+from tests.ops.test_batch_norm import ACTIVATIONS, tensors
+from tests.ops.test_max_pool import SHAPES as IMAGES
+from tests.ops.test_max_pool import WINDOWS, values
+from tests.reference import Normalized, wide
+
+native = torch.ops.qtoolkit
+SHAPES = {
+    "planes": (4, 6, 5, 7),
+    "whole_vectors": (4, 6, 8, 8),
+    "slices": (200, 3, 25),
+    "rows": (37, 100),
+    "one_channel": (3, 1, 9, 50),
+}
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("cuda_host"))
+
+
+def in_arithmetic(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if t is None else t.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def norm_fields(given: dict, activation: str, last: bool) -> dict:
+    """Fields of BatchNormArguments; the caller keeps them for as long as the kernels run."""
+    x = given["x"]
+    rows = last or x.size(1) == 1 or x.numel() == x.size(0) * x.size(1)
+    inner = 1 if rows else x.numel() // (x.size(0) * x.size(1))
+    names = ("weight", "bias", "divisor", "scale", "zero_point", "residual_scale", "residual_zero_point")
+    low, high, slope = ACTIVATIONS[activation]
+    by_codes = given.get("residual_codes") is not None
+    return {
+        "outer": x.numel() // (x.size(1) * inner),
+        "channels": x.size(1),
+        "inner": inner,
+        "dtype": dtype_number(x),
+        "x": x,
+        "eps": 1e-3,
+        "low": low,
+        "high": high,
+        "slope": slope,
+        **{name: in_arithmetic(given.get(name), x.dtype) for name in names},
+        "residual": None if by_codes else given.get("residual"),
+        "residual_codes": given.get("residual_codes"),
+        "residual_signed": True,
+        "bounds": (-20.0, 30.0),
+    }
+
+
+def statistics(given: dict) -> list[Tensor]:
+    x = wide(given["x"])
+    variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+    return [mean, variance]
+
+
+def normalized(given: dict, activation: str, mean: Tensor, variance: Tensor) -> Normalized:
+    low, high, slope = ACTIVATIONS[activation]
+    t = {name: given.get(name) for name in ("x", "weight", "bias", "divisor", "residual", "scale", "zero_point")}
+    return Normalized(**t, mean=mean, variance=variance, eps=1e-3, low=low, high=high, slope=slope, qmin=-20, qmax=30)
+
+
+def cases() -> list:
+    last = {4: torch.channels_last}
+    return [(shape, bool(f)) for shape in SHAPES.values() for f in (0, last.get(len(shape))) if f is not None]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("activation", ["none", "relu6", "leaky"])
+@pytest.mark.parametrize("residual", ["none", "values", "codes"])
+@pytest.mark.parametrize("quantized", [False, True])
+@dtypes
+@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+def test_batch_norm(kernels, shape, last, dtype, quantized, residual, activation):
+    """Statistics within rounding; from them on, the bits of the oracle."""
+    given = tensors(shape, dtype, last=last, residual=residual, quantized=quantized)
+    wanted_mean, wanted_variance = statistics({"x": given["x"].double()})
+    fields, found = norm_fields(given, activation, last), {}
+    for order in ORDERS:
+        mean, variance = (torch.full((shape[1],), math.nan, dtype=wide(given["x"]).dtype) for _ in range(2))
+        y, codes = torch.full_like(given["x"], 7), torch.full_like(given["x"], 7, dtype=torch.int8)
+        results = {"mean": mean, "variance": variance, "y": y, "codes": codes if quantized else None}
+        kernels.batch_norm_forward_on_host(ctypes.byref(filled(BatchNormArguments, **fields, **results)), ORDERS[order])
+        found[order] = [mean, variance, y, codes]
+        for got, first in zip(found[order], found["forwards"], strict=True):
+            assert_same(got, first)
+    rtol = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(mean.double(), wanted_mean, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(variance.double(), wanted_variance, rtol=rtol, atol=0.0)
+    wanted = normalized(given, activation, mean, variance)
+    assert_same(y, wanted.y())
+    if quantized:
+        grid = [in_arithmetic(given[name], dtype) for name in ("scale", "zero_point")]
+        assert_same(codes, ops.quantize(wanted.value, *grid, -20, 30))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("activation", ["none", "relu6", "leaky"])
+@pytest.mark.parametrize("residual", ["none", "values", "codes"])
+@pytest.mark.parametrize("quantized", [False, True])
+@dtypes
+@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+def test_batch_norm_backward(kernels, shape, last, dtype, quantized, residual, activation):
+    """The gradient of the residual bit for bit; sums are added in another order than on the CPU."""
+    given = tensors(shape, dtype, last=last, residual=residual, quantized=quantized)
+    mean, variance = statistics(given)
+    grad = torch.empty_like(given["x"]).copy_(floats(dtype, 3)(*shape))
+    low, high, slope = ACTIVATIONS[activation]
+    head = [given.get(n) for n in ("weight", "bias", "divisor", "residual")]
+    rebuilt = [given.get(n) for n in ("residual_codes", "residual_scale", "residual_zero_point")]
+    grid = (given.get("scale"), given.get("zero_point"), -20, 30, 1.0)
+    tail = (mean, variance, 1e-3, low, high, slope, *grid, True, quantized)
+    wanted = native.batch_norm_fake_quant_backward(grad, given["x"], *head, *rebuilt, *tail)
+    fields, found = norm_fields(given, activation, last), {}
+    for order in ORDERS:
+        dx, dresidual = torch.full_like(grad, 7), torch.full_like(grad, 7)
+        gradients = torch.full((3 * shape[1] + 2,), math.nan, dtype=torch.float64)
+        results = {"y": dx, "residual_grad": dresidual, "gradients": gradients, "learned": quantized}
+        args = filled(BatchNormArguments, **fields, **results, grad=grad, mean=mean, variance=variance)
+        kernels.batch_norm_backward_on_host(ctypes.byref(args), ORDERS[order])
+        found[order] = [dx, dresidual, gradients[: None if quantized else -2]]
+        for got, first in zip(found[order], found["forwards"], strict=True):
+            assert_same(got, first)
+    assert_same(dresidual, wanted[4])
+    near = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-3 * float(wanted[0].abs().max())}
+    torch.testing.assert_close(dx, wanted[0], **near)
+    rows = [*gradients[:-2].view(3, -1), *(gradients[-2:, None] if quantized else ())]
+    for got, want in zip(rows, [*wanted[1:4], *(wanted[5:] if quantized else ())], strict=True):
+        unit = 1e-10 if dtype == torch.float64 else max(torch.finfo(want.dtype).eps, 1e-4)
+        scale = float(want.double().abs().max())
+        torch.testing.assert_close(got, want.double().reshape(got.shape), rtol=4 * unit, atol=unit * scale)
+
+
+@dtypes
+@pytest.mark.parametrize("f64", [False, True])
+def test_tracking(kernels, dtype, f64):
+    kept = torch.float64 if f64 else torch.float32
+    running = [torch.randn(300).to(dtype), torch.rand(300).to(dtype)]
+    batch = [torch.randn(300).to(kept), torch.rand(300).to(kept)]
+    divisor, offset = torch.rand(300).to(kept) + 1, torch.randn(300).to(kept)
+    got = [t.clone() for t in running]
+    ops.batch_norm_track_(*running, *batch, 0.1, 9, divisor=divisor, offset=offset)
+    names = ("running_mean", "running_variance", "mean", "variance", "divisor", "offset")
+    fields = dict(zip(names, (*got, *batch, divisor, offset), strict=True))
+    more = {"channels": 300, "dtype": dtype_number(got[0]), "f64": f64, "momentum": 0.1, "count": 9.0}
+    kernels.batch_norm_track_on_host(ctypes.byref(filled(TrackedStatistics, **fields, **more)))
+    for g, w in zip(got, running, strict=True):
+        assert_same(g, w)
+
+
+def dimensions(x: Tensor, y: Tensor, window: tuple) -> dict:
+    sides = [(s, s) if isinstance(s, int) else s for s in window]
+    return {
+        name: (x.size(d), y.size(d), *(s[i] for s in sides))
+        for i, (name, d) in enumerate({"rows": -2, "columns": -1}.items())
+    }
+
+
+@pytest.mark.parametrize("kind", ["ties", "special", "lowest"])
+@dtypes
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("window", ["3s2p1", "strided", "long", "dilated", "5"])
+@pytest.mark.parametrize("shape", ["image", "one_channel"])
+def test_max_pool(kernels, shape, window, last, dtype, kind):
+    x = values(dtype, IMAGES[shape], kind)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    sides = [[s] if isinstance(s, int) else list(s) for s in WINDOWS[window]]
+    wanted, offsets = native.max_pool_offsets(x, *sides)
+    grad = torch.empty_like(wanted).copy_(floats(dtype, 3)(*wanted.shape))
+    wanted_dx = native.max_pool_offsets_backward(grad, offsets, list(x.shape), *sides)
+    channels_last = not wanted.is_contiguous()
+    fields = {"images": x.size(0), "channels": x.size(1), "channels_last": channels_last, "dtype": dtype_number(x)}
+    fields |= dimensions(x, wanted, WINDOWS[window])
+    y, places, dx = torch.full_like(wanted, 7), torch.full_like(offsets, 7), torch.full_like(wanted_dx, 7)
+    kernels.max_pool_forward_on_host(ctypes.byref(filled(PoolArguments, **fields, x=x, y=y, offsets=places)))
+    assert_same(y, wanted)
+    assert_same(places, offsets)
+    kernels.max_pool_backward_on_host(ctypes.byref(filled(PoolArguments, **fields, x=grad, y=dx, offsets=places)))
+    assert_same(dx, wanted_dx)
