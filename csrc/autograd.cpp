@@ -124,13 +124,20 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 7> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 9> kWithoutGradient = {{
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "
      "and zero_point.detach(), or compute the first gradient without create_graph=True."},
+    {"batch_norm_fake_quant_backward",
+     "batch_norm_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, "
+     "or "
+     "use torch.nn.functional.batch_norm and fake_quant."},
     {"quant_layer_backward",
      "quant_layer: double backward is not supported; keep floats for backward: qtoolkit.prepare(..., save='float')."},
+    {"max_pool_offsets_backward",
+     "max_pool_offsets: double backward is not supported; compute the first gradient without create_graph=True, or use "
+     "torch.nn.functional.max_pool2d."},
     {"dequantize", "dequantize: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
     {"dequantize_int4",
      "dequantize_int4: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
@@ -225,7 +232,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) {
-  for (const char* name : {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_"}) {
+  for (const char* name :
+       {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_", "batch_norm_track_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
   }
 }

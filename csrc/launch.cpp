@@ -36,4 +36,39 @@ void learned_gradient(const double* sums, double factor, const at::Tensor* scale
   cpu::learned_gradient(sums, factor, scale, gradient);
 }
 
+void batch_norm_forward(BatchNormArgs& args, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::batch_norm_forward(args, device);
+#endif
+  cpu::batch_norm_forward(args);
+}
+
+void batch_norm_backward(BatchNormArgs& args, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::batch_norm_backward(args, device);
+#endif
+  cpu::batch_norm_backward(args);
+}
+
+void batch_norm_track(const TrackedStatistics& statistics, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::batch_norm_track(statistics, device);
+#endif
+  cpu::batch_norm_track(statistics);
+}
+
+void max_pool_forward(const PoolArgs& args, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::max_pool_forward(args, device);
+#endif
+  cpu::max_pool_forward(args);
+}
+
+void max_pool_backward(const PoolArgs& args, c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::max_pool_backward(args, device);
+#endif
+  cpu::max_pool_backward(args);
+}
+
 }  // namespace qtoolkit

@@ -5,9 +5,11 @@
 
 #include <optional>
 
+#include "batch_norm_args.h"
 #include "kernel_args.h"
 #include "kernel_list.h"
 #include "layout.h"
+#include "max_pool.h"
 #include "range_grid.h"
 
 namespace qtoolkit {
@@ -50,5 +52,14 @@ void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensor
 
 // The gradient of a learned scale, or (if scale is null) of a zero point, from the sums of the learned backward.
 void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
+
+// Batch norm of x, and its gradients.
+void batch_norm_forward(BatchNormArgs& args, c10::Device device);
+void batch_norm_backward(BatchNormArgs& args, c10::Device device);
+void batch_norm_track(const TrackedStatistics& statistics, c10::Device device);
+
+// Max pooling of x, and its gradient.
+void max_pool_forward(const PoolArgs& args, c10::Device device);
+void max_pool_backward(const PoolArgs& args, c10::Device device);
 
 }  // namespace qtoolkit

@@ -94,6 +94,13 @@ Operand operand_of(at::Tensor& t, const at::Tensor& dense) {
   return operand;
 }
 
+at::Tensor in_order_of(const at::Tensor& t, const at::Tensor& dense) {
+  at::Tensor read = t;
+  if (operand_of(read, dense).dense) return read;
+  at::Tensor copy = empty_in_order(t, memory_order(dense));
+  return copy.copy_(t);
+}
+
 namespace {
 
 // The sizes of a tensor with one value per block.

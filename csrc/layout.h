@@ -31,6 +31,9 @@ at::Tensor empty_in_order(const at::Tensor& like, at::IntArrayRef order);
 // cannot be joined: t is then replaced by a copy).
 Operand operand_of(at::Tensor& t, const at::Tensor& dense);
 
+// t in the memory order of `dense`, without gaps: t itself if it lies so, else a copy.
+at::Tensor in_order_of(const at::Tensor& t, const at::Tensor& dense);
+
 // The channels of a dense result with `scales` scales. For groups, dimension 0 must be the slowest in memory. Blocks
 // are numbered in the memory order of the result; to_memory_order sorts their scales likewise.
 Channels channels_of(const at::Tensor& dense, const Axis& axis, int64_t scales);

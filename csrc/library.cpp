@@ -78,6 +78,33 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_learned_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
       "int? axis=None, int group=1, int block_size=0, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
+  // Batch norm in training over dimension 1 of x, + residual, an activation, and fake quantization: returns y, its
+  // codes (int8 if qmin is negative, else uint8; empty if they do not fit or there is no scale), and the mean and the
+  // biased variance of each channel of x. divisor f: the batch norm of x / f is meant. residual is added;
+  // residual_codes are its codes, from which it is rebuilt. The activation is low + slope (v - low) up to low, and high
+  // from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x, weight,
+  // bias, divisor, residual, scale and zero_point.
+  m.def(
+      "batch_norm_fake_quant(Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, "
+      "Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float eps, float low, float high, "
+      "float slope, Tensor? scale, Tensor? zero_point, int qmin, int qmax, float grad_factor=1.0) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+
+  // Returns the gradients of x, weight, bias, divisor, residual (if residual_grad is set), scale and
+  // zero_point (if scale_grad is set); empty for what is absent or not asked for.
+  m.def(
+      "batch_norm_fake_quant_backward(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, "
+      "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, Tensor mean, "
+      "Tensor variance, float eps, float low, float high, float slope, Tensor? scale, Tensor? zero_point, int qmin, "
+      "int qmax, float grad_factor=1.0, bool residual_grad=False, bool scale_grad=False) -> (Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor)");
+
+  // Moves running statistics towards those of a batch of x / divisor + offset: mean and biased variance are those of x,
+  // count is its number of values in a channel.
+  m.def(
+      "batch_norm_track_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor variance, "
+      "Tensor? divisor, Tensor? offset, float momentum, SymInt count) -> ()");
+
   // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with fake_quant(weight *
   // factor, scale, zero_point, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin, x_qmax].
   // factor, bias: one element per output channel. codes: the codes of x, or two per byte in one dimension
@@ -90,6 +117,18 @@ TORCH_LIBRARY(qtoolkit, m) {
   // none. size, x_dtype: those of x. grad has the type of the computation.
   m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER
         ", ScalarType x_dtype, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // 2-d max pooling with at most 256 elements in a window: returns the values and, for each, the place of the largest
+  // element in its window (uint8, counted row by row). Sides have one number or two. Differentiable in x.
+  m.def(
+      "max_pool_offsets(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool "
+      "ceil_mode=False) "
+      "-> (Tensor, Tensor)");
+
+  // Returns dx, of the size of the input. An offset outside of x has no gradient.
+  m.def(
+      "max_pool_offsets_backward(Tensor grad, Tensor offsets, SymInt[] size, int[] kernel_size, int[] stride, "
+      "int[] padding, int[] dilation, bool ceil_mode=False) -> Tensor");
 
   // Returns a copy of x. Compilers save the result for backward and never recompute it: they would recompute it from a
   // buffer that was updated in place since, such as batch norm's statistics.

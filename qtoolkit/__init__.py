@@ -12,6 +12,7 @@ from qtoolkit.eager.record import EagerRecord
 from qtoolkit.export import ExportResult, export_onnx
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
+from qtoolkit.parameter_groups import parameter_groups
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.public import publish
 from qtoolkit.quantizers.frozen import Grid
@@ -54,6 +55,7 @@ __all__ = [
     "graph",
     "nn",
     "ops",
+    "parameter_groups",
     "prepare",
     "quant_modules",
     "quantization_report",

@@ -74,10 +74,8 @@ def prepare(
             of an op, is replaced by the module that `fuser(*modules)` returns, under the name of the first module. For a
             function the fuser gets None.
         inplace: Change the model itself, which must not be used afterwards. If prepare fails, the model is unchanged.
-        forward: How a forward in training computes convolutions and linear layers whose inputs and weights are on integer
-            grids. "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where
-            torch has exact int8 kernels for the layer on this processor. Gradients are the straight-through ones in any case.
-        save: What such a layer keeps of its input for backward. "codes": a byte or less an element. "float": the values.
+        forward: How layers compute in training: "auto", "float" or "integer"; see `qtoolkit.nn.set_training_arithmetic`.
+        save: What layers keep of their inputs for backward: "codes" or "float"; see there.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -94,7 +92,8 @@ def prepare(
         >>> [name for name, _ in prepared.named_modules() if "quantizers." in name and "observer" not in name]
         ['activation_quantizers.input_1']
     """
-    target, arithmetic = backend_of(backend), TrainingArithmetic(forward, save)
+    target = backend_of(backend)
+    TrainingArithmetic(forward, save)  # raises an error for what it does not know, before anything is done
     _check_model(model, qconfig_mapping)
     custom, patterns = qat_modules or {}, fuse_patterns or {}
     check_table(custom)
@@ -118,7 +117,7 @@ def prepare(
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.insert.run(gm, rules)
         gm = passes.link_inputs.run(gm, target)
-        set_training_arithmetic(gm, arithmetic)
+        set_training_arithmetic(gm, forward, save)
         gm = passes.record.run(gm, rules)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()

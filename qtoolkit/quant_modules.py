@@ -32,8 +32,9 @@ from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.graph.plan import Plan, Status
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
-from qtoolkit.nn import REPLACED_MODULES
+from qtoolkit.nn import REPLACED_MODULES, set_training_arithmetic
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import float_type, kind_of_module
 from qtoolkit.shared_modules import first_names, modules_by_name
@@ -51,6 +52,8 @@ def replace(
     custom: QatModules | None = None,
     backend: str | Backend = "tensorrt",
     quantize: Literal["inputs", "outputs"] = "inputs",
+    forward: str = "auto",
+    save: str = "codes",
 ) -> nn.Module:
     """Replace the layers of a float model by layers that quantize their own inputs and weights, without tracing it.
 
@@ -84,6 +87,8 @@ def replace(
             before all others; a layer with several outputs quantizes the first. A chain of `qtoolkit.fuse_modules` quantizes
             the output of its last module. QuantStub and FloatFunctional quantize their outputs too, as in torch.ao's eager
             mode.
+        forward: How layers compute in training: "auto", "float" or "integer"; see `qtoolkit.nn.set_training_arithmetic`.
+        save: What layers keep of their inputs for backward: "codes" or "float"; see there.
 
     Returns:
         The model, or its copy, with QAT layers.
@@ -104,6 +109,7 @@ def replace(
     """
     target = backend_of(backend)
     check_known("quantize", quantize, QUANTIZE)
+    TrainingArithmetic(forward, save)  # raises an error for what it does not know, before anything is done
     _check(model, qconfig_mapping, custom)
     table = {**REPLACED_MODULES, **(custom or {})}
     names = first_names(model)
@@ -117,6 +123,7 @@ def replace(
         rules = ReplacementRules(configs, {own_modules[name]: reason for name, reason in ignored.items()})
         _warn_of_types(own, qconfig_mapping, custom or {})
         _replace(own, rules, quantize)
+        set_training_arithmetic(own, forward, save)
         put_parametrizations(own, parametrizations)
     return own
 

@@ -6,6 +6,17 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.modules.module import register_module_forward_hook
+
+
+@contextmanager
+def called_one_by_one() -> Iterator[None]:
+    """Register a hook of all modules: then every module of a graph is called as one."""
+    handle = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -417,3 +417,135 @@ def tensor_quant(x: Tensor, amax: Tensor, num_bits=8, unsigned=False, narrow_ran
         results = codes, multiplier, codes / multiplier
         inside = np.abs(values) <= most
     return *(tensor(r, x.dtype) for r in results), tensor(inside, torch.bool)
+
+
+# ---- batch norm and what is fused behind it, from torch's ops
+
+
+def batch_norm(
+    low: float,
+    high: float,
+    slope: float,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    divisor: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    grad_factor: float = 1.0,
+    eps: float = 1e-3,
+    **codes: Tensor,
+) -> Tensor:
+    """The composition that batch_norm_fake_quant is in one op; the residual's codes are not read."""
+    if divisor is not None:
+        x = x / divisor.reshape(-1, *[1] * (x.dim() - 2))
+    y = torch.nn.functional.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    y = y if residual is None else y + residual
+    if slope:
+        y = torch.nn.functional.leaky_relu(y - low, slope) + low
+    elif low > -np.inf or high < np.inf:
+        y = torch.nn.functional.hardtanh(y, low, high)
+    if scale is None:
+        return y
+    learned = [None if t is None else Scaled.apply(t, grad_factor) for t in (scale, zero_point)]
+    return Rounded.apply(y, *learned, qmin, qmax)
+
+
+class Scaled(torch.autograd.Function):
+    """x, with its gradient multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class Rounded(torch.autograd.Function):
+    """Fake quantization with the gradients of LSQ and LSQ+."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+        z = torch.zeros_like(scale) if zero_point is None else zero_point
+        level = torch.round(x / scale) + z
+        code = level.clamp(qmin, qmax)
+        ctx.save_for_backward(x / scale, level == code, code - z, scale)
+        ctx.symmetric = zero_point is None
+        return (code - z) * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        quotient, inside, steps, scale = ctx.saved_tensors
+        ds = (grad * torch.where(inside, steps - quotient, steps)).sum().reshape(scale.shape)
+        dz = (grad * ~inside * -scale).sum().reshape(scale.shape)
+        return grad * inside, ds, None if ctx.symmetric else dz, None, None
+
+
+def wide(t: Tensor) -> Tensor:
+    """In the type of the arithmetic."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+class Normalized:
+    """The value before the activation and the result, each step rounded as the op rounds it, from given statistics."""
+
+    def __init__(
+        self, x, weight, bias, divisor, residual, mean, variance, eps, low, high, slope, scale, zero_point, qmin, qmax
+    ) -> None:
+        kind = wide(x).dtype
+        along = (-1, *[1] * (x.dim() - 2))
+        f, w, b = (
+            torch.full_like(mean, absent, dtype=kind) if t is None else t.to(kind)
+            for t, absent in ((divisor, 1), (weight, 1), (bias, 0))
+        )
+        self.divisor, self.weight = f.double(), w.double()
+        with np.errstate(all="ignore"):  # torch's own roots and divisions are off by a bit for some numbers of elements
+            spread = variance.to(kind).double().numpy() + eps * self.divisor.numpy() * self.divisor.numpy()
+            self.inverse = torch.from_numpy(np.asarray(1 / np.sqrt(spread)))
+        self.inverse = torch.where(f < 0, -self.inverse, self.inverse)
+        self.factor = (self.weight * self.inverse).to(kind).reshape(along)
+        self.centred = x.to(kind) - mean.to(kind).reshape(along)
+        before = self.centred * self.factor + b.reshape(along)
+        self.before = before if residual is None else before + residual.to(kind)
+        ends = [torch.tensor(e, dtype=kind) for e in (low, high)]
+        under = ends[0] + slope * (self.before - ends[0]) if slope else ends[0].expand_as(self.before)
+        self.below = (self.before <= ends[0]) & (low > -np.inf)
+        self.above = (self.before >= ends[1]) & (high < np.inf)
+        self.value = torch.where(self.below, under, torch.where(self.above, ends[1], self.before))
+        self.slope, self.dtype = slope, x.dtype
+        self.grid = {"scale": scale, "zero_point": zero_point, "qmin": qmin, "qmax": qmax}
+
+    def y(self) -> Tensor:
+        whole = self.value if self.grid["scale"] is None else fake_quant(self.value, **self.grid)
+        return whole.to(self.dtype)
+
+    def grad_before(self, grad: Tensor) -> Tensor:
+        """Of the value before the activation, from that of the result."""
+        grad = grad.to(self.dtype).to(self.value.dtype)
+        if self.grid["scale"] is not None:
+            grad = torch.where(inside(self.value, **self.grid), grad, torch.zeros_like(grad))
+        zeros = torch.zeros_like(grad)
+        return torch.where(self.below, grad * self.slope if self.slope else zeros, torch.where(self.above, zeros, grad))
+
+    def gradients(self, grad: Tensor, eps: float) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """That of x, and for each of the channels' tensors its gradient and the sum of its terms' magnitudes."""
+        dims = [0, *range(2, grad.dim())]
+        along = (-1, *[1] * (grad.dim() - 2))
+        g, centred = self.grad_before(grad).double(), self.centred.double()
+        count = grad.numel() // grad.size(1)
+        of_weight = self.inverse * (g * centred).sum(dims)
+        of_divisor = -eps * self.divisor * self.inverse**2 * self.weight
+        slope = -self.factor.double() * (self.inverse * of_weight / count).reshape(along)
+        offset = -self.factor.double() * (g.sum(dims) / count).reshape(along)
+        mass = (g * centred).abs().sum(dims) * self.inverse.abs()
+        return g * self.factor.double() + centred * slope + offset, {
+            "weight": (of_weight, mass),
+            "bias": (g.sum(dims), g.abs().sum(dims)),
+            "divisor": (of_divisor * of_weight, of_divisor.abs() * mass),
+        }

@@ -8,7 +8,9 @@
 // instruction set and then shared with code that runs without it.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
+#include "../batch_norm.h"
 #include "../fake_quant.h"
+#include "../max_pool.h"
 #include "../observe.h"
 #include "kernels.h"
 #include "simd-inl.h"
@@ -16,8 +18,10 @@
 namespace qtoolkit {
 namespace QT_ISA {
 
+#include "batch_norm-inl.h"
 #include "elementwise-inl.h"
 #include "learned_backward-inl.h"
+#include "max_pool-inl.h"
 #include "observe-inl.h"
 #include "quantize-inl.h"
 
@@ -34,7 +38,10 @@ namespace cpu {
 #define QT_ENTRY(name) {QT_ISA::name<float>, QT_ISA::name<double>},
 
 static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENTRY) QT_OTHER_KERNELS(QT_ENTRY)};
-const Kernels QT_TABLE = {QT_NAME(QT_ISA), kKernels};
+#define QT_NORM(A) {QT_ISA::norm_moments<A>, QT_ISA::norm_forward<A>, QT_ISA::norm_sums<A>, QT_ISA::norm_backward<A>}
+
+const Kernels QT_TABLE = {QT_NAME(QT_ISA),         kKernels, QT_NORM(float), QT_NORM(double), QT_ISA::max_pool<float>,
+                          QT_ISA::max_pool<double>};
 
 }  // namespace cpu
 }  // namespace qtoolkit

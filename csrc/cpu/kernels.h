@@ -2,9 +2,12 @@
 // launch.cpp selects a table when the library loads.
 #pragma once
 
+#include "../batch_norm.h"
+#include "../batch_norm_args.h"
 #include "../histogram.h"
 #include "../kernel_args.h"
 #include "../kernel_list.h"
+#include "../max_pool.h"
 
 namespace qtoolkit {
 namespace cpu {
@@ -37,10 +40,62 @@ struct ThreadHistogram {
   Bins bins = {kEmpty, false};
 };
 
+// The values of each channel that batch norm computes with. If inner is 1, the first kChunk of a row are repeated
+// behind its end (as often as it takes), so that a chunk reads whole vectors at any position.
+template <class A>
+struct NormChannels {
+  A *mean, *factor, *bias;  // the value of x is (x - mean) factor + bias
+  A *slope, *offset;        // backward; see input_gradient
+};
+
+constexpr int64_t kNormGroup = 32;  // channels of a part, at the most, whose sums the kernels keep in the caches
+
+// A part of a tensor that is outer x channels x inner: all rows [begin, end) of outer if inner is 1; else channels
+// [first, last) of the planes in [begin, end).
+struct NormPart {
+  int64_t first, last, begin, end;
+};
+
+// Results are written to (norm_moments) or added to (norm_sums) element c of `result` for channel c. `places` is
+// scratch memory of 3 (channels + kChunk) elements if inner is 1. norm_sums adds the sums of scale and zero point to
+// any channel.
+template <class A>
+struct NormKernels {
+  void (*moments)(const BatchNormArgs&, const NormPart&, A* places, Moments* result);
+  void (*forward)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&);
+  void (*sums)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&, A* places, NormSums* result);
+  void (*backward)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&);
+};
+
+// Scratch memory of a thread that pools planes, in elements: the first place of each result of a row, the row of x in
+// each slot, and slots for as many rows of x as a window spans, each of stride * length elements.
+struct PoolScratch {
+  int64_t places, slots, length, total;
+};
+
+inline PoolScratch scratch_of(const PoolArgs& args) {
+  const PoolDimension& columns = args.columns;
+  const int64_t places = (columns.results + kChunk - 1) / kChunk * kChunk;
+  const int64_t slots = (args.rows.kernel - 1) * args.rows.dilation + 1;
+  const int64_t length = places + (columns.kernel - 1) * columns.dilation / columns.stride;
+  return {places, slots, length, places + slots + slots * columns.stride * length};
+}
+
+// begin and end count planes; with channels_last rows of results, and there is no scratch memory.
+template <class A>
+using PoolKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end, A* scratch);
+
 struct Kernels {
   const char* name;
   const TypedKernel* kernels;  // indexed by KernelId
+  NormKernels<float> norm_f32;
+  NormKernels<double> norm_f64;
+  PoolKernel<float> max_pool_f32;
+  PoolKernel<double> max_pool_f64;
 };
+
+// The kernels of the instruction set in use.
+const Kernels& kernels();
 
 extern const Kernels kPlain;
 #if defined(__x86_64__)

@@ -57,10 +57,14 @@ const Kernels& choose() {
                     "'; unset it to use the widest.");
 }
 
+}  // namespace
+
 const Kernels& kernels() {
   static const Kernels& chosen = choose();
   return chosen;
 }
+
+namespace {
 
 template <class A>
 Kernel kernel_of(KernelId kernel) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../batch_norm_args.h"
 #include "../launch.h"
 
 namespace qtoolkit {
@@ -13,6 +14,13 @@ void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& 
                   const at::Tensor* skipped);
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
+
+// See launch.h.
+void batch_norm_forward(BatchNormArgs& args);
+void batch_norm_backward(BatchNormArgs& args);
+void batch_norm_track(const TrackedStatistics& statistics);
+void max_pool_forward(const PoolArgs& args);
+void max_pool_backward(const PoolArgs& args);
 
 }  // namespace cpu
 }  // namespace qtoolkit

@@ -1,7 +1,23 @@
-"""Analysis of quantized models: error of each layer, sensitivity of the score to each layer, drawing of the graph."""
+"""Analysis of quantized models: error of each layer, sensitivity of the score to it, drawing, and a watch on training."""
 
+from qtoolkit.debug.activity import Activity, Hook
 from qtoolkit.debug.compare import Comparison, LayerComparison, Similarity, compare
 from qtoolkit.debug.draw import draw
 from qtoolkit.debug.sensitivity import Row, Sensitivity, sensitivity
+from qtoolkit.debug.watch import Watch, watch
+from qtoolkit.public import publish
 
-__all__ = ["Comparison", "LayerComparison", "Row", "Sensitivity", "Similarity", "compare", "draw", "sensitivity"]
+__all__ = [
+    "Activity",
+    "Comparison",
+    "LayerComparison",
+    "Row",
+    "Sensitivity",
+    "Similarity",
+    "Watch",
+    "compare",
+    "draw",
+    "sensitivity",
+    "watch",
+]
+publish(__name__, Hook)

@@ -1,25 +1,20 @@
-"""Compile the graph of a model to code in which each block runs its own part, where the graph allows it.
+"""Divide the graph of a model among its blocks: each has a part of its own, where the graph allows it.
 
-The graph of the model stays as it is: one list of nodes, which passes, reports and exporters read. Only the code that runs is
-divided. An inserted quantizer runs in the innermost block that has all users of its output.
+The graph of the model stays as it is. Only the code that runs is divided. An inserted quantizer runs in the innermost block
+that has all users of its output.
 """
 
-import itertools
-import linecache
-import operator
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from qtoolkit.graph.block_calls import ROOT, BlockCall, Foreign, Path, Value, ancestors, leaves, map_leaves
+from qtoolkit.graph.block_calls import ROOT, BlockCall, Foreign, Value, ancestors, leaves, map_leaves
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.recorded import check_argument, is_mode
-
-_count = itertools.count()
+from qtoolkit.op_kinds.recorded import is_mode
 
 
 class NoPartError(Exception):
@@ -45,16 +40,9 @@ class Part:
     result: Any = None
 
 
-def compile_blocks(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> Callable[..., Any] | None:
-    """Give each block that can run its part of the graph the code for it; the others get the reason.
-
-    Returns:
-        The forward of the model, which calls the blocks; None if no block can be called.
-    """
-    division = Division(gm, calls)
-    for index, part in division.parts.items():
-        part.block.set_block_code(_compile(division.graph_of(index), part.call.block), gm)
-    return _compile(division.graph_of(ROOT), "") if division.parts else None
+def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes that only read something of the model, so that every part can read it for itself."""
+    return {node for node in gm.graph.nodes if node.op == "get_attr" or is_mode(node)}
 
 
 class Division:
@@ -65,14 +53,14 @@ class Division:
         calls: The calls of its blocks.
 
     Attributes:
-        free: Nodes that only read something of the model, so that every part can read it for itself.
+        free: What `free_nodes` returns.
         parts: The parts of the blocks that can run them, by the indices of their calls.
     """
 
     def __init__(self, gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> None:
         self.gm, self.calls = gm, calls
         self.paths = [ancestors(calls, call) for call in range(len(calls))]
-        self.free = {node for node in gm.graph.nodes if node.op == "get_attr" or is_mode(node)}
+        self.free = free_nodes(gm)
         self.nodes = [node for node in gm.graph.nodes if node not in self.free]
         self.order = {node: place for place, node in enumerate(self.nodes)}
         self.path_of = self._paths_of_nodes()
@@ -159,12 +147,6 @@ class Division:
                 raise NoPartError(f"it {what} {leaf.node!r}, which the graph no longer computes")
         return map_leaves(tree, lambda leaf: self.current.get(leaf.node) if isinstance(leaf, Value) else leaf)
 
-    # ---- graphs
-
-    def graph_of(self, index: int) -> fx.Graph:
-        """Return the graph of a part, in which the parts inside it are calls of their blocks."""
-        return _Writer(self, index).write()
-
     def items(self, index: int) -> Iterator[fx.Node | int]:
         """Yield what a part runs, in order: nodes, and the indices of the calls of blocks."""
         called = set[int]()
@@ -176,91 +158,6 @@ class Division:
             elif inner not in called and facts_of(node).call is not None:
                 called.add(inner)
                 yield inner
-
-
-class _Writer:
-    """Writes the graph of a part."""
-
-    def __init__(self, division: Division, index: int) -> None:
-        self.division, self.index = division, index
-        self.name = division.calls[index].block
-        self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
-
-    def write(self) -> fx.Graph:
-        part = self.division.parts.get(self.index)
-        if part is None:
-            self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers
-        else:
-            self._write_arguments(part)
-        for item in self.division.items(self.index):
-            if isinstance(item, int):
-                self._write_call(self.division.parts[item])
-            else:
-                self._copy(item)
-        if part is not None:
-            self.graph.output(self._built(part.result, self._value))
-        return self.graph
-
-    def _write_arguments(self, part: Part) -> None:
-        values = {**dict(zip(part.call.names, part.args, strict=True)), **part.kwargs}
-        fixed = [name for name, value in values.items() if not isinstance(value, tuple | list | dict | fx.Node)]
-        last = max((i for i, name in enumerate(values) if name not in fixed), default=-1)
-        arguments = [
-            self.graph.placeholder(name, default_value=values[name]) if i > last else self.graph.placeholder(name)
-            for i, name in enumerate(values)
-        ]
-        for name, argument in zip(values, arguments, strict=True):
-            if name in fixed:
-                self.graph.call_function(check_argument, (argument, values[name], name))
-            else:
-                self._write_items(values[name], argument)
-
-    def _write_call(self, part: Part) -> None:
-        args, kwargs = self._built((part.args, part.kwargs), self._known)
-        result = self.graph.call_module(self._target(part.call.block), args, kwargs)
-        self._write_items(part.result, result)
-
-    def _write_items(self, tree: Any, whole: fx.Node) -> None:
-        """Write the nodes that take the values in nested tuples, lists and dicts."""
-        items: dict[Path, fx.Node] = {(): whole}
-        for path, leaf in leaves(tree):
-            if isinstance(leaf, fx.Node) and leaf not in self.written:
-                for depth, key in enumerate(path):
-                    if path[: depth + 1] not in items:
-                        items[path[: depth + 1]] = self.graph.call_function(
-                            operator.getitem, (items[path[:depth]], key)
-                        )
-                self.written[leaf] = items[path]
-
-    def _built(self, tree: Any, value: Callable[[fx.Node], Any]) -> Any:
-        """Return arguments or a result in this part."""
-        if isinstance(tree, OrderedDict):  # torch.fx would take it for a dict
-            items = [(key, self._built(item, value)) for key, item in tree.items()]
-            return self.graph.call_function(OrderedDict, (items,))
-        if isinstance(tree, dict):
-            return {key: self._built(item, value) for key, item in tree.items()}
-        if isinstance(tree, tuple | list):
-            return type(tree)(self._built(item, value) for item in tree)
-        return value(tree) if isinstance(tree, fx.Node) else tree
-
-    def _value(self, node: fx.Node) -> fx.Node:
-        """Return what a node is in this part. A parameter is read where it is used."""
-        return self._copy(node) if node in self.division.free and node not in self.written else self.written[node]
-
-    def _known(self, node: fx.Node) -> fx.Node | None:
-        """Return what a node is in this part; None if it is not there, which nothing in the block uses then."""
-        return self._value(node) if node in self.written or node in self.division.free else None
-
-    def _copy(self, node: fx.Node) -> fx.Node:
-        self.written[node] = copy = self.graph.node_copy(node, self._value)
-        if node.op in ("call_module", "get_attr"):
-            copy.target = self._target(str(node.target))
-        return copy
-
-    def _target(self, name: str) -> str:
-        """Return the name of a submodule or a tensor of the model, as the block of this part finds it."""
-        inside = name.removeprefix(f"{self.name}.")
-        return name if not self.name else inside if inside != name else f"_block_model.{name}"
 
 
 def _stand_ins(used: set[fx.Node], tree: Any, why: str) -> dict[fx.Node, fx.Node]:
@@ -277,14 +174,3 @@ def _stand_ins(used: set[fx.Node], tree: Any, why: str) -> dict[fx.Node, fx.Node
             raise NoPartError(f"it {why.format(repr(node.name))}")
         places[source] = node
     return places
-
-
-def _compile(graph: fx.Graph, name: str) -> Callable[..., Any]:
-    """Return the function `forward(self, ...)` of a graph. Tracebacks show its lines."""
-    code = graph.python_code("self")
-    file = f"<forward of {name or 'the model'}>.{next(_count)}"
-    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
-    scope = dict(code.globals)
-    exec(compile(code.src, file, "exec", dont_inherit=True), scope)
-    forward: Callable[..., Any] = scope["forward"]
-    return forward

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
 from qtoolkit.graph.block_calls import BlockCall
-from qtoolkit.graph.block_code import compile_blocks
 from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.running_code import compile_forward
 from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.nn import QuantWeighted
@@ -96,9 +96,9 @@ class QuantizedGraphModule(fx.GraphModule):
         return code
 
     def divide(self, calls: tuple[BlockCall, ...]) -> None:
-        """Let the blocks of these calls run their parts of the graph, where the graph allows it."""
+        """Compile the graph; let the blocks of these calls run their parts of it, where it allows that."""
         self.calls = calls
-        forward = compile_blocks(self, calls) if calls else None
+        forward = compile_forward(self, calls)
         if forward is not None:
             type(self).forward = forward  # each instance has a class of its own
 

@@ -57,6 +57,11 @@ class TracedBlock(nn.Module):
         """Return whether the block runs its part of the graph."""
         return "forward" in vars(self)
 
+    def block_code(self) -> Callable[..., Any] | None:
+        """Return the forward that the block runs now, which a user may have set; None if it has none."""
+        code: Callable[..., Any] | None = vars(self).get("forward")
+        return code
+
     def set_block_code(self, code: Callable[..., Any], model: nn.Module) -> None:
         """Let the block run code that takes itself and its arguments, and finds the whole model as `_block_model`."""
         vars(self).update(forward=MethodType(code, self), _block_model=model)

@@ -46,6 +46,7 @@ from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
 from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
 from qtoolkit.public import publish
+from qtoolkit.quantizers.weights import Versions  # noqa: F401 (pickles of layers name it)
 
 # Float type -> QAT type: the layers that the swap pass replaces.
 QAT_MODULES: dict[type, type[QuantModule]] = {

@@ -281,7 +281,7 @@ def forward_with(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) 
         return _folded(layer, bn, compute)
     if bn.strategy in NEEDS_BATCH_STATISTICS:
         return _with_batch_statistics(layer, bn, compute)
-    return _unscaled(layer, bn, compute)
+    return divided(layer, *undivided(layer, bn, compute))
 
 
 def _factor(bn: Any, variance: Tensor) -> Tensor:
@@ -291,12 +291,20 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
     factor = factor_of(bn)
-    return compute(factor, layer.bias_in_sums(folded_bias(bn, layer.bias, factor)), True)
+    return compute(factor, folded_bias(bn, layer.bias, factor), True)
 
 
-def _unscaled(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:
+def undivided(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> tuple[Tensor, Tensor]:
+    """Return a layer's output without its bias, times the factor of each channel; and that factor (strategy "unscale").
+
+    The batch norm of the layer's output equals one of the undivided output with eps times the factor's square.
+    """
     factor = divisor_of(bn, step_variance(layer, bn))
-    out = compute(factor, None, True)
+    return compute(factor, None, True), factor
+
+
+def divided(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
+    """Return a layer's output from what `undivided` returns."""
     y = out / layer.along_channels(factor)
     return (y if layer.bias is None else y + layer.along_channels(layer.bias)).to(out.dtype)
 

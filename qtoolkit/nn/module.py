@@ -13,7 +13,7 @@ from qtoolkit.op_kinds.rules import OTHER
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.quantizers.weights import is_stale, set_weight_range, weight_quantizer
+from qtoolkit.quantizers.weights import Versions, is_stale, set_weight_range, weight_quantizer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,6 +39,9 @@ class QuantModule(nn.Module):
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]
 
+    _range_of: Versions | None = (
+        None  # the tensors on which the weights depend, when their ranges were last taken or loaded
+    )
     _loaded_float = False  # whether the last state dict had the module's weights but nothing of their quantizers
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -71,12 +74,13 @@ class QuantModule(nn.Module):
         new.add_quantizers(weight, name, activation)
         for quantizer in named_quantizers(new).values():
             quantizer.train(new.training)
+        new.note_weights()
         return new
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
         layer = shallow_copy_as(self.FLOAT, self)
-        for name in (*self.own_attributes(), "output_quantizer", "_loaded_float"):
+        for name in (*self.own_attributes(), "output_quantizer", "_range_of", "_loaded_float"):
             layer.__dict__.pop(name, None)
             layer._modules.pop(name, None)
         for hooks in (layer._forward_hooks, layer._load_state_dict_post_hooks):
@@ -121,6 +125,14 @@ class QuantModule(nn.Module):
         for quantizer, weight in self.quantized_weights().values():
             if isinstance(quantizer, TensorQuantizer):
                 set_weight_range(quantizer, weight)
+        self.note_weights()
+
+    def note_weights(self) -> None:
+        """Take the ranges of the weight quantizers as those of the weights as they are now."""
+        modules = (self, *self.depends_on())
+        self._range_of = Versions(
+            t for module in modules for t in (*module.parameters(), *module.buffers(recurse=False))
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; in eval mode each range that follows a weight is that of the weight after the last training step."""
@@ -130,12 +142,14 @@ class QuantModule(nn.Module):
         return self
 
     def refresh_weight_range(self) -> None:
-        """Set each range that follows a weight to that of the weight, if a training step may have changed it since."""
-        if any(is_stale(quantizer) for quantizer in self.weight_quantizers().values()):
+        """Set each range that follows a weight to that of the weight, if it may have changed since."""
+        changed = self._range_of is not None and self._range_of.changed()
+        if any(is_stale(quantizer, changed) for quantizer in self.weight_quantizers().values()):
             refresh(self)
             for quantizer, weight in self.quantized_weights().values():
-                if is_stale(quantizer):
+                if is_stale(quantizer, changed):
                     quantizer.follow(weight)
+        self.note_weights()
 
     def depends_on(self) -> Sequence[nn.Module]:
         """Return the modules beside it whose tensors scale the weights that it quantizes."""
@@ -143,6 +157,7 @@ class QuantModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._range_of = None
         own = tuple(f"{prefix}{name}." for name in self.weight_quantizers())
         self._loaded_float = bool(own) and bool(state_dict) and not any(key.startswith(own) for key in state_dict)
         if reset_after_loading not in self._load_state_dict_post_hooks.values():
@@ -166,6 +181,8 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
             layer.reset_weight_range()
         elif not layer.training:
             layer.refresh_weight_range()
+        else:
+            layer.note_weights()
 
 
 def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:

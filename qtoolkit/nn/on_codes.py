@@ -1,6 +1,7 @@
 """Layers in training on the codes of their inputs: what they keep for backward, and how they compute."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from qtoolkit.errors import check_known
 from qtoolkit.integer.onednn import is_exact
 from qtoolkit.ops.layer import WeightGrid, quant_layer
-from qtoolkit.quantizers.handed_over import codes_of
+from qtoolkit.quantizers.handed_over import codes_of, has_codes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class TrainingArithmetic:
         check_known("save", self.save, self.SAVES)
 
 
-PLAIN = TrainingArithmetic("float", "float")
+DEFAULT = TrainingArithmetic()
 
 
 def run(
@@ -52,7 +53,7 @@ def run(
 ) -> Tensor | None:
     """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds."""
     wanted = layer.training_arithmetic
-    if wanted is PLAIN or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _is_traced():
         return None
     integer = layer.training and _on_integers(layer, x)
     if not integer and wanted.save == "float":
@@ -64,22 +65,62 @@ def run(
     codes = None if geometry is None else codes_of(x, layer.source, channels_last=integer)
     if geometry is None or codes is None:
         return None
-    weight = layer.weight if factor is None else layer.scale_output_channels(layer.weight.detach(), factor.detach())
-    grid: WeightGrid | None = quantizer.weight_grid(weight)
+    grid: WeightGrid | None = quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor))
     if grid is None:
         return None
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+    bias = layer.bias_in_sums(bias)  # after the weight's range, on whose steps it lies
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast)
 
 
+def _scaled_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor:
+    weight: Tensor = layer.weight.detach()
+    return weight if factor is None else layer.scale_output_channels(weight, factor.detach())
+
+
+def _is_traced() -> bool:
+    """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
+    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
 def _on_integers(layer: "QuantWeighted", x: Tensor) -> bool:
-    forward = layer.training_arithmetic.forward
-    if forward == "float" or integer_obstacle(layer) is not None:
+    if why_in_float(layer) is not None:
         return False
-    if forward == "integer":
-        return True
-    return HAS_INT8 and x.is_cpu and layer.KIND in ON_INT8 and x.dtype == layer.weight.dtype == torch.float32
+    exact_type = x.dtype == layer.weight.dtype == torch.float32 and x.is_cpu
+    return layer.training_arithmetic.forward == "integer" or exact_type
+
+
+def described(layer: "QuantWeighted") -> str:
+    """Return how a layer computes in training and what it keeps for backward, in words; "" for one without an input grid."""
+    if layer.KIND == "embedding" or not isinstance(layer.weight_quantizer, TensorQuantizer):
+        return ""
+    no_codes = _why_no_codes(layer)
+    if no_codes is not None:
+        return f"float, keeps floats: {no_codes}"
+    in_float = why_in_float(layer)
+    forward = "on codes" if in_float is None else f"float ({in_float})"
+    return f"{forward}, keeps {'floats' if in_float and layer.training_arithmetic.save == 'float' else 'codes'}"
+
+
+def _why_no_codes(layer: "QuantWeighted") -> str | None:
+    """Return why a layer knows no codes of its inputs; None where it does."""
+    quantizer, source = layer.weight_quantizer, layer.source
+    if quantizer is None or quantizer.spec.format != "int":
+        return "its weight is not on a grid of integers"
+    if source is None:
+        return "its inputs are on no grid, or on several"
+    return None if has_codes(source.spec) else "its inputs have no codes of one byte and one scale"
+
+
+def why_in_float(layer: "QuantWeighted") -> str | None:
+    """Return why a layer computes in float in training; None where it computes on codes, if its input has codes."""
+    forward = layer.training_arithmetic.forward
+    if forward == "float":
+        return "as asked"
+    if forward == "auto" and not (HAS_INT8 and layer.KIND in ON_INT8):
+        return "no int8 kernel"
+    return integer_obstacle(layer)
 
 
 def integer_obstacle(layer: "QuantWeighted") -> str | None:

@@ -51,7 +51,7 @@ class QuantWeighted(QuantModule):
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer, ...] = ()
     _source: tuple[Quantizer, ...] = ()
-    training_arithmetic: on_codes.TrainingArithmetic = on_codes.PLAIN
+    training_arithmetic: on_codes.TrainingArithmetic = on_codes.DEFAULT
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -72,7 +72,7 @@ class QuantWeighted(QuantModule):
         """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
         self._sums_over, self._source = (), ()
-        self.training_arithmetic = on_codes.PLAIN
+        self.training_arithmetic = on_codes.DEFAULT
         self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
@@ -206,7 +206,7 @@ class QuantWeighted(QuantModule):
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
-            return self.run(x, None, self.bias_in_sums(self.bias), *args, **kwargs)
+            return self.run(x, None, self.bias, *args, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
 
     def run(self, x: Tensor, factor: Tensor | None, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -216,7 +216,14 @@ class QuantWeighted(QuantModule):
             return y
         weight = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
         dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
-        return self.compute(x, self.quantize_weight(weight).to(dtype), _cast(bias, dtype), *args, **kwargs)
+        weight = self.quantize_weight(weight).to(dtype)  # before the bias, whose grid takes the weight's scale
+        return self.compute(x, weight, _cast(self.bias_in_sums(bias), dtype), *args, **kwargs)
+
+    def undivided(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return what `qtoolkit.nn.batch_norm.undivided` does, for the arguments of forward: for the linked batch norm."""
+        self.check_input(input)
+        compute = partial(self._call, quantized(self.input_quantizer, input), args, kwargs)
+        return batch_norm.undivided(self, self._batch_norm[0], compute)
 
     def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer: without quantizers and without the batch norm."""
@@ -274,8 +281,27 @@ def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
 
 
-def set_training_arithmetic(model: nn.Module, arithmetic: on_codes.TrainingArithmetic) -> None:
-    """Set how the layers of a model compute in training."""
+def set_training_arithmetic(model: nn.Module, forward: str = "auto", save: str = "codes") -> None:
+    """Set how the layers of a prepared or replaced model compute in training, at any time.
+
+    Args:
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it.
+        forward: How convolutions and linear layers compute whose inputs and weights are on integer grids. "float": in float,
+            on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has exact int8 kernels
+            for the layer on this processor, else in float. Gradients are the straight-through ones in any case.
+        save: What such a layer keeps of its input for backward. "codes": a byte an element, half a byte for at most 4 bits.
+            "float": the values.
+
+    Raises:
+        ValueError: A value is not known.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)))
+        >>> set_training_arithmetic(prepared, forward="float")
+        >>> prepared.get_submodule("0").training_arithmetic
+        TrainingArithmetic(forward='float', save='codes')
+    """
+    arithmetic = on_codes.TrainingArithmetic(forward, save)
     for layer in model.modules():
         if isinstance(layer, QuantWeighted):
             layer.training_arithmetic = arithmetic

@@ -25,6 +25,7 @@ torch.func (grad, vjp, jacrev) raise NotImplementedError. Double backward differ
 torch's fake quantization does; for a scale or zero point that requires grad it raises NotImplementedError.
 """
 
+from qtoolkit.ops.batch_norm import batch_norm_fake_quant, batch_norm_track_
 from qtoolkit.ops.compiling import snapshot
 from qtoolkit.ops.float_formats import fake_quant_block, fake_quant_float
 from qtoolkit.ops.int4 import dequantize_int4, quantize_int4
@@ -38,9 +39,12 @@ from qtoolkit.ops.observe import (
     observe_minmax_,
     search_range,
 )
+from qtoolkit.ops.pool import max_pool
 from qtoolkit.ops.positive import positive_scale
 
 __all__ = [
+    "batch_norm_fake_quant",
+    "batch_norm_track_",
     "dequantize",
     "dequantize_int4",
     "fake_quant",
@@ -49,6 +53,7 @@ __all__ = [
     "fake_quant_float",
     "fake_tensor_quant",
     "grid_of_range",
+    "max_pool",
     "minmax",
     "observe_fake_quant",
     "observe_histogram_",

@@ -36,6 +36,11 @@ def has_codes(spec: QuantSpec) -> bool:
     return spec.format == "int" and spec.bits <= 8 and spec.axis is None
 
 
+def is_packed(qmin: int, qmax: int) -> bool:
+    """Return whether two codes of a range are kept in a byte."""
+    return qmax - qmin < 16
+
+
 def hand_over(y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> None:
     """Keep the codes of a tensor with it; not in compiled code, which has no use for a cache.
 
@@ -96,7 +101,7 @@ def _grid_now(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
 
 def _computed(y: Tensor, grid: _Handed) -> Tensor:
     y = y.detach()
-    if grid.qmax - grid.qmin < 16:
+    if is_packed(grid.qmin, grid.qmax):
         return ops.quantize_int4(y, grid.scale, grid.zero_point, grid.qmin, grid.qmax)
     dtype = code_dtype(grid.qmin, grid.qmax)
     return ops.quantize(y, grid.scale, grid.zero_point, grid.qmin, grid.qmax, dtype=dtype)

@@ -28,11 +28,19 @@ def fake_quant(
     channels = (spec.axis, group, block_size)
     if spec.format != "int":
         return ops.fake_quant_float(x, scale, spec.format, *channels)
-    if torch.compiler.is_compiling() and grad_factor != 1.0:  # the op's own would be a constant: a graph for each size
-        scale = _WithFactor.apply(scale, grad_factor)
-        zero_point = None if zero_point is None else _WithFactor.apply(zero_point, grad_factor)
-        grad_factor = 1.0
+    scale, zero_point, grad_factor = with_factor(scale, zero_point, grad_factor)
     return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
+
+
+def with_factor(scale: Tensor, zero_point: Tensor | None, grad_factor: float) -> tuple[Tensor, Tensor | None, float]:
+    """Return a grid and its gradient factor as ops take them: in compiled code the factor, of a size, is outside of the op.
+
+    The op's own would be a constant there: a graph for each size.
+    """
+    if not torch.compiler.is_compiling() or grad_factor == 1.0:
+        return scale, zero_point, grad_factor
+    moved = None if zero_point is None else _WithFactor.apply(zero_point, grad_factor)
+    return _WithFactor.apply(scale, grad_factor), moved, 1.0
 
 
 @functools.cache

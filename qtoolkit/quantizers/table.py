@@ -102,6 +102,10 @@ class QuantizerKind:
         """Return the factor of the gradients of scale and zero point, for the input x."""
         return 1.0
 
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return how many times their start the trained scales are; None where there is no start to compare with."""
+        return None
+
     def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
         """Observe x while quantizing."""
         quantizer.observer(x)
@@ -201,6 +205,10 @@ class LSQ(QuantizerKind):
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the trained scale, and the zero point."""
         return ops.positive_scale(quantizer._scale, quantizer._relative_scale), quantizer._zero_point
+
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return the magnitude of the ratio."""
+        return quantizer._relative_scale.detach().abs()
 
     def upgrade(self, state: dict[str, Any], prefix: str) -> None:
         """Take the scale, which was the parameter, of either sign, as the start."""

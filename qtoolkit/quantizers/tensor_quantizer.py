@@ -1,6 +1,6 @@
 """TensorQuantizer: the quantizer of prepared models, which observes ranges and fake-quantizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,13 +116,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     @property
     def scale(self) -> Tensor:
         """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
-        return self.kind.grid(self)[0].detach().abs()
+        with torch.no_grad():  # a node that saves tensors would upset gradient checkpointing, which counts them
+            return self.kind.grid(self)[0].abs()
 
     @property
     def zero_point(self) -> Tensor | None:
         """Codes of zero, as floats; None for a symmetric spec."""
-        zero_point = self.kind.grid(self)[1]
-        return None if zero_point is None else zero_point.detach().round()
+        with torch.no_grad():
+            zero_point = self.kind.grid(self)[1]
+            return None if zero_point is None else zero_point.round()
 
     @property
     def amax(self) -> Tensor:
@@ -246,8 +248,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             hand_over(y, None, scale.detach().abs(), zero_point, spec)
         return y
 
-    def weight_grid(self, weight: Tensor) -> WeightGrid | None:
+    def weight_grid(self, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid | None:
         """Return the grid on which forward would put a weight, for an op that does it; None where only forward can.
+
+        Args:
+            like: A tensor of the weight's shape.
+            values: Returns the weight; called only where the grid depends on it.
 
         Raises:
             RuntimeError: There is no range.
@@ -256,12 +262,13 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         kind, spec = self.kind, self.spec
         if self.observing or not self.quantizing or spec.format != "int" or kind.fake_quant is not fake_quant:
             return None
-        self._check_finite(weight)
+        if self.stopping:
+            self._check_finite(values())
         if self.training and self.follows:
-            self.follow(weight)
+            self.follow(values())
             self.stale = True
         self.check_ready()
-        factor = kind.grad_factor(self, weight)
+        factor = kind.grad_factor(self, like)
         return WeightGrid(*kind.grid(self), spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size, factor)
 
     def _check_finite(self, x: Tensor) -> None:

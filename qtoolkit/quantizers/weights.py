@@ -1,6 +1,8 @@
 """Quantizers of weights: one builder for layers and for functions that take a weight."""
 
-from typing import TypeGuard
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+from weakref import ref
 
 from torch import Tensor
 
@@ -55,6 +57,41 @@ def set_weight_range(quantizer: TensorQuantizer, weight: Tensor) -> None:
         quantizer.load_observed()
 
 
-def is_stale(quantizer: Quantizer) -> TypeGuard[TensorQuantizer]:
-    """Return whether the range of a quantizer follows a weight that a training step may have changed since."""
-    return isinstance(quantizer, TensorQuantizer) and quantizer.stale and quantizer.follows
+def is_stale(quantizer: Quantizer, changed: bool = False) -> TypeGuard[TensorQuantizer]:
+    """Return whether the range of a quantizer follows a weight that may have changed since it was taken.
+
+    Args:
+        quantizer: The quantizer.
+        changed: Whether the weight is known to have changed, as that of a running average does without a forward.
+    """
+    return isinstance(quantizer, TensorQuantizer) and (quantizer.stale or changed) and quantizer.follows
+
+
+class Versions:
+    """Which versions of some tensors are known, to find out later whether the tensors have changed.
+
+    Copies and pickles know the same of their own tensors.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], changed: Iterable[bool] | None = None) -> None:
+        listed = list(tensors)
+        changes = [False] * len(listed) if changed is None else changed
+        self._known = [
+            (ref(tensor), -1 if change else _version(tensor)) for tensor, change in zip(listed, changes, strict=True)
+        ]
+
+    def changed(self) -> bool:
+        """Return whether a tensor has changed."""
+        return any(change for _, change in self._changes())
+
+    def _changes(self) -> list[tuple[Tensor, bool]]:
+        found = ((reference(), version) for reference, version in self._known)
+        return [(tensor, _version(tensor) != version) for tensor, version in found if tensor is not None]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        changes = self._changes()
+        return Versions, ([tensor for tensor, _ in changes], [change for _, change in changes])
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

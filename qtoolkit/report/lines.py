@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from qtoolkit.graph.plan import Status, Verdict
-from qtoolkit.nn import QuantModule
+from qtoolkit.nn import QuantModule, QuantWeighted, on_codes
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -21,6 +21,8 @@ class LayerLine:
         inputs: The quantizers of its inputs; for a layer outside a graph, of all tensors that it quantizes itself.
         verdict: Whether it is quantized, with the cause.
         quantizers: All quantizers that its config controls: those of its weights, its inputs, and between its internal ops.
+        training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`); for
+            a batch norm, what is in one op with it, and why no more.
     """
 
     name: str
@@ -29,6 +31,7 @@ class LayerLine:
     inputs: tuple[str, ...]
     verdict: Verdict
     quantizers: tuple[str, ...] = ()
+    training: str = field(default="", compare=False)  # a converted model has the lines of the prepared one
 
     @property
     def status(self) -> Status:
@@ -103,8 +106,8 @@ class QuantizationReport:
         return tuple(line for line in self.layers if line.status is Status.FLOAT)
 
     def __str__(self) -> str:
-        rows = [("layer", "kind", "weight", "inputs", "status")]
-        rows += [(x.name, x.kind, x.weight, ", ".join(x.inputs), x.reason or x.status) for x in self.layers]
+        rows = [("layer", "kind", "weight", "inputs", "status", "in training")]
+        rows += [(x.name, x.kind, x.weight, ", ".join(x.inputs), x.reason or x.status, x.training) for x in self.layers]
         tensors = [("quantizer", "made by", "taken by", "how", "scale shared with")]
         tensors += [
             (t.quantizer, t.source, ", ".join(t.consumers), t.spec, ", ".join(t.shares_scale_with))
@@ -122,6 +125,11 @@ def weight_of(layer: nn.Module) -> str:
     """Return the specs of a layer's weights in short form, or "" if they are float."""
     quantizers = layer.weight_quantizers().values() if isinstance(layer, QuantModule) else ()
     return ", ".join(dict.fromkeys(spec_of(quantizer) for quantizer in quantizers))
+
+
+def training_of(layer: nn.Module) -> str:
+    """Return how a layer computes in training, or "" for other modules."""
+    return on_codes.described(layer) if isinstance(layer, QuantWeighted) else ""
 
 
 def spec_of(quantizer: nn.Module | None) -> str:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from torch import fx, nn
 
+from qtoolkit.graph.chains import sentence
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import Cause, Status, Verdict
+from qtoolkit.graph.running_code import chains_now
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import (
     is_quantizer,
@@ -27,7 +29,7 @@ from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.quantizers.quantizer import named_quantizers
-from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, weight_of
+from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, training_of, weight_of
 from qtoolkit.shared_modules import first_names, modules_by_name
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
@@ -42,7 +44,8 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
         sources[str(node.target)].append(node.all_input_nodes[0].name)
     every = layer_quantizers(model)
     held = [quantizer for quantizer in every if not quantizer.is_weights]
-    layers = [_layer_line(model, node, every) for node in nodes if _has_line(node)]
+    trained = {chain.batch_norm: sentence(chain) for chain in chains_now(model, model.calls)}
+    layers = [_layer_line(model, node, every, trained.get(node, "")) for node in nodes if _has_line(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
     for quantizer in held:
@@ -68,7 +71,7 @@ def _only_arranges(node: fx.Node) -> bool:
     return node.target in BOOKKEEPING or makes_tuple
 
 
-def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer]) -> LayerLine:
+def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer], trained: str) -> LayerLine:
     plan = model.plan
     verdict = NOT_PLANNED if plan is None else verdict_now(node, plan)
     how = None if plan is None else plan.computed.get(node.name)
@@ -88,6 +91,7 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[Layer
         inputs,
         verdict,
         tuple(dict.fromkeys((*weights, *own, *inputs))),
+        training_of(module_of(node)) if is_layer else trained,
     )
 
 
@@ -112,7 +116,7 @@ def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[n
         verdict = Verdict.put_in(type(layer).__name__)
     inputs = (quantizers[INPUT],) if INPUT in quantizers else ()
     kind = str(kind_of_module(layer))
-    return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()))
+    return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()), training_of(layer))
 
 
 def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:

@@ -18,6 +18,7 @@ from qtoolkit.report.lines import (
     QuantizationReport,
     TensorLine,
     spec_of,
+    training_of,
     weight_of,
 )
 from qtoolkit.report.of_graph import report_of_graph
@@ -125,7 +126,8 @@ def _line(name: str, module: nn.Module, verdict: Verdict, recorded: bool, names:
     quantizers = {path: names[quantizer] for path, quantizer in _called_quantizers(module).items()}
     inputs = tuple(dict.fromkeys(full for path, full in quantizers.items() if path not in _weights_in(module)))
     decided = quantizers.values() if recorded or isinstance(module, QuantModule) else ()
-    return LayerLine(name, str(kind_of_module(module)), weight_of(module), inputs, verdict, tuple(decided))
+    kind, weight = str(kind_of_module(module)), weight_of(module)
+    return LayerLine(name, kind, weight, inputs, verdict, tuple(decided), training_of(module))
 
 
 def _verdict(module: nn.Module) -> Verdict:

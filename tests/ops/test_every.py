@@ -54,7 +54,53 @@ def sample(op: str, x: Tensor) -> dict:
         "groups": 1,
         "integer": False,
     }
+    norm = {
+        "weight": torch.linspace(-1, 2, 6),
+        "bias": torch.linspace(0, 1, 6),
+        "divisor": torch.linspace(1, -2, 6),
+        "residual": torch.ones_like(x),
+        "residual_codes": torch.full_like(x, 2, dtype=torch.int8),
+        "residual_scale": torch.tensor([0.5]),
+        "residual_zero_point": None,
+    }
+    after = {
+        "eps": 1e-5,
+        "low": 0.0,
+        "high": 6.0,
+        "slope": 0.0,
+        "scale": scales(1),
+        "zero_point": zero_points(1),
+        **codes_of,
+    }
+    statistics = {"mean": torch.linspace(-1, 1, 6), "variance": torch.linspace(1, 90, 6)}
+    window = {"kernel_size": [3], "stride": [2], "padding": [1], "dilation": [1]}
     return {
+        "batch_norm_fake_quant": {"x": x, **norm, **after},
+        "batch_norm_fake_quant_backward": {
+            "grad": x * 2,
+            "x": x,
+            **norm,
+            **statistics,
+            **after,
+            "residual_grad": True,
+            "scale_grad": True,
+        },
+        "batch_norm_track_": {
+            "running_mean": torch.zeros(6),
+            "running_var": torch.ones(6),
+            **statistics,
+            "divisor": None,
+            "offset": None,
+            "momentum": 0.1,
+            "count": 9,
+        },
+        "max_pool_offsets": {"x": x, **window},
+        "max_pool_offsets_backward": {
+            "grad": x,
+            "offsets": codes(torch.uint8)(*x.shape) % 9,
+            "size": [x.size(0), 12, 2 * x.size(2)],
+            **window,
+        },
         "fake_quant": {"x": x, **grid},
         "fake_quant_": {"x": x, **grid},
         "observe_fake_quant": {
@@ -192,8 +238,9 @@ def test_vmap(op: str) -> None:
 @pytest.mark.parametrize("op", UPDATED)
 def test_vmap_does_not_update_what_all_samples_share(op: str) -> None:
     given = sample(op, image())
+    name = "x" if "x" in given else "mean"
     with pytest.raises(RuntimeError, match=f"Batching rule not implemented for qtoolkit::{op}"):
-        torch.vmap(lambda x: OPS[op](**given | {"x": x}))(torch.stack([image(), image()]))
+        torch.vmap(lambda t: OPS[op](**given | {name: t}))(torch.stack([given[name], given[name]]))
 
 
 CUTS = [Channels(), Channels(0), Channels(1), Channels(-1), Channels(1, 2), Channels(0, 1, 2), Channels(1, 1, 2)]

@@ -82,17 +82,26 @@ class Drawn:
     def x(self) -> Tensor:
         if "grad" in self.given:
             return self.tensor(FLOATS, self.mostly(list(self.given["grad"].shape), [2, 3]))
+        if self.op == "max_pool_offsets":
+            return self.tensor(FLOATS, self.mostly(self.image, [2, 3], [4, 4]))
+        if "norm" in self.op:
+            return self.tensor(FLOATS, self.normalized)
         if self.op != "fake_quant_block":
             return self.tensor(FLOATS)
         return self.tensor(FLOATS, [*(self.r.choice([0, 1, 2, 5]) for _ in range(self.r.randrange(3))), 96])
 
     def grad(self) -> Tensor:
-        return self.tensor(FLOATS)
+        if self.op == "max_pool_offsets_backward":
+            rows, columns = (self.results(i) for i in (0, 1))
+            return self.tensor(FLOATS, self.mostly([*self.image[:-2], rows, columns], [2, 3], [1, 1, 1, 1]))
+        return self.tensor(FLOATS, self.normalized if "norm" in self.op else None)
 
     def codes(self) -> Tensor:
         return self.tensor(CODES)
 
     def size(self) -> list[int]:
+        if self.op == "max_pool_offsets_backward":
+            return self.mostly(self.image, [3, 3], [0] * len(self.image), [-1] * len(self.image))
         return self.mostly(self.unpacked, [3], [-1, 0], [2**40, 2**40], [])
 
     @cached_property
@@ -121,7 +130,7 @@ class Drawn:
         return Channels(axis, group, self.mostly(r.choice([0, 0, *blocks]), 0, 1, 3, -1, 2**40))
 
     @property
-    def count(self) -> int:
+    def channel_count(self) -> int:
         x, c = self.input, self.channels
         blocks = c.block_size if "block_size" in [a.name for a in OPS[self.op]._schema.arguments] else 0
         in_range = c.axis is None or (-x.dim() <= c.axis < x.dim() and 0 < c.group < 2**20)
@@ -142,12 +151,16 @@ class Drawn:
     def scale(self) -> Tensor:
         if "lo" in self.given:
             return self.updated()
-        t = self.vector(self.r.choice([self.count, self.count, 1]))
+        if "norm" in self.op:
+            return self.r.choice([None, self.vector(1)])
+        t = self.vector(self.r.choice([self.channel_count, self.channel_count, 1]))
         return t.reshape(-1, 1) if self.r.random() < 0.1 else t
 
     def zero_point(self) -> Tensor | None:
         if "lo" in self.given:
             return self.r.choice([None, self.updated()])
+        if self.given["scale"] is None:
+            return self.mostly(None, torch.ones(1))
         return self.r.choice([None, self.vector(self.given["scale"].numel())])
 
     def updated(self) -> Tensor:
@@ -238,7 +251,7 @@ class Drawn:
         if self.op == "search_range":
             several, number = self.r.choice([(False, 1), (True, 3)])
         else:
-            several, number = self.channels.axis is not None, self.mostly(max(self.count, 1), 1, 2)
+            several, number = self.channels.axis is not None, self.mostly(max(self.channel_count, 1), 1, 2)
         bins = self.mostly(self.r.choice([2, 4, 6]), 0, 3)
         self.previous = [torch.randn(9) * self.r.choice([0.0, 1.0, 1.0, 40.0, -(2.0**100)]) for _ in range(number)]
         if self.r.random() < 0.3:
@@ -253,7 +266,7 @@ class Drawn:
             return self.mostly(self.edges[end], self.edges[end].double(), torch.zeros(4), torch.zeros(1, device="meta"))
         if self.op == "grid_of_range":
             return self.range_end(end)
-        seen = torch.full((self.mostly(self.count, 0, 1, self.count + 1),), (-3.0, 3.0)[end])
+        seen = torch.full((self.mostly(self.channel_count, 0, 1, self.channel_count + 1),), (-3.0, 3.0)[end])
         unseen = torch.full_like(seen, (np.inf, -np.inf)[end])
         t = torch.where(torch.rand(seen.shape) < 0.7, seen, unseen)
         return t.to(self.mostly(self.kept, torch.float16, torch.int64))
@@ -278,6 +291,8 @@ class Drawn:
         return self.edge(1)
 
     def momentum(self) -> float | None:
+        if "norm" in self.op:
+            return self.mostly(self.r.choice([0.0, 0.1, 1.0]), -0.1, 2.0, float("nan"))
         return self.mostly(self.r.choice([None, 0.1, 1.0]), 0.0, -1.0, 2.0, float("nan"))
 
     def method(self) -> str:
@@ -293,6 +308,131 @@ class Drawn:
         bins, takes = self.given["counts"].size(-1), self.given["method"] == "entropy" and self.given["symmetric"]
         some = self.r.choices(range(1, bins + 1), k=3) if takes and bins else []
         return self.mostly(self.r.choice([[], some]), [0], [1], [1, bins + 1], [2**40], [-1])
+
+    # ---- batch norm
+
+    @cached_property
+    def normalized(self) -> list[int]:
+        shape = [self.r.choice([1, 2, 3, 4]) for _ in range(self.r.choice([2, 2, 3, 4, 5]))]
+        shape[0] += 1
+        shape[1] = self.r.choice([0, 1, 2, 3, 7, 70])
+        return self.mostly(shape, [1, 3], [0, 3, 2], [4])
+
+    def of_channels(self) -> Tensor:
+        t = self.vector(self.given["x"].size(1) if self.given["x"].dim() > 1 else 1)
+        return t * torch.randn(t.shape).sign() if t.dtype in FLOATS and not t.is_meta else t
+
+    def weight(self) -> Tensor | None:
+        return self.r.choice([None, self.of_channels()])
+
+    bias = weight
+
+    def divisor(self) -> Tensor | None:
+        if "running_mean" in self.given:
+            return self.offset()
+        return self.weight()
+
+    def residual(self) -> Tensor | None:
+        self.rebuilt = self.r.random() < 0.5
+        x = self.given["x"]
+        if self.r.random() < 0.5 or (self.rebuilt and x.dtype not in FLOATS):
+            self.rebuilt = False
+            return None
+        if self.rebuilt:
+            self.residual_grid = [torch.tensor([0.5]), self.r.choice([None, torch.tensor([3.0])])]
+            self.kept_codes = torch.randint(0, 100, x.shape, device=x.device).to(self.r.choice(CODES[:2]))
+            if x.is_meta:
+                return torch.empty_like(x)
+            return reference.dequantize(self.kept_codes, *self.residual_grid, dtype=x.dtype)
+        return self.mostly(torch.randn(x.shape).to(x), torch.ones(2), torch.ones(x.shape).int())
+
+    def residual_codes(self) -> Tensor | None:
+        return self.mostly(self.kept_codes, self.kept_codes.int()) if self.rebuilt else None
+
+    def residual_scale(self) -> Tensor | None:
+        return self.mostly(self.residual_grid[0].to(self.given["x"].device), None) if self.rebuilt else None
+
+    def residual_zero_point(self) -> Tensor | None:
+        z = self.residual_grid[1] if self.rebuilt else None
+        return z if z is None else z.to(self.given["x"].device)
+
+    def eps(self) -> float:
+        return self.mostly(self.r.choice([0.0, 1e-5, 0.1]), -1.0, float("nan"))
+
+    def low(self) -> float:
+        return self.mostly(self.r.choice([-np.inf, 0.0, -1.0]), float("nan"))
+
+    def high(self) -> float:
+        return self.mostly(self.r.choice([np.inf, 6.0, 1.0]), float("nan"), -2.0)
+
+    def slope(self) -> float:
+        return self.r.choice([0.0, 0.0, 0.1, 1.0])
+
+    def mean(self) -> Tensor:
+        if "running_mean" in self.given:
+            return self.mostly(torch.randn(self.given["running_mean"].shape), torch.ones(2))
+        return torch.randn(self.given["x"].shape[1:2]).to(self.mostly(torch.float32, torch.float64, torch.int64))
+
+    def variance(self) -> Tensor:
+        return self.mean().abs()
+
+    def residual_grad(self) -> bool:
+        return self.r.random() < 0.5
+
+    scale_grad = residual_grad
+
+    def running_mean(self) -> Tensor:
+        t = torch.randn(self.mostly(self.r.choice([0, 1, 5]), 2)).to(self.r.choice(FLOATS))
+        return self.mostly(t, t.long(), t[None], t.expand(2, -1)[:, 0] if t.numel() else t)
+
+    def running_var(self) -> Tensor:
+        t = self.given["running_mean"]
+        return self.mostly(torch.rand(t.shape).to(t), torch.ones(3), torch.ones(t.shape).half())
+
+    def offset(self) -> Tensor | None:
+        t = torch.randn(self.given["running_mean"].shape).to(self.r.choice(FLOATS))
+        return self.mostly(self.r.choice([None, t]) if "mean" in self.given else t, torch.ones(2))
+
+    def count(self) -> int:
+        return self.mostly(self.r.choice([2, 9, 2**40]), 1, 0, -3)
+
+    # ---- max pooling: the image is drawn such that it holds a window
+
+    @cached_property
+    def image(self) -> list[int]:
+        lead = [self.r.choice([0, 1, 2, 70]) for _ in range(self.r.choice([1, 2]))]
+        return [*lead, self.r.choice([6, 9]), self.r.choice([5, 7, 70])]
+
+    @cached_property
+    def window(self) -> list[list[int]]:
+        sides = [[self.r.choice(n) for _ in range(2)] for n in ([1, 2, 3], [1, 2, 3], [0, 1], [1, 2])]
+        sides[2] = [min(p, k // 2) for p, k in zip(sides[2], sides[0], strict=True)]
+        return sides
+
+    def results(self, i: int) -> int:
+        kernel, stride, padding, dilation = (sides[i] for sides in self.window)
+        room = self.image[i - 2] + 2 * padding - dilation * (kernel - 1) - 1
+        self.ceils = False
+        return room // stride + 1
+
+    def kernel_size(self) -> list[int]:
+        return self.mostly(self.window[0], [0], [-1, 2], [2] * 3, [], [300, 300], [2**40])
+
+    def stride(self) -> list[int]:
+        return self.mostly(self.window[1], [0], [], [-3, 1])
+
+    def padding(self) -> list[int]:
+        return self.mostly(self.window[2], [-1], [7], [2**40])
+
+    def dilation(self) -> list[int]:
+        return self.mostly(self.window[3], [0], [2**30], [-1, 1])
+
+    def ceil_mode(self) -> bool:
+        return False if self.op == "max_pool_offsets_backward" else self.r.random() < 0.5
+
+    def offsets(self) -> Tensor:
+        t = torch.randint(0, 256, self.given["grad"].shape, device=self.given["grad"].device)
+        return self.mostly(t.byte(), t.int(), t[..., :1].byte())
 
 
 class DrawnLayer(Drawn):
@@ -527,6 +667,103 @@ def check_fake_quant_learned_backward(drawn: Drawn, found: Results, grad, **give
             assert_sum(found[2], zero_point, wanted.dz, wanted.dz_mass, x)
 
 
+def normalized(x, residual, residual_codes, residual_scale, residual_zero_point, **given) -> reference.Normalized:
+    if residual_codes is not None:
+        residual = reference.dequantize(residual_codes, residual_scale, residual_zero_point, dtype=x.dtype)
+    return reference.Normalized(x, residual=residual, **given)
+
+
+def check_batch_norm_fake_quant(drawn: Drawn, found: Results, grad_factor: float, **given) -> None:
+    x, (y, codes, mean, variance) = given["x"], found
+    if x.numel() == 0:
+        return
+    wide = reference.wide(x).double()
+    wanted_variance, wanted_mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
+    rtol = 1e-12 if x.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(mean.double(), wanted_mean, rtol=rtol, atol=1e-5 * float(wide.abs().max()))
+    torch.testing.assert_close(variance.double(), wanted_variance, rtol=rtol, atol=1e-12 * float(wide.abs().max()) ** 2)
+    wanted = normalized(mean=mean, variance=variance, **given)
+    assert_same(y, wanted.y())
+    qmin, qmax = given["qmin"], given["qmax"]
+    if given["scale"] is not None and ((-128 <= qmin < 0 and qmax <= 127) or (qmin >= 0 and qmax <= 255)):
+        assert_same(
+            codes, reference.quantize(wanted.value, **wanted.grid, dtype=torch.int8 if qmin < 0 else torch.uint8)
+        )
+    else:
+        assert codes.numel() == 0
+
+
+def check_batch_norm_fake_quant_backward(
+    drawn: Drawn, found: Results, grad, grad_factor: float, residual_grad: bool, scale_grad: bool, **given
+) -> None:
+    x, names = given["x"], ("weight", "bias", "divisor")
+    if x.numel() == 0:
+        return
+    wanted = normalized(**given)
+    dx, of_channels = wanted.gradients(grad, given["eps"])
+    if residual_grad:
+        assert_same(found[4], wanted.grad_before(grad).to(x.dtype))
+    else:
+        assert found[4].numel() == 0
+    scale = float(dx.abs().max())
+    if np.isfinite(scale) and torch.isfinite(wanted.centred).all():
+        rounded = max(torch.finfo(x.dtype).eps, 1e-5)
+        largest = float((wanted.grad_before(grad).double() * wanted.factor.double()).abs().max()) + scale
+        limit = torch.finfo(x.dtype).max
+        assert ((found[0].double() - dx).abs() <= rounded * largest + 1e-30)[dx.abs() < limit].all()
+    for got, name in zip(found[1:4], names, strict=True):
+        if given[name] is None:
+            assert got.numel() == 0
+            continue
+        want, mass = of_channels[name]
+        unit = max(torch.finfo(got.dtype).eps, 1e-5)
+        finite = (mass * 2).lt(torch.finfo(got.dtype).max)
+        assert ((got.double() - want).abs() <= unit * mass + 1e-30)[finite].all()
+    for got, like in zip(found[5:], (given["scale"], given["zero_point"]), strict=True):
+        assert got.shape == (like.shape if like is not None and scale_grad else (0,))
+
+
+def check_batch_norm_track_(
+    drawn: Drawn, found: Results, running_mean, running_var, mean, variance, divisor, offset, momentum, count
+) -> None:
+    kind = torch.float64 if mean.dtype == torch.float64 else torch.float32
+    mean, variance, f, offset = (
+        (torch.full(mean.shape, absent) if t is None else t).to(kind).double()
+        for t, absent in ((mean, 0), (variance, 0), (divisor, 1), (offset, 0))
+    )
+    batch = mean / f + offset, variance / (f * f) * (count / (count - 1))
+    for got, old, new in zip(found, (running_mean, running_var), batch, strict=True):
+        assert_same(got, ((1 - momentum) * old.double() + momentum * new).to(got.dtype))
+
+
+def check_max_pool_offsets(drawn: Drawn, found: Results, x, kernel_size, stride, padding, dilation, ceil_mode) -> None:
+    if x.numel() == 0:
+        return
+    wanted = torch.nn.functional.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
+    assert_same(found[0], wanted)
+    assert (found[1] < math.prod(kernel_size) ** (3 - len(kernel_size))).all()
+
+
+def check_max_pool_offsets_backward(
+    drawn: Drawn, found: Results, grad, offsets, size, kernel_size, stride, padding, dilation, ceil_mode
+) -> None:
+    """A sum over all windows of the gradients at each place, where it lies in x."""
+    wanted = torch.zeros(size, dtype=torch.float64)
+    sides = [s * 2 if len(s) == 1 else s for s in (kernel_size, stride, padding, dilation)]
+    ends = [torch.arange(n) for n in grad.shape[-2:]]
+    for place in range(math.prod(sides[0])):
+        at = [place // sides[0][1], place % sides[0][1]]
+        y, x = (ends[i] * sides[1][i] - sides[2][i] + at[i] * sides[3][i] for i in (0, 1))
+        here = grad.double() * (offsets == place)
+        rows, columns = ((p >= 0) & (p < n) for p, n in ((y, size[-2]), (x, size[-1])))
+        here = here[..., rows, :][..., columns]
+        flat = (y[rows][:, None] * size[-1] + x[columns]).reshape(-1)
+        wanted.flatten(-2).index_add_(-1, flat, here.flatten(-2))
+    assert found[0].dtype == grad.dtype
+    mass = float(grad.double().abs().max()) * 9 if grad.numel() else 0
+    torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=mass * 4 * torch.finfo(grad.dtype).eps)
+
+
 def check_snapshot(drawn: Drawn, found: Results, x: Tensor) -> None:
     assert (found[0].dtype, found[0].shape) == (x.dtype, x.shape)
     assert found[0].contiguous().untyped_storage().tolist() == x.clone().contiguous().untyped_storage().tolist()
@@ -706,7 +943,7 @@ def trial(op: str, seed: str) -> bool:
     """Whether the arguments were taken; then the results must be right."""
     torch.manual_seed(random.Random(seed).getrandbits(32))
     drawn = (DrawnLayer if op.startswith("quant_layer") else Drawn)(op, random.Random(seed))
-    changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts", "skipped")
+    changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts", "skipped", "running_mean", "running_var")
     kept = {n: t.clone() if isinstance(t, Tensor) and n in changed else t for n, t in drawn.given.items()}
     try:
         found = OPS[op](**drawn.given)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -396,7 +397,12 @@ def test_processors_whose_products_saturate_do_not_pass_the_trial() -> None:
     """oneDNN then uses the instructions of AVX2, which add pairs of products in int16."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     ran = subprocess.run(
-        [sys.executable, "-c", EXACT_WITHOUT_VNNI], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", EXACT_WITHOUT_VNNI],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split() == ["False"]

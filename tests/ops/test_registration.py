@@ -33,6 +33,8 @@ OPS = (
     *("observe_histogram_", "search_range"),
     *("fake_quant_", "observe_fake_quant", "grid_of_range", "positive_scale"),
     *("quant_layer", "quant_layer_backward"),
+    *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_"),
+    *("max_pool_offsets", "max_pool_offsets_backward"),
 )
 
 
@@ -183,6 +185,8 @@ DIFFERENTIABLE = {
     "fake_tensor_quant": lambda x: ops.fake_tensor_quant(x, torch.tensor(1.0)),
     "minmax": lambda x: ops.minmax(x)[0],
     "quant_layer": lambda x: linear(x.reshape(4, -1)),
+    "batch_norm_fake_quant": lambda x: ops.batch_norm_fake_quant(x.reshape(-1, 2), None, None, scale=torch.ones(1))[0],
+    "max_pool_offsets": lambda x: ops.max_pool(x.reshape(1, 4, -1), 2),
 }
 
 
@@ -252,6 +256,7 @@ NATIVE_CALLS = {
     "in_place": lambda x: (ops.fake_quant_(x * 1, scales(1)),),
     "legacy": lambda x: native.tensor_quant(x, torch.tensor(1.0)),
     "layer": lambda x: (linear(x),),
+    "batch_norm": lambda x: ops.batch_norm_fake_quant(x, leaf(torch.ones(32)), None, scale=leaf(scales(1))),
 }
 
 
@@ -323,6 +328,7 @@ def test_schema_and_kernels(op):
         "observe_histogram_": ["counts", "lo", "hi"],
         "fake_quant_": ["x"],
         "observe_fake_quant": ["lo", "hi", "scale", "zero_point", "skipped"],
+        "batch_norm_track_": ["running_mean", "running_var"],
     }
     mutated = [a.name for a in getattr(native, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert mutated == updated.get(op, [])
@@ -337,8 +343,8 @@ def test_a_build_without_cuda_says_how_to_rebuild(op):
     if "libcudart" in _native.FILE.read_bytes().decode("latin-1"):
         pytest.skip("CUDA kernels are built in")
     overload = getattr(native, op).default
-    placeholders = {"Tensor": torch.ones(1), "Optional[Tensor]": None, "int": 1, "float": 1.0, "bool": True, "str": ""}
-    placeholders |= {"Optional[int]": None, "List[bool]": [True] * 6}
+    placeholders = {"Tensor": torch.ones(1), "Optional[Tensor]": None, "int": 1, "SymInt": 1, "float": 1.0, "str": ""}
+    placeholders |= {"bool": True, "Optional[int]": None, "List[bool]": [True] * 6}
     args = [
         placeholders.get(str(a.type), [1])
         for a in overload._schema.arguments

@@ -1,0 +1,115 @@
+// Autograd of batch norm in training: backward computes everything again from x and the statistics.
+#include "autograd.h"
+
+namespace qtoolkit {
+namespace {
+
+using at::Tensor;
+using std::optional;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "batch_norm_fake_quant";
+
+using Optional = const optional<Tensor>&;
+using ForwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, Optional, Optional, Optional, Optional,
+                                                                 Optional, Optional, Optional, double, double, double,
+                                                                 double, Optional, Optional, int64_t, int64_t, double);
+using BackwardSchema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const Tensor&, Optional, Optional, Optional, Optional, Optional, Optional, Optional, const Tensor&,
+    const Tensor&, double, double, double, double, Optional, Optional, int64_t, int64_t, double, bool, bool);
+
+// The arguments that are no tensors with gradients.
+struct Constants {
+  Optional residual_codes, residual_scale, residual_zero_point;
+  double eps, low, high, slope;
+  int64_t qmin, qmax;
+  double grad_factor;
+};
+
+optional<Tensor> optional_of(const Tensor& t) { return t.defined() ? optional<Tensor>(t) : std::nullopt; }
+
+struct BatchNormFakeQuant : torch::autograd::Function<BatchNormFakeQuant> {
+  // `below` returns y, mean and variance. The residual is kept as its codes, if they are given.
+  template <class Below>
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, Optional weight, Optional bias, Optional divisor,
+                        Optional residual, Optional scale, Optional zero_point, const Constants& constants,
+                        bool residual_grad, bool scale_grad, const Below& below) {
+    const auto [y, mean, variance] = below();
+    const bool by_codes = constants.residual_codes.has_value();
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({x, weight.value_or(Tensor()), bias.value_or(Tensor()), divisor.value_or(Tensor()),
+                            by_codes ? Tensor() : residual.value_or(Tensor()),
+                            constants.residual_codes.value_or(Tensor()), constants.residual_scale.value_or(Tensor()),
+                            constants.residual_zero_point.value_or(Tensor()), mean, variance, scale.value_or(Tensor()),
+                            zero_point.value_or(Tensor())});
+    auto& data = ctx->saved_data;
+    data["eps"] = constants.eps;
+    data["low"] = constants.low;
+    data["high"] = constants.high;
+    data["slope"] = constants.slope;
+    data["qmin"] = constants.qmin;
+    data["qmax"] = constants.qmax;
+    data["grad_factor"] = constants.grad_factor;
+    data["residual_grad"] = residual_grad;
+    data["scale_grad"] = scale_grad;
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<BackwardSchema>("qtoolkit::batch_norm_fake_quant_backward");
+    if (!grads[0].defined()) return variable_list(11);
+    const variable_list saved = ctx->get_saved_variables();
+    const auto of = [&](int i) { return optional_of(saved[i]); };
+    auto& data = ctx->saved_data;
+    const auto [dx, dweight, dbias, ddivisor, dresidual, ds, dz] =
+        op.call(grads[0], saved[0], of(1), of(2), of(3), of(4), of(5), of(6), of(7), saved[8], saved[9],
+                data["eps"].toDouble(), data["low"].toDouble(), data["high"].toDouble(), data["slope"].toDouble(),
+                of(10), of(11), data["qmin"].toInt(), data["qmax"].toInt(), data["grad_factor"].toDouble(),
+                data["residual_grad"].toBool(), data["scale_grad"].toBool());
+    const auto if_given = [&](int i, const Tensor& gradient) { return saved[i].defined() ? gradient : Tensor(); };
+    return {dx,
+            if_given(1, dweight),
+            if_given(2, dbias),
+            if_given(3, ddivisor),
+            data["residual_grad"].toBool() ? dresidual : Tensor(),
+            ds.numel() > 0 ? ds : Tensor(),
+            dz.numel() > 0 ? dz : Tensor(),
+            {},
+            {},
+            {},
+            {}};
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
+    const Tensor& x, Optional weight, Optional bias, Optional divisor, Optional residual, Optional residual_codes,
+    Optional residual_scale, Optional residual_zero_point, double eps, double low, double high, double slope,
+    Optional scale, Optional zero_point, int64_t qmin, int64_t qmax, double grad_factor) {
+  static const auto op = find_op<ForwardSchema>("qtoolkit::batch_norm_fake_quant");
+  const auto below = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.call(x, weight, bias, divisor, residual, residual_codes, residual_scale, residual_zero_point, eps, low,
+                   high, slope, scale, zero_point, qmin, qmax, grad_factor);
+  };
+  bool differentiated = is_differentiated(kOp, x);
+  for (const auto* t : {&weight, &bias, &divisor}) differentiated |= is_differentiated(kOp, *t);
+  const bool residual_grad = is_differentiated(kOp, residual), in_scale = is_differentiated(kOp, scale);
+  const bool scale_grad = is_differentiated(kOp, zero_point) || in_scale;
+  if (!differentiated && !residual_grad && !scale_grad) return below();
+  Tensor y, codes, mean, variance;
+  const Constants constants = {residual_codes, residual_scale, residual_zero_point, eps, low, high, slope,
+                               qmin,           qmax,           grad_factor};
+  y = BatchNormFakeQuant::apply(x, weight, bias, divisor, residual, scale, zero_point, constants, residual_grad,
+                                scale_grad, [&] {
+                                  std::tie(y, codes, mean, variance) = below();
+                                  return std::make_tuple(y, mean, variance);
+                                });
+  return {y, codes, mean, variance};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) { m.impl("batch_norm_fake_quant", batch_norm_fake_quant); }
+
+}  // namespace qtoolkit

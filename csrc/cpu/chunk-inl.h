@@ -1,0 +1,77 @@
+// Chunks of which only the first elements exist, and codes of 8 bits. Included once per instruction set, inside
+// namespace qtoolkit::QT_ISA.
+#pragma once
+
+#include "convert-inl.h"
+
+// Copies the first n elements of a chunk to a padded one, with zeros behind them; and back.
+template <class T>
+struct alignas(64) Padded {
+  T values[cpu::kChunk];
+};
+
+#if QT_BYTES == 64
+
+QT_FN __mmask64 first_bytes(int64_t n) { return n >= 64 ? ~__mmask64{0} : n <= 0 ? 0 : _bzhi_u64(~0ull, n); }
+
+template <class T>
+QT_FN const T* padded(const T* from, int n, Padded<T>& to) {
+  const char* bytes = reinterpret_cast<const char*>(from);
+  for (size_t line = 0; line < sizeof(T); ++line) {
+    const __mmask64 mask = first_bytes(n * static_cast<int64_t>(sizeof(T)) - 64 * line);
+    _mm512_store_si512(reinterpret_cast<char*>(to.values) + 64 * line,
+                       _mm512_maskz_loadu_epi8(mask, bytes + 64 * line));
+  }
+  return to.values;
+}
+
+template <class T>
+QT_FN void put_first(const Padded<T>& from, int n, T* to) {
+  for (size_t line = 0; line < sizeof(T); ++line) {
+    const __mmask64 mask = first_bytes(n * static_cast<int64_t>(sizeof(T)) - 64 * line);
+    _mm512_mask_storeu_epi8(reinterpret_cast<char*>(to) + 64 * line, mask,
+                            _mm512_load_si512(reinterpret_cast<const char*>(from.values) + 64 * line));
+  }
+}
+
+#else
+
+template <class T>
+QT_FN const T* padded(const T* from, int n, Padded<T>& to) {
+  to = {};
+  __builtin_memcpy(to.values, from, n * sizeof(T));
+  return to.values;
+}
+
+template <class T>
+QT_FN void put_first(const Padded<T>& from, int n, T* to) {
+  __builtin_memcpy(to, from.values, n * sizeof(T));
+}
+
+#endif
+
+// Vectors of bytes and of integers with as many lanes as those of A.
+template <class A>
+struct Codes {
+  typedef int8_t Signed __attribute__((vector_size(QT_BYTES / sizeof(A))));
+  typedef uint8_t Unsigned __attribute__((vector_size(QT_BYTES / sizeof(A))));
+  typedef int32_t Integers __attribute__((vector_size(QT_BYTES / sizeof(A) * 4)));
+};
+
+template <class A>
+QT_FN Vector<A> load_codes(const uint8_t* from, bool is_signed) {
+  typename Codes<A>::Signed bytes;
+  __builtin_memcpy(&bytes, from, sizeof(bytes));
+  using Integers = typename Codes<A>::Integers;
+  const Integers values = is_signed ? __builtin_convertvector(bytes, Integers)
+                                    : __builtin_convertvector((typename Codes<A>::Unsigned)bytes, Integers);
+  return __builtin_convertvector(values, Vector<A>);
+}
+
+// The lower 8 bits of integers: signed and unsigned codes alike.
+template <class A>
+QT_FN void store_codes(uint8_t* to, Vector<A> v) {
+  const auto values = __builtin_convertvector(v, typename Codes<A>::Integers);
+  const auto bytes = __builtin_convertvector(values, typename Codes<A>::Signed);
+  __builtin_memcpy(to, &bytes, sizeof(bytes));
+}

@@ -1,0 +1,165 @@
+// Max pooling. Included once per instruction set, inside namespace qtoolkit::QT_ISA.
+#pragma once
+
+#include "chunk-inl.h"
+
+// The largest of a chunk of windows: `from(k)` is a pointer to an element of each.
+template <class A>
+struct LargestOfChunk {
+  Largest<Vector<A>> of[kVectors<A>];
+};
+
+template <class A, class T>
+QT_FN void take_chunk(LargestOfChunk<A>& largest, int vectors, const T* x, int64_t place) {
+  const Vector<A> places = broadcast<Vector<A>>(static_cast<A>(place));
+  for (int i = 0; i < vectors; ++i) largest.of[i] = larger(largest.of[i], load_as<A>(x + i * kLanes<A>), places);
+}
+
+// Writes the first n elements of a chunk.
+template <class A, class T>
+QT_FN void put_largest(const LargestOfChunk<A>& largest, int n, T* y, uint8_t* offsets) {
+  Padded<T> values;
+  Padded<uint8_t> places;
+  Vector<A> found[kVectors<A>];
+  for (int i = 0; i < kVectors<A>; ++i) found[i] = largest.of[i].value;
+  store_chunk<false, A>(n == kChunk ? y : values.values, found);
+  for (int i = 0; i < kVectors<A>; ++i) {
+    store_codes<A>((n == kChunk ? offsets : places.values) + i * kLanes<A>, largest.of[i].place);
+  }
+  if (n == kChunk) return;
+  put_first(values, n, y);
+  put_first(places, n, offsets);
+}
+
+// ---- channels_last: a chunk of channels. begin and end count rows of results.
+
+template <class A, class T>
+void pool_channels_last(const PoolArgs& args, int64_t begin, int64_t end) {
+  const PoolDimension &rows = args.rows, &columns = args.columns;
+  const T* x = static_cast<const T*>(args.x);
+  Padded<T> buffer;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t image = row / rows.results * rows.size;
+    const PoolWindow high = window_of(rows, row % rows.results);
+    for (int64_t column = 0; column < columns.results; ++column) {
+      const PoolWindow wide = window_of(columns, column);
+      for (int64_t c = 0; c < args.channels; c += kChunk) {
+        const int n = static_cast<int>(smaller(kChunk, args.channels - c));
+        const int vectors = (n + kLanes<A> - 1) / kLanes<A>;
+        const int64_t first = high.first * columns.kernel + wide.first;
+        LargestOfChunk<A> largest;
+        for (auto& each : largest.of) {
+          each = {broadcast<Vector<A>>(-static_cast<A>(INFINITY)), broadcast<Vector<A>>(static_cast<A>(first))};
+        }
+        for (int64_t i = high.first; i < high.last; ++i) {
+          const int64_t line = (image + high.start + i * rows.dilation) * columns.size + wide.start;
+          for (int64_t j = wide.first; j < wide.last; ++j) {
+            const T* from = x + (line + j * columns.dilation) * args.channels + c;
+            take_chunk(largest, vectors, n < kChunk ? padded(from, n, buffer) : from, i * columns.kernel + j);
+          }
+        }
+        const int64_t to = (row * columns.results + column) * args.channels + c;
+        put_largest(largest, n, static_cast<T*>(args.y) + to, args.offsets + to);
+      }
+    }
+  }
+}
+
+// ---- contiguous: a chunk of a row of results. Rows of x are copied such that neighbouring windows read neighbours: by
+// the remainder of the (padded) column divided by the stride, with -infinity as padding, which is never taken.
+
+template <class A>
+struct PoolRows {
+  A *first_places, *held, *rows;  // held: the row of x in each of the slots
+  int64_t slots, length;          // of a row for one remainder
+  const PoolDimension& columns;
+
+  PoolRows(const PoolArgs& args, A* scratch) : columns(args.columns) {
+    const cpu::PoolScratch size = cpu::scratch_of(args);
+    first_places = scratch;
+    held = first_places + size.places;
+    rows = held + size.slots;
+    slots = size.slots;
+    length = size.length;
+    for (int64_t i = 0; i < size.places; ++i) {
+      first_places[i] = i < columns.results ? static_cast<A>(window_of(columns, i).first) : A(0);
+    }
+    const int64_t all = slots * columns.stride * length;
+    for (int64_t i = 0; i < all; ++i) rows[i] = -static_cast<A>(INFINITY);
+    forget();
+  }
+
+  void forget() {
+    for (int64_t i = 0; i < slots; ++i) held[i] = A(-1);
+  }
+
+  template <class T>
+  const A* row(const T* plane, int64_t number) {
+    const int64_t slot = number % slots;
+    A* to = rows + slot * columns.stride * length;
+    if (held[slot] == static_cast<A>(number)) return to;
+    held[slot] = static_cast<A>(number);
+    const T* from = plane + number * columns.size;
+    for (int64_t remainder = 0; remainder < columns.stride; ++remainder) {
+      const int64_t shift = remainder - columns.padding;  // of the column of element 0
+      const int64_t first = shift < 0 ? (-shift + columns.stride - 1) / columns.stride : 0;
+      const int64_t last = shift < columns.size ? (columns.size - shift + columns.stride - 1) / columns.stride : 0;
+      copy(from + shift, to + remainder * length, first, smaller(last, length));
+    }
+    return to;
+  }
+
+  template <class T>
+  void copy(const T* from, A* to, int64_t first, int64_t last) {
+    if (columns.stride == 1) {
+      for (int64_t i = first; i < last; ++i) to[i] = to_arithmetic<A>(from[i]);
+    } else if (columns.stride == 2) {
+      for (int64_t i = first; i < last; ++i) to[i] = to_arithmetic<A>(from[2 * i]);
+    } else {
+      for (int64_t i = first; i < last; ++i) to[i] = to_arithmetic<A>(from[columns.stride * i]);
+    }
+  }
+};
+
+// begin and end count planes.
+template <class A, class T>
+void pool_planes(const PoolArgs& args, int64_t begin, int64_t end, A* scratch) {
+  const PoolDimension &rows = args.rows, &columns = args.columns;
+  PoolRows<A> copies(args, scratch);
+  for (int64_t plane = begin; plane < end; ++plane) {
+    const T* x = static_cast<const T*>(args.x) + plane * rows.size * columns.size;
+    copies.forget();
+    for (int64_t row = 0; row < rows.results; ++row) {
+      const PoolWindow high = window_of(rows, row);
+      const A first = static_cast<A>(high.first * columns.kernel);
+      for (int64_t column = 0; column < columns.results; column += kChunk) {
+        const int n = static_cast<int>(smaller(kChunk, columns.results - column));
+        const int vectors = (n + kLanes<A> - 1) / kLanes<A>;
+        LargestOfChunk<A> largest;
+        for (int i = 0; i < kVectors<A>; ++i) {
+          largest.of[i] = {broadcast<Vector<A>>(-static_cast<A>(INFINITY)),
+                           load(copies.first_places + column + i * kLanes<A>) + first};
+        }
+        for (int64_t i = high.first; i < high.last; ++i) {
+          const A* line = copies.row(x, high.start + i * rows.dilation);
+          for (int64_t j = 0; j < columns.kernel; ++j) {
+            const int64_t at = j * columns.dilation;
+            const A* from = line + at % columns.stride * copies.length + at / columns.stride;
+            take_chunk(largest, vectors, from + column, i * columns.kernel + j);
+          }
+        }
+        const int64_t to = (plane * rows.results + row) * columns.results + column;
+        put_largest(largest, n, static_cast<T*>(args.y) + to, args.offsets + to);
+      }
+    }
+  }
+}
+
+template <class A>
+void max_pool(const PoolArgs& args, int64_t begin, int64_t end, A* scratch) {
+  with_storage<A>(args.dtype, [&](auto* type) {
+    using T = typename std::remove_pointer<decltype(type)>::type;
+    if (args.channels_last) return pool_channels_last<A, T>(args, begin, end);
+    pool_planes<A, T>(args, begin, end, scratch);
+  });
+}

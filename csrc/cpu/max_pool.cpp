@@ -1,0 +1,122 @@
+// Divides max pooling between threads, and its backward, which adds each gradient to the element that its offset names.
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "launch.h"
+
+namespace qtoolkit {
+namespace cpu {
+namespace {
+
+constexpr int64_t kWork = 32768;  // elements of x that a thread reads, at the least
+
+template <class A>
+void forward(const PoolArgs& args, void (*kernel)(const PoolArgs&, int64_t, int64_t, A*)) {
+  const int64_t units = args.images * (args.channels_last ? args.rows.results : args.channels);
+  const int64_t numel = args.images * args.channels * args.rows.size * args.columns.size;
+  const int64_t grain = std::max<int64_t>(units * kWork / std::max<int64_t>(numel, 1), 1);
+  at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(args.channels_last ? 0 : scratch_of(args).total);
+    kernel(args, begin, end, scratch.data());
+  });
+}
+
+// An element of a window relative to its first, which may be padding.
+using Places = std::array<int64_t, 256>;
+
+// The gradients of planes [begin, end). Gradients of one element are added in the order of the windows, as in torch.
+template <class T>
+void planes_backward(const PoolArgs& args, int64_t begin, int64_t end) {
+  const PoolDimension &rows = args.rows, &columns = args.columns;
+  const uint64_t places = rows.kernel * columns.kernel, height = rows.size, width = columns.size;
+  Places down, right;
+  for (uint64_t place = 0; place < places; ++place) {
+    down[place] = static_cast<int64_t>(place) / columns.kernel * rows.dilation;
+    right[place] = static_cast<int64_t>(place) % columns.kernel * columns.dilation;
+  }
+  for (int64_t plane = begin; plane < end; ++plane) {
+    T* dx = static_cast<T*>(args.y) + plane * rows.size * columns.size;
+    std::memset(static_cast<void*>(dx), 0, height * width * sizeof(T));
+    int64_t at = plane * rows.results * columns.results;
+    for (int64_t row = 0; row < rows.results; ++row) {
+      const int64_t top = row * rows.stride - rows.padding;
+      for (int64_t column = 0; column < columns.results; ++column, ++at) {
+        const uint8_t place = args.offsets[at];
+        if (place >= places) continue;
+        const uint64_t y = top + down[place], x = column * columns.stride - columns.padding + right[place];
+        if (y < height && x < width) dx[y * width + x] += static_cast<const T*>(args.x)[at];
+      }
+    }
+  }
+}
+
+// The gradients of channels [first, last) of an image.
+template <class T>
+void image_backward(const PoolArgs& args, int64_t image, int64_t first, int64_t last) {
+  const PoolDimension &rows = args.rows, &columns = args.columns;
+  T* dx = static_cast<T*>(args.y) + image * rows.size * columns.size * args.channels;
+  for (int64_t i = 0; i < rows.size * columns.size; ++i) {
+    std::memset(static_cast<void*>(dx + i * args.channels + first), 0, (last - first) * sizeof(T));
+  }
+  for (int64_t row = 0; row < rows.results; ++row) {
+    const PoolWindow high = window_of(rows, row);
+    for (int64_t column = 0; column < columns.results; ++column) {
+      const PoolWindow wide = window_of(columns, column);
+      Places element;  // of each place, or -1
+      element.fill(-1);
+      for (int64_t i = high.first; i < high.last; ++i) {
+        for (int64_t j = wide.first; j < wide.last; ++j) {
+          const int64_t y = high.start + i * rows.dilation, x = wide.start + j * columns.dilation;
+          element[i * columns.kernel + j] = (y * columns.size + x) * args.channels;
+        }
+      }
+      const int64_t at = ((image * rows.results + row) * columns.results + column) * args.channels;
+      for (int64_t c = first; c < last; ++c) {
+        const int64_t to = element[args.offsets[at + c]];
+        if (to >= 0) dx[to + c] += static_cast<const T*>(args.x)[at + c];
+      }
+    }
+  }
+}
+
+template <class T>
+void backward(const PoolArgs& args) {
+  const int64_t plane = args.rows.size * args.columns.size;
+  if (!args.channels_last) {
+    return at::parallel_for(0, args.images * args.channels, std::max<int64_t>(kWork / std::max<int64_t>(plane, 1), 1),
+                            [&](int64_t begin, int64_t end) { planes_backward<T>(args, begin, end); });
+  }
+  const int64_t groups = (args.channels + kChunk - 1) / kChunk;
+  at::parallel_for(0, args.images * groups, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i % groups * kChunk;
+      image_backward<T>(args, i / groups, first, std::min<int64_t>(first + kChunk, args.channels));
+    }
+  });
+}
+
+}  // namespace
+
+void max_pool_forward(const PoolArgs& args) {
+  args.dtype == Dtype::f64 ? forward<double>(args, kernels().max_pool_f64)
+                           : forward<float>(args, kernels().max_pool_f32);
+}
+
+void max_pool_backward(const PoolArgs& args) {
+  switch (args.dtype) {
+    case Dtype::f32: return backward<float>(args);
+    case Dtype::f64: return backward<double>(args);
+    case Dtype::bf16: return backward<c10::BFloat16>(args);
+    default: return backward<c10::Half>(args);
+  }
+}
+
+}  // namespace cpu
+}  // namespace qtoolkit

@@ -1,0 +1,210 @@
+"""What a quantizer gets and gives in sampled training steps, accumulated on its device without waiting for it."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.quantizers.grid_ends import grid_ends
+from qtoolkit.quantizers.observers import RangeObserver
+from qtoolkit.quantizers.recomputation import is_recomputing
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+WIDEST = 16  # bits of the grids whose codes are counted
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a watch saw of one quantizer in the sampled steps.
+
+    Attributes:
+        name: The quantizer's dotted name.
+        spec: Its spec in short form.
+        calls: How many of its forwards were sampled; the values below are None where there is nothing to tell.
+        lowest: The lowest value that it got.
+        highest: The highest value that it got.
+        grid_lowest: The lowest value of its grid in the latest sampled call, over all channels.
+        grid_highest: The highest value of its grid.
+        clipped: The share of the values that the grid clipped, whose gradient is zero; for integer grids of at most 16 bits.
+        levels: The share of the codes that occurred, in any channel; likewise.
+        gradient: The mean norm of the gradient of its output.
+        scale_gradient: The mean norm of the gradient of its learned scale and zero point, as the optimizer got it.
+        nonfinite: How many of the sampled calls got NaN or infinities.
+    """
+
+    name: str
+    spec: str
+    calls: int
+    lowest: float | None
+    highest: float | None
+    grid_lowest: float | None
+    grid_highest: float | None
+    clipped: float | None
+    levels: float | None
+    gradient: float | None
+    scale_gradient: float | None
+    nonfinite: int
+
+
+class Hook:
+    """A hook on a module that calls a function. Copies and pickles of the module have one that does nothing."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function, except in code that is being compiled."""
+        if self.function is not None and not torch.compiler.is_compiling():
+            self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()
+
+
+class Recorder:
+    """Accumulates what a quantizer gets and gives; reading it waits for the device.
+
+    Args:
+        name: The quantizer's dotted name.
+        quantizer: The quantizer.
+        places: Numbers the recorders of a model in the order of their first calls.
+    """
+
+    def __init__(self, name: str, quantizer: TensorQuantizer, places: Iterator[int]) -> None:
+        self.name, self.quantizer = name, quantizer
+        self.place, self._places = math.inf, places
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.calls = 0
+        self.range = RangeObserver()
+        self.grid: Tensor | None = None
+        self.codes = _CodeCounts(self.quantizer)
+        self.gradient, self.scale_gradient = _MeanNorm(), _MeanNorm()
+
+    def hear(self, quantizer: TensorQuantizer, args: tuple[Any, ...], output: Tensor) -> None:
+        """Take in a call in training; of a recomputation, the gradient alone: a forward hook."""
+        if quantizer.training and not is_recomputing():
+            self._take(args[0].detach())
+        if quantizer.training and output.requires_grad:
+            output.register_hook(self._take_gradient)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _take(self, x: Tensor) -> None:
+        self.place = min(self.place, next(self._places))
+        self.calls += 1
+        self.range.to(x.device)(x)
+        self.codes.add(x)
+        if self.quantizer.ready:
+            low, high = grid_ends(self.quantizer)
+            self.grid = torch.stack([low.min(), high.max()])
+
+    def _take_gradient(self, gradient: Tensor) -> None:
+        self.gradient.add([gradient])
+
+    def take_scale_gradient(self, factor: Tensor | None) -> None:
+        """Take in the gradients of the quantizer's parameters, multiplied by this loss scale."""
+        gradients = [p.grad for p in self.quantizer.parameters() if p.grad is not None]
+        if gradients:
+            self.scale_gradient.add(gradients, factor)
+
+    def read(self) -> Activity:
+        """Return what was accumulated."""
+        seen = self.calls > 0 and bool(self.range.lo <= self.range.hi)
+        clipped, levels = self.codes.shares()
+        low, high = (None, None) if self.grid is None else self.grid.tolist()
+        return Activity(
+            self.name,
+            self.quantizer.spec.describe(),
+            self.calls,
+            float(self.range.lo) if seen else None,
+            float(self.range.hi) if seen else None,
+            low,
+            high,
+            clipped,
+            levels,
+            self.gradient.read(),
+            self.scale_gradient.read(),
+            int(self.range.skipped),
+        )
+
+
+class _MeanNorm:
+    """The mean over calls of the norm of some tensors, without those that are not finite, as under a GradScaler."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, tensors: Sequence[Tensor], factor: Tensor | None = None) -> None:
+        norms = [torch.linalg.vector_norm(values_of(tensor), dtype=torch.float32) for tensor in tensors]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        norm = norm if factor is None else norm / factor
+        finite = torch.isfinite(norm)
+        norm = torch.where(finite, norm, 0)
+        self.total = norm if self.total is None else self.total.to(norm.device) + norm
+        self.count = finite.int() if self.count is None else self.count.to(norm.device) + finite
+
+    def read(self) -> float | None:
+        if self.total is None or self.count is None or not bool(self.count):
+            return None
+        return float(self.total) / int(self.count)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor; importing its class takes a second, which most users do not need to spend."""
+    return hasattr(tensor, "to_local")
+
+
+def values_of(tensor: Any) -> Tensor:
+    """Return the values of a gradient or a parameter: of a sparse one those that it holds, of a sharded one this process's."""
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    values: Tensor = local.coalesce().values() if local.is_sparse else local
+    return values
+
+
+class _CodeCounts:
+    """How often each code of an integer grid occurred, and how many values were clipped at each end.
+
+    Clipped values count as the codes qmin - 1 and qmax + 1. All codes, moved to start at 0, go to a histogram of integers,
+    which takes in a tensor without waiting for the device.
+    """
+
+    def __init__(self, quantizer: TensorQuantizer) -> None:
+        self.quantizer = quantizer
+        self.counts: Tensor | None = None
+        self.ends: tuple[Tensor, Tensor]
+
+    def add(self, x: Tensor) -> None:
+        quantizer, spec = self.quantizer, self.quantizer.spec
+        if spec.format != "int" or spec.bits > WIDEST or not (quantizer.quantizing and quantizer.ready):
+            return
+        if self.counts is None or self.counts.device != x.device:
+            self.counts = torch.zeros(2 << spec.bits, dtype=torch.int64, device=x.device)
+            self.ends = (torch.zeros((), device=x.device), torch.zeros((), device=x.device))
+        lowest, highest = spec.qmin - 1, spec.qmax + 1
+        dtype = torch.int16 if spec.bits < WIDEST else torch.int32
+        channels = (spec.axis, quantizer.group, spec.block_size)
+        codes = ops.quantize(x, quantizer.scale, quantizer.zero_point, lowest, highest, *channels, dtype)
+        ops.observe_histogram_(codes.float().sub_(lowest), self.counts, *self.ends)
+
+    def shares(self) -> tuple[float | None, float | None]:
+        """Return the share of the values that were clipped, and that of the codes that occurred."""
+        spec = self.quantizer.spec
+        if self.counts is None or not bool(self.counts.any()):
+            return None, None
+        width = float(self.ends[1]) / self.counts.numel()  # a power of two, at most 1
+        levels = spec.qmax - spec.qmin + 1
+        counts = torch.zeros(levels + 2, dtype=torch.int64)
+        filled = self.counts.cpu()[:: round(1 / width)][: levels + 2]
+        counts[: filled.numel()] = filled
+        clipped = float((counts[0] + counts[-1]) / counts.sum())
+        counts[1] += counts[0]
+        counts[-2] += counts[-1]
+        return clipped, float((counts[1:-1] > 0).sum()) / levels

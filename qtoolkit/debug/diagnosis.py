@@ -1,0 +1,168 @@
+"""Where NaN, infinities or a lost scale come from: checks before the step of an optimizer, and a second run of the forward."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from qtoolkit.debug.activity import is_sharded, values_of
+from qtoolkit.model_state import random_state_kept, unchanged_on_error
+from qtoolkit.quantizers.recomputation import is_recomputing
+from qtoolkit.quantizers.switches import stop_on_nonfinite
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+
+LOST = 24.0  # log2 of the factor to its start at which a scale represents nothing but zero, or clips everything
+REMEDY = "Lower the learning rate, or clip the gradients (torch.nn.utils.clip_grad_norm_)"
+
+
+class _NothingFound(Exception):  # noqa: N818 (not an error: it undoes a run)
+    pass
+
+
+class Diagnosis:
+    """Checks of a model in training, with the inputs of its latest forward.
+
+    Args:
+        model: The model, also compiled or in DistributedDataParallel.
+        before_second_run: What to call before the forward runs again.
+    """
+
+    def __init__(self, model: nn.Module, before_second_run: Callable[[], None]) -> None:
+        self.model, self.before_second_run = model, before_second_run
+        self.learned = {
+            name: quantizer
+            for name, quantizer in quantizers_of(model).items()
+            if any(True for _ in quantizer.parameters())
+        }
+        scales = {id(p) for quantizer in self.learned.values() for p in quantizer.parameters()}
+        named = sorted(model.named_parameters(), key=lambda pair: id(pair[1]) not in scales)  # those of layers last
+        self.names = {id(parameter): name for name, parameter in named}
+        self.forget()
+
+    def forget(self) -> None:
+        """Release the inputs."""
+        self._call: tuple[tuple[Any, ...], dict[str, Any], list[torch.autocast]] | None = None
+
+    def remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the inputs of a forward: a forward pre-hook."""
+        if model.training and not is_recomputing():
+            self._call = args, kwargs, list(_autocasts(self.model))
+
+    # ---- checks
+
+    def check_loss(self, loss: Tensor, step: int) -> None:
+        """Raise RuntimeError if a loss is not finite."""
+        value = float(loss.detach().sum())
+        if not math.isfinite(value):
+            raise RuntimeError(
+                f"watch: the loss is {value} after {step} steps. {self._origin_in_forward()} {REMEDY}, and go on from the "
+                f"state before this step."
+            )
+
+    def check_step(self, optimizer: Optimizer, step: int) -> None:
+        """Raise RuntimeError if a gradient is not finite or a learned scale is lost, before an optimizer's step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if (
+            getattr(optimizer, "found_inf", None) is not None
+        ):  # a fused optimizer, which a GradScaler lets skip the step
+            parameters = []
+        gradients = [values_of(p.grad) for p in parameters]
+        scales = [values_of(p.detach()) for quantizer in self.learned.values() for p in quantizer.parameters()]
+        growths = [growth for growth in map(_growth, self.learned.values()) if growth is not None and growth.numel()]
+        good = torch.isfinite(get_total_norm([*gradients, *scales]))
+        if growths:
+            good = good & (torch.cat([g.to(good.device) for g in growths]).log2().abs().amax() < LOST)
+        if bool(good):
+            return
+        for name, quantizer in self.learned.items():
+            self._check_scale(name, quantizer, step)
+        found = {id(p) for p in parameters if not _is_finite(p.grad)}
+        if not found:  # the norm overflows, and no gradient does
+            return
+        bad = [name for key, name in self.names.items() if key in found] or ["a parameter of another model"]
+        raise RuntimeError(
+            f"watch: the gradient of {bad[-1]!r} is not finite after {step} steps, and those of {len(bad) - 1} more of "
+            f"{len(parameters)} parameters. {self._origin_in_forward(bad)} The optimizer has changed nothing in this step. "
+            f"{REMEDY}; in float16, use torch.amp.GradScaler."
+        )
+
+    def _check_scale(self, name: str, quantizer: TensorQuantizer, step: int) -> None:
+        growth = _growth(quantizer)
+        if growth is None:
+            lost = ~torch.cat([torch.isfinite(values_of(p.detach())).flatten() for p in quantizer.parameters()])
+        else:
+            lost = ~(growth.log2().abs() < LOST)
+        if bool(lost.any()):
+            found = "a value that is not finite" if growth is None else f"{float(growth[lost][0]):.3g} times its start"
+            raise RuntimeError(
+                f"watch: the learned scale of quantizer {name!r} has come to {found} ({int(lost.sum())} of "
+                f"{lost.numel()} values), after {step} steps. The optimizer has changed nothing in this step. Go on from an "
+                f"earlier state with a lower learning rate of the scales (scale_lr of qtoolkit.parameter_groups)."
+            )
+
+    # ---- where it starts
+
+    def _origin_in_forward(self, parameters: list[str] | None = None) -> str:
+        """Return a sentence on where NaN or infinities start, from a second run of the forward that leaves no trace."""
+        if self._call is None or any(map(is_sharded, self.model.parameters())):
+            return "Run the model under qtoolkit.stop_on_nonfinite to find the first quantizer that gets NaN or infinities."
+        found = self._run_again()
+        if found is not None:
+            return f"In the forward, {found[:1].lower() + found[1:]}"
+        if parameters:
+            return (
+                f"In the forward all quantizers get finite values, so it starts in the backward, between the loss and "
+                f"{parameters[-1]!r}, the last of these parameters."
+            )
+        return "In the forward all quantizers get finite values: it starts after the last of them, or in the loss function."
+
+    def _run_again(self) -> str | None:
+        """Return the error of the first quantizer that gets NaN or infinities in a second run, or None."""
+        args, kwargs, autocasts = self._call or ((), {}, [])
+        model = _unwrapped(self.model)
+        self.before_second_run()
+        with ExitStack() as stack:
+            for context in (
+                torch.compiler.set_stance("force_eager"),
+                torch.no_grad(),
+                random_state_kept(model),
+                *autocasts,
+            ):
+                stack.enter_context(context)
+            try:
+                with unchanged_on_error(model), stop_on_nonfinite(model):
+                    model(*args, **kwargs)
+                    raise _NothingFound
+            except _NothingFound:
+                return None
+            except Exception as error:
+                return str(error)
+
+
+def _growth(quantizer: TensorQuantizer) -> Tensor | None:
+    growth = quantizer.kind.growth(quantizer)
+    return None if growth is None else values_of(growth).flatten()
+
+
+def _is_finite(gradient: Any) -> bool:
+    return bool(torch.isfinite(values_of(gradient)).all())
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile: a second run must not talk to other processes."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
+        model = inner  # type: ignore[assignment]  # a module
+    return model
+
+
+def _autocasts(model: nn.Module) -> Iterator[torch.autocast]:
+    """Yield a context for each kind of device of the model where autocast is on."""
+    for kind in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
+        if torch.is_autocast_enabled(kind):
+            yield torch.autocast(kind, torch.get_autocast_dtype(kind))

@@ -1,0 +1,270 @@
+"""watch(): what each quantizer does during training, and an error at the first step with NaN or a lost scale."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from qtoolkit.debug.activity import Activity, Hook, Recorder
+from qtoolkit.debug.diagnosis import Diagnosis
+from qtoolkit.model_state import check_module
+from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+from qtoolkit.report.lines import table
+
+COLUMNS = ("quantizer", "spec", "calls", "values", "grid", "clipped", "levels", "gradient", "of scale", "not finite")
+
+
+class Watch:
+    """What `watch` returns; prints as a table. `close`, or the end of a `with` block, removes it from the model.
+
+    Attributes:
+        every: One of so many steps is sampled.
+        steps: How many steps the optimizers of the model have taken.
+        sampled: How many of them were sampled.
+    """
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.every, self.steps, self.sampled = every, 0, 0
+        self._places = count()
+        self._recorders = [Recorder(name, quantizer, self._places) for name, quantizer in quantizers_of(model).items()]
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._sampling, self._hooks = ExitStack(), ExitStack()
+        self._diagnosis = Diagnosis(model, self._sampling.close)
+        self._keep(register_optimizer_step_pre_hook(_weakly(self._before_step)))
+        self._keep(register_optimizer_step_post_hook(_weakly(self._after_step)))
+        self._keep(model.register_forward_pre_hook(Hook(self._diagnosis.remember), with_kwargs=True))
+        self._hooks.callback(self._sampling.close)
+        weakref.finalize(self, self._hooks.close)  # a watch that nobody holds any more
+        self._sample()
+
+    # ---- reading
+
+    def rows(self) -> tuple[Activity, ...]:
+        """Return what was seen of each quantizer since the start or the last `reset`, in the order of their first calls.
+
+        This waits for the device.
+        """
+        return tuple(recorder.read() for recorder in sorted(self._recorders, key=lambda recorder: recorder.place))
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the rows as plain values for JSON or a logger, by the quantizers' names."""
+        return {row.name: asdict(row) for row in self.rows()}
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *(_cells(row) for row in self.rows())]
+        return "\n".join([f"{self.sampled} steps sampled, up to step {self.steps}", "", *table(rows)])
+
+    def reset(self) -> None:
+        """Forget what was seen, for a report of each epoch."""
+        self.sampled = 0
+        for recorder in self._recorders:
+            recorder.reset()
+
+    # ---- errors
+
+    def check(self, loss: Tensor) -> None:
+        """Raise an error if a loss is not finite; this waits for the device.
+
+        Args:
+            loss: The loss, before a GradScaler multiplies it.
+
+        Raises:
+            RuntimeError: The loss is NaN or infinite. The forward runs again, without effect on the model, and the message
+                names the first quantizer that gets NaN or infinities.
+        """
+        self._diagnosis.check_loss(loss, self.steps)
+
+    def guard(self, optimizer: Optimizer) -> RemovableHandle:
+        """Check the gradients and the learned scales before each step of an optimizer, with one wait for the device.
+
+        In a step that a GradScaler skips, gradients that are not finite are no error.
+
+        Returns:
+            A handle, whose `remove()` ends the checks. `close` does so too.
+
+        Raises:
+            RuntimeError: From `optimizer.step()`, which then changes nothing: a gradient is not finite, or a learned scale is
+                not, or has come to 2**24 times its start or to a part of it as small. The message names the quantizer or the
+                parameter.
+        """
+        handle: RemovableHandle = optimizer.register_step_pre_hook(self._check_step)
+        self._keep(handle)
+        return handle
+
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._diagnosis.check_step(optimizer, self.steps)
+
+    # ---- life
+
+    def close(self) -> None:
+        """Remove all hooks from the model and the optimizers. What was seen can still be read."""
+        self._hooks.close()
+        self._diagnosis.forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        self._hooks.callback(handle.remove)
+
+    # ---- steps
+
+    def _sample(self) -> None:
+        """Record all calls from now on; compiled code, which would not call the hooks, runs as it was written."""
+        self._sampling.enter_context(_Uncompiled())
+        for recorder in self._recorders:
+            handle = recorder.quantizer.register_forward_hook(Hook(recorder.hear))
+            self._sampling.callback(handle.remove)
+
+    @property
+    def _sampled_now(self) -> bool:
+        return self.steps % self.every == 0
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._sampled_now and self._is_of_model(optimizer):
+            for recorder in self._recorders:
+                recorder.take_scale_gradient(_loss_scale(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_of_model(optimizer):
+            return
+        self.sampled += self._sampled_now
+        self.steps += 1
+        self._sampling.close()
+        if self._sampled_now:
+            self._sample()
+
+    def _is_of_model(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+
+def _loss_scale(optimizer: Optimizer) -> Tensor | None:
+    """Return what a fused optimizer divides the gradients by, for a GradScaler; NaN if it skips the step."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return None
+    factor = getattr(optimizer, "grad_scale", None)
+    return torch.where(found_inf > 0, torch.nan, 1.0 if factor is None else factor)
+
+
+class _Uncompiled(AbstractContextManager[None]):
+    """Run compiled code as it was written, while at least one watch of this process samples."""
+
+    count = 0
+    stance: Any
+
+    def __enter__(self) -> None:
+        if not _Uncompiled.count:
+            _Uncompiled.stance = torch.compiler.set_stance("force_eager")
+        _Uncompiled.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        _Uncompiled.count -= 1
+        if not _Uncompiled.count:
+            _Uncompiled.stance.__exit__(None, None, None)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls a method of a watch as long as there is that watch, except in code that is being compiled."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None and not torch.compiler.is_compiling():
+            found(*args)
+
+    return call
+
+
+def watch(model: nn.Module, every: int = 20) -> Watch:
+    """Watch the quantizers of a model during training.
+
+    In one of `every` steps, forward hooks record for each quantizer: the range of the values, the share that the grid clips,
+    the share of the codes that occur, the norms of the gradients. All of it accumulates on the device; only reading waits for
+    it. A step is a step of an optimizer of the model, with all forwards in training mode before it. A forward that gradient
+    checkpointing recomputes is not counted again. Between sampled steps the model has no hooks on its quantizers.
+
+    - torch.compile: the sampled steps run without it. Steps of an optimizer that is compiled itself are not counted.
+    - A GradScaler multiplies the gradients of tensors by its scale, also in the table; those of learned scales are as the
+      optimizer gets them.
+    - DistributedDataParallel: each process sees its own share of the data.
+    - A table of an embedding with sparse gradients is not seen.
+
+    Args:
+        model: A prepared or replaced model, or one that contains it, also compiled or in DistributedDataParallel.
+        every: Sample one of so many steps, beginning with the first.
+
+    Returns:
+        A Watch, to be printed at any time, with `rows()`, `to_dict()`, `reset()` and `close()`; it is a context manager too.
+        `check(loss)` and `guard(optimizer)` raise an error for NaN and lost scales before an optimizer spreads them. For this
+        the watch keeps the latest inputs of the model.
+
+    Raises:
+        TypeError: `model` is not a module, or `every` not an int.
+        ValueError: The model has no quantizers that train, or `every` is not positive.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2))).train()
+        >>> _ = qt.calibrate(prepared, [torch.linspace(-1, 1, 8).reshape(2, 4)], progress=False)
+        >>> optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+        >>> with qt.debug.watch(prepared) as seen:
+        ...     handle = seen.guard(optimizer)
+        ...     loss = prepared(torch.linspace(-2, 2, 8).reshape(2, 4)).square().sum()
+        ...     seen.check(loss)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> row = seen.rows()[0]
+        >>> row.name, row.lowest, row.highest, row.clipped, row.nonfinite
+        ('activation_quantizers.input_1', -2.0, 2.0, 0.5, 0)
+    """
+    check_module(model, "watch")
+    refuse_legacy_quantizers(model, "watch")
+    if type(every) is not int:
+        raise TypeError(f"watch: every must be an int, got {every!r}.")
+    if every < 1:
+        raise ValueError(f"watch: every must be positive, got {every}.")
+    if not quantizers_of(model):
+        raise ValueError(
+            f"watch: this {type(model).__name__} has no quantizer that trains; pass what qtoolkit.prepare or "
+            f"qtoolkit.quant_modules.replace returned."
+        )
+    return Watch(model, every)
+
+
+def _cells(row: Activity) -> tuple[str, ...]:
+    return (
+        row.name,
+        row.spec,
+        str(row.calls),
+        _range(row.lowest, row.highest),
+        _range(row.grid_lowest, row.grid_highest),
+        _cell(row.clipped, lambda share: f"{100 * share:.2f} %"),
+        _cell(row.levels, lambda share: f"{100 * share:.1f} %"),
+        _cell(row.gradient, lambda norm: f"{norm:.3g}"),
+        _cell(row.scale_gradient, lambda norm: f"{norm:.3g}"),
+        str(row.nonfinite or "-"),
+    )
+
+
+def _range(low: float | None, high: float | None) -> str:
+    return "-" if low is None else f"[{low:.4g}, {high:.4g}]"
+
+
+def _cell(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)

@@ -1,0 +1,226 @@
+"""Chains of ops in a graph that run as one op: a batch norm with the layer before it, and with what follows it.
+
+The graph stays as it is; only the code that runs calls `qtoolkit.nn.epilogue` for a chain.
+"""
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
+from qtoolkit.nn.epilogue import (
+    ACTIVATIONS,
+    RELU,
+    RELU6,
+    Bounds,
+    why_activation_apart,
+    why_batch_norm_apart,
+    why_layer_apart,
+    why_quantizer_apart,
+)
+from qtoolkit.nn.hooks import all_watched
+from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, module_of, name_of
+from qtoolkit.op_kinds.rules import is_number
+
+ADDS = (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__", "__radd__")
+IN_PLACE = (operator.iadd, "add_", "__iadd__")
+# Functions of activations, with the arguments and defaults from which their bounds are made.
+FUNCTIONS: Mapping[Any, tuple[dict[str, float], Callable[..., Bounds]]] = {
+    **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), ({}, lambda: RELU)),
+    F.relu6: ({}, lambda: RELU6),
+    **dict.fromkeys((F.hardtanh, F.hardtanh_), ({"min_val": -1.0, "max_val": 1.0}, Bounds)),
+    **dict.fromkeys((F.leaky_relu, F.leaky_relu_), ({"negative_slope": 0.01}, lambda slope: Bounds(0.0, slope=slope))),
+}
+
+
+@dataclass
+class Chain:
+    """Nodes that run as one op, each with one user, but the last.
+
+    Attributes:
+        batch_norm: The batch norm.
+        layer: The QAT layer before it that is linked to it.
+        add: An add of its output and another tensor.
+        residual: That tensor.
+        activation: A piecewise linear activation.
+        bounds: What it computes, if it is a function.
+        quantizer: The inserted quantizer.
+        end: Why nothing more is in it.
+    """
+
+    batch_norm: fx.Node
+    layer: fx.Node | None = None
+    add: fx.Node | None = None
+    residual: fx.Node | None = None
+    activation: fx.Node | None = None
+    bounds: Bounds | None = None
+    quantizer: fx.Node | None = None
+    end: str = ""
+
+    @property
+    def following(self) -> list[fx.Node]:
+        """The nodes after the batch norm."""
+        return [node for node in (self.add, self.activation, self.quantizer) if node is not None]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes, in order."""
+        return [*([] if self.layer is None else [self.layer]), self.batch_norm, *self.following]
+
+    @property
+    def last(self) -> fx.Node:
+        """The node whose value the op computes."""
+        return self.nodes[-1]
+
+
+def find_chains(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Chain]:
+    """Return the chains among nodes of a GraphModule.
+
+    Args:
+        nodes: The nodes that one function runs, in order.
+        results: Those that it returns, which must be computed.
+    """
+    return _Finder(nodes, results).run()
+
+
+class _Finder:
+    def __init__(self, nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> None:
+        self.order = {node: place for place, node in enumerate(nodes)}
+        self.results = results
+        self.taken = set[fx.Node]()
+
+    def run(self) -> list[Chain]:
+        return [self._chain(node) for node in self.order if is_batch_norm_call(node)]
+
+    def _chain(self, node: fx.Node) -> Chain:
+        chain = Chain(node, self._layer(node))
+        node_after = self._after(chain)
+        if node_after is not None and self._adds(chain, node_after):
+            node_after = self._after(chain)
+        if node_after is not None and self._activates(chain, node_after):
+            node_after = self._after(chain)
+        if node_after is not None and _is_activation_quantizer(node_after):
+            chain.quantizer, chain.end = node_after, ""
+        elif node_after is not None:
+            chain.end = f"{node_after.name!r} follows, which it does not compute"
+        self.taken.update(chain.nodes)
+        return chain
+
+    def _layer(self, node: fx.Node) -> fx.Node | None:
+        source = node.all_input_nodes[0]
+        alone = source in self.order and len(source.users) == 1 and source not in self.results
+        if not alone or source.op != "call_module" or not source.args:
+            return None
+        layer = module_of(source)
+        return source if isinstance(layer, QuantWeighted) and layer.batch_norm is module_of(node) else None
+
+    def _after(self, chain: Chain) -> fx.Node | None:
+        """Return the only user of a chain's last node, if the same function runs it right after."""
+        last = chain.last
+        if len(last.users) != 1 or last in self.results:
+            users = len(last.users)
+            chain.end = f"{users} ops take {last.name!r}" if users != 1 else f"a block returns {last.name!r}"
+            return None
+        (user,) = last.users
+        if user.op == "output":
+            chain.end = "the model returns it"
+        elif user not in self.order:
+            chain.end = f"{user.name!r} is in another block"
+        elif user in self.taken:
+            chain.end = f"{user.name!r} is one op with another batch norm"
+        elif chain.add is not None and not self._runs_next(last, user):
+            chain.end = f"{user.name!r} does not run right after it"  # an op between might change the other tensor
+        else:
+            return user
+        return None
+
+    def _runs_next(self, node: fx.Node, user: fx.Node) -> bool:
+        between = list(self.order)[self.order[node] + 1 : self.order[user]]
+        return all(_is_activation_quantizer(other) for other in between)
+
+    def _adds(self, chain: Chain, node: fx.Node) -> bool:
+        operands = [node.args[0], node.args[1]] if len(node.args) == 2 else []
+        if node.op == "call_module" or node.target not in ADDS or not operands or node.kwargs.get("alpha", 1) != 1:
+            return False
+        others = [operand for operand in operands if operand is not chain.last]
+        if (
+            set(node.kwargs) - {"alpha"}
+            or len(others) != 1
+            or not isinstance(others[0], fx.Node)
+            or is_number(others[0])
+        ):
+            return False
+        if node.target in IN_PLACE and operands[0] is not chain.last:
+            return False  # it changes the other tensor, which somebody may read
+        chain.add, chain.residual = node, others[0]
+        return True
+
+    def _activates(self, chain: Chain, node: fx.Node) -> bool:
+        is_module = node.op == "call_module" and type(module_of(node)) in ACTIVATIONS
+        bounds = None if node.op == "call_module" else _bounds_of(node)
+        if is_module or bounds is not None:
+            chain.activation, chain.bounds = node, bounds
+        return chain.activation is not None
+
+
+def sentence(chain: Chain) -> str:
+    """Return how the batch norm of a chain is computed in training mode, as its modules are now."""
+    bn = module_of(chain.batch_norm)
+    why = "hooks of all modules are registered" if all_watched() else why_batch_norm_apart(bn)
+    joined, end = _joined(chain)
+    if why is None and not isinstance(bn, LinkedBatchNorm) and (not joined or joined[-1] is not chain.quantizer):
+        why = f"no quantizer is in one op with it ({end})"
+    if why is not None:
+        return f"by torch: {why}"
+    names = ", ".join(name_of(node) for node in joined)
+    said = [f"one op with {names}" if joined else "an op of its own", end]
+    if isinstance(bn, LinkedBatchNorm):
+        layer = "its layer runs elsewhere" if chain.layer is None else why_layer_apart(module_of(chain.layer), bn)
+        said.append("" if layer is None else f"its input is divided: {layer}")
+    return "; ".join(filter(None, said))
+
+
+def _joined(chain: Chain) -> tuple[list[fx.Node], str]:
+    """Return the nodes after the batch norm that its op computes, as their modules are now, and why no more of them."""
+    joined: list[fx.Node] = []
+    for node in chain.following:
+        why = None
+        if node is chain.activation and chain.bounds is None:
+            why = why_activation_apart(module_of(node))
+        elif node is chain.quantizer:
+            why = why_quantizer_apart(module_of(node))
+        if why is not None:
+            return joined, why
+        joined.append(node)
+    return joined, chain.end
+
+
+def is_batch_norm_call(node: fx.Node) -> bool:
+    """Return whether a node calls a batch norm that is a module, with its input alone."""
+    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+    return node.op == "call_module" and one_input and is_batch_norm(module_of(node))
+
+
+def _is_activation_quantizer(node: fx.Node) -> bool:
+    return is_quantizer(node) and not is_weight_quantizer(node)
+
+
+def _bounds_of(node: fx.Node) -> Bounds | None:
+    """Return what the function or method of an activation computes; None for other nodes."""
+    if (
+        node.op not in ("call_function", "call_method")
+        or node.target not in FUNCTIONS
+        or len(node.all_input_nodes) != 1
+    ):
+        return None
+    defaults, bounds = FUNCTIONS[node.target]
+    rest = node.args if "input" in node.kwargs else node.args[1:]
+    given = {**dict(zip((*defaults, "inplace"), rest, strict=False)), **node.kwargs}
+    numbers = [given.get(name, default) for name, default in defaults.items()]
+    return bounds(*numbers) if all(isinstance(number, int | float) for number in numbers) else None

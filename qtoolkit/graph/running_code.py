@@ -1,0 +1,251 @@
+"""Compile the graph of a model to the code that runs.
+
+The graph of the model stays as it is: one list of nodes, which passes, reports and exporters read. In the code that runs, each
+block can run its own part, and chains of ops that `qtoolkit.nn.epilogue` can compute as one op are one call.
+"""
+
+import functools
+import itertools
+import linecache
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
+from qtoolkit.graph.block_code import Division, Part, free_nodes
+from qtoolkit.graph.chains import Chain, find_chains
+from qtoolkit.graph.traced_blocks import TracedBlock, find_block
+from qtoolkit.nn.epilogue import epilogue_of, layer_output
+from qtoolkit.nn.hooks import all_watched, has_hooks
+from qtoolkit.op_kinds.recorded import check_argument
+
+_count = itertools.count()
+
+
+class Whole:
+    """A graph as one part: like a Division without parts.
+
+    Args:
+        gm: The model.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm, self.free = gm, free_nodes(gm)
+        self.calls = (BlockCall(""),)
+        self.parts: dict[int, Part] = {}
+
+    def items(self, index: int) -> Iterator[fx.Node | int]:
+        """Yield the nodes in order."""
+        return (node for node in self.gm.graph.nodes if node not in self.free)
+
+
+def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> Callable[..., Any] | None:
+    """Give each block that can run its part of the graph the code for it; the others get the reason.
+
+    Returns:
+        The forward of the model: the graph in one piece, and the calls of the blocks where somebody watches one of them. None
+        where both would be the code that torch.fx makes of the graph.
+    """
+    whole = _Writer(Whole(gm), ROOT)
+    code = _compile(whole.write(), "")
+    division = Division(gm, calls) if calls else None
+    if division is None or not division.parts:
+        return code if whole.changed else None
+    for index, part in division.parts.items():
+        part.block.set_block_code(_compile(_Writer(division, index).write(), part.call.block), gm)
+    divided = _compile(_Writer(division, ROOT).write(), "")
+    return _chosen(code, divided, _Blocks(gm, division)) if whole.changed else divided
+
+
+def chains_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain]:
+    """Return the chains that the code has as the model is now: those of its parts where somebody watches a block."""
+    division = Division(gm, calls) if calls else None
+    if division is None or not _Blocks(gm, division).are_watched():
+        return _Writer(Whole(gm), ROOT).chains
+    return [chain for index in (ROOT, *division.parts) for chain in _Writer(division, index).chains]
+
+
+class _Blocks:
+    """The blocks that run their parts.
+
+    Args:
+        gm: The model.
+        division: Its parts.
+    """
+
+    def __init__(self, gm: fx.GraphModule, division: Division) -> None:
+        self.places: list[tuple[nn.Module, str, TracedBlock, Any]] = []
+        for part in division.parts.values():
+            parent, _, name = part.call.block.rpartition(".")
+            holder = find_block(gm, parent) if parent else gm
+            if holder is not None:
+                self.places.append((holder, name, part.block, part.block.block_code()))
+
+    def are_watched(self) -> bool:
+        """Return whether a block has hooks, a wrapper or another forward, so that it must be called."""
+        return all_watched() or any(
+            holder._modules.get(name) is not block or block.block_code() is not code or has_hooks(block)
+            for holder, name, block, code in self.places
+        )
+
+
+def _chosen(whole: Callable[..., Any], divided: Callable[..., Any], blocks: _Blocks) -> Callable[..., Any]:
+    @functools.wraps(whole)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Exported programs name the blocks.
+        calls_blocks = torch.compiler.is_exporting() or blocks.are_watched()
+        return (divided if calls_blocks else whole)(self, *args, **kwargs)
+
+    return forward
+
+
+class _Writer:
+    """Writes the graph of a part.
+
+    Attributes:
+        chains: The chains of ops in it that are one call.
+        changed: Whether `write` has written anything else than the nodes of the model's graph.
+    """
+
+    def __init__(self, division: Division | Whole, index: int) -> None:
+        self.division, self.index = division, index
+        self.name = division.calls[index].block
+        self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
+        self.items = list(division.items(index))
+        part = division.parts.get(index)
+        results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
+        self.chains = find_chains([item for item in self.items if isinstance(item, fx.Node)], results)
+        self.layers = {chain.layer: chain for chain in self.chains if chain.layer is not None}
+        self.ends = {chain.last: chain for chain in self.chains}
+        self.inner = {node for chain in self.chains for node in chain.nodes}
+        self.changed = bool(self.chains)
+
+    def write(self) -> fx.Graph:
+        part = self.division.parts.get(self.index)
+        if part is None:
+            self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers
+        else:
+            self._write_arguments(part)
+        for item in self.items:
+            if isinstance(item, int):
+                self._write_call(self.division.parts[item])
+            elif item in self.layers:
+                self._write_layer(item, self.layers[item].batch_norm)
+            elif item in self.ends:
+                self._write_chain(self.ends[item])
+            elif item not in self.inner:
+                self._copy(item)
+        if part is not None:
+            self.graph.output(self._built(part.result, self._value))
+        return self.graph
+
+    # ---- ops in other words
+
+    def _write_layer(self, layer: fx.Node, batch_norm: fx.Node) -> None:
+        args, kwargs = self._built((layer.args, layer.kwargs), self._value)
+        modules = self._module(layer), self._module(batch_norm)
+        self.written[layer] = self.graph.call_function(layer_output, (*modules, *args), dict(kwargs))
+
+    def _write_chain(self, chain: Chain) -> None:
+        """Write the call of a chain in the place of its last node."""
+        add, function = chain.add, chain.activation if chain.bounds is not None else None
+        source = chain.batch_norm.all_input_nodes[0]
+        steps = (
+            None if add is None else _function_of(add, add.all_input_nodes),
+            None if function is None else _function_of(function, function.all_input_nodes),
+            chain.bounds,
+        )
+        tensors = self._value(source), None if chain.residual is None else self._value(chain.residual)
+        modules = [chain.layer, chain.batch_norm, None if function else chain.activation, chain.quantizer]
+        called = [None if node is None else self._module(node) for node in modules]
+        self.written[chain.last] = self.graph.call_function(epilogue_of(*steps), (*tensors, *called))
+
+    def _module(self, node: fx.Node) -> fx.Node:
+        """Return a node that reads the module that a node calls."""
+        return self.graph.get_attr(self._target(str(node.target)))
+
+    # ---- blocks
+
+    def _write_arguments(self, part: Part) -> None:
+        values = {**dict(zip(part.call.names, part.args, strict=True)), **part.kwargs}
+        fixed = [name for name, value in values.items() if not isinstance(value, tuple | list | dict | fx.Node)]
+        last = max((i for i, name in enumerate(values) if name not in fixed), default=-1)
+        arguments = [
+            self.graph.placeholder(name, default_value=values[name]) if i > last else self.graph.placeholder(name)
+            for i, name in enumerate(values)
+        ]
+        for name, argument in zip(values, arguments, strict=True):
+            if name in fixed:
+                self.graph.call_function(check_argument, (argument, values[name], name))
+            else:
+                self._write_items(values[name], argument)
+
+    def _write_call(self, part: Part) -> None:
+        args, kwargs = self._built((part.args, part.kwargs), self._known)
+        result = self.graph.call_module(self._target(part.call.block), args, kwargs)
+        self._write_items(part.result, result)
+
+    def _write_items(self, tree: Any, whole: fx.Node) -> None:
+        """Write the nodes that take the values in nested tuples, lists and dicts."""
+        items: dict[Path, fx.Node] = {(): whole}
+        for path, leaf in leaves(tree):
+            if isinstance(leaf, fx.Node) and leaf not in self.written:
+                for depth, key in enumerate(path):
+                    if path[: depth + 1] not in items:
+                        items[path[: depth + 1]] = self.graph.call_function(
+                            operator.getitem, (items[path[:depth]], key)
+                        )
+                self.written[leaf] = items[path]
+
+    def _built(self, tree: Any, value: Callable[[fx.Node], Any]) -> Any:
+        """Return arguments or a result in this part."""
+        if isinstance(tree, OrderedDict):  # torch.fx would take it for a dict
+            items = [(key, self._built(item, value)) for key, item in tree.items()]
+            return self.graph.call_function(OrderedDict, (items,))
+        if isinstance(tree, dict):
+            return {key: self._built(item, value) for key, item in tree.items()}
+        if isinstance(tree, tuple | list):
+            return type(tree)(self._built(item, value) for item in tree)
+        return value(tree) if isinstance(tree, fx.Node) else tree
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Return what a node is in this part. A parameter is read where it is used."""
+        return self._copy(node) if node in self.division.free and node not in self.written else self.written[node]
+
+    def _known(self, node: fx.Node) -> fx.Node | None:
+        """Return what a node is in this part; None if it is not there, which nothing in the block uses then."""
+        return self._value(node) if node in self.written or node in self.division.free else None
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        self.written[node] = copy = self.graph.node_copy(node, self._value)
+        if node.op in ("call_module", "get_attr"):
+            copy.target = self._target(str(node.target))
+        return copy
+
+    def _target(self, name: str) -> str:
+        """Return the name of a submodule or a tensor of the model, as the block of this part finds it."""
+        inside = name.removeprefix(f"{self.name}.")
+        return name if not self.name else inside if inside != name else f"_block_model.{name}"
+
+
+def _compile(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """Return the function `forward(self, ...)` of a graph. Tracebacks show its lines."""
+    code = graph.python_code("self")
+    file = f"<forward of {name or 'the model'}>.{next(_count)}"
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    scope = dict(code.globals)
+    exec(compile(code.src, file, "exec", dont_inherit=True), scope)
+    forward: Callable[..., Any] = scope["forward"]
+    return forward
+
+
+def _function_of(node: fx.Node, operands: Sequence[fx.Node]) -> Callable[..., Any]:
+    """Return a function of some operands that does what a function or a method does in a graph."""
+    graph = fx.Graph()
+    arguments = {operand: graph.placeholder(f"value_{place}") for place, operand in enumerate(operands)}
+    graph.output(graph.node_copy(node, arguments.__getitem__))
+    return functools.partial(_compile(graph, node.name), None)

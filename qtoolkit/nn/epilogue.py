@@ -1,0 +1,248 @@
+"""A batch norm in training with what follows it, in one op: a residual add, an activation and a quantizer.
+
+The ops that a graph has are called one by one wherever that can make a difference: in eval mode, for other kinds of batch norms
+and strategies, where hooks watch a module, while a quantizer observes. The code of a prepared model asks at each call.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.config import QuantSpec
+from qtoolkit.nn.batch_norm import (
+    LinkedBatchNorm,
+    QuantBatchNorm1d,
+    QuantBatchNorm2d,
+    QuantBatchNorm3d,
+    QuantSyncBatchNorm,
+    divided,
+    is_frozen_batch_norm,
+)
+from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.ops.layer import Codes
+from qtoolkit.quantizers.handed_over import codes_of, hand_over, has_codes, is_packed
+from qtoolkit.quantizers.spec_ops import fake_quant, with_factor
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+# Numbers of dimensions of the inputs of each type of batch norm that the op computes.
+DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3),
+    nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
+    QuantBatchNorm1d: (2, 3),
+    QuantBatchNorm2d: (4,),
+    QuantBatchNorm3d: (5,),
+}
+
+
+Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor of each channel; or its output, and None
+
+
+class Bounds(NamedTuple):
+    """A piecewise linear activation: v between the bounds, high above, low + slope * (v - low) below."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    slope: float = 0.0
+
+
+RELU, RELU6 = Bounds(0.0), Bounds(0.0, 6.0)
+ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Bounds]] = {
+    nn.ReLU: lambda module: RELU,
+    nn.ReLU6: lambda module: RELU6,
+    nn.Hardtanh: lambda module: Bounds(module.min_val, module.max_val),
+    nn.LeakyReLU: lambda module: Bounds(0.0, slope=module.negative_slope),
+}
+
+
+# ---- what may be one op, of the modules as they are now; each returns a reason for people, or None
+
+
+def why_batch_norm_apart(bn: nn.Module) -> str | None:
+    """Return why the op does not compute a batch norm in training mode."""
+    if isinstance(bn, QuantSyncBatchNorm | nn.SyncBatchNorm):
+        return "a SyncBatchNorm takes the statistics of several processes"
+    if is_frozen_batch_norm(bn) or getattr(bn, "frozen", False):
+        return "it is frozen, and its layer folds it"
+    if type(bn) not in DIMENSIONS:
+        return f"it is a {type(bn).__name__}"
+    if isinstance(bn, LinkedBatchNorm) and bn.strategy != "unscale":
+        return f"its strategy is {bn.strategy!r}"
+    return "it has hooks" if is_watched(bn) else None
+
+
+def why_layer_apart(layer: nn.Module, bn: nn.Module) -> str | None:
+    """Return why a layer must be called as a module, and so divide its output, before its batch norm."""
+    if not isinstance(layer, QuantWeighted) or layer.batch_norm is not bn:
+        return "its layer is linked to another batch norm"
+    if type(layer).forward is not QuantWeighted.forward:
+        return f"a {type(layer).__name__} has a forward of its own"
+    return "its layer has hooks" if is_watched(layer) else None
+
+
+def why_activation_apart(activation: nn.Module) -> str | None:
+    """Return why the op does not compute the module of an activation."""
+    if type(activation) not in ACTIVATIONS:
+        return f"a {type(activation).__name__} is none of its activations"
+    return "its activation has hooks" if is_watched(activation) else None
+
+
+def why_quantizer_apart(quantizer: nn.Module) -> str | None:
+    """Return why the op does not quantize its output as a quantizer does."""
+    if type(quantizer) is not TensorQuantizer:
+        return f"a {type(quantizer).__name__} quantizes by itself"
+    spec = quantizer.spec
+    if spec.format != "int" or spec.axis is not None or quantizer.kind.fake_quant is not fake_quant:
+        return f"{spec.describe()} is not on an integer grid with one scale"
+    if quantizer.observing or quantizer.stopping:
+        return "its quantizer looks at its input"
+    if not (quantizer.quantizing and quantizer.ready):
+        return "its quantizer is off, or has no range yet"
+    return "its quantizer has hooks" if is_watched(quantizer) else None
+
+
+# ---- the calls that the code of a prepared model makes
+
+
+def layer_output(layer: Any, bn: Any, input: Any, *args: Any, **kwargs: Any) -> Output:
+    """Return the output of a layer for its linked batch norm: undivided where the op may take it."""
+    if not is_ordinary(input) or all_watched() or not _trains(bn) or why_layer_apart(layer, bn) is not None:
+        return layer(input, *args, **kwargs), None
+    output: Output = layer.undivided(input, *args, **kwargs)
+    return output
+
+
+def epilogue_of(
+    add: Callable[[Tensor, Tensor], Tensor] | None = None,
+    activate: Callable[[Tensor], Tensor] | None = None,
+    bounds: Bounds | None = None,
+) -> Callable[..., Tensor]:
+    """Return the function that computes a batch norm with what follows it.
+
+    Args:
+        add: The function that adds the residual to the batch norm's output; None where none is added.
+        activate: The function of the activation; None where it is a module, or there is none.
+        bounds: What that function computes.
+
+    Returns:
+        A function of the batch norm's input (what `layer_output` returned, if there is a layer), the residual, the layer, the
+        batch norm, the module of the activation and the quantizer. None stands for those that there are not.
+    """
+
+    def epilogue(value: Any, residual: Any, layer: Any, bn: Any, activation: Any, quantizer: Any) -> Tensor:
+        x, factor = (value, None) if layer is None else value
+        adds = residual is None or _is_like(x, residual)
+        ours = _bounds_now(activation, bounds) if adds else None
+        quantizes = ours is not None and quantizer is not None and why_quantizer_apart(quantizer) is None
+        if (factor is None and not quantizes) or all_watched() or not (_trains(bn) and _fits(bn, x)):
+            # A batch norm that is not linked gives torch's bits where nothing is quantized.
+            adds, ours, quantizes = residual is None, None, False
+            y: Tensor = bn(x if factor is None else divided(layer, x, factor))
+        else:
+            joined = residual if adds else None
+            y = _compute(x, factor, layer, bn, joined, ours or Bounds(), quantizer if quantizes else None)
+        if add is not None and not adds:
+            y = add(y, residual)
+        if ours is None:
+            y = activation(y) if activation is not None else y if activate is None else activate(y)
+        if quantizer is not None and not quantizes:
+            y = quantizer(y)
+        return y
+
+    return epilogue
+
+
+# ---- their parts
+
+
+def _trains(bn: Any) -> bool:
+    """Return whether the op computes a batch norm as it is now."""
+    counts = torch.compiler.is_compiling() and bn.momentum is None  # a number from a buffer, which is no constant
+    return bn.training and why_batch_norm_apart(bn) is None and not counts
+
+
+def _fits(bn: Any, x: Tensor) -> bool:
+    """Return whether the op takes an input; the batch norm itself has the errors for one that it does not take either."""
+    if not is_ordinary(x) or x.dim() not in DIMENSIONS[type(bn)] or x.size(1) != bn.num_features:
+        return False
+    return x.numel() > x.size(1)
+
+
+def _is_like(x: Tensor, residual: Any) -> bool:
+    if not is_ordinary(residual):
+        return False
+    return bool(residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device)
+
+
+def _bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds | None:
+    """Return what the op computes for the activation, which may be none; None where it must be called."""
+    if activation is None:
+        return bounds or Bounds()
+    return ACTIVATIONS[type(activation)](activation) if why_activation_apart(activation) is None else None
+
+
+def _compute(
+    x: Tensor, factor: Tensor | None, layer: Any, bn: Any, residual: Tensor | None, bounds: Bounds, quantizer: Any
+) -> Tensor:
+    bias = None if factor is None else layer.bias
+    divisor = factor
+    if bias is not None and factor is not None and bias.requires_grad:
+        divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
+    known = None if residual is None else _codes_like(x, residual)
+    of_residual = (None,) * 3 if known is None else (known.codes, known.scale, known.zero_point)
+    grid = {} if quantizer is None else _grid_now(quantizer, x)
+    y, codes, mean, variance = ops.batch_norm_fake_quant(
+        x,
+        bn.weight,
+        bn.bias,
+        bn.eps,
+        divisor=divisor,
+        residual=residual,
+        residual_codes=of_residual[0],
+        residual_scale=of_residual[1],
+        residual_zero_point=of_residual[2],
+        **bounds._asdict(),
+        **grid,
+    )
+    _track(bn, mean, variance, factor, bias, x.numel() // x.size(1))
+    if quantizer is not None and has_codes(quantizer.spec) and y.requires_grad:
+        _hand_over(y, codes, quantizer.spec, **grid)
+    return y
+
+
+def _codes_like(x: Tensor, residual: Tensor) -> Codes | None:
+    """Return the codes of a residual, one a byte, in the memory format of x."""
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    codes = codes_of(residual, None, channels_last)
+    return None if codes is None or codes.codes.shape != x.shape else codes
+
+
+def _grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
+    """Return the arguments of the op for a quantizer of a tensor of x's shape."""
+    kind, spec = quantizer.kind, quantizer.spec
+    scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
+    codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
+    return {"scale": scale, "zero_point": zero_point, **codes}
+
+
+def _hand_over(
+    y: Tensor, codes: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, **numbers: float
+) -> None:
+    zero = None if zero_point is None else zero_point.detach().round()
+    hand_over(y, None if is_packed(spec.qmin, spec.qmax) else codes, scale.detach().abs(), zero, spec)
+
+
+@torch.no_grad()
+def _track(bn: Any, mean: Tensor, variance: Tensor, factor: Tensor | None, bias: Tensor | None, count: int) -> None:
+    """Update the running statistics as torch's batch norms do, from those of an undivided output without its bias."""
+    if not bn.track_running_stats or bn.running_mean is None:
+        return
+    if bn.num_batches_tracked is not None:
+        bn.num_batches_tracked.add_(1)
+    momentum = 1.0 / float(bn.num_batches_tracked) if bn.momentum is None else bn.momentum
+    ops.batch_norm_track_(bn.running_mean, bn.running_var, mean, variance, momentum, count, divisor=factor, offset=bias)

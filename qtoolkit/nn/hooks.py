@@ -1,0 +1,43 @@
+"""Whether somebody watches the calls of a module: then it must be called as a module, on the values that it documents."""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+# Private: torch has no documented way to ask. Without them, nothing counts as watched or transformed.
+_has_global_hooks = getattr(torch_module, "_has_any_global_hook", lambda: False)
+_transforms_run = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its calls, or its call was compiled."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+    )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return whether a module has hooks, or a forward of its own that somebody has set."""
+    return has_hooks(module) or "forward" in module.__dict__
+
+
+def all_watched() -> bool:
+    """Return whether hooks of all modules are registered, as `torch.nn.modules.module.register_module_forward_hook` does."""
+    return bool(_has_global_hooks())
+
+
+def is_ordinary(x: object) -> bool:
+    """Return whether ops may take other roads for x than the model's own ops: it is a plain tensor on a CPU or CUDA device.
+
+    They may not for a proxy or a tensor subclass, nor under the transforms of torch.func, forward-mode AD and torch.jit.trace.
+    """
+    if type(x) is not Tensor or x.device.type not in ("cpu", "cuda"):
+        return False
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return not (_transforms_run() or torch.jit.is_tracing() or forward_ad._current_level >= 0)  # type: ignore[attr-defined, no-untyped-call]

@@ -1,0 +1,141 @@
+"""Batch norm in training with what follows it, in one op."""
+
+import math
+
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_batch_norm_fake_quant = library.batch_norm_fake_quant.default
+_batch_norm_track_ = library.batch_norm_track_.default
+
+
+def batch_norm_fake_quant(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    divisor: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_codes: Tensor | None = None,
+    residual_scale: Tensor | None = None,
+    residual_zero_point: Tensor | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    slope: float = 0.0,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    grad_factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalize x by the statistics of the batch, add a residual, apply an activation and fake-quantize.
+
+    Each step but the first is optional. x is read twice, the result written once; backward keeps x, what belongs to a
+    channel and the residual (as its codes, if they are given), and computes the rest again. The arithmetic is float32
+    (float64 for float64), without rounding to a 16-bit dtype between the steps. Two runs give the same bits, with any number
+    of threads.
+
+    Differentiable in x, weight, bias, divisor, residual, scale and zero_point; double backward raises NotImplementedError.
+    The gradient of the activation is `slope` at and below `low` and 0 at and above `high`, as in torch; that of scale and
+    zero_point is the one of `fake_quant`.
+
+    Args:
+        x: (N, C, ...), with more than one value for each channel; float32, float64, bfloat16 or float16. A layout with gaps
+            is copied.
+        weight: (C), or None for 1.
+        bias: (C), or None for 0.
+        eps: Added to the variance.
+        divisor: (C), not zero; the batch norm of x / divisor is computed, without the division. None for 1.
+        residual: Added after the batch norm; of x's shape and dtype.
+        residual_codes: int8 or uint8 codes of the residual, which then is rebuilt from them and not kept:
+            `(residual_codes - residual_zero_point) * residual_scale`, rounded to x's dtype, must equal the residual.
+        residual_scale: Scale of these codes, one element.
+        residual_zero_point: Zero point of these codes, one element, or None for 0.
+        low: The activation below: `low + slope * (v - low)`. ReLU is (0, inf, 0), ReLU6 (0, 6, 0), LeakyReLU (0, inf, a).
+        high: The activation's highest value.
+        slope: Slope of the activation below `low`.
+        scale: Step between codes, one element; None for no quantization.
+        zero_point: Code that zero maps to, one element, or None for 0.
+        qmin: Lowest code.
+        qmax: Highest code.
+        grad_factor: Factor of the gradients of scale and zero_point.
+
+    Returns:
+        The result, with the shape, dtype and memory format of x; its codes (int8 if `qmin` is negative, else uint8; empty if
+        they do not fit or there is no scale); and the mean and the biased variance of each channel of x, float32 (float64 for
+        float64). Only the result is differentiable.
+
+    Raises:
+        ValueError: A shape, range or device does not fit, or a channel has fewer than two values.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -4.0], [3.0, 4.0]])
+        >>> y, codes, mean, variance = batch_norm_fake_quant(x, None, None, low=0.0, scale=torch.tensor(0.5), qmin=0, qmax=255)
+        >>> y
+        tensor([[0., 0.],
+                [1., 1.]])
+        >>> codes.dtype, mean, variance
+        (torch.uint8, tensor([2., 0.]), tensor([ 1., 16.]))
+    """
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_fake_quant(
+        x,
+        weight,
+        bias,
+        divisor,
+        residual,
+        residual_codes,
+        residual_scale,
+        residual_zero_point,
+        eps,
+        low,
+        high,
+        slope,
+        scale,
+        zero_point,
+        qmin,
+        qmax,
+        grad_factor,
+    )
+    return found
+
+
+def batch_norm_track_(
+    running_mean: Tensor,
+    running_var: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    momentum: float,
+    count: int,
+    *,
+    divisor: Tensor | None = None,
+    offset: Tensor | None = None,
+) -> None:
+    """Move running statistics towards those of a batch, as a batch norm in training does.
+
+    They take in the batch of `x / divisor + offset`, where mean and variance are those of x. The running variance is the
+    unbiased one: `variance * count / (count - 1)`.
+
+    Args:
+        running_mean: (C), changed in place; float32, float64, bfloat16 or float16.
+        running_var: (C), changed in place, of the same dtype.
+        mean: (C), the mean that `batch_norm_fake_quant` returned.
+        variance: (C), the biased variance that it returned.
+        momentum: Weight of the batch, in [0, 1].
+        count: Number of values of a channel, more than 1: `x.numel() // x.size(1)`.
+        divisor: (C), or None for 1.
+        offset: (C), or None for 0.
+
+    Raises:
+        ValueError: A shape, number or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> running_mean, running_var = torch.zeros(1), torch.ones(1)
+        >>> batch_norm_track_(running_mean, running_var, torch.tensor([2.0]), torch.tensor([3.0]), 0.1, 4)
+        >>> running_mean, running_var
+        (tensor([0.2000]), tensor([1.3000]))
+    """
+    _batch_norm_track_(running_mean, running_var, mean, variance, divisor, offset, momentum, count)

@@ -1,0 +1,309 @@
+"""Layers in training on the codes of their inputs: gradients bit for bit, what is kept for backward, integer sums."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import qtoolkit as qt
+from qtoolkit.nn.on_codes import HAS_INT8
+from tests.cases import leaf
+
+LSQ = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0, narrow=True))
+FIXED = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0, narrow=True))
+FOUR_BITS = qt.QConfig(qt.QuantSpec(bits=4, quantizer="lsq"), qt.QuantSpec(bits=4, quantizer="lsq", axis=0))
+AFFINE = qt.QConfig(qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec())
+CONFIGS = {"lsq": LSQ, "fixed": FIXED, "four bits": FOUR_BITS, "affine": AFFINE}
+ROADS = ("graph", "modules")
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+roads = pytest.mark.parametrize("road", ROADS)
+
+
+class Net(nn.Module):
+    """Convolutions with and without batch norm, groups and bias, a residual, a pool, a deconvolution, a shared layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6()
+        )
+        self.branch = nn.Conv2d(8, 8, 1)
+        self.pool = nn.MaxPool2d(2)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2, groups=2)
+        self.shared = nn.Conv2d(8, 8, 3, padding="same")
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.relu(self.depthwise(x) + self.branch(x))
+        x = self.up(self.pool(x))
+        x = self.shared(torch.relu(self.shared(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def images(seed: int = 0) -> Tensor:
+    return torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
+    torch.manual_seed(0)
+    model, mapping = (Net() if model is None else model).train(), qt.QConfigMapping().set_global(config)
+    if road == "graph":
+        prepared = qt.prepare(model, (images(),), qconfig_mapping=mapping, **options)
+    else:
+        prepared = qt.quant_modules.replace(model, mapping, **options)
+    qt.calibrate(prepared.eval(), [images()], progress=False)
+    return prepared.train()
+
+
+def step(model: nn.Module, x: Tensor | None = None, run: Callable | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    x = leaf(images()) if x is None else x
+    y = (run or model)(x)
+    y.square().sum().backward()
+    return y.detach(), {"input": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def assert_equal(found: tuple, wanted: tuple) -> None:
+    assert torch.equal(found[0], wanted[0])
+    for name, gradient in wanted[1].items():
+        assert torch.equal(found[1][name], gradient), name
+
+
+def bytes_kept(model: nn.Module, x: Tensor) -> int:
+    kept = {}
+    ours = {p.untyped_storage().data_ptr() for p in (*model.parameters(), x)}
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in ours:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        model(x)
+    return sum(kept.values())
+
+
+@configs
+@roads
+def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None:
+    plain = quantized(road, config, forward="float", save="float")
+    codes = quantized(road, config, forward="float", save="codes")
+    for _ in range(2):
+        assert_equal(step(codes), step(plain))
+
+
+@configs
+@roads
+def test_the_integer_forward_is_the_simulation_but_for_rounding(road: str, config: qt.QConfig) -> None:
+    """In float64, where no rounding flips: the float simulation of each layer on the input that the integer one has."""
+    integer = quantized(road, config, forward="integer")
+    seen = {}
+    for name, layer in integer.named_modules():
+        if isinstance(layer, qt.nn.QuantWeighted) and layer.batch_norm is None and name != "shared":
+            layer.register_forward_hook(lambda m, args, y, name=name: seen.update({name: (m, args[0], y)}))
+    step(integer)
+    assert len(seen) >= 3
+    for layer, x, y in seen.values():
+        with torch.no_grad():  # the plain computation
+            expected = layer(x)
+        scale = expected.abs().max()
+        torch.testing.assert_close(y, expected, rtol=0, atol=float(scale) * 1e-5)
+
+
+@roads
+def test_gradients_of_the_integer_forward_are_the_straight_through_ones(road: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(1), nn.Linear(800, 5))
+    integer, plain = (
+        quantized(road, model=model, **o) for o in ({"forward": "integer"}, {"forward": "float", "save": "float"})
+    )
+    found, wanted = step(integer), step(plain)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+    for name, gradient in wanted[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=float(gradient.abs().max()) * 1e-4)
+
+
+@roads
+def test_sums_are_those_of_the_deployed_kernels(road: str) -> None:
+    """The codes of the sums: integers, the same as of int64 arithmetic."""
+    layer = nn.Conv2d(16, 4, 3, bias=False)
+    integer = quantized(road, FIXED, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer), forward="integer")
+    seen = {}
+    conv = integer.get_submodule("2")
+    conv.register_forward_hook(lambda m, args, y: seen.update(x=args[0], y=y))
+    integer(images())
+    source, weight = conv.source, conv.weight_quantizer
+    x = seen["x"] if conv.input_quantizer is None else conv.input_quantizer(seen["x"])
+    codes = torch.round(x.double() / source.scale.double())
+    weights = torch.round(weight(conv.weight).double() / weight.scale.double().view(-1, 1, 1, 1))
+    sums = torch.conv2d(codes, weights)
+    steps = source.scale * weight.scale.view(-1, 1, 1)
+    assert torch.equal(torch.round(seen["y"].double() / steps.double()), sums)
+    torch.testing.assert_close(seen["y"], (sums * steps.double()).float(), rtol=2e-7, atol=0)
+
+
+@roads
+def test_a_code_takes_a_byte_or_less_and_is_kept_once(road: str) -> None:
+    size = 8 * 20 * 20 * 4
+    two = nn.ModuleDict({"a": nn.Conv2d(8, 8, 1, bias=False), "b": nn.Conv2d(8, 8, 1, bias=False)})
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = two
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["a"](x) + self.parts["b"](x)
+
+    x = torch.randn(4, 8, 20, 20)
+    for bits, per_element in ((8, 1), (4, 0.5)):
+        config = qt.QConfig(qt.QuantSpec(bits=bits), qt.QuantSpec(bits=bits, axis=0))
+        mapping = qt.QConfigMapping().set_global(config)
+        if road == "graph":
+            model = qt.prepare(Twice().train(), (x,), qconfig_mapping=mapping, forward="float")
+        else:
+            model = qt.quant_modules.replace(Twice().train(), mapping, forward="float")
+        qt.calibrate(model.eval(), [x], progress=False)
+        consumers = 1 if road == "graph" else 2  # by modules each layer quantizes its own input
+        assert bytes_kept(model.train(), x) <= consumers * size * per_element + 4096
+
+
+def test_checkpointing_and_state_dicts() -> None:
+    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    model = quantized("graph", model=convolutions)
+    wanted = step(copy.deepcopy(model))
+    assert_equal(step(model, run=lambda x: checkpoint(model, x, use_reentrant=False)), wanted)
+    other = quantized("graph", model=convolutions)
+    other.load_state_dict(model.state_dict())
+    assert_equal(step(other), wanted)
+
+
+@roads
+def test_what_backward_saw_may_change_before_it(road: str) -> None:
+    """An observer moves the scales between two forwards and their backward."""
+    model = quantized(road, FIXED, forward="float")
+    for quantizer in model.modules():
+        if isinstance(quantizer, qt.TensorQuantizer) and not quantizer.of_weight:
+            quantizer.observing = True
+    (model(images()).sum() + model(images(1) * 3).sum()).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_a_tensor_changed_in_place_is_quantized_anew() -> None:
+    """The codes that came with a tensor do not outlive a change of it."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x)
+
+    models = [quantized("graph", FIXED, Doubles(), forward="float", save=save) for save in ("codes", "float")]
+    for model in models:
+        quantizer = model.get_submodule("conv").source
+        quantizer.register_forward_hook(lambda m, args, y: y.mul_(0))
+    assert_equal(*(step(model) for model in models))
+
+
+@pytest.mark.parametrize("options", [{"forward": "int"}, {"save": "nothing"}])
+@roads
+def test_unknown_options_are_named(road: str, options: dict) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+        quantized(road, **options)
+
+
+def test_dropout_moves_values_off_the_grid() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(8, 4, 1))
+    found = []
+    for save in ("codes", "float"):
+        prepared = quantized("graph", LSQ, copy.deepcopy(model), forward="float", save=save)
+        torch.manual_seed(3)
+        found.append(step(prepared))
+    assert_equal(*found)
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="torch has no exact int8 kernels on this processor")
+def test_auto_computes_on_codes_where_torch_has_kernels() -> None:
+    auto, integer = quantized("graph"), quantized("graph", forward="integer")
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    auto, integer = (quantized("graph", model=copy.deepcopy(conv), **o) for o in ({}, {"forward": "integer"}))
+    assert_equal(step(auto), step(integer))
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.parametrize("config", [LSQ, FIXED, FOUR_BITS], ids=["lsq", "fixed", "four bits"])
+def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> None:
+    torch._dynamo.reset()
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.ConvTranspose2d(8, 4, 2), nn.Linear(9, 5)
+    model = quantized("graph", config, nn.Sequential(*layers), forward=forward)
+    copied = copy.deepcopy(model)
+    compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
+    for seed in (0, 1):
+        found, wanted = step(copied, leaf(images(seed)), compiled), step(model, leaf(images(seed)))
+        assert torch.equal(found[0], wanted[0])
+        for name, gradient in wanted[1].items():
+            torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=float(gradient.abs().max()) * 1e-6)
+
+
+def test_the_report_says_how_each_layer_computes_in_training() -> None:
+    report = qt.quantization_report(quantized("graph", forward="integer"))
+    lines = {line.name: line.training for line in report.layers if line.training}
+    assert lines["stem.0"] == lines["up"] == lines["head"] == "on codes, keeps codes"
+    assert "in training" in str(report)
+    assert "on codes, keeps codes" in str(report)
+    report = qt.quantization_report(quantized("modules", save="float", forward="float"))
+    assert {line.training for line in report.layers if line.training} == {"float (as asked), keeps floats"}
+    wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
+    report = qt.quantization_report(quantized("graph", wide))
+    assert "float, keeps floats: its inputs have no codes of one byte and one scale" in str(report)
+    scales = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))
+    report = qt.quantization_report(quantized("modules", scales, nn.Sequential(nn.Linear(12, 4)), forward="integer"))
+    assert report.layers[0].training == (
+        "float (its weight's scales do not run along its output channels), keeps codes"
+    )
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+def test_an_empty_batch_and_a_single_image(forward: str) -> None:
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten(), nn.Linear(2 * 11 * 11, 3)
+    model = quantized("graph", model=nn.Sequential(*layers), forward=forward)
+    y = model(leaf(torch.empty(0, 3, 12, 12)))
+    y.sum().backward()
+    assert y.shape == (0, 3)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert model(images()[:1]).shape == (1, 3)
+
+
+def test_sums_that_int32_may_not_hold_are_computed_in_float() -> None:
+    model = nn.Sequential(nn.Linear(80_000, 2))
+    prepared = qt.quant_modules.replace(model, forward="integer")
+    qt.calibrate(prepared, [torch.ones(1, 80_000)], progress=False)
+    (line,) = qt.quantization_report(prepared).layers
+    assert line.training == "float (its sums may exceed int32), keeps codes"
+    with torch.no_grad():
+        prepared[0].weight.fill_(1.0)
+    prepared[0].reset_weight_range()
+    torch.testing.assert_close(prepared.train()(torch.ones(1, 80_000)), torch.full((1, 2), 8e4), rtol=0.02, atol=1)
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+def test_autocast_computes_in_its_type(forward: str) -> None:
+    model = quantized("graph", model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), forward=forward)
+    plain = quantized(
+        "graph", model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), save="float", forward="float"
+    )
+    plain.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = model(images()), plain(images())
+    assert y.dtype == expected.dtype == torch.bfloat16
+    if forward == "float":
+        assert torch.equal(y, expected)
+    y.float().square().sum().backward()
+    assert all(p.grad.dtype == p.dtype and torch.isfinite(p.grad).all() for p in model.parameters())

@@ -1,0 +1,320 @@
+"""What ordinary training scripts do with a model, on both roads: a test each."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.checkpoint import checkpoint
+
+import qtoolkit as qt
+from tests.training.nets import ROADS, SHAPE, Net, learned, loss_of, quantized, step
+
+QUANTIZERS = ("lsq", "fixed")
+each_road = pytest.mark.parametrize("road", ROADS)
+each_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS)
+
+
+def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(SHAPE, generator=generator) for _ in range(count))
+
+
+def saved(state: object) -> dict:
+    """Through a file, as `torch.load` reads it by default."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    state = other.state_dict()
+    assert one.state_dict().keys() == state.keys()
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3, seed: int = 1) -> None:
+    for x in batches(count, seed):
+        step(model, optimizer, x)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(qt.parameter_groups(model, weight_decay=1e-3), 0.05, momentum=0.9)
+
+
+# ---- copies and state
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@each_quantizer
+@each_road
+def test_copies_train_the_same(road: str, quantizer: str, copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = learned(road, quantizer)
+    train(model, sgd(model), 1)  # in the middle of a training
+    twin = copied(model)
+    for each in (model, twin):
+        train(each, sgd(each))
+    assert_same(model, twin)
+    assert_same(model.eval(), twin.eval())
+
+
+@each_quantizer
+@each_road
+def test_a_calibrated_state_is_loaded_strictly_both_ways(road: str, quantizer: str) -> None:
+    model, fresh = learned(road, quantizer), quantized(road, quantizer)
+    train(model, sgd(model))
+    fresh.load_state_dict(saved(model.state_dict()), strict=True)
+    x = torch.randn(SHAPE)
+    assert torch.equal(fresh.eval()(x), copy.deepcopy(model).eval()(x))
+    train(fresh.train(), sgd(fresh))
+    model.load_state_dict(saved(fresh.state_dict()), strict=True)
+    assert_same(model, fresh)
+    floats = Net()
+    floats.load_state_dict({k: v for k, v in model.state_dict().items() if k in floats.state_dict()}, strict=True)
+    quantized(road, quantizer).load_state_dict(saved(floats.state_dict()), strict=True)
+
+
+# ---- averages
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@each_quantizer
+@each_road
+def test_an_average_is_evaluated_at_any_time(road: str, quantizer: str, buffers: bool) -> None:
+    """Ranges that follow the weights are those of the averaged weights, each time."""
+    model = learned(road, quantizer)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=buffers)
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.5), torch.randn(SHAPE)
+    for epoch in range(3):
+        train(model, optimizer, 2, epoch)
+        ema.update_parameters(model)
+        y = ema.eval()(x)
+        assert y.isfinite().all()
+        assert torch.equal(y, qt.convert(ema.module)(x))
+        if quantizer == "fixed":
+            recalibrated = quantized(road, quantizer)
+            recalibrated.load_state_dict({k: v for k, v in ema.module.state_dict().items() if k in Net().state_dict()})
+            for name in ("stem", "conv", "fc"):
+                scales = (each.get_submodule(f"{name}.weight_quantizer").scale for each in (ema.module, recalibrated))
+                torch.testing.assert_close(*scales, rtol=1e-6, atol=0)
+    update_bn(batches(2), ema)
+    assert torch.equal(ema.eval()(x), qt.convert(ema.module)(x))
+
+
+# ---- gradients
+
+
+@each_quantizer
+@each_road
+def test_accumulated_gradients_are_those_of_the_larger_batch(road: str, quantizer: str) -> None:
+    model = learned(road, quantizer).double()
+    qt.freeze_batch_norm(model)
+    twin, x = copy.deepcopy(model), torch.randn(8, *SHAPE[1:], dtype=torch.float64)
+    loss_of(model, x).backward()
+    for part in x.split(2):
+        (model_loss := loss_of(twin, part) / 4).backward()
+        assert model_loss.isfinite()
+    for (name, wanted), found in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@each_road
+def test_clipped_gradients_have_the_norm(road: str) -> None:
+    model = learned(road)
+    (loss_of(model, torch.randn(SHAPE)) * 1e3).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert norm > 1
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, before[name] / (norm + 1e-6), rtol=1e-5, atol=0, msg=name)
+
+
+@each_quantizer
+@each_road
+def test_zeroed_gradients_train_like_none(road: str, quantizer: str) -> None:
+    models = []
+    for set_to_none in (True, False):
+        model = learned(road, quantizer)
+        optimizer = sgd(model)
+        for x in batches(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            assert all((p.grad is None) or not p.grad.any() for p in model.parameters())
+            loss_of(model, x).backward()
+            optimizer.step()
+        models.append(model)
+    assert_same(*models)
+
+
+@each_quantizer
+@each_road
+def test_functional_call_differentiates_in_every_parameter(road: str, quantizer: str) -> None:
+    model, x = learned(road, quantizer), torch.randn(SHAPE)
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    twin = copy.deepcopy(model)
+    y = torch.func.functional_call(model, parameters, (x,))
+    y.square().mean().backward()
+    loss_of(twin, x).backward()
+    for name, wanted in twin.named_parameters():
+        assert torch.equal(parameters[name].grad, wanted.grad), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@each_quantizer
+@each_road
+def test_a_checkpointed_training_is_the_plain_one(road: str, quantizer: str, reentrant: bool) -> None:
+    """With frozen batch norms: torch's own count a recomputed batch twice."""
+    model = learned(road, quantizer)
+    qt.freeze_batch_norm(model)
+    twin = copy.deepcopy(model)
+    optimizers = sgd(model), sgd(twin)
+    for x in batches(3):
+        step(model, optimizers[0], x)
+        optimizers[1].zero_grad()
+        checkpoint(loss_of, twin, x.clone().requires_grad_(), use_reentrant=reentrant).backward()
+        optimizers[1].step()
+    assert_same(model, twin)
+
+
+# ---- casts
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@each_quantizer
+@each_road
+def test_a_cast_between_steps(road: str, quantizer: str, dtype: torch.dtype) -> None:
+    """Scales stay in float32 at least; the way back gives a model that trains, converts and resumes."""
+    model = learned(road, quantizer)
+    optimizer, groups = sgd(model), {id(p) for p in model.parameters()}
+    train(model, optimizer)
+    scales = {name: each.scale.clone() for name, each in qt.quantizers_of(model).items()}
+    model.to(dtype)
+    assert {id(p) for p in model.parameters()} == groups
+    for name, each in qt.quantizers_of(model).items():
+        assert each.scale.dtype == (dtype if dtype == torch.float64 else torch.float32)
+        assert torch.equal(each.scale.float(), scales[name]), name
+    optimizer.state.clear()
+    for x in batches(2):
+        step(model, optimizer, x.to(dtype))
+    assert model(x.to(dtype)).dtype == dtype
+    optimizer.state.clear()
+    train(model.float(), optimizer)
+    x = torch.randn(SHAPE)
+    assert model(x).dtype == torch.float32
+    assert torch.equal(qt.convert(model)(x), model.eval()(x))
+
+
+@each_road
+def test_a_model_goes_through_the_meta_device(road: str) -> None:
+    """As scripts do that load a checkpoint without a second copy in memory."""
+    model = learned(road)
+    train(model, sgd(model))
+    state = saved(model.state_dict())
+    other = copy.deepcopy(model).to("meta")
+    assert other.load_state_dict(state, assign=True) == ([], [])
+    for each in (model, other):
+        train(each, sgd(each))
+    assert_same(model, other)
+
+
+# ---- resuming
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "observing"),
+    [("lsq", False), ("fixed", False), ("fixed", True)],
+    ids=["lsq", "fixed", "moving ranges"],
+)
+@pytest.mark.parametrize("fused", [False, True])
+@each_road
+def test_a_resumed_training_goes_on_bit_for_bit(road: str, quantizer: str, fused: bool, observing: bool) -> None:
+    """Model, optimizer, scheduler and random numbers, from a file that holds tensors and plain values only."""
+
+    def script() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        torch.manual_seed(3)
+        model = quantized(road, quantizer, Net(0.3), "moving_average" if observing else "minmax")
+        optimizer = torch.optim.AdamW(qt.parameter_groups(model, weight_decay=1e-2), 1e-2, fused=fused)
+        return (
+            model,
+            optimizer,
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2] * len(optimizer.param_groups), 10),
+        )
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object, seed: int) -> None:
+        for x in batches(3, seed):
+            step(model, optimizer, x)
+            scheduler.step()
+
+    parts = script()
+    qt.calibrate(parts[0], batches(1, 7), progress=False)
+    for each in qt.quantizers_of(parts[0]).values() if observing else ():
+        each.observing = True
+    run(*parts, 1)
+    state = saved([part.state_dict() for part in parts] + [torch.get_rng_state()])
+    run(*parts, 2)
+
+    resumed = script()
+    for part, each in zip(resumed, state, strict=False):
+        part.load_state_dict(each)
+    torch.set_rng_state(state[-1])
+    run(*resumed, 2)
+    assert_same(parts[0], resumed[0])
+    for one, other in zip(parts[0].parameters(), resumed[0].parameters(), strict=True):
+        for name, value in parts[1].state[one].items():
+            assert torch.equal(value, resumed[1].state[other][name])
+    assert parts[2].state_dict() == resumed[2].state_dict()
+
+
+# ---- compiled and exported
+
+
+class Compilations:
+    """Count the graphs that torch.compile makes, and run them as they are."""
+
+    count = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        self.count += 1
+        return gm
+
+
+@each_quantizer
+@each_road
+def test_a_training_compiles_once_for_each_mode(road: str, quantizer: str) -> None:
+    """fullgraph, with batch norms that move, weights that change, and batches of several sizes."""
+    model, counter = learned(road, quantizer), Compilations()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    optimizers = sgd(model), sgd(twin)
+    for size in (4, 4, 6, 9):
+        x = torch.randn(size, *SHAPE[1:])
+        twin.train()  # see nn.batch_norm.step_variance: compiled code does not know of steps
+        losses = step(compiled, optimizers[0], x), step(twin, optimizers[1], x)
+        torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
+    assert counter.count == 1
+    for _ in range(2):
+        for size in (3, 5):
+            with torch.no_grad():
+                compiled.eval()(torch.randn(size, *SHAPE[1:]))
+        step(compiled.train(), optimizers[0], torch.randn(SHAPE))
+    assert counter.count == 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@each_quantizer
+@each_road
+def test_prepared_and_converted_models_are_exported(road: str, quantizer: str, strict: bool) -> None:
+    model = learned(road, quantizer).eval()
+    batch = torch.export.Dim("batch", min=2)
+    for each in (model, qt.convert(model)):
+        program = torch.export.export(each, (torch.randn(SHAPE),), dynamic_shapes=({0: batch},), strict=strict)
+        x = torch.randn(7, *SHAPE[1:])
+        assert torch.equal(program.module()(x), each(x))
+        names = {str(node.target) for node in program.graph.nodes}
+        assert "qtoolkit.fake_quant.default" in names
