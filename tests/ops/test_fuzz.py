@@ -888,7 +888,7 @@ def check_on_integers(found: Tensor, product: Tensor, shape: Shape, given: dict,
     wanted, magnitude = terms[0] + terms[1], terms[0].abs() + terms[1].abs()
     fits = magnitude < torch.finfo(dtype).max / 2
     rounded = 3 * max(2.0**-24, torch.finfo(dtype).eps)
-    assert ((found.double() - wanted).abs() <= rounded * magnitude + 1e-37)[fits].all()
+    assert ((found.double() - wanted).abs() <= rounded * magnitude + torch.finfo(dtype).tiny)[fits].all()
 
 
 def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
