@@ -131,7 +131,9 @@ std::array<Tensor, 6> quant_layer_backward(const Tensor& grad, c10::SymIntArrayR
       layer_backward(dy, x, weight.to(grad.scalar_type()), l.geometry, {wanted[0], in_weight, wanted[5]});
   WeightGradients w;
   if (in_weight) {
-    w = weight_backward(dweight.to(product.scalar_type()), product, mask, memory_order(weight), l, wanted);
+    // In the order of the weight: elementwise loops over two orders take many times as long as this copy.
+    const Tensor grad_of_weight = dweight.to(product.scalar_type()).contiguous(l.weight.suggest_memory_format());
+    w = weight_backward(grad_of_weight, product, mask, memory_order(weight), l, wanted);
   }
   std::array<Tensor, 6> gradients = {dx, w.weight, w.factor, w.scale, w.zero_point, dbias};
   for (size_t i = 0; i < gradients.size(); ++i) {
