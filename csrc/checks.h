@@ -38,26 +38,27 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
                     ", got ", t.device(), "; move it with .to(x.device).");
 }
 
-inline void check_block_size(const char* op, const at::Tensor& x, const Axis& axis) {
+inline void check_block_size(const char* op, const at::Tensor& x, const Axis& axis, const char* input) {
   TORCH_CHECK_VALUE(axis.block >= 0, op, ": block_size must be at least 1, or 0 for no blocks, got ", axis.block, ".");
   if (axis.block == 0) return;
   TORCH_CHECK_VALUE(axis.index >= 0, op, ": block_size=", axis.block,
                     " needs an axis, got axis=None; pass the axis that blocks run along.");
   TORCH_CHECK_VALUE(axis.group == 1, op, ": block_size=", axis.block, " requires group=1, got group=", axis.group,
                     "; pass only one of them.");
-  TORCH_CHECK_VALUE(x.sym_size(axis.index) % axis.block == 0, op, ": block_size must divide x.size(", axis.index,
-                    ") = ", x.sym_size(axis.index), ", got ", axis.block, "; pad x with zeros or choose a divisor.");
+  TORCH_CHECK_VALUE(x.sym_size(axis.index) % axis.block == 0, op, ": block_size must divide ", input, ".size(",
+                    axis.index, ") = ", x.sym_size(axis.index), ", got ", axis.block, "; pad ", input,
+                    " with zeros or choose a divisor.");
 }
 
 // Returns the axis counted from the front, -1 for None (per tensor).
 inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_t> axis, int64_t group,
-                       int64_t block_size = 0) {
+                       int64_t block_size = 0, const char* input = "x") {
   TORCH_CHECK_VALUE(group >= 1, op, ": group must be at least 1, got ", group, ".");
   TORCH_CHECK_VALUE(group <= 2147483647, op, ": group must be at most 2147483647, got ", group, ".");
   Axis found = {-1, group, block_size};
   if (!axis.has_value()) {
     TORCH_CHECK_VALUE(group == 1, op, ": group=", group, " needs an axis, got axis=None; pass the channel axis.");
-    check_block_size(op, x, found);
+    check_block_size(op, x, found, input);
     return found;
   }
   const int64_t dims = x.dim();
@@ -68,10 +69,10 @@ inline Axis check_axis(const char* op, const at::Tensor& x, std::optional<int64_
   if (group > 1) {
     TORCH_CHECK_VALUE(found.index > 0, op, ": group=", group,
                       " divides dimension 0, so axis must be another dimension, got ", found.index, ".");
-    TORCH_CHECK_VALUE(x.sym_size(0) % group == 0, op, ": group must divide x.size(0) = ", x.sym_size(0), ", got ",
-                      group, ".");
+    TORCH_CHECK_VALUE(x.sym_size(0) % group == 0, op, ": group must divide ", input, ".size(0) = ", x.sym_size(0),
+                      ", got ", group, ".");
   }
-  check_block_size(op, x, found);
+  check_block_size(op, x, found, input);
   return found;
 }
 
@@ -90,17 +91,17 @@ inline c10::SymInt count_of_channels(const at::Tensor& x, const Axis& axis) {
 }
 
 inline void check_per_block(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x,
-                            const Axis& axis) {
+                            const Axis& axis, const char* input) {
   const std::vector<c10::SymInt> shape = shape_of_channels(x, axis);
   const bool flat = t.dim() == 1 && t.sym_numel() == count_of_channels(x, axis);
   TORCH_CHECK_VALUE(t.sym_numel() == 1 || flat || t.sym_sizes() == c10::SymIntArrayRef(shape), op, ": ", name,
                     " must have 1 element or shape ", c10::SymIntArrayRef(shape),
-                    " (or as many elements in one dimension): ", "the shape of x, with dimension ", axis.index,
-                    " divided by block_size = ", axis.block, "; got shape ", t.sym_sizes(), ".");
+                    " (or as many elements in one dimension): ", "the shape of ", input, ", with dimension ",
+                    axis.index, " divided by block_size = ", axis.block, "; got shape ", t.sym_sizes(), ".");
 }
 
 inline void check_per_channel(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x,
-                              const Axis& axis) {
+                              const Axis& axis, const char* input = "x") {
   check_float(op, name, t);
   check_same_device(op, name, t, x);
   if (axis.index < 0) {
@@ -108,21 +109,21 @@ inline void check_per_channel(const char* op, const char* name, const at::Tensor
                       " (shape ", t.sym_sizes(), "); pass the channel axis.");
     return;
   }
-  if (axis.block > 0) return check_per_block(op, name, t, x, axis);
+  if (axis.block > 0) return check_per_block(op, name, t, x, axis, input);
   const auto wanted = x.sym_size(axis.index) * axis.group;
   TORCH_CHECK_VALUE(t.sym_numel() == 1 || t.sym_numel() == wanted, op, ": ", name, " must have 1 or ", wanted,
-                    " elements (", axis.group > 1 ? "group * " : "", "x.size(", axis.index, ")), got ", t.sym_numel(),
-                    " (shape ", t.sym_sizes(), ").");
+                    " elements (", axis.group > 1 ? "group * " : "", input, ".size(", axis.index, ")), got ",
+                    t.sym_numel(), " (shape ", t.sym_sizes(), ").");
 }
 
-// Checks scale and zero point against the input.
+// Checks scale and zero point against the input, which errors call `input`.
 inline Axis check_grid(const char* op, const at::Tensor& x, const at::Tensor& scale,
                        const std::optional<at::Tensor>& zero_point, std::optional<int64_t> axis, int64_t group,
-                       int64_t block_size = 0) {
-  const Axis found = check_axis(op, x, axis, group, block_size);
-  check_per_channel(op, "scale", scale, x, found);
+                       int64_t block_size = 0, const char* input = "x") {
+  const Axis found = check_axis(op, x, axis, group, block_size, input);
+  check_per_channel(op, "scale", scale, x, found, input);
   if (zero_point.has_value()) {
-    check_per_channel(op, "zero_point", *zero_point, x, found);
+    check_per_channel(op, "zero_point", *zero_point, x, found, input);
     TORCH_CHECK_VALUE(zero_point->sym_numel() == scale.sym_numel(), op, ": zero_point must have as many elements as ",
                       "scale, ", scale.sym_numel(), ", got ", zero_point->sym_numel(), ".");
   }
@@ -225,8 +226,9 @@ inline bool check_int4(const char* op, int64_t qmin, int64_t qmax) {
   return is_signed;
 }
 
-inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntArrayRef size) {
-  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, op, ": packed must be uint8, got ", packed.scalar_type(),
+inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntArrayRef size,
+                         const char* name = "packed") {
+  TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, op, ": ", name, " must be uint8, got ", packed.scalar_type(),
                    "; pass the result of quantize_int4().");
   c10::SymInt codes = 1;
   for (const auto& length : size) {
@@ -237,8 +239,8 @@ inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntAr
                       ": size must hold fewer than 2^63 codes, got ", size, ".");
     codes = codes * length;
   }
-  TORCH_CHECK_VALUE(packed.dim() == 1 && packed.sym_numel() == (codes + 1) / 2, op,
-                    ": packed must have one byte per two codes, ", (codes + 1) / 2, " for size ", size, ", got shape ",
+  TORCH_CHECK_VALUE(packed.dim() == 1 && packed.sym_numel() == (codes + 1) / 2, op, ": ", name,
+                    " must have one byte per two codes, ", (codes + 1) / 2, " for size ", size, ", got shape ",
                     packed.sym_sizes(), "; pass the result of quantize_int4().");
 }
 

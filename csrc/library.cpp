@@ -10,6 +10,14 @@
 #include <torch/version.h>
 
 #include "cpu/launch.h"
+#include "exact_sums.h"
+#include "onednn.h"
+
+// What quant_layer and its backward are told about a layer; layer.h reads it in this order.
+#define QT_LAYER                                                                                                    \
+  "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int x_qmin, int x_qmax, Tensor weight, Tensor? factor, "     \
+  "Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis, int group, int block_size, float grad_factor, " \
+  "int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
 
 TORCH_LIBRARY(qtoolkit, m) {
   // Returns values on the grid and the packed in-range mask (empty unless mask is set or x requires grad).
@@ -99,24 +107,16 @@ TORCH_LIBRARY(qtoolkit, m) {
 
   // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with fake_quant(weight *
   // factor, scale, zero_point, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin, x_qmax].
-  // factor: one per output channel. codes: the codes of x, or two per byte in one dimension (quantize_int4). integer:
-  // computes on the codes. dtype: the type of the computation, by default that of x. Differentiable in x, weight,
-  // factor, scale, zero_point and bias; backward keeps x as its codes, and computes the weight again.
-  m.def(
-      "quant_layer(Tensor x, Tensor codes, Tensor x_scale, Tensor? x_zero_point, Tensor weight, Tensor? factor, "
-      "Tensor scale, Tensor? zero_point, Tensor? bias, int x_qmin, int x_qmax, int qmin, int qmax, int? axis=None, "
-      "int group=1, int block_size=0, float grad_factor=1.0, int[] stride=[], int[] padding=[], int[] dilation=[], "
-      "int[] output_padding=[], bool transposed=False, int groups=1, bool integer=False, ScalarType? dtype=None) "
-      "-> Tensor");
+  // factor, bias: one element per output channel. codes: the codes of x, or two per byte in one dimension
+  // (quantize_int4). integer: computes on the codes, and backward in channels_last. dtype: the type of the computation,
+  // by default that of x. Differentiable in x, weight, factor, scale, zero_point and bias; backward keeps x as its
+  // codes, and computes the quantized weight again.
+  m.def("quant_layer(Tensor x, Tensor? bias, " QT_LAYER ", ScalarType? dtype=None) -> Tensor");
 
-  // Returns its gradients in x, weight, factor, scale, zero_point and bias; empty where there is none. size: that of x.
-  // wanted: those of x, of the weight with what scales it, and of bias.
-  m.def(
-      "quant_layer_backward(Tensor grad, Tensor codes, SymInt[] size, Tensor x_scale, Tensor? x_zero_point, "
-      "Tensor weight, Tensor? factor, Tensor scale, Tensor? zero_point, int x_qmin, int qmin, int qmax, int? axis, "
-      "int group, int block_size, float grad_factor, int[] stride, int[] padding, int[] dilation, "
-      "int[] output_padding, bool transposed, int groups, bool channels_last, ScalarType x_dtype, bool learned, "
-      "bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // Returns its gradients in x, weight, factor, scale, zero_point and bias; empty where one is not wanted or there is
+  // none. size, x_dtype: those of x. grad has the type of the computation.
+  m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER
+        ", ScalarType x_dtype, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // 2-d max pooling with at most 256 elements in a window: returns the values and, for each, the place of the largest
   // element in its window (uint8, counted row by row). Sides have one number or two. Differentiable in x.
@@ -184,6 +184,12 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def(
       "search_range(Tensor counts, Tensor lo, Tensor hi, int qmin, int qmax, str method, float percentile=99.99, "
       "bool symmetric=True, int[] candidates=[]) -> (Tensor, Tensor)");
+
+  // Returns how to compute exact sums of products in float: see exact_sums.h.
+  m.def("digit_bits(float sums, float weights) -> int", qtoolkit::digit_bits);
+
+  // Returns whether torch's int8 kernels compute exact sums on this processor: see onednn.h.
+  m.def("int8_is_exact() -> bool", qtoolkit::onednn::is_exact);
 
   // Returns the instruction set of the CPU's kernels.
   m.def("instruction_set() -> str", [] { return std::string(qtoolkit::cpu::instruction_set()); });

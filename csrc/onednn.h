@@ -1,5 +1,5 @@
 // torch's int8 convolutions and matrix products on the CPU, which its compiler uses for quantized models on x86. They
-// are private to torch: nothing else in the library names them.
+// are private to torch: nothing else in the package names them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,12 +8,25 @@
 
 namespace qtoolkit::onednn {
 
-// Returns the sums of products of a layer times their steps, plus the bias, in float32 and channels_last.
-//   codes        uint8, dense
-//   zero_point   the code of zero
-//   weight       int8
-//   steps        float32, one per output channel
-at::Tensor layer(const at::Tensor& codes, int64_t zero_point, const at::Tensor& weight, const at::Tensor& steps,
-                 const std::optional<at::Tensor>& bias, const Geometry& geometry);
+// Whether torch has these ops and they compute the largest sums of pairs of products exactly, as a trial shows. Without
+// VNNI a processor's int8 products saturate.
+bool is_exact();
+
+// A convolution or a linear layer with its weight laid out for inputs of a size.
+class Int8Layer {
+ public:
+  // weight: int8. steps: float32, what each output channel's sums are multiplied by. bias: float32.
+  Int8Layer(const at::Tensor& weight, const at::Tensor& steps, const std::optional<at::Tensor>& bias,
+            const Geometry& geometry, at::IntArrayRef size);
+
+  // Returns sums of products of weights with codes minus the code of zero, times the steps, plus the bias: float32, in
+  // channels_last. codes: uint8, dense. The sums, and those with codes alone, must fit in int32.
+  at::Tensor operator()(const at::Tensor& codes, int64_t zero_point) const;
+
+ private:
+  at::Tensor packed_, steps_, zeros_;
+  std::optional<at::Tensor> bias_;
+  Geometry geometry_;
+};
 
 }  // namespace qtoolkit::onednn

@@ -1,20 +1,20 @@
 // A layer with a fake-quantized weight and an input on a grid, in one op. Backward keeps the input as its codes and the
 // weight as the parameters that it comes from; it computes both again, with the same bits.
-#include <ATen/ops/add.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/sub.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 
-#include "autograd.h"
-#include "checks.h"
-#include "geometry.h"
-#include "onednn.h"
+#include "call_op.h"
+#include "integer_layer.h"
+#include "layer_checks.h"
+#include "layer_ops.h"
+#include "layout.h"
 #include "registration.h"
 
 namespace qtoolkit {
@@ -22,379 +22,160 @@ namespace {
 
 using at::Tensor;
 using std::optional;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using torch::jit::Stack;
 
-constexpr const char* kOp = "quant_layer";
-constexpr int64_t kExactInFloat32 = 1 << 24;
-
-// The arguments that are no tensors with a gradient.
-struct Call {
-  Tensor codes, x_scale;
-  optional<Tensor> x_zero_point;
-  int64_t x_qmin, x_qmax, qmin, qmax;
-  optional<int64_t> axis;
-  int64_t group, block_size;
-  double grad_factor;
-  Geometry geometry;
-  bool integer;
-  optional<at::ScalarType> dtype;
+// The ops compute in the dtype that they are told, under autocast too.
+struct WithoutAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
-
-struct Weight {
-  Tensor weight;
-  optional<Tensor> factor;
-  Tensor scale;
-  optional<Tensor> zero_point;
-};
-
-// ---- the ops that it is made of, through the dispatcher
-
-std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Weight& w, const Call& c, bool mask) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t,
-                                         optional<int64_t>, int64_t, int64_t, double, bool)>("qtoolkit::fake_quant");
-  return op.call(x, w.scale, w.zero_point, c.qmin, c.qmax, c.axis, c.group, c.block_size, c.grad_factor, mask);
-}
-
-std::tuple<Tensor, Tensor, Tensor> learned_backward(const Tensor& grad, const Tensor& x, const Weight& w,
-                                                    const Call& c) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&,
-                                                 int64_t, int64_t, optional<int64_t>, int64_t, int64_t, double)>(
-          "qtoolkit::fake_quant_learned_backward");
-  return op.call(grad, x, w.scale, w.zero_point, c.qmin, c.qmax, c.axis, c.group, c.block_size, c.grad_factor);
-}
-
-Tensor quantize(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
-                optional<int64_t> axis, int64_t group, at::ScalarType dtype) {
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t,
-                                        optional<int64_t>, int64_t, int64_t, at::ScalarType)>("qtoolkit::quantize");
-  return op.call(x, scale, zero_point, qmin, qmax, axis, group, 0, dtype);
-}
-
-Tensor dequantize(const Tensor& codes, const Call& c, at::ScalarType dtype) {
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, optional<int64_t>,
-                                        int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize");
-  return op.call(codes, c.x_scale, c.x_zero_point, std::nullopt, 1, 0, dtype);
-}
-
-Tensor dequantize_int4(const Tensor& packed, c10::SymIntArrayRef size, const Call& c, at::ScalarType dtype) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, c10::SymIntArrayRef, const Tensor&, const optional<Tensor>&, bool,
-                     optional<int64_t>, int64_t, int64_t, at::ScalarType)>("qtoolkit::dequantize_int4");
-  return op.call(packed, size, c.x_scale, c.x_zero_point, c.x_qmin < 0, std::nullopt, 1, 0, dtype);
-}
-
-// ---- the layer
-
-bool is_packed(const Tensor& codes, int64_t dims) { return codes.dim() == 1 && dims > 1; }
-
-// One value per output channel, shaped to broadcast over the weight seen as `grouped`.
-Tensor over_weight(const Tensor& values, const Tensor& weight, const Geometry& g) {
-  if (!g.transposed) {
-    std::vector<int64_t> shape(weight.dim(), 1);
-    shape[0] = -1;
-    return values.view(shape);
-  }
-  std::vector<int64_t> shape(weight.dim() + 1, 1);
-  shape[0] = g.groups;
-  shape[2] = -1;
-  return values.view(shape);
-}
-
-// The weight of a transposed convolution is (in, out / groups, k...): its output channels run along groups and axis 1.
-Tensor grouped(const Tensor& weight, const Geometry& g) {
-  if (!g.transposed) return weight;
-  std::vector<c10::SymInt> shape = weight.sym_sizes().vec();
-  shape[0] = shape[0] / g.groups;
-  shape.insert(shape.begin(), g.groups);
-  return weight.view_symint(shape);
-}
-
-Tensor scaled(const Weight& w, const Geometry& g) {
-  if (!w.factor.has_value()) return w.weight;
-  return at::mul(grouped(w.weight, g), over_weight(*w.factor, w.weight, g)).view_symint(w.weight.sym_sizes());
-}
-
-Tensor apply(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias, const Geometry& g) {
-  if (g.is_linear()) return at::linear(x, weight, bias);
-  return at::convolution(x, weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups);
-}
 
 optional<Tensor> cast(const optional<Tensor>& t, at::ScalarType dtype) {
   return t.has_value() ? optional<Tensor>(t->to(dtype)) : std::nullopt;
 }
 
-// ---- on integers
-
-// One value per channel for a tensor that has one for all.
-Tensor per_channel(const Tensor& values, int64_t channels) {
-  return values.numel() == channels ? values.reshape({channels}) : values.reshape({1}).expand({channels}).contiguous();
-}
-
-int64_t output_channels(const Tensor& weight, const Geometry& g) {
-  return g.transposed ? weight.size(1) * g.groups : weight.size(0);
-}
-
-// Sums of products in float: exact while no sum may exceed 2^24, else in float64.
-Tensor sums_in_float(const Tensor& x, const Tensor& weight, const Geometry& g, int64_t largest) {
-  const int64_t terms =
-      weight.numel() / (g.transposed ? weight.size(1) : weight.size(0)) / (g.transposed ? g.groups : 1);
-  const bool exact = largest * 128 * terms <= kExactInFloat32;
-  const auto type = exact ? at::kFloat : at::kDouble;
-  return apply(x.to(type), weight.to(type), std::nullopt, g);
-}
-
-Tensor on_integers(const Tensor& x, const Weight& w, const optional<Tensor>& bias, const Call& c) {
-  const Geometry& g = c.geometry;
-  const Tensor weight = quantize(scaled(w, g), w.scale, std::nullopt, c.qmin, c.qmax, c.axis, c.group, at::kChar);
-  const int64_t channels = output_channels(weight, g);
-  const Tensor steps =
-      per_channel(at::mul(w.scale.abs().to(at::kFloat), c.x_scale.abs().to(at::kFloat).reshape({})), channels);
-  const Tensor codes = is_packed(c.codes, x.dim()) ? quantize(x, c.x_scale, c.x_zero_point, c.x_qmin, c.x_qmax,
-                                                              std::nullopt, 1, c.x_qmin < 0 ? at::kChar : at::kByte)
-                                                   : c.codes;
-  const bool is_signed = codes.scalar_type() == at::kChar;
-  if (x.is_cpu() && !g.transposed) {
-    const int64_t zero_point = c.x_zero_point.has_value() ? c.x_zero_point->round().item<int64_t>() : 0;
-    const Tensor bytes = is_signed ? codes.view(at::kByte).bitwise_xor(128) : codes;
-    return onednn::layer(bytes, zero_point + (is_signed ? 128 : 0), weight, steps, cast(bias, at::kFloat), g);
-  }
-  Tensor centred = codes.to(at::kFloat);
-  if (c.x_zero_point.has_value()) centred = at::sub(centred, c.x_zero_point->round().to(at::kFloat).reshape({}));
-  const Tensor sums = sums_in_float(centred, weight, g, c.x_qmax - c.x_qmin);
-  std::vector<int64_t> shape(sums.dim(), 1);
-  shape[g.is_linear() ? sums.dim() - 1 : 1 + (sums.dim() - weight.dim())] = channels;
-  const Tensor y = at::mul(sums, steps.view(shape)).to(at::kFloat);
-  return bias.has_value() ? at::add(y, bias->to(at::kFloat).view(shape)) : y;
-}
-
-// In the memory format of the plain layer: the int8 kernels return channels_last.
-Tensor in_format_of(const Tensor& y, const Tensor& x) { return y.contiguous(x.suggest_memory_format()); }
-
-Tensor quant_layer(const Tensor& x, const Tensor& codes, const Tensor& x_scale, const optional<Tensor>& x_zero_point,
-                   const Tensor& weight, const optional<Tensor>& factor, const Tensor& scale,
-                   const optional<Tensor>& zero_point, const optional<Tensor>& bias, int64_t x_qmin, int64_t x_qmax,
-                   int64_t qmin, int64_t qmax, optional<int64_t> axis, int64_t group, int64_t block_size,
-                   double grad_factor, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                   at::IntArrayRef output_padding, bool transposed, int64_t groups, bool integer,
-                   optional<at::ScalarType> dtype) {
-  const Weight w = {weight, factor, scale, zero_point};
-  const Call c = {
-      codes,      x_scale,     x_zero_point,
-      x_qmin,     x_qmax,      qmin,
-      qmax,       axis,        group,
-      block_size, grad_factor, {stride.vec(), padding.vec(), dilation.vec(), output_padding.vec(), transposed, groups},
-      integer,    dtype};
+Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, optional<at::ScalarType> dtype) {
+  constexpr const char* kOp = "quant_layer";
   check_float(kOp, "x", x);
-  check_float(kOp, "weight", weight);
-  const auto type = dtype.value_or(x.scalar_type());
-  if (integer && !x.is_meta()) return in_format_of(on_integers(x, w, bias, c), x).to(type);
-  const Tensor wq = std::get<0>(fake_quant(scaled(w, c.geometry), w, c, false));
-  return apply(x.to(type), wq.to(type), cast(bias, type), c.geometry);
+  check_layer(kOp, l, x.sym_sizes(), x);
+  check_per_output(kOp, "bias", bias, output_channels(l.weight, l.geometry), x);
+  const at::ScalarType type = dtype.value_or(x.scalar_type());
+  check_float_dtype(kOp, type);
+  const WithoutAutocast guard;
+  if (l.integer && !x.is_meta()) return integer_layer(x, bias, l, type);
+  const Tensor weight = std::get<0>(fake_quant_weight(scaled_weight(l), l, false));
+  return apply(x.to(type), weight.to(type), cast(bias, type), l.geometry).contiguous(output_format(x, l));
 }
 
 // ---- backward
 
+// The gradients that are wanted, of: x, weight, factor, scale, zero_point, bias.
+using Wanted = std::array<bool, 6>;
+
 std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                   const Geometry& g, std::array<bool, 3> wanted) {
   if (!g.is_linear()) {
-    const std::vector<c10::SymInt> channels = {grad.sym_size(grad.dim() - weight.dim() + 1)};
+    const std::vector<c10::SymInt> channels = {grad.sym_size(1)};
     return at::convolution_backward_symint(grad, x, weight, c10::SymIntArrayRef(channels),
                                            c10::fromIntArrayRefSlow(g.stride), c10::fromIntArrayRefSlow(g.padding),
                                            c10::fromIntArrayRefSlow(g.dilation), g.transposed,
                                            c10::fromIntArrayRefSlow(g.output_padding), g.groups, wanted);
   }
-  const Tensor rows = grad.reshape_symint({-1, grad.sym_size(-1)}), x_rows = x.reshape_symint({-1, x.sym_size(-1)});
-  return {wanted[0] ? at::mm(rows, weight).view_symint(x.sym_sizes()) : Tensor(),
-          wanted[1] ? at::mm(rows.t(), x_rows) : Tensor(), wanted[2] ? rows.sum(0) : Tensor()};
+  const auto rows = [](const Tensor& t) { return t.reshape_symint({t.sym_numel() / t.sym_size(-1), t.sym_size(-1)}); };
+  const Tensor dy = rows(grad);
+  return {wanted[0] ? at::mm(dy, weight).view_symint(x.sym_sizes()) : Tensor(),
+          wanted[1] ? at::mm(dy.t(), rows(x)) : Tensor(), wanted[2] ? dy.sum(0) : Tensor()};
+}
+
+// The input that the codes stand for; without values where only its size counts.
+Tensor rebuilt(const Layer& l, c10::SymIntArrayRef size, at::ScalarType x_dtype, const Tensor& grad, bool values) {
+  const bool is_image = size.size() == 4 && l.integer;  // convolutions are fastest in channels_last
+  const auto type = grad.scalar_type();
+  const auto format = is_image ? at::MemoryFormat::ChannelsLast : l.codes.suggest_memory_format();
+  if (!values) return at::empty_symint(size, grad.options().memory_format(format));
+  // The values were rounded to x_dtype. From float32, one rounding gives the type of the gradient.
+  const auto first = x_dtype == at::kFloat && type != at::kDouble ? type : x_dtype;
+  const Tensor x = dequantize_input(l, size, first).to(type);
+  return is_image ? x.contiguous(format) : x;
 }
 
 struct WeightGradients {
   Tensor weight, factor, scale, zero_point;
 };
 
-// From the gradient of the fake-quantized weight to those of what it comes from.
+// From the gradient of the fake-quantized product of weight and factor to those of what it comes from.
 WeightGradients weight_backward(const Tensor& grad, const Tensor& product, const Tensor& mask, at::IntArrayRef order,
-                                const Weight& w, const Call& c, bool learned) {
+                                const Layer& l, const Wanted& wanted) {
   WeightGradients result;
   Tensor of_product;
-  if (learned) {
-    std::tie(of_product, result.scale, result.zero_point) = learned_backward(grad, product, w, c);
+  if (mask.sym_numel() == 0) {  // of a learned grid
+    std::tie(of_product, result.scale, result.zero_point) = weight_learned_backward(grad, product, l);
   } else {
     of_product = backward_op(grad, mask, order);
   }
-  if (!w.factor.has_value()) {
-    result.weight = of_product.to(w.weight.scalar_type());
+  if (!l.factor.has_value()) {
+    result.weight = of_product.to(l.weight.scalar_type());
     return result;
   }
-  const Geometry& g = c.geometry;
-  const Tensor each = grouped(of_product, g), factor = over_weight(*w.factor, w.weight, g);
-  result.weight = at::mul(each, factor).view_symint(w.weight.sym_sizes()).to(w.weight.scalar_type());
-  std::vector<int64_t> others;
-  for (int64_t d = 0; d < factor.dim(); ++d) {
-    if (d != 0 && !(g.transposed && d == 2)) others.push_back(d);
+  const Tensor each = grouped(of_product, l.geometry);
+  if (wanted[1]) {
+    const Tensor factor = over_grouped(*l.factor, l.weight, l.geometry);
+    result.weight = at::mul(each, factor).reshape_symint(l.weight.sym_sizes()).to(l.weight.scalar_type());
   }
-  result.factor =
-      at::mul(each, grouped(w.weight, g)).sum(others).view_symint(w.factor->sym_sizes()).to(w.factor->scalar_type());
+  if (wanted[2]) {
+    const Tensor terms = at::mul(each, grouped(l.weight, l.geometry));
+    result.factor = terms.sum(but_outputs(terms.dim(), l.geometry)).reshape_symint(l.factor->sym_sizes());
+    result.factor = result.factor.to(l.factor->scalar_type());
+  }
   return result;
 }
 
-// Results that nobody wants, or that there are none of, are empty.
-Tensor or_empty(const Tensor& t, const Tensor& like) { return t.defined() ? t : at::empty({0}, like.options()); }
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quant_layer_backward(
-    const Tensor& grad, const Tensor& codes, c10::SymIntArrayRef size, const Tensor& x_scale,
-    const optional<Tensor>& x_zero_point, const Tensor& weight, const optional<Tensor>& factor, const Tensor& scale,
-    const optional<Tensor>& zero_point, int64_t x_qmin, int64_t qmin, int64_t qmax, optional<int64_t> axis,
-    int64_t group, int64_t block_size, double grad_factor, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, at::IntArrayRef output_padding, bool transposed, int64_t groups, bool channels_last,
-    at::ScalarType x_dtype, bool learned, std::array<bool, 3> wanted) {
-  const Weight w = {weight, factor, scale, zero_point};
-  const Call c = {
-      codes,      x_scale,     x_zero_point,
-      x_qmin,     0,           qmin,
-      qmax,       axis,        group,
-      block_size, grad_factor, {stride.vec(), padding.vec(), dilation.vec(), output_padding.vec(), transposed, groups},
-      false,      {}};
-  const auto type = grad.scalar_type();
-  const auto dims = static_cast<int64_t>(size.size());
-  Tensor x = is_packed(codes, dims) ? dequantize_int4(codes, size, c, x_dtype) : dequantize(codes, c, x_dtype);
-  x = x.to(type);
-  Tensor dy = grad;
-  if (channels_last && dims == 4) {
-    x = x.contiguous(at::MemoryFormat::ChannelsLast);
-    dy = dy.contiguous(at::MemoryFormat::ChannelsLast);
+std::array<Tensor, 6> quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l,
+                                           at::ScalarType x_dtype, const Wanted& wanted) {
+  constexpr const char* kOp = "quant_layer_backward";
+  check_float(kOp, "grad", grad);
+  check_float_dtype(kOp, x_dtype);
+  check_layer(kOp, l, size, grad);
+  const std::vector<c10::SymInt> expected = output_size(size, l.weight, l.geometry);
+  TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(expected), kOp,
+                    ": grad must have the shape of the output, ", c10::SymIntArrayRef(expected), ", got ",
+                    grad.sym_sizes(), ".");
+  const WithoutAutocast guard;
+  const bool learned = wanted[3] || (wanted[4] && l.zero_point.has_value());
+  const bool in_weight = learned || wanted[1] || (wanted[2] && l.factor.has_value());
+  const Tensor product = scaled_weight(l), x = rebuilt(l, size, x_dtype, grad, in_weight);
+  const Tensor dy = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast && l.integer
+                        ? grad.contiguous(at::MemoryFormat::ChannelsLast)
+                        : grad;
+  const auto [weight, mask] = fake_quant_weight(product, l, in_weight && !learned);
+  const auto [dx, dweight, dbias] =
+      layer_backward(dy, x, weight.to(grad.scalar_type()), l.geometry, {wanted[0], in_weight, wanted[5]});
+  WeightGradients w;
+  if (in_weight) {
+    // In the order of the weight: elementwise loops over two orders take many times as long as this copy.
+    const Tensor grad_of_weight = dweight.to(product.scalar_type()).contiguous(l.weight.suggest_memory_format());
+    w = weight_backward(grad_of_weight, product, mask, memory_order(weight), l, wanted);
   }
-  const Tensor product = scaled(w, c.geometry);
-  const auto [wq, mask] = fake_quant(product, w, c, !learned && wanted[1]);
-  const auto [dx, dwq, dbias] = layer_backward(dy, x, wq.to(type), c.geometry, wanted);
-  WeightGradients gradients;
-  if (wanted[1]) {
-    gradients = weight_backward(dwq.to(product.scalar_type()), product, mask, memory_order(wq), w, c, learned);
+  std::array<Tensor, 6> gradients = {dx, w.weight, w.factor, w.scale, w.zero_point, dbias};
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!wanted[i] || !gradients[i].defined()) gradients[i] = at::empty({0}, grad.options());
   }
-  return {or_empty(dx, grad),
-          or_empty(gradients.weight, grad),
-          or_empty(gradients.factor, grad),
-          or_empty(gradients.scale, grad),
-          or_empty(gradients.zero_point, grad),
-          or_empty(dbias, grad)};
+  if (wanted[0]) gradients[0] = dx.to(x_dtype).contiguous(x.suggest_memory_format());
+  if (wanted[1]) gradients[1] = w.weight.contiguous(l.weight.suggest_memory_format());
+  return gradients;
 }
 
-// ---- autograd
+// ---- boxed, as most of their arguments make one Layer
 
-Tensor forward_below(const Tensor& x, const Weight& w, const optional<Tensor>& bias, const Call& c) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = find_op<decltype(quant_layer)>("qtoolkit::quant_layer");
-  const Geometry& g = c.geometry;
-  return op.call(x, c.codes, c.x_scale, c.x_zero_point, w.weight, w.factor, w.scale, w.zero_point, bias, c.x_qmin,
-                 c.x_qmax, c.qmin, c.qmax, c.axis, c.group, c.block_size, c.grad_factor, g.stride, g.padding,
-                 g.dilation, g.output_padding, g.transposed, g.groups, c.integer, c.dtype);
+void quant_layer_boxed(const c10::OperatorHandle& op, Stack* stack) {
+  Tensor x;
+  optional<Tensor> bias;
+  Layer layer;
+  optional<at::ScalarType> dtype;
+  const size_t count = op.schema().arguments().size();
+  Reader(torch::jit::last(*stack, count)) >> x >> bias >> layer >> dtype;
+  torch::jit::drop(*stack, count);
+  stack->emplace_back(quant_layer(x, bias, layer, dtype));
 }
 
-// A scale that is no parameter may be a buffer, which an observer changes before backward.
-Tensor kept(const Tensor& t) { return !t.defined() || t.requires_grad() ? t : t.clone(); }
-Tensor kept(const optional<Tensor>& t) { return t.has_value() ? kept(*t) : Tensor(); }
-
-optional<Tensor> given(const Tensor& t) { return t.defined() ? optional<Tensor>(t) : std::nullopt; }
-
-struct QuantLayer : torch::autograd::Function<QuantLayer> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const optional<Tensor>& factor,
-                        const Tensor& scale, const optional<Tensor>& zero_point, const optional<Tensor>& bias,
-                        const Call& c) {
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward({c.codes, kept(c.x_scale), kept(c.x_zero_point), weight, factor.value_or(Tensor()),
-                            kept(scale), kept(zero_point)});
-    auto& data = ctx->saved_data;
-    data["absent"] = std::vector<bool>{!factor.has_value(), !zero_point.has_value(), !bias.has_value()};
-    data["size"] = x.sym_sizes();
-    data["x_dtype"] = x.scalar_type();
-    data["x_format"] = x.suggest_memory_format();
-    data["x_qmin"] = c.x_qmin;
-    data["qmin"] = c.qmin;
-    data["qmax"] = c.qmax;
-    data["axis"] = c.axis;
-    data["group"] = c.group;
-    data["block_size"] = c.block_size;
-    data["grad_factor"] = c.grad_factor;
-    data["stride"] = c.geometry.stride;
-    data["padding"] = c.geometry.padding;
-    data["dilation"] = c.geometry.dilation;
-    data["output_padding"] = c.geometry.output_padding;
-    data["transposed"] = c.geometry.transposed;
-    data["groups"] = c.geometry.groups;
-    data["integer"] = c.integer;
-    data["learned"] = scale.requires_grad() || (zero_point.has_value() && zero_point->requires_grad());
-    return forward_below(x, {weight, factor, scale, zero_point}, bias, c);
+void quant_layer_backward_boxed(const c10::OperatorHandle& op, Stack* stack) {
+  Tensor grad;
+  std::vector<c10::SymInt> size;
+  Layer layer;
+  at::ScalarType x_dtype;
+  Wanted wanted;
+  const size_t count = op.schema().arguments().size();
+  Reader(torch::jit::last(*stack, count)) >> grad >> size >> layer >> x_dtype >> wanted;
+  torch::jit::drop(*stack, count);
+  for (Tensor& gradient : quant_layer_backward(grad, size, layer, x_dtype, wanted)) {
+    stack->emplace_back(std::move(gradient));
   }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(7);
-    if (!grads[0].defined()) return result;
-    static const auto op = find_op<decltype(quant_layer_backward)>("qtoolkit::quant_layer_backward");
-    const variable_list saved = ctx->get_saved_variables();
-    auto& data = ctx->saved_data;
-    const auto ints = [&](const char* name) { return data[name].toIntVector(); };
-    // Absent tensors have no edge, so that those after them move up.
-    const auto absent = data["absent"].toBoolList();
-    std::array<bool, 6> needs = {};
-    for (size_t i = 0, edge = 0; i < needs.size(); ++i) {
-      const bool is_absent = (i == 2 && absent[0]) || (i == 4 && absent[1]) || (i == 5 && absent[2]);
-      needs[i] = !is_absent && ctx->needs_input_grad(edge++);
-    }
-    const bool weight = needs[1] || needs[2] || needs[3] || needs[4];
-    const auto [dx, dw, df, ds, dz, db] =
-        op.call(grads[0], saved[0], data["size"].toSymIntVector(), saved[1], given(saved[2]), saved[3], given(saved[4]),
-                saved[5], given(saved[6]), data["x_qmin"].toInt(), data["qmin"].toInt(), data["qmax"].toInt(),
-                data["axis"].toOptional<int64_t>(), data["group"].toInt(), data["block_size"].toInt(),
-                data["grad_factor"].toDouble(), ints("stride"), ints("padding"), ints("dilation"),
-                ints("output_padding"), data["transposed"].toBool(), data["groups"].toInt(), data["integer"].toBool(),
-                data["x_dtype"].toScalarType(), data["learned"].toBool(), {needs[0], weight, needs[5]});
-    if (needs[0]) {
-      result[0] = dx.to(data["x_dtype"].toScalarType()).contiguous(data["x_format"].toMemoryFormat());
-    }
-    if (needs[1]) result[1] = dw;
-    if (needs[2]) result[2] = df;
-    if (needs[3]) result[3] = ds;
-    if (needs[4]) result[4] = dz;
-    if (needs[5]) result[5] = db;
-    return result;
-  }
-};
-
-Tensor quant_layer_autograd(const Tensor& x, const Tensor& codes, const Tensor& x_scale,
-                            const optional<Tensor>& x_zero_point, const Tensor& weight, const optional<Tensor>& factor,
-                            const Tensor& scale, const optional<Tensor>& zero_point, const optional<Tensor>& bias,
-                            int64_t x_qmin, int64_t x_qmax, int64_t qmin, int64_t qmax, optional<int64_t> axis,
-                            int64_t group, int64_t block_size, double grad_factor, at::IntArrayRef stride,
-                            at::IntArrayRef padding, at::IntArrayRef dilation, at::IntArrayRef output_padding,
-                            bool transposed, int64_t groups, bool integer, optional<at::ScalarType> dtype) {
-  const Weight w = {weight, factor, scale, zero_point};
-  const Call c = {
-      codes,      x_scale,     x_zero_point,
-      x_qmin,     x_qmax,      qmin,
-      qmax,       axis,        group,
-      block_size, grad_factor, {stride.vec(), padding.vec(), dilation.vec(), output_padding.vec(), transposed, groups},
-      integer,    dtype};
-  for (const Tensor* t : {&x_scale, &codes}) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !is_differentiated(kOp, *t), kOp,
-        ": x_scale must not require grad, since x has its gradient already; pass x_scale.detach().");
-  }
-  bool any = is_differentiated(kOp, x) | is_differentiated(kOp, weight) | is_differentiated(kOp, scale);
-  for (const optional<Tensor>* t : {&factor, &zero_point, &bias}) any |= is_differentiated(kOp, *t);
-  if (!any) return forward_below(x, w, bias, c);
-  return QuantLayer::apply(x, weight, factor, scale, zero_point, bias, c);
 }
 
 }  // namespace
 
 QT_REGISTER_BODIES(m) {
-  m.impl("quant_layer", quant_layer);
-  m.impl("quant_layer_backward", quant_layer_backward);
+  m.impl("quant_layer", torch::CppFunction::makeFromBoxedFunction<&quant_layer_boxed>());
+  m.impl("quant_layer_backward", torch::CppFunction::makeFromBoxedFunction<&quant_layer_backward_boxed>());
 }
-
-TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) { m.impl("quant_layer", quant_layer_autograd); }
 
 }  // namespace qtoolkit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
-from qtoolkit.integer.sums import EXACT_IN_FLOAT32, Bounds, exact_sums
+from qtoolkit.integer.sums import Bounds, exact_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.bias import bias_scale, codes_of, gives_codes, gives_sums
 from qtoolkit.quantizers.frozen import Grid
@@ -170,7 +170,7 @@ class LayerKernel(Kernel):
         positive, negative = (layer.sum_per_output(part.clamp(min=0)) for part in (codes, -codes))
         self.bounds, self._int8 = Bounds.of(positive, negative, *self.inputs[0].ends), {}
         bias = None if layer.bias is None else codes_of(layer.bias.detach(), steps).double()
-        if bias is not None and self.bounds.sums + float(bias.abs().max()) <= EXACT_IN_FLOAT32:
+        if bias is not None and self.bounds.stay_exact_with(float(bias.abs().max())):
             bias = bias.float()
         self.constant("bias", None if bias is None else layer.along_channels(bias))
 
@@ -181,7 +181,7 @@ class LayerKernel(Kernel):
             return int8(source.unsigned_codes(x), source.unsigned_zero_point)
 
         def product(codes: Tensor, weight: Tensor) -> Tensor:
-            if int8 is not None and self.bounds.digits is not None:  # digits are below 128
+            if int8 is not None and self.bounds.digit_bits > 0:  # digits are below 128
                 return int8((codes + 128).to(torch.uint8), 128)
             return self.layer.compute(codes, weight, None, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Exact sums of products of integer codes."""
+"""Exact sums of products of integer codes. csrc/exact_sums.h has the rule of what is exact."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXACT_IN_FLOAT32 = 2**24  # integers up to here, and their sums in any order, are exact in float32
-DIGITS = (4, 2, 1)  # bits of the parts into which codes are split where a sum may be larger
+from qtoolkit._native import library
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products
 
@@ -21,12 +20,15 @@ class Bounds:
         weights: The largest sum of the magnitudes of the weights of one output.
         low: The lowest code of the input, zero or less.
         high: The highest, zero or more.
+        digit_bits: 0 if every sum is exact in float32; otherwise the largest number of bits of a code's digits whose sums
+            are, or -1 for none.
     """
 
     sums: float
     weights: float
     low: int
     high: int
+    digit_bits: int
 
     @classmethod
     def of(cls, positive: Tensor, negative: Tensor, low: int, high: int) -> "Bounds":
@@ -39,17 +41,17 @@ class Bounds:
             high: The highest.
         """
         upper, lower = high * positive - low * negative, high * negative - low * positive
-        return cls(float(torch.maximum(upper, lower).max()), float((positive + negative).max()), low, high)
+        sums, weights = float(torch.maximum(upper, lower).max()), float((positive + negative).max())
+        return cls(sums, weights, low, high, library.digit_bits(sums, weights))
 
     @property
     def exact_in_float32(self) -> bool:
         """Whether every sum is exact in float32."""
-        return self.sums <= EXACT_IN_FLOAT32
+        return self.digit_bits == 0
 
-    @property
-    def digits(self) -> int | None:
-        """The largest number of bits of a code's digits whose sums are exact in float32; None for none."""
-        return next((bits for bits in DIGITS if 2**bits * self.weights <= EXACT_IN_FLOAT32), None)
+    def stay_exact_with(self, more: float) -> bool:
+        """Return whether sums plus integers of this magnitude are exact in float32."""
+        return bool(library.digit_bits(self.sums + more, self.weights) == 0)
 
 
 def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> Tensor:
@@ -66,7 +68,7 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> T
     """
     if bounds.exact_in_float32:
         return _rounded(product(x, weight))
-    if bounds.digits is None:
+    if bounds.digit_bits < 0:
         return product(x.double(), weight.double())
     parts = (_rounded(product(part, weight)).double() * scale for scale, part in _digits(x, bounds))
     return sum(parts, torch.zeros((), dtype=torch.float64, device=x.device))
@@ -74,7 +76,7 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> T
 
 def _digits(x: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor]]:
     """Return parts of x, each with its factor: integers in [0, 2**bits), the last one with the sign."""
-    bits, factor, low, high = bounds.digits or 0, 1, bounds.low, bounds.high
+    bits, factor, low, high = bounds.digit_bits, 1, bounds.low, bounds.high
     while max(high, -low) >= 2**bits:
         rest = torch.floor(x * 2.0**-bits)
         yield factor, x - rest * 2.0**bits

@@ -72,11 +72,13 @@ def quant_layer(
     codes of x, 1 byte an element (half a byte if they are packed), and the weight as it is, not its quantized values.
 
     With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
-    linear layers on the CPU, in float on integers elsewhere. The output differs from the composition's by rounding alone;
-    the gradients are the straight-through ones of the composition, computed in channels_last.
+    linear layers on the CPU, in float on integers elsewhere. The output differs from the composition's by rounding alone
+    (and where x or the weight is NaN, whose code is the lowest); the gradients are the straight-through ones of the
+    composition, computed in channels_last.
 
     Args:
-        x: Input on the grid of `codes`, which carries the gradient: (N, C, ...), or (..., features) for a linear layer.
+        x: Input on the grid of `codes`, which carries the gradient: (N, C, ...) with one to three spatial dimensions, or
+            (N, ..., features) for a linear layer; float32, float64, bfloat16 or float16.
         codes: The codes of x.
         weight: The layer's weight, of torch's shape: (in, out / groups, k...) for a transposed convolution.
         grid: How the weight is quantized. With `integer` it has no zero point, codes that fit in int8, and one scale or one
@@ -88,31 +90,33 @@ def quant_layer(
         dtype: The type to compute in, as under autocast; by default that of x.
 
     Raises:
-        TypeError: x or weight is not floating point.
-        NotImplementedError: The scale of x requires grad.
+        TypeError: x or another tensor of values is not floating point, or codes are neither int8 nor uint8.
+        ValueError: A shape, a range of codes, a device or the geometry does not fit; or `integer` does not take this grid.
+        NotImplementedError: The scale or zero point of x requires grad; double backward; forward-mode AD; torch.func's
+            gradient transforms.
 
     Example:
-        >>> x = ops.fake_quant(torch.rand(1, 2, 4, 4), torch.tensor(0.01))
-        >>> codes = Codes(ops.quantize(x, torch.tensor(0.01)), torch.tensor(0.01), None, -128, 127)
+        >>> x = qt.ops.fake_quant(torch.rand(1, 2, 4, 4), torch.tensor(0.01))
+        >>> codes = Codes(qt.ops.quantize(x, torch.tensor(0.01)), torch.tensor(0.01), None, -128, 127)
         >>> grid = WeightGrid(torch.tensor(0.02), None, -127, 127)
         >>> geometry = Geometry((1, 1), (0, 0), (1, 1), (0, 0))
         >>> weight = torch.rand(3, 2, 3, 3, requires_grad=True)
         >>> y = quant_layer(x, codes, weight, grid, geometry)
-        >>> bool((y == torch.conv2d(x, ops.fake_quant(weight, torch.tensor(0.02), None, -127, 127))).all())
+        >>> bool((y == torch.conv2d(x, qt.ops.fake_quant(weight, torch.tensor(0.02), None, -127, 127))).all())
         True
     """
     y: Tensor = _quant_layer(
         x,
+        bias,
         codes.codes,
         codes.scale,
         codes.zero_point,
+        codes.qmin,
+        codes.qmax,
         weight,
         factor,
         grid.scale,
         grid.zero_point,
-        bias,
-        codes.qmin,
-        codes.qmax,
         grid.qmin,
         grid.qmax,
         grid.axis,

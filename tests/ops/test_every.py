@@ -31,6 +31,29 @@ def sample(op: str, x: Tensor) -> dict:
     range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
     floating, counted = {"dtype": torch.float32}, {"skipped": torch.zeros(6, dtype=torch.int64)}
     mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)
+    layer = {
+        "codes": codes(torch.int8)(*x.shape),
+        "x_scale": scales(1),
+        "x_zero_point": zero_points(1),
+        "x_qmin": -128,
+        "x_qmax": 127,
+        "weight": floats(torch.float32, 3)(6, 6, 3),
+        "factor": scales(6),
+        "scale": scales(6),
+        "zero_point": None,
+        **codes_of,
+        "axis": 0,
+        "group": 1,
+        "block_size": 0,
+        "grad_factor": 0.5,
+        "stride": [1],
+        "padding": [1],
+        "dilation": [1],
+        "output_padding": [0],
+        "transposed": False,
+        "groups": 1,
+        "integer": False,
+    }
     norm = {
         "weight": torch.linspace(-1, 2, 6),
         "bias": torch.linspace(0, 1, 6),
@@ -95,6 +118,14 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
         "fake_quant_backward": {"grad": x, "mask": mask, "order": []},
         "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
+        "quant_layer": {"x": x, "bias": scales(6), **layer},
+        "quant_layer_backward": {
+            "grad": x * 2,
+            "size": list(x.shape),
+            **layer,
+            "x_dtype": x.dtype,
+            "wanted": [True] * 6,
+        },
         "snapshot": {"x": x},
         "positive_scale": {"start": scales(6), "ratio": torch.linspace(-0.5, 2, 6)},
         "quantize": {"x": x, **grid, "dtype": torch.int8},

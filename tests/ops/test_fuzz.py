@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 import qtoolkit  # noqa: F401, loads the library
+from qtoolkit.ops.layer import Geometry
 from tests import reference
 from tests.cases import CODES, FLOATS, Channels, assert_same
 from tests.ops.test_gradients import assert_sum
 from tests.ops.test_int4 import packed
+from tests.ops.test_layer import Shape
 
 ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text())
@@ -432,6 +435,131 @@ class Drawn:
         return self.mostly(t.byte(), t.int(), t[..., :1].byte())
 
 
+class DrawnLayer(Drawn):
+    """Arguments of quant_layer and its backward: a layer is drawn first, and whether it computes on codes."""
+
+    @cached_property
+    def shape(self) -> Shape:
+        r = self.r
+        if r.random() < 0.3:
+            features, lead = r.choice([1, 3, 8]), [r.choice([0, 1, 2, 3]) for _ in range(r.choice([1, 1, 2]))]
+            return Shape((*lead, features), (r.choice([1, 2, 6]), features))
+        dims, groups, transposed = r.choice([1, 2, 2, 3]), r.choice([1, 1, 2, 3]), r.random() < 0.4
+        inputs, outputs = groups * r.choice([1, 2]), groups * r.choice([1, 2])
+        kernel, stride, padding, dilation, extra = (
+            tuple(r.choice(choice) for _ in range(dims)) for choice in ([1, 2, 3], [1, 2], [0, 1], [1, 1, 2], [0, 1])
+        )
+        fit = [min(e, max(s, d) - 1) * transposed for e, s, d in zip(extra, stride, dilation, strict=True)]
+        weight = (inputs, outputs // groups, *kernel) if transposed else (outputs, inputs // groups, *kernel)
+        x = r.choice([0, 1, 2]), inputs, *(r.choice([5, 7]) for _ in range(dims))
+        return Shape(x, weight, Geometry(stride, padding, dilation, tuple(fit), transposed, groups))
+
+    @cached_property
+    def on_integers(self) -> bool:
+        return self.r.random() < 0.4
+
+    @cached_property
+    def of_input(self) -> tuple[int, int, bool]:
+        """The range of the input's codes, and whether they are packed."""
+        low, high = self.r.choice([(-128, 127), (-127, 127), (0, 255), (0, 127), (-8, 7), (0, 15), (-2, 1)])
+        return low, high, high - low < 16 and self.r.random() < 0.5
+
+    def x(self) -> Tensor:
+        return self.tensor(FLOATS, self.mostly(list(self.shape.x), [2, 3], [4, 2, 5, 5]))
+
+    def grad(self) -> Tensor:
+        y = self.shape.compute(*(torch.empty(n, device="meta") for n in (self.shape.x, self.shape.weight)), None)
+        return self.tensor(FLOATS, self.mostly(list(y.shape), [2, 3]))
+
+    def size(self) -> list[int]:
+        return self.mostly(list(self.shape.x), [3], [], [2**40, 2**40], [-1] * len(self.shape.x))
+
+    def codes(self) -> Tensor:
+        low, high, is_packed = self.of_input
+        codes = torch.randint(low, high + 1, self.shape.x).to(torch.int8 if low < 0 else torch.uint8)
+        if is_packed:
+            codes = packed(codes)
+        elif codes.dim() > 1 and self.r.random() < 0.3:
+            codes = codes.transpose(0, -1).contiguous().transpose(0, -1)
+        return self.mostly(codes, codes[:1], codes.int(), codes.to("meta"))
+
+    def x_scale(self) -> Tensor:
+        return self.vector(1)
+
+    def x_zero_point(self) -> Tensor | None:
+        inside = torch.tensor([float(self.r.randint(*self.of_input[:2]))])
+        return self.mostly(self.r.choice([None, inside, self.vector(1)]), torch.ones(2))
+
+    def x_qmin(self) -> int:
+        return self.mostly(self.of_input[0], *ENDS)
+
+    def x_qmax(self) -> int:
+        return self.mostly(self.of_input[1], *ENDS)
+
+    def weight(self) -> Tensor:
+        return self.tensor(
+            FLOATS, self.mostly(list(self.shape.weight), [3, 2], [2, 2, 3, 3], [0, *self.shape.weight[1:]])
+        )
+
+    def of_outputs(self) -> Tensor | None:
+        return self.r.choice([None, self.vector(self.shape.channels)])
+
+    bias = factor = of_outputs
+
+    @property
+    def input(self) -> Tensor:
+        return self.given["weight"]  # whose grid it is
+
+    @cached_property
+    def channels(self) -> Channels:
+        if self.on_integers and self.r.random() < 0.9:
+            return self.r.choice([Channels(), Channels(**self.shape.per_output)])
+        return Drawn.channels.func(self)
+
+    def zero_point(self) -> Tensor | None:
+        return self.mostly(None, super().zero_point()) if self.on_integers else super().zero_point()
+
+    def qmin(self) -> int:
+        return self.mostly(self.r.choice([-128, -127, -8, -1, 0]), *ENDS) if self.on_integers else super().qmin()
+
+    def qmax(self) -> int:
+        return self.mostly(self.r.choice([1, 7, 127]), *ENDS) if self.on_integers else super().qmax()
+
+    def spatial(self, name: str) -> list[int]:
+        right = list(getattr(self.shape.geometry, name))
+        return self.mostly(right, [], [0], [-1] * len(right), [2**40] * len(right), [3] * len(right))
+
+    def stride(self) -> list[int]:
+        return self.spatial("stride")
+
+    def padding(self) -> list[int]:
+        return self.spatial("padding")
+
+    def dilation(self) -> list[int]:
+        return self.spatial("dilation")
+
+    def output_padding(self) -> list[int]:
+        return self.spatial("output_padding")
+
+    def transposed(self) -> bool:
+        return self.mostly(self.shape.geometry.transposed, True, False)
+
+    def groups(self) -> int:
+        return self.mostly(self.shape.geometry.groups, 0, -2, 2, 2**40)
+
+    def integer(self) -> bool:
+        return self.on_integers
+
+    def dtype(self) -> torch.dtype | None:
+        return self.mostly(self.r.choice([None, *FLOATS]), *OTHERS)
+
+    def x_dtype(self) -> torch.dtype:
+        return self.mostly(self.r.choice(FLOATS), *OTHERS)
+
+    def wanted(self) -> list[bool]:
+        return [self.r.random() < 0.7 for _ in range(6)]
+
+
 # ---- what is right --------------------------------------------------------------------------------------------------
 
 Results = tuple[Tensor, ...]
@@ -717,6 +845,94 @@ def check_clip(
         assert chosen <= min(cost(*c) for c in h.candidates()) + 1e-9 * h.counts.sum() * len(h.counts) ** 2
 
 
+def layer_of(given: dict) -> tuple[Shape, dict]:
+    """The layer, and how its weight is fake-quantized."""
+    geometry = Geometry(*(tuple(given[n]) for n in ("stride", "padding", "dilation", "output_padding")))
+    geometry = replace(geometry, **parts(given, "transposed", "groups"))
+    size = given["x"].shape if "x" in given else given["size"]
+    grid = parts(given, "scale", "zero_point", "qmin", "qmax", "axis", "group", "block_size")
+    return Shape(tuple(size), tuple(given["weight"].shape), geometry), grid
+
+
+def check_quant_layer(drawn: Drawn, found: Results, **given) -> None:
+    x, weight, bias, factor = (given[n] for n in ("x", "weight", "bias", "factor"))
+    shape, grid = layer_of(given)
+    product = weight if factor is None else shape.scaled(weight, factor)
+    dtype = given["dtype"] or x.dtype
+    if given["integer"]:
+        return check_on_integers(found[0], product, shape, given, dtype)
+    wanted = shape.compute(
+        x.to(dtype), OPS["fake_quant"](product, **grid)[0].to(dtype), None if bias is None else bias.to(dtype)
+    )
+    assert_same(found[0], wanted)
+    return None
+
+
+def check_on_integers(found: Tensor, product: Tensor, shape: Shape, given: dict, dtype: torch.dtype) -> None:
+    """The sums of integers times their steps, plus the bias, each rounded once."""
+    x, codes, zero = (given[n] for n in ("x", "codes", "x_zero_point"))
+    assert (found.shape[1:], found.dtype) == (shape.compute(x.float(), product.float(), None).shape[1:], dtype)
+    arithmetic = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if codes.dim() == 1:
+        of_input = {"scale": given["x_scale"], "zero_point": zero, "qmin": given["x_qmin"], "qmax": given["x_qmax"]}
+        codes = OPS["quantize"](x, **of_input, dtype=torch.int8 if given["x_qmin"] < 0 else torch.uint8)
+    grid = parts(given, "scale", "zero_point", "qmin", "qmax", "axis", "group")
+    weight = OPS["quantize"](product, **grid, dtype=torch.int8).double()
+    centred = codes.double() - (0 if zero is None else zero.double().round())
+    scales = (given[n].to(arithmetic).abs().clamp(min=2.0**-126) for n in ("x_scale", "scale"))
+    steps = math.prod(t.reshape(-1) for t in scales).expand(shape.channels)
+    bias = torch.zeros(shape.channels) if given["bias"] is None else given["bias"].double()
+    terms = shape.compute(centred, weight, None) * shape.over_outputs(steps.double()), shape.over_outputs(bias)
+    if not all(t.isfinite().all() for t in (*terms, centred)):
+        return
+    wanted, magnitude = terms[0] + terms[1], terms[0].abs() + terms[1].abs()
+    fits = magnitude < torch.finfo(dtype).max / 2
+    rounded = 3 * max(2.0**-24, torch.finfo(dtype).eps)
+    assert ((found.double() - wanted).abs() <= rounded * magnitude + torch.finfo(dtype).tiny)[fits].all()
+
+
+def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
+    """The gradients of the composition; on integers torch's convolutions sum in another order."""
+    shape, grid = layer_of(given)
+    grad, codes, size, wanted = (given[n] for n in ("grad", "codes", "size", "wanted"))
+    of_input = {"scale": given["x_scale"], "zero_point": given["x_zero_point"], "dtype": given["x_dtype"]}
+    x = (
+        OPS["dequantize_int4"](codes, size, signed=given["x_qmin"] < 0, **of_input)
+        if codes.dim() == 1
+        else OPS["dequantize"](codes, **of_input)
+    )
+    grid |= {
+        "scale": given["scale"].clone(),
+        "zero_point": None if grid["zero_point"] is None else grid["zero_point"].clone(),
+    }
+    factor = None if given["factor"] is None else given["factor"].clone()
+    leaves = [
+        x,
+        given["weight"].clone(),
+        factor,
+        grid["scale"],
+        grid["zero_point"],
+        torch.zeros(shape.channels).to(grad),
+    ]
+    for t in leaves:
+        _ = t is None or t.requires_grad_()
+    x, weight, factor, *_, bias = leaves
+    product = weight if factor is None else shape.scaled(weight, factor)
+    quantized = OPS["fake_quant"](product, **grid, grad_factor=given["grad_factor"])[0]
+    y = shape.compute(x.to(grad.dtype), quantized.to(grad.dtype), bias)
+    asked = [t for t, is_wanted in zip(leaves, wanted, strict=True) if is_wanted and t is not None]
+    of_asked = iter(torch.autograd.grad(y, asked, grad) if asked else ())
+    for got, t, is_wanted in zip(found, leaves, wanted, strict=True):
+        if not is_wanted or t is None:
+            assert got.numel() == 0
+            continue
+        want = next(of_asked)
+        if given["integer"] or t is factor:
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        else:
+            assert_same(got, want)
+
+
 CHECKS: dict[str, Callable] = {name: globals()[f"check_{name}"] for name in NAMES if f"check_{name}" in globals()}
 
 
@@ -726,7 +942,7 @@ CHECKS: dict[str, Callable] = {name: globals()[f"check_{name}"] for name in NAME
 def trial(op: str, seed: str) -> bool:
     """Whether the arguments were taken; then the results must be right."""
     torch.manual_seed(random.Random(seed).getrandbits(32))
-    drawn = Drawn(op, random.Random(seed))
+    drawn = (DrawnLayer if op.startswith("quant_layer") else Drawn)(op, random.Random(seed))
     changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts", "skipped", "running_mean", "running_var")
     kept = {n: t.clone() if isinstance(t, Tensor) and n in changed else t for n, t in drawn.given.items()}
     try:

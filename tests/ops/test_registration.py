@@ -9,6 +9,7 @@ import torch._dynamo.compiled_autograd
 from torch import Tensor, nn
 
 from qtoolkit import _native, ops
+from qtoolkit.ops.layer import Codes, Geometry, WeightGrid, quant_layer
 from tests.cases import (
     CHANNELS,
     CODES,
@@ -31,6 +32,7 @@ OPS = (
     *("quantize", "dequantize", "quantize_int4", "dequantize_int4", "minmax", "observe_minmax_"),
     *("observe_histogram_", "search_range"),
     *("fake_quant_", "observe_fake_quant", "grid_of_range", "positive_scale"),
+    *("quant_layer", "quant_layer_backward"),
     *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_"),
     *("max_pool_offsets", "max_pool_offsets_backward"),
 )
@@ -182,9 +184,15 @@ DIFFERENTIABLE = {
     "tensor_quant": lambda x: ops.tensor_quant(x, torch.tensor(1.0))[0],
     "fake_tensor_quant": lambda x: ops.fake_tensor_quant(x, torch.tensor(1.0)),
     "minmax": lambda x: ops.minmax(x)[0],
+    "quant_layer": lambda x: linear(x.reshape(4, -1)),
     "batch_norm_fake_quant": lambda x: ops.batch_norm_fake_quant(x.reshape(-1, 2), None, None, scale=torch.ones(1))[0],
     "max_pool_offsets": lambda x: ops.max_pool(x.reshape(1, 4, -1), 2),
 }
+
+
+def linear(x: Tensor) -> Tensor:
+    codes = Codes(ops.quantize(x.detach(), torch.tensor(0.1)), torch.tensor(0.1), None, -128, 127)
+    return quant_layer(x, codes, torch.ones(2, x.size(1)), WeightGrid(torch.tensor(0.1), None, -8, 7), Geometry())
 
 
 def dual(f, x: Tensor) -> None:
@@ -247,6 +255,7 @@ NATIVE_CALLS = {
     "block": lambda x: native.fake_quant_block(x, "e4m3", 16, "e8m0"),
     "in_place": lambda x: (ops.fake_quant_(x * 1, scales(1)),),
     "legacy": lambda x: native.tensor_quant(x, torch.tensor(1.0)),
+    "layer": lambda x: (linear(x),),
     "batch_norm": lambda x: ops.batch_norm_fake_quant(x, leaf(torch.ones(32)), None, scale=leaf(scales(1))),
 }
 
@@ -259,7 +268,7 @@ def test_backward_fills_no_gradient_with_zeros(call):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         y.backward(grad)
     names = {event.name for event in profile.events()}
-    assert any("fake_quant" in name and "backward" in name for name in names)
+    assert any(re.fullmatch(r"qtoolkit::\w*quant\w*_backward", name) for name in names)
     assert not names & {"aten::zeros", "aten::zero_", "aten::fill_"}
 
 
@@ -335,6 +344,7 @@ def test_a_build_without_cuda_says_how_to_rebuild(op):
         pytest.skip("CUDA kernels are built in")
     overload = getattr(native, op).default
     placeholders = {"Tensor": torch.ones(1), "Optional[Tensor]": None, "int": 1, "SymInt": 1, "float": 1.0, "str": ""}
+    placeholders |= {"bool": True, "Optional[int]": None, "List[bool]": [True] * 6}
     args = [
         placeholders.get(str(a.type), [1])
         for a in overload._schema.arguments

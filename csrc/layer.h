@@ -1,0 +1,60 @@
+// The layer of quant_layer and of its backward: the run of arguments that both schemas share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <vector>
+
+#include "geometry.h"
+
+namespace qtoolkit {
+
+struct Layer {
+  // The grid of the input.
+  at::Tensor codes, x_scale;
+  std::optional<at::Tensor> x_zero_point;
+  int64_t x_qmin, x_qmax;
+  // The weight, and its grid.
+  at::Tensor weight;
+  std::optional<at::Tensor> factor;
+  at::Tensor scale;
+  std::optional<at::Tensor> zero_point;
+  int64_t qmin, qmax;
+  std::optional<int64_t> axis;
+  int64_t group, block_size;
+  double grad_factor;
+
+  Geometry geometry;
+  bool integer;
+};
+
+// Reads arguments in the order of a schema.
+class Reader {
+ public:
+  explicit Reader(at::ArrayRef<c10::IValue> values) : next_(values.begin()) {}
+
+  template <class T>
+  Reader& operator>>(T& argument) {
+    argument = (next_++)->to<T>();
+    return *this;
+  }
+  Reader& operator>>(std::vector<c10::SymInt>& argument) {
+    argument = (next_++)->toSymIntVector();
+    return *this;
+  }
+  Reader& operator>>(Geometry& g) {
+    return *this >> g.stride >> g.padding >> g.dilation >> g.output_padding >> g.transposed >> g.groups;
+  }
+  Reader& operator>>(Layer& l) {
+    *this >> l.codes >> l.x_scale >> l.x_zero_point >> l.x_qmin >> l.x_qmax;
+    *this >> l.weight >> l.factor >> l.scale >> l.zero_point >> l.qmin >> l.qmax;
+    return *this >> l.axis >> l.group >> l.block_size >> l.grad_factor >> l.geometry >> l.integer;
+  }
+
+ private:
+  const c10::IValue* next_;
+};
+
+}  // namespace qtoolkit
