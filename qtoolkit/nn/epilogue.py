@@ -175,8 +175,9 @@ def max_pool2d(
     The values and gradients are torch's. The output is on the grid of the input.
     """
     sizes = (kernel_size, stride, padding, dilation, ceil_mode)
-    trains = torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling()
-    if not (is_ordinary(input) and trains and input.dim() == 4 and _window(kernel_size) <= LARGEST_WINDOW):
+    if not is_ordinary(input) or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and input.requires_grad):
+        return F.max_pool2d(input, *sizes)
+    if input.dim() != 4 or _window(kernel_size) > LARGEST_WINDOW:
         return F.max_pool2d(input, *sizes)
     y: Tensor = ops.max_pool(input, *sizes)
     hand_on(input, y)
