@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn import QuantWeighted
@@ -29,6 +29,7 @@ from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, module_of
 from qtoolkit.op_kinds.rules import is_number
 
 ADDS = (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__", "__radd__")
+SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  # arguments of a max pool
 IN_PLACE = (operator.iadd, "add_", "__iadd__")
 # Functions of activations, with the arguments and defaults from which their bounds are made.
 FUNCTIONS: Mapping[Any, tuple[dict[str, float], Callable[..., Bounds]]] = {
@@ -205,6 +206,16 @@ def is_batch_norm_call(node: fx.Node) -> bool:
     """Return whether a node calls a batch norm that is a module, with its input alone."""
     one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
     return node.op == "call_module" and one_input and is_batch_norm(module_of(node))
+
+
+def is_max_pool_call(node: fx.Node) -> bool:
+    """Return whether a node calls an nn.MaxPool2d with its input alone, or its function without indices."""
+    if node.op == "call_module":
+        return type(module_of(node)) is nn.MaxPool2d and len(node.args) == 1 and not node.kwargs
+    if node.op != "call_function" or node.target not in (F.max_pool2d, torch.max_pool2d):
+        return False
+    gives_indices = node.kwargs.get("return_indices", False) is not False
+    return len(node.args) <= len(SIZES) and set(node.kwargs) <= {*SIZES, "return_indices"} and not gives_indices
 
 
 def _is_activation_quantizer(node: fx.Node) -> bool:

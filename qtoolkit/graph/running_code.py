@@ -17,9 +17,9 @@ from torch import fx, nn
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
-from qtoolkit.graph.chains import Chain, find_chains
+from qtoolkit.graph.chains import Chain, find_chains, is_max_pool_call
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block
-from qtoolkit.nn.epilogue import epilogue_of, layer_output
+from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
 from qtoolkit.nn.hooks import all_watched, has_hooks
 from qtoolkit.op_kinds.recorded import check_argument
 
@@ -47,8 +47,8 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> Callabl
     """Give each block that can run its part of the graph the code for it; the others get the reason.
 
     Returns:
-        The forward of the model: the graph in one piece, and the calls of the blocks where somebody watches one of them. None
-        where both would be the code that torch.fx makes of the graph.
+        The forward of the model: in training the graph in one piece, and the calls of the blocks where somebody watches one of
+        them. None where both would be the code that torch.fx makes of the graph.
     """
     whole = _Writer(Whole(gm), ROOT)
     code = _compile(whole.write(), "")
@@ -78,26 +78,26 @@ class _Blocks:
     """
 
     def __init__(self, gm: fx.GraphModule, division: Division) -> None:
-        self.places: list[tuple[nn.Module, str, TracedBlock, Any]] = []
+        self.places: list[tuple[nn.Module, str, TracedBlock]] = []
         for part in division.parts.values():
             parent, _, name = part.call.block.rpartition(".")
             holder = find_block(gm, parent) if parent else gm
             if holder is not None:
-                self.places.append((holder, name, part.block, part.block.block_code()))
+                self.places.append((holder, name, part.block))
 
     def are_watched(self) -> bool:
         """Return whether a block has hooks, a wrapper or another forward, so that it must be called."""
         return all_watched() or any(
-            holder._modules.get(name) is not block or block.block_code() is not code or has_hooks(block)
-            for holder, name, block, code in self.places
+            holder._modules.get(name) is not block or block.has_other_forward() or has_hooks(block)
+            for holder, name, block in self.places
         )
 
 
 def _chosen(whole: Callable[..., Any], divided: Callable[..., Any], blocks: _Blocks) -> Callable[..., Any]:
     @functools.wraps(whole)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Exported programs name the blocks.
-        calls_blocks = torch.compiler.is_exporting() or blocks.are_watched()
+        # Exported programs name the blocks. In eval mode there is nothing to gain.
+        calls_blocks = not self.training or torch.compiler.is_exporting() or blocks.are_watched()
         return (divided if calls_blocks else whole)(self, *args, **kwargs)
 
     return forward
@@ -137,6 +137,8 @@ class _Writer:
                 self._write_layer(item, self.layers[item].batch_norm)
             elif item in self.ends:
                 self._write_chain(self.ends[item])
+            elif is_max_pool_call(item):
+                self._write_pool(item)
             elif item not in self.inner:
                 self._copy(item)
         if part is not None:
@@ -163,6 +165,15 @@ class _Writer:
         modules = [chain.layer, chain.batch_norm, None if function else chain.activation, chain.quantizer]
         called = [None if node is None else self._module(node) for node in modules]
         self.written[chain.last] = self.graph.call_function(epilogue_of(*steps), (*tensors, *called))
+
+    def _write_pool(self, node: fx.Node) -> None:
+        self.changed = True
+        args, kwargs = self._built((node.args, node.kwargs), self._value)
+        if node.op == "call_module":
+            self.written[node] = self.graph.call_function(max_pool, (self._module(node), *args))
+        else:
+            sizes = {name: value for name, value in kwargs.items() if name != "return_indices"}
+            self.written[node] = self.graph.call_function(max_pool2d, args, sizes)
 
     def _module(self, node: fx.Node) -> fx.Node:
         """Return a node that reads the module that a node calls."""

@@ -13,7 +13,7 @@ from torch import nn
 
 NO_CALL = "its forward is not called as one part of the graph"
 # What copies and pickles leave out: the model that they belong to compiles it again.
-COMPILED = ("forward", "_block_model", "_block_reason")
+COMPILED = ("forward", "_block_forward", "_block_model", "_block_reason")
 
 
 def _checked(register: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,14 +57,14 @@ class TracedBlock(nn.Module):
         """Return whether the block runs its part of the graph."""
         return "forward" in vars(self)
 
-    def block_code(self) -> Callable[..., Any] | None:
-        """Return the forward that the block runs now, which a user may have set; None if it has none."""
-        code: Callable[..., Any] | None = vars(self).get("forward")
-        return code
+    def has_other_forward(self) -> bool:
+        """Return whether somebody has set another forward than the block's code."""
+        return vars(self).get("forward") is not vars(self).get("_block_forward")
 
     def set_block_code(self, code: Callable[..., Any], model: nn.Module) -> None:
         """Let the block run code that takes itself and its arguments, and finds the whole model as `_block_model`."""
-        vars(self).update(forward=MethodType(code, self), _block_model=model)
+        forward = MethodType(code, self)
+        vars(self).update(forward=forward, _block_forward=forward, _block_model=model)
 
     def set_block_reason(self, why: str) -> None:
         """Let the block refuse calls for a reason."""

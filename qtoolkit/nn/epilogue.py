@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
@@ -25,7 +26,7 @@ from qtoolkit.nn.batch_norm import (
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of, hand_over, has_codes, is_packed
+from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over, has_codes, is_packed
 from qtoolkit.quantizers.spec_ops import fake_quant, with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
@@ -39,6 +40,7 @@ DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     QuantBatchNorm3d: (5,),
 }
 
+LARGEST_WINDOW = 256  # elements whose places fit in one byte
 
 Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor of each channel; or its output, and None
 
@@ -157,6 +159,31 @@ def epilogue_of(
     return epilogue
 
 
+def max_pool(pool: Any, x: Tensor) -> Any:
+    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains."""
+    apart = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
+    if apart or all_watched():
+        return pool(x)
+    return max_pool2d(x, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+
+
+def max_pool2d(
+    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Tensor:
+    """Compute torch.nn.functional.max_pool2d, by an op that keeps one byte for each output where a gradient is needed.
+
+    The values and gradients are torch's. The output is on the grid of the input.
+    """
+    sizes = (kernel_size, stride, padding, dilation, ceil_mode)
+    if not is_ordinary(input) or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and input.requires_grad):
+        return F.max_pool2d(input, *sizes)
+    if input.dim() != 4 or _window(kernel_size) > LARGEST_WINDOW:
+        return F.max_pool2d(input, *sizes)
+    y: Tensor = ops.max_pool(input, *sizes)
+    hand_on(input, y)
+    return y
+
+
 # ---- their parts
 
 
@@ -193,7 +220,7 @@ def _compute(
     divisor = factor
     if bias is not None and factor is not None and bias.requires_grad:
         divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
-    known = None if residual is None else _codes_like(x, residual)
+    known = _codes_like(x, residual) if residual is not None and torch.is_grad_enabled() else None
     of_residual = (None,) * 3 if known is None else (known.codes, known.scale, known.zero_point)
     grid = {} if quantizer is None else _grid_now(quantizer, x)
     y, codes, mean, variance = ops.batch_norm_fake_quant(
@@ -246,3 +273,8 @@ def _track(bn: Any, mean: Tensor, variance: Tensor, factor: Tensor | None, bias:
         bn.num_batches_tracked.add_(1)
     momentum = 1.0 / float(bn.num_batches_tracked) if bn.momentum is None else bn.momentum
     ops.batch_norm_track_(bn.running_mean, bn.running_var, mean, variance, momentum, count, divisor=factor, offset=bias)
+
+
+def _window(kernel_size: Any) -> int:
+    height, width = kernel_size if isinstance(kernel_size, tuple | list) else (kernel_size, kernel_size)
+    return int(height) * int(width)

@@ -57,6 +57,13 @@ def hand_over(y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor
     _handed[y] = _Handed(scale.detach(), zero_point, spec.qmin, spec.qmax, codes, y._version)
 
 
+def hand_on(x: Tensor, y: Tensor) -> None:
+    """Hand over with y that its values lie on the grid of x, if that was handed over: those of a max pool do."""
+    found = None if torch.compiler.is_compiling() or y.is_inference() else _grid_of(x, None)
+    if found is not None:
+        _handed[y] = replace(found, codes=None, version=y._version)
+
+
 def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Codes | None:
     """Return the codes of a tensor: those handed over with it, or else computed.
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
+from qtoolkit.nn import epilogue
 from qtoolkit.nn.batch_norm import STRATEGIES, LinkedBatchNorm
 from qtoolkit.quantizers.handed_over import codes_of
 from tests.blocks import called_one_by_one
@@ -485,6 +486,24 @@ def test_compiled_without_breaks_and_recompiles(quantizer: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, equal_nan=True, msg=name)
 
 
+def test_compiled_for_batches_of_any_size() -> None:
+    prepared = prepared_of(Chain(nn.ReLU(), ADDS["operator"]), X.float(), quantizer="lsq")
+    twin = copy.deepcopy(prepared)
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+
+    def run(x: Tensor) -> Tensor:
+        torch._dynamo.mark_dynamic(x, 0)
+        return compiled(x)
+
+    for turn, size in enumerate((4, 3, 2)):
+        prepared.train()
+        with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+            found = step(twin, X[:size].float(), run=run)
+        for name, value in step(prepared, X[:size].float()).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, equal_nan=True, msg=name)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported(strict: bool, training: bool) -> None:
@@ -536,9 +555,57 @@ def test_codes_are_handed_over() -> None:
 
 
 def test_a_residual_is_kept_as_its_codes(calls: list[dict]) -> None:
-    """The shortcut of the second block is quantized by itself."""
+    """That of the first block comes from a max pool; the shortcut of the second one is quantized by itself."""
     step(prepared_of(ResNet(), quantizer="lsq"))
     assert [call["residual_codes"] is not None for call in calls if call["residual"] is not None] == [True, True]
+
+
+# ---- max pools
+
+
+class Pools(nn.Module):
+    def __init__(self, pool: Callable) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        self.pool = pool if isinstance(pool, nn.Module) else None
+        self.function = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.pool or self.function)(torch.relu(self.norm(self.conv(x)))))
+
+
+POOLS = {
+    "module": (nn.MaxPool2d(3, 2, 1), True),
+    "ceil": (nn.MaxPool2d((2, 3), ceil_mode=True, dilation=2), True),
+    "function": (lambda x: F.max_pool2d(x, 2, padding=1), True),
+    "keywords": (lambda x: F.max_pool2d(input=x, kernel_size=(3, 2), stride=1), True),
+    "torch": (lambda x: torch.max_pool2d(x, 2), True),
+    "indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], False),
+    "adaptive": (nn.AdaptiveMaxPool2d(2), False),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pools(name: str, monkeypatch) -> None:
+    pool, ours = POOLS[name]
+    prepared = prepared_of(Pools(pool), X.float())
+    plain, found = copy.deepcopy(prepared), []
+    op = qt.ops.max_pool
+    monkeypatch.setattr(qt.ops, "max_pool", lambda *args: found.append(args) or op(*args))
+    with called_one_by_one() if not ours else nullcontext():
+        taken = step(prepared, X.float())
+    assert len(found) == ours
+    monkeypatch.setattr(epilogue, "LARGEST_WINDOW", 0)
+    assert_equal(taken, plain_step(plain, X.float()) if not ours else step(plain, X.float()))
+    assert len(found) == ours
+
+
+def test_max_pools_stay_as_they_are_in_eval_and_under_hooks(monkeypatch) -> None:
+    prepared = prepared_of(Pools(nn.MaxPool2d(2)))
+    monkeypatch.setattr(qt.ops, "max_pool", None)
+    prepared.eval()(X)
+    prepared.train().pool.register_forward_hook(lambda m, args, y: None)
+    prepared(X)
 
 
 # ---- the report
