@@ -28,7 +28,7 @@ class Diagnosis:
     """Checks of a model in training, with the inputs of its latest forward.
 
     Args:
-        model: The model, also compiled or in DistributedDataParallel.
+        model: The model itself, without torch.compile's or DistributedDataParallel's module around it.
         before_second_run: What to call before the forward runs again.
     """
 
@@ -124,19 +124,14 @@ class Diagnosis:
     def _run_again(self) -> str | None:
         """Return the error of the first quantizer that gets NaN or infinities in a second run, or None."""
         args, kwargs, autocasts = self._call or ((), {}, [])
-        model = _unwrapped(self.model)
         self.before_second_run()
+        eager, random = torch.compiler.set_stance("force_eager"), random_state_kept(self.model)
         with ExitStack() as stack:
-            for context in (
-                torch.compiler.set_stance("force_eager"),
-                torch.no_grad(),
-                random_state_kept(model),
-                *autocasts,
-            ):
+            for context in (eager, random, torch.no_grad(), *autocasts):
                 stack.enter_context(context)
             try:
-                with unchanged_on_error(model), stop_on_nonfinite(model):
-                    model(*args, **kwargs)
+                with unchanged_on_error(self.model), stop_on_nonfinite(self.model):
+                    self.model(*args, **kwargs)
                     raise _NothingFound
             except _NothingFound:
                 return None
@@ -153,7 +148,7 @@ def _is_finite(gradient: Any) -> bool:
     return bool(torch.isfinite(values_of(gradient)).all())
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile: a second run must not talk to other processes."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod

@@ -174,17 +174,26 @@ def test_under_autocast(dtype: torch.dtype) -> None:
     assert all(row.calls == 1 and 0 < row.gradient < 100 and 0 < row.levels <= 1 for row in watched.rows())
 
 
-def test_compiled_models_are_watched() -> None:
+@pytest.mark.parametrize("first", ["watched", "compiled"])
+@pytest.mark.parametrize("road", ROADS)
+def test_compiled_models_are_watched(road: str, first: str) -> None:
     """Sampled steps run without the compiler; the others compile once."""
-    model = learned()
-    optimizer, compiled = sgd(model), torch.compile(model, fullgraph=True, backend=(counter := _Compilations()))
-    watched = qt.debug.watch(compiled, every=2)
+    model, counter = learned(road), _Compilations()
+    early = qt.debug.watch(model, every=2) if first == "watched" else None
+    optimizer, compiled = sgd(model), torch.compile(model, fullgraph=True, backend=counter)
+    watched = early or qt.debug.watch(compiled, every=2)
+    watched.guard(optimizer)
     counts = []
     for _ in range(5):
         step(compiled, optimizer, torch.randn(SHAPE))
         counts.append(counter.count)
     assert counts == [0, 1, 1, 1, 1]
     assert {row.calls for row in watched.rows()} == {3}
+    words = (
+        "Run the model under qtoolkit.stop_on_nonfinite" if first == "watched" else "got NaN or infinities: the layer"
+    )
+    with pytest.raises(RuntimeError, match=rf"'fc.bias' is not finite.*{words}"):
+        step(compiled, optimizer, torch.full(SHAPE, math.nan))
     watched.close()
     step(compiled, optimizer, torch.randn(SHAPE))
     assert counter.count == 1
