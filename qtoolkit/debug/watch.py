@@ -35,9 +35,8 @@ class Watch:
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self.every, self.steps, self.sampled = every, 0, 0
-        self._places = count()
-        inner = unwrapped(model)
-        self._recorders = [Recorder(name, quantizer, self._places) for name, quantizer in quantizers_of(inner).items()]
+        inner, places = unwrapped(model), count()
+        self._recorders = [Recorder(name, quantizer, places) for name, quantizer in quantizers_of(inner).items()]
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._sampling, self._hooks = ExitStack(), ExitStack()
         self._diagnosis = Diagnosis(inner, self._sampling.close)

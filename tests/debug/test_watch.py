@@ -166,6 +166,15 @@ def test_copies_and_pickles_are_not_watched() -> None:
     assert {row.calls for row in watched.rows()} == {0}
 
 
+@pytest.mark.parametrize("road", ROADS)
+def test_a_watched_model_is_converted_and_exported(road: str, tmp_path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, x = learned(road), torch.randn(SHAPE)
+    with qt.debug.watch(model):
+        assert torch.equal(qt.convert(model)(x), copy.deepcopy(model).eval()(x))
+        qt.export_onnx(model, x, tmp_path / "model.onnx")  # verifies the codes
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype: torch.dtype) -> None:
     model = learned()
