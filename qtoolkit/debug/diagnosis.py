@@ -67,10 +67,8 @@ class Diagnosis:
     def check_step(self, optimizer: Optimizer, step: int) -> None:
         """Raise RuntimeError if a gradient is not finite or a learned scale is lost, before an optimizer's step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if (
-            getattr(optimizer, "found_inf", None) is not None
-        ):  # a fused optimizer, which a GradScaler lets skip the step
-            parameters = []
+        if getattr(optimizer, "found_inf", None) is not None:
+            parameters = []  # under a GradScaler, which lets a fused optimizer skip the step itself
         gradients = [values_of(p.grad) for p in parameters]
         scales = [values_of(p.detach()) for quantizer in self.learned.values() for p in quantizer.parameters()]
         growths = [growth for growth in map(_growth, self.learned.values()) if growth is not None and growth.numel()]
