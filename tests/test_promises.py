@@ -50,6 +50,19 @@ PROMISES = {
     "train: EMA works": "test_promises.test_train_ema_works",
     "train: DDP works": "test_promises.test_train_ddp_is_the_step_of_one_process",
     "train: resume works": "test_promises.test_train_resumed_is_train_without_a_break",
+    "train: what ordinary scripts do": (
+        "training.test_scripts.test_copies_train_the_same",
+        "training.test_scripts.test_an_average_is_evaluated_at_any_time",
+        "training.test_scripts.test_accumulated_gradients_are_those_of_the_larger_batch",
+        "training.test_scripts.test_a_checkpointed_training_is_the_plain_one",
+        "training.test_scripts.test_a_resumed_training_goes_on_bit_for_bit",
+        "training.test_scripts.test_a_training_compiles_once_for_each_mode",
+        "training.test_parameter_groups.test_optimizers_and_schedulers_take_the_groups",
+    ),
+    "train: mixed precision": "training.test_amp.test_every_layer_computes_in_the_float_layers_dtype",
+    "train: NaN ends with the name of the quantizer": (
+        "debug.test_watch.test_a_loss_that_is_nan_names_the_first_quantizer"
+    ),
     "train: BN freezable": "nn.test_batch_norm.test_frozen_batch_norms_keep_their_statistics_and_train_gamma",
     "convert: equal to the fake-quant model in eval": (
         "graph.passes.test_swap.test_convert_equals_the_fake_quant_model_in_eval"

@@ -28,7 +28,7 @@ class Diagnosis:
     """Checks of a model in training, with the inputs of its latest forward.
 
     Args:
-        model: The model, also compiled or in DistributedDataParallel.
+        model: The model itself, without torch.compile's or DistributedDataParallel's module around it.
         before_second_run: What to call before the forward runs again.
     """
 
@@ -67,10 +67,8 @@ class Diagnosis:
     def check_step(self, optimizer: Optimizer, step: int) -> None:
         """Raise RuntimeError if a gradient is not finite or a learned scale is lost, before an optimizer's step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if (
-            getattr(optimizer, "found_inf", None) is not None
-        ):  # a fused optimizer, which a GradScaler lets skip the step
-            parameters = []
+        if getattr(optimizer, "found_inf", None) is not None:
+            parameters = []  # under a GradScaler, which lets a fused optimizer skip the step itself
         gradients = [values_of(p.grad) for p in parameters]
         scales = [values_of(p.detach()) for quantizer in self.learned.values() for p in quantizer.parameters()]
         growths = [growth for growth in map(_growth, self.learned.values()) if growth is not None and growth.numel()]
@@ -124,19 +122,14 @@ class Diagnosis:
     def _run_again(self) -> str | None:
         """Return the error of the first quantizer that gets NaN or infinities in a second run, or None."""
         args, kwargs, autocasts = self._call or ((), {}, [])
-        model = _unwrapped(self.model)
         self.before_second_run()
+        eager, random = torch.compiler.set_stance("force_eager"), random_state_kept(self.model)
         with ExitStack() as stack:
-            for context in (
-                torch.compiler.set_stance("force_eager"),
-                torch.no_grad(),
-                random_state_kept(model),
-                *autocasts,
-            ):
+            for context in (eager, random, torch.no_grad(), *autocasts):
                 stack.enter_context(context)
             try:
-                with unchanged_on_error(model), stop_on_nonfinite(model):
-                    model(*args, **kwargs)
+                with unchanged_on_error(self.model), stop_on_nonfinite(self.model):
+                    self.model(*args, **kwargs)
                     raise _NothingFound
             except _NothingFound:
                 return None
@@ -153,7 +146,7 @@ def _is_finite(gradient: Any) -> bool:
     return bool(torch.isfinite(values_of(gradient)).all())
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile: a second run must not talk to other processes."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod

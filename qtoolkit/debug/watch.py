@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.debug.activity import Activity, Hook, Recorder
-from qtoolkit.debug.diagnosis import Diagnosis
+from qtoolkit.debug.diagnosis import Diagnosis, unwrapped
 from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -35,11 +35,11 @@ class Watch:
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self.every, self.steps, self.sampled = every, 0, 0
-        self._places = count()
-        self._recorders = [Recorder(name, quantizer, self._places) for name, quantizer in quantizers_of(model).items()]
+        inner, places = unwrapped(model), count()
+        self._recorders = [Recorder(name, quantizer, places) for name, quantizer in quantizers_of(inner).items()]
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._sampling, self._hooks = ExitStack(), ExitStack()
-        self._diagnosis = Diagnosis(model, self._sampling.close)
+        self._diagnosis = Diagnosis(inner, self._sampling.close)
         self._keep(register_optimizer_step_pre_hook(_weakly(self._before_step)))
         self._keep(register_optimizer_step_post_hook(_weakly(self._after_step)))
         self._keep(model.register_forward_pre_hook(Hook(self._diagnosis.remember), with_kwargs=True))
@@ -144,6 +144,7 @@ class Watch:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_of_model(optimizer):
             return
+        self._diagnosis.forget()  # so that no other step's inputs are taken for those of a forward that no hook has seen
         self.sampled += self._sampled_now
         self.steps += 1
         self._sampling.close()
@@ -200,7 +201,8 @@ def watch(model: nn.Module, every: int = 20) -> Watch:
     it. A step is a step of an optimizer of the model, with all forwards in training mode before it. A forward that gradient
     checkpointing recomputes is not counted again. Between sampled steps the model has no hooks on its quantizers.
 
-    - torch.compile: the sampled steps run without it. Steps of an optimizer that is compiled itself are not counted.
+    - torch.compile: the sampled steps run without it. Steps of an optimizer that is compiled itself are not counted. Watch the
+      compiled model, not the one inside, so that errors find the quantizer in steps that are not sampled too.
     - A GradScaler multiplies the gradients of tensors by its scale, also in the table; those of learned scales are as the
       optimizer gets them.
     - DistributedDataParallel: each process sees its own share of the data.
@@ -213,7 +215,7 @@ def watch(model: nn.Module, every: int = 20) -> Watch:
     Returns:
         A Watch, to be printed at any time, with `rows()`, `to_dict()`, `reset()` and `close()`; it is a context manager too.
         `check(loss)` and `guard(optimizer)` raise an error for NaN and lost scales before an optimizer spreads them. For this
-        the watch keeps the latest inputs of the model.
+        the watch keeps the inputs of the model's latest forward until the step.
 
     Raises:
         TypeError: `model` is not a module, or `every` not an int.

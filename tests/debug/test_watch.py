@@ -166,6 +166,15 @@ def test_copies_and_pickles_are_not_watched() -> None:
     assert {row.calls for row in watched.rows()} == {0}
 
 
+@pytest.mark.parametrize("road", ROADS)
+def test_a_watched_model_is_converted_and_exported(road: str, tmp_path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, x = learned(road), torch.randn(SHAPE)
+    with qt.debug.watch(model):
+        assert torch.equal(qt.convert(model)(x), copy.deepcopy(model).eval()(x))
+        qt.export_onnx(model, x, tmp_path / "model.onnx")  # verifies the codes
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype: torch.dtype) -> None:
     model = learned()
@@ -174,17 +183,26 @@ def test_under_autocast(dtype: torch.dtype) -> None:
     assert all(row.calls == 1 and 0 < row.gradient < 100 and 0 < row.levels <= 1 for row in watched.rows())
 
 
-def test_compiled_models_are_watched() -> None:
+@pytest.mark.parametrize("first", ["watched", "compiled"])
+@pytest.mark.parametrize("road", ROADS)
+def test_compiled_models_are_watched(road: str, first: str) -> None:
     """Sampled steps run without the compiler; the others compile once."""
-    model = learned()
-    optimizer, compiled = sgd(model), torch.compile(model, fullgraph=True, backend=(counter := _Compilations()))
-    watched = qt.debug.watch(compiled, every=2)
+    model, counter = learned(road), _Compilations()
+    early = qt.debug.watch(model, every=2) if first == "watched" else None
+    optimizer, compiled = sgd(model), torch.compile(model, fullgraph=True, backend=counter)
+    watched = early or qt.debug.watch(compiled, every=2)
+    watched.guard(optimizer)
     counts = []
     for _ in range(5):
         step(compiled, optimizer, torch.randn(SHAPE))
         counts.append(counter.count)
     assert counts == [0, 1, 1, 1, 1]
     assert {row.calls for row in watched.rows()} == {3}
+    words = (
+        "Run the model under qtoolkit.stop_on_nonfinite" if first == "watched" else "got NaN or infinities: the layer"
+    )
+    with pytest.raises(RuntimeError, match=rf"'fc.bias' is not finite.*{words}"):
+        step(compiled, optimizer, torch.full(SHAPE, math.nan))
     watched.close()
     step(compiled, optimizer, torch.randn(SHAPE))
     assert counter.count == 1
@@ -208,7 +226,7 @@ def test_a_model_in_distributed_data_parallel(tmp_path) -> None:
             step(model, optimizer, torch.randn(SHAPE))
             assert {row.calls for row in watched.rows()} == {1}
             bad = torch.full(SHAPE, torch.nan)
-            with pytest.raises(RuntimeError, match=r"the first|quantizer 'activation_quantizers.x' got NaN"):
+            with pytest.raises(RuntimeError, match=r"quantizer 'activation_quantizers.x' got NaN"):
                 step(model, optimizer, bad)
     finally:
         torch.distributed.destroy_process_group()

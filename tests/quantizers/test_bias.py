@@ -56,6 +56,16 @@ def test_the_bias_of_a_layer_is_on_the_grid_of_its_sums(road: str) -> None:
 
 
 @pytest.mark.parametrize("road", ["graph", "modules"])
+def test_the_grid_is_that_of_the_weight_in_this_forward(road: str) -> None:
+    """A range that follows the weight moves with the first forward after a step; a second one finds nothing new."""
+    layer = quantized(road, net()).train().get_submodule("0")
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    y = layer(X)
+    assert torch.equal(layer(X), y)
+
+
+@pytest.mark.parametrize("road", ["graph", "modules"])
 def test_gradients_pass_straight_through_to_the_bias(road: str) -> None:
     prepared = quantized(road, net())
     prepared(X).sum().backward()

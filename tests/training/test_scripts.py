@@ -118,8 +118,7 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(road: str, quantize
     twin, x = copy.deepcopy(model), torch.randn(8, *SHAPE[1:], dtype=torch.float64)
     loss_of(model, x).backward()
     for part in x.split(2):
-        (model_loss := loss_of(twin, part) / 4).backward()
-        assert model_loss.isfinite()
+        (loss_of(twin, part) / 4).backward()
     for (name, wanted), found in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-9, atol=1e-9, msg=name)
 
