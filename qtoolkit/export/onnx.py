@@ -17,13 +17,13 @@ from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, free_name, save, weights_of
-from qtoolkit.export.fusible import write_fusible_forms
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
-from qtoolkit.export.moved_codes import keep_products_of_codes, quantize_moved_codes
 from qtoolkit.export.opsets import choose, convert_opset, native
+from qtoolkit.export.passes.fusible import write_fusible_forms
+from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_moved_codes
+from qtoolkit.export.passes.repeated_pairs import repeat_pairs
+from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.quiet import without_noise
-from qtoolkit.export.repeated_pairs import repeat_pairs
-from qtoolkit.export.saturation import drop_saturated_clips
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.plan import Cause
 from qtoolkit.integer.kernels import in_float

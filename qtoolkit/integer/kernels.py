@@ -157,13 +157,18 @@ class LayerKernel(Kernel):
         """Whether the layer computes on codes: not where a quantizer of it, or of its weight, is off."""
         return super().active and self.layer.weight_quantizer is not None and self.layer.weight_quantizer.quantizing
 
+    @property
+    def input_scale(self) -> Tensor:
+        """The step of the input as the runtime has it, 0-d."""
+        return self.inputs[0].scale
+
     def refresh(self) -> None:
         """Compute the constants for the layer's present weight, bias and scales."""
         super().refresh()
         layer, grid = self.layer, self.layer.weight_quantizer
         if not isinstance(grid, Grid):
             raise TypeError(f"a kernel needs a layer whose weight has a Grid, got a {type(grid).__name__}.")
-        steps = bias_scale(self.inputs[0].scale, grid.scale)
+        steps = bias_scale(self.input_scale, grid.scale)
         codes = grid.codes(layer.weight.detach()).float()
         self.constant("codes", codes)
         self.constant("steps", layer.along_channels(steps))

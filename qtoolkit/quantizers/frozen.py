@@ -53,8 +53,8 @@ class Grid(Quantizer):
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
-        reciprocal: Whether it multiplies by the reciprocal of its one scale, and adds the code of zero before it rounds, as
-            OpenVINO does.
+        reciprocal: Whether it multiplies by a factor that the ends of its range give, and adds the code of zero before it
+            rounds, as OpenVINO does.
 
     Raises:
         ValueError: A scale is zero, negative, NaN or infinite.
@@ -95,9 +95,11 @@ class Grid(Quantizer):
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
 
     def _values_by_reciprocal(self, x: Tensor) -> Tensor:
-        zero_point = 0.0 if self.zero_point is None else self.zero_point
-        codes = torch.round(x * (1 / self.scale) + zero_point).clamp(self.spec.qmin, self.spec.qmax)
-        return (codes - zero_point) * self.scale
+        spec, zero_point = self.spec, 0.0 if self.zero_point is None else self.zero_point
+        low, high = (spec.qmin - zero_point) * self.scale, (spec.qmax - zero_point) * self.scale
+        factor = torch.full_like(high, spec.qmax - spec.qmin) / (high - low)  # torch's number / tensor rounds twice
+        codes = torch.round(x * factor - low * factor).clamp(0, spec.qmax - spec.qmin)
+        return (codes + spec.qmin - zero_point) * self.scale
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""

@@ -63,6 +63,34 @@ def test_codes_are_openvinos_up_to_ties(tmp_path) -> None:
     assert codes.share <= 1e-4
 
 
+def chain(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.Conv2d(int(layers[0].out_channels), 4, 1))
+
+
+LAYERS = {
+    "1x1": lambda: chain(nn.Conv2d(16, 64, 1), nn.ReLU()),
+    "3x3": lambda: chain(nn.Conv2d(16, 64, 3, padding=1), nn.ReLU()),
+    "stride": lambda: chain(nn.Conv2d(16, 64, 3, stride=2), nn.ReLU()),
+    "large sums": lambda: chain(nn.Conv2d(16, 64, 9), nn.ReLU()),
+    "groups": lambda: chain(nn.Conv2d(16, 64, 3, groups=4), nn.ReLU()),
+    "depthwise": lambda: chain(nn.Conv2d(16, 16, 1), nn.ReLU6(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU6()),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_code_of_a_layer_and_its_relu_differs_in_openvino(tmp_path, layer: str) -> None:
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    x = torch.randn(8, 16, 40, 40)
+    source = qt.prepare(LAYERS[layer]().eval(), (x,), backend="openvino")
+    qt.calibrate(source, [x], progress=False)
+    model = qt.convert(source, arithmetic="integer")
+    path = qt.export_onnx(model, (x,), tmp_path / "m.onnx", verify=False).path
+    codes = verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"].codes
+    assert codes.compared > 300_000
+    assert codes.differing == 0
+
+
 def test_an_affine_input_is_float_for_tensorrt() -> None:
     model = qt.convert(prepared("onnxruntime"), arithmetic="integer", runtime="tensorrt")
     assert str(model.plan.computed["second"]) == "float: TensorRT has codes of zero other than 0 for no input"

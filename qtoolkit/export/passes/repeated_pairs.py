@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qtoolkit.export.saturation import constant_input
+from qtoolkit.export.passes.saturation import constant_input
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qtoolkit.export.saturation import constant_input
+from qtoolkit.export.passes.saturation import constant_input
 
 if TYPE_CHECKING:
     import onnx_ir
