@@ -28,7 +28,7 @@ def step_tables(results: Mapping[str, Any]) -> Iterator[Table]:
             ["what is trained", *names, "why there is no figure"],
             [_step_line(subject, of, threads) for subject, of in _by_subject(rows)],
         )
-    yield _demands("step", most_threads(rows_of(results)), "ratio")
+    yield from _demands("step", most_threads(rows_of(results)), "ratio")
 
 
 def _step_line(subject: str, rows: Rows, threads: Sequence[int]) -> list[str]:
@@ -62,7 +62,7 @@ def memory_tables(results: Mapping[str, Any]) -> Iterator[Table]:
             ],
         )
     for figure in ("kept", "peak"):
-        yield _demands(figure, rows_of(results), figure)
+        yield from _demands(figure, rows_of(results), figure)
 
 
 def overview(rows: Rows, figure: str, title: str) -> Table:
@@ -122,8 +122,9 @@ def profile_tables(results: Mapping[str, Any]) -> Iterator[Table]:
         )
 
 
-def _demands(figure: str, rows: Rows, field: str) -> Table:
-    return f"demands on the {figure}", COLUMNS, demand_lines(figure, ratios_of(rows, field))
+def _demands(figure: str, rows: Rows, field: str) -> Iterator[Table]:
+    if lines := demand_lines(figure, ratios_of(rows, field)):  # not every network has demands
+        yield f"demands on the {figure}", COLUMNS, lines
 
 
 def _by_network(rows: Rows) -> Iterator[tuple[str, Rows]]:
