@@ -143,7 +143,7 @@ class _MeanNorm:
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor], factor: Tensor | None = None) -> None:
-        norms = [torch.linalg.vector_norm(values_of(tensor), dtype=torch.float32) for tensor in tensors]
+        norms = [_norm(values_of(tensor)) for tensor in tensors]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         norm = norm if factor is None else norm / factor
         finite = torch.isfinite(norm)
@@ -155,6 +155,12 @@ class _MeanNorm:
         if self.total is None or self.count is None or not bool(self.count):
             return None
         return float(self.total) / int(self.count)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Return the norm of x in float32, summed in float32 at least."""
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm.float()
 
 
 def is_sharded(tensor: Tensor) -> bool:

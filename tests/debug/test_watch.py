@@ -113,14 +113,16 @@ def test_other_formats_and_quantizers_that_are_off_have_a_range() -> None:
 
 
 def test_nothing_changes_by_watching() -> None:
-    model = learned()
-    twin, x = copy.deepcopy(model), torch.randn(SHAPE)
+    """But roundings: compiled and fused code does not run in a sampled step."""
+    model = learned().double()
+    twin, x = copy.deepcopy(model), torch.randn(SHAPE, dtype=torch.float64)
     watched = qt.debug.watch(model, every=2)
     optimizers = sgd(model), sgd(twin)
     for _ in range(3):
         step(model, optimizers[0], x)
         step(twin, optimizers[1], x)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    for name, tensor in twin.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
     watched.close()
     for module in model.modules():
         assert not module._forward_hooks
