@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import TypeVar
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
@@ -77,3 +78,21 @@ class PlacedError(ValueError):
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
         self.place, self.reason = place, reason
+
+
+T = TypeVar("T")
+
+
+def present(value: T | None, what: str) -> T:
+    """Return a value that other code should have set.
+
+    Raises:
+        TypeError: It is None.
+
+    Example:
+        >>> present(3, "the axis")
+        3
+    """
+    if value is None:
+        raise TypeError(f"{what} is missing.")
+    return value

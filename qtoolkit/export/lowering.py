@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType
 
+from qtoolkit.errors import present
 from qtoolkit.export.storage import BLOCKS_OPSET, POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
 from qtoolkit.export.translation import DOMAIN, QUANTIZER
 
@@ -78,10 +79,7 @@ class _Lowering:
         self.dtype, self.shape = DataType(given["dtype"]), list(given.get("shape", ()))
         self.group, self.block_size = given.get("group", 1), given.get("block_size", 0)
         self.axis = 0 if self.group > 1 else given.get("axis")  # of the rows
-        x, scale = node.inputs[:2]
-        assert x is not None
-        assert scale is not None
-        self.x, self.scale = x, scale
+        self.x, self.scale = (present(value, f"an input of {node.name!r}") for value in node.inputs[:2])
         self.zero_point = node.inputs[2] if len(node.inputs) > 2 else None
         self.nodes: list[onnx_ir.Node] = []
 
@@ -92,8 +90,7 @@ class _Lowering:
         constant = _constant(self.x) if stored else None
         self.storage = storage_of(self.format, *self.ends, self.opset, constant=constant is not None)
         y = self._pair(constant)
-        owner = self.node.graph
-        assert owner is not None
+        owner = present(self.node.graph, f"the graph of {self.node.name!r}")
         onnx_ir.convenience.replace_nodes_and_values(owner, self.node, [self.node], self.nodes, self.node.outputs, [y])
 
     def _is_constant_grid(self) -> bool:
@@ -162,8 +159,7 @@ class _Lowering:
 
     def _stored(self, constant: Array) -> onnx_ir.Value:
         zero_point = None if self.zero_point is None else _constant(self.zero_point)
-        scale = _constant(self.scale)
-        assert scale is not None
+        scale = present(_constant(self.scale), f"the constant {self.scale.name!r}")
         if self.group > 1:
             constant = _as_rows(constant, self.group)
         codes = code_array(constant, scale, zero_point, self.storage, self.axis, self.block_size)

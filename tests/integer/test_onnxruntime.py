@@ -100,6 +100,7 @@ def test_linear_layers_of_three_dimensions(tmp_path, bias: bool) -> None:
     x = torch.randn(2, 7, 16)
     integer = converted(model, x)
     assert {how.kernel for how in integer.plan.computed.values()} <= {"QGemm", "QLinearMatMul"}
+    assert "integer_kernels" not in dict(integer.named_modules())  # it would be empty
     assert_equal_codes(integer, x, tmp_path / "m.onnx", exact=False)
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qtoolkit.errors import present
 from qtoolkit.export.passes.saturation import constant_input
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ def _insert_behind(mover: "onnx_ir.Node", dequantize: "onnx_ir.Node") -> "list[o
     """Insert a QuantizeLinear behind a node, and a DequantizeLinear for each use; return the latter."""
     import onnx_ir
 
-    moved, graph = mover.outputs[0], mover.graph
-    assert graph is not None
+    moved, graph = mover.outputs[0], present(mover.graph, f"the graph of {mover.name!r}")
     users = [use for use in moved.uses() if use[0].op_type != "QuantizeLinear"]
     if moved.is_graph_output() and moved.uses():
         return []
@@ -105,8 +105,7 @@ def _is_product_of_codes(node: "onnx_ir.Node") -> bool:
 def _replace_constant(node: "onnx_ir.Node", index: int, array: "np.ndarray[Any, Any]", model: "onnx_ir.Model") -> None:
     import onnx_ir
 
-    old = node.inputs[index]
-    assert old is not None
+    old = present(node.inputs[index], f"input {index} of {node.name!r}")
     name = f"{old.name}.of_{node.name}"
     tensor = onnx_ir.tensor(array, name=name)
     value = onnx_ir.val(name, tensor.dtype, array.shape, const_value=tensor)

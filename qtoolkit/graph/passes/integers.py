@@ -52,6 +52,8 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
             computed[node.name] = _give_layer(node, grids[0], runtime, calls[str(node.target)])
         else:
             computed[node.name] = _replace_op(gm, node, grids, runtime, holder)
+    if not list(gm.get_submodule(holder).children()):
+        gm.delete_submodule(holder)
     _link_outputs(gm, runtime, calls)
     if gm.plan is not None:
         gm.plan = replace(gm.plan, computed=computed)
