@@ -5,6 +5,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/round.h>
 #include <ATen/ops/sub.h>
+#include <ATen/ops/sum.h>
 
 #include <cmath>
 
@@ -70,6 +71,11 @@ Tensor steps_of(const Layer& l, at::ScalarType type) {
   return steps.expand({channels}).contiguous();
 }
 
+// Zero, or NaN where a value is NaN, which has no code: added to the steps it makes every result NaN.
+Tensor nan_or_zero(const Tensor& x, const Tensor& weight, at::ScalarType type) {
+  return at::mul(at::add(at::sum(x, type), at::sum(weight, type)), 0);
+}
+
 // The input's code of zero, for kernels that take an integer; nullopt where it is none of the codes.
 optional<int64_t> code_of_zero(const Layer& l) {
   const double code = l.x_zero_point.has_value() ? std::nearbyint(l.x_zero_point->to(at::kDouble).item<double>()) : 0;
@@ -102,7 +108,8 @@ Tensor in_float(const Tensor& codes, const Tensor& weight, const Tensor& steps, 
 Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, at::ScalarType dtype) {
   constexpr double kInt32 = 2147483647;
   const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Tensor weight = quantize_weight(scaled_weight(l), l), steps = steps_of(l, type);
+  const Tensor product = scaled_weight(l), weight = quantize_weight(product, l);
+  const Tensor steps = at::add(steps_of(l, type), nan_or_zero(x, product, type));
   const Tensor codes = l.codes.dim() == 1 ? quantize_input(x, l) : l.codes;
   const auto b = bias.has_value() ? optional<Tensor>(bias->to(type)) : std::nullopt;
   const optional<int64_t> zero_point = x.is_cpu() ? code_of_zero(l) : optional<int64_t>(0);

@@ -43,6 +43,7 @@ from qtoolkit.nn.merge import (
     QuantMul,
 )
 from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
+from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
 from qtoolkit.public import publish
@@ -141,6 +142,7 @@ __all__ = [
     "QuantSyncBatchNorm",
     "QuantWeighted",
     "ScaledDotProductAttention",
+    "TrainingArithmetic",
     "freeze_batch_norm",
     "set_training_arithmetic",
     "unfreeze_batch_norm",

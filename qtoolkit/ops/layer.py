@@ -72,9 +72,9 @@ def quant_layer(
     codes of x, 1 byte an element (half a byte if they are packed), and the weight as it is, not its quantized values.
 
     With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
-    linear layers on the CPU, in float on integers elsewhere. The output differs from the composition's by rounding alone
-    (and where x or the weight is NaN, whose code is the lowest); the gradients are the straight-through ones of the
-    composition, computed in channels_last.
+    linear layers on the CPU, in float on integers elsewhere. The output differs from the composition's by rounding alone; a
+    NaN in x or the weight makes every result NaN. The gradients are the straight-through ones of the composition, computed
+    in channels_last.
 
     Args:
         x: Input on the grid of `codes`, which carries the gradient: (N, C, ...) with one to three spatial dimensions, or

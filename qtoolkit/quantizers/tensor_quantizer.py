@@ -243,7 +243,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         kind, spec = self.kind, self.spec
         scale, zero_point = kind.grid(self)
         y = kind.fake_quant(spec, x, scale, zero_point, self.group, spec.block_size, kind.grad_factor(self, x))
-        if not self.of_weight and has_codes(spec) and y.requires_grad:
+        if not self.of_weight and has_codes(spec) and isinstance(y, Tensor) and y.requires_grad:
             zero_point = None if zero_point is None else zero_point.detach().round()
             hand_over(y, None, scale.detach().abs(), zero_point, spec)
         return y
@@ -261,6 +261,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """
         kind, spec = self.kind, self.spec
         if self.observing or not self.quantizing or spec.format != "int" or kind.fake_quant is not fake_quant:
+            return None
+        if self._forward_hooks or self._forward_pre_hooks:  # they take the values of a forward
             return None
         if self.stopping:
             self._check_finite(values())

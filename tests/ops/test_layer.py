@@ -422,18 +422,18 @@ def test_a_code_of_zero_outside_the_codes() -> None:
     assert g.run(integer=True).isnan().all()
 
 
-def test_nan_counts_as_the_lowest_code_on_integers_only() -> None:
-    """As in a deployed model; in float it spreads."""
-    shape = SHAPES["conv2d"]
-    g = given(shape)
-    g.x = leaf(torch.full_like(g.x, torch.nan))
-    assert g.run().isnan().all()
-    lowest = ops.quantize(g.x.detach(), g.codes.scale, None, -128, 127, dtype=torch.int8)
-    assert (lowest == -128).all()
-    g.codes = dataclasses.replace(g.codes, codes=lowest)
-    assert g.run(integer=True).isfinite().all()
-    g.weight = leaf(torch.full_like(g.weight, torch.nan))
-    assert gradients(g.run(integer=True), [g.x])[0].isnan().any()
+@pytest.mark.parametrize("integer", [False, True])
+@pytest.mark.parametrize("of", ["x", "weight"])
+def test_nan_has_no_code_and_still_reaches_the_output(of: str, integer: bool) -> None:
+    g = given(SHAPES["conv2d"])
+    values = getattr(g, of).detach().clone()
+    values.view(-1)[0] = torch.nan
+    setattr(g, of, leaf(values))
+    codes = ops.quantize(g.x.detach(), g.codes.scale, g.codes.zero_point, -128, 127, dtype=torch.int8)
+    g.codes = dataclasses.replace(g.codes, codes=codes)
+    y = g.run(integer)
+    assert y.isnan().any()
+    assert not integer or y.isnan().all()  # of integers every result
 
 
 def test_weights_and_scales_of_zero() -> None:
