@@ -61,6 +61,8 @@ void planes_backward(const PoolArgs& args, int64_t begin, int64_t end) {
 template <class T>
 void image_backward(const PoolArgs& args, int64_t image, int64_t first, int64_t last) {
   const PoolDimension &rows = args.rows, &columns = args.columns;
+  const int64_t places = rows.kernel * columns.kernel;
+  Places element;  // of each place of a window, or -1
   T* dx = static_cast<T*>(args.y) + image * rows.size * columns.size * args.channels;
   for (int64_t i = 0; i < rows.size * columns.size; ++i) {
     std::memset(static_cast<void*>(dx + i * args.channels + first), 0, (last - first) * sizeof(T));
@@ -69,8 +71,7 @@ void image_backward(const PoolArgs& args, int64_t image, int64_t first, int64_t 
     const PoolWindow high = window_of(rows, row);
     for (int64_t column = 0; column < columns.results; ++column) {
       const PoolWindow wide = window_of(columns, column);
-      Places element;  // of each place, or -1
-      element.fill(-1);
+      std::fill_n(element.begin(), places, -1);
       for (int64_t i = high.first; i < high.last; ++i) {
         for (int64_t j = wide.first; j < wide.last; ++j) {
           const int64_t y = high.start + i * rows.dilation, x = wide.start + j * columns.dilation;
@@ -79,7 +80,7 @@ void image_backward(const PoolArgs& args, int64_t image, int64_t first, int64_t 
       }
       const int64_t at = ((image * rows.results + row) * columns.results + column) * args.channels;
       for (int64_t c = first; c < last; ++c) {
-        const int64_t to = element[args.offsets[at + c]];
+        const int64_t place = args.offsets[at + c], to = place < places ? element[place] : -1;
         if (to >= 0) dx[to + c] += static_cast<const T*>(args.x)[at + c];
       }
     }

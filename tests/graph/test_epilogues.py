@@ -276,7 +276,9 @@ def test_other_adds_stay_apart(name: str, calls: list[dict]) -> None:
     assert call["divisor"] is not None
 
 
-@pytest.mark.parametrize("activate", [F.silu, lambda x: x.clamp(0, 1), lambda x: F.relu(x) * x], ids=str)
+@pytest.mark.parametrize(
+    "activate", [F.silu, lambda x: x.clamp(0, 1), lambda x: F.relu(x) * x], ids=["silu", "clamp", "two users"]
+)
 def test_a_batch_norm_before_anything_else_does_without_the_division(activate: Callable, calls: list[dict]) -> None:
     prepared = prepared_of(Chain(activate))
     assert_close(step(copy.deepcopy(prepared)), plain_step(prepared))
