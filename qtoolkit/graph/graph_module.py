@@ -12,6 +12,7 @@ from torch.fx.graph import PythonCode
 
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.memory_format import in_channels_last
+from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.running_code import compile_forward
 from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
@@ -99,8 +100,15 @@ class QuantizedGraphModule(fx.GraphModule):
     def divide(self, calls: tuple[BlockCall, ...]) -> None:
         """Compile the graph; let the blocks of these calls run their parts of it, where it allows that."""
         self.calls = calls
+        self.link_sources()
         forward = compile_forward(self, calls) or type(self).forward
         type(self).forward = in_channels_last(self, forward)  # each instance has a class of its own
+
+    def link_sources(self) -> None:
+        """Tell each layer the quantizer of its input, as the graph now is."""
+        plan = vars(self).get("plan")
+        if plan is not None:
+            link_sources(self.graph, plan.backend)
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
         """Replace a submodule under each of its names, so that it stays shared."""
@@ -146,6 +154,7 @@ class QuantizedGraphModule(fx.GraphModule):
         if mode and not self.training and self.plan is not None and self.plan.tracing.eval_branches:
             self._warn_of_branches(self.plan.tracing.eval_branches)
         super().train(mode)
+        self.link_sources()  # modules may have been replaced
         if not mode:
             self._refresh_weight_ranges()
         return self

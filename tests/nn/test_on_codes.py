@@ -211,6 +211,28 @@ def test_a_tensor_changed_in_place_is_quantized_anew() -> None:
     assert_equal(*(step(model) for model in models))
 
 
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.4771
+
+
+@pytest.mark.parametrize("by", ["node", "module"])
+def test_an_op_that_is_put_before_a_layer_later_takes_its_codes(by: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Identity(), nn.Conv2d(8, 4, 1))
+    found = []
+    for options in ({"forward": "float", "save": "codes"}, {"forward": "float", "save": "float"}):
+        prepared = quantized("graph", LSQ, copy.deepcopy(model), **options)
+        if by == "module":
+            prepared.set_submodule("2", Halves())
+        else:
+            (call,) = (node for node in prepared.graph.nodes if node.target == "3")
+            with prepared.graph.inserting_before(call):
+                call.replace_input_with(call.args[0], prepared.graph.call_function(torch.mul, (call.args[0], 0.4771)))
+            prepared.recompile()
+        found.append(step(prepared.train()))
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("options", [{"forward": "int"}, {"save": "nothing"}])
 @roads
 def test_unknown_options_are_named(road: str, options: dict) -> None:

@@ -1,19 +1,14 @@
 """Link layers, and functions with a weight, to the quantizers of their inputs, on whose grids they compute."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.insert import add_holder, free_name
-from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.placement.sources import layer_calls, link_sources, quantizer_of_input, quantizer_of_inputs
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
-from qtoolkit.op_kinds.nodes import module_of, tensor_inputs
-from qtoolkit.quantizers.quantizer import Quantizer
 
 HOLDER = "bias_quantizers"  # the submodule of a prepared model that rounds the biases of functions
 
@@ -25,16 +20,10 @@ def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
     biases to integer sums, the bias of a function gets a node of its own, which rounds it.
     """
     link_own_inputs(gm, backend)
-    calls: dict[QuantWeighted, list[fx.Node]] = defaultdict(list)
-    for node in gm.graph.nodes:
-        layer = module_of(node) if node.op == "call_module" else None
-        if isinstance(layer, QuantWeighted) and layer.input_quantizer is None:
-            calls[layer].append(node)
-    for layer, nodes in calls.items():
-        layer.link_source(_quantizer_of_inputs(nodes, backend, in_training=True))
-        if backend.integer_bias:
-            layer.link_input(_quantizer_of_inputs(nodes, backend))
+    link_sources(gm.graph, backend)
     if backend.integer_bias:
+        for layer, nodes in layer_calls(gm.graph).items():
+            layer.link_input(quantizer_of_inputs(nodes, backend))
         _link_functions(gm, backend)
     return gm
 
@@ -50,7 +39,7 @@ def link_own_inputs(model: nn.Module, backend: Backend) -> None:
 def _link_functions(gm: QuantizedGraphModule, backend: Backend) -> None:
     holder = ""
     for node in list(gm.graph.nodes):
-        bias, source = bias_node(node), _quantizer_of_input(node, backend)
+        bias, source = bias_node(node), quantizer_of_input(node, backend)
         layer = None if bias is None or source is None else layer_of(gm, node)
         if bias is None or layer is None:
             continue
@@ -77,16 +66,3 @@ def _insert_bias(gm: QuantizedGraphModule, node: fx.Node, bias: fx.Node, target:
     with gm.graph.inserting_before(node):
         on_grid = gm.graph.call_module(target, (bias,))
     node.replace_input_with(bias, on_grid)
-
-
-def _quantizer_of_inputs(nodes: Sequence[fx.Node], backend: Backend, in_training: bool = False) -> Quantizer | None:
-    """Return the one quantizer of the inputs of all calls of a layer, or None."""
-    found = {_quantizer_of_input(node, backend, in_training) for node in nodes}
-    return found.pop() if len(found) == 1 else None
-
-
-def _quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Quantizer | None:
-    inputs = tensor_inputs(node)
-    behind = quantizer_behind(inputs[0], backend, in_training) if inputs else None
-    quantizer = None if behind is None else module_of(behind)
-    return quantizer if isinstance(quantizer, Quantizer) else None

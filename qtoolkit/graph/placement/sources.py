@@ -1,0 +1,45 @@
+"""The quantizers on whose grids the inputs of layers lie in training."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from qtoolkit.backends import Backend
+from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.op_kinds.nodes import module_of, tensor_inputs
+from qtoolkit.quantizers.quantizer import Quantizer
+
+
+def link_sources(graph: fx.Graph, backend: Backend) -> None:
+    """Tell each layer that a graph calls the quantizer of its input; None where its calls have several, or an unknown one.
+
+    A prepared model does so whenever its graph is compiled: the graph may have been changed.
+    """
+    for layer, nodes in layer_calls(graph).items():
+        layer.link_source(quantizer_of_inputs(nodes, backend, in_training=True))
+
+
+def layer_calls(graph: fx.Graph) -> dict[QuantWeighted, list[fx.Node]]:
+    """Return the calls of each layer whose input other nodes quantize."""
+    calls: dict[QuantWeighted, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        layer = module_of(node) if node.op == "call_module" else None
+        if isinstance(layer, QuantWeighted) and layer.input_quantizer is None:
+            calls[layer].append(node)
+    return calls
+
+
+def quantizer_of_inputs(nodes: Sequence[fx.Node], backend: Backend, in_training: bool = False) -> Quantizer | None:
+    """Return the one quantizer of the inputs of all calls of a layer, or None."""
+    found = {quantizer_of_input(node, backend, in_training) for node in nodes}
+    return found.pop() if len(found) == 1 else None
+
+
+def quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Quantizer | None:
+    """Return the quantizer of the first tensor that an op takes, or None."""
+    inputs = tensor_inputs(node)
+    behind = quantizer_behind(inputs[0], backend, in_training) if inputs else None
+    quantizer = None if behind is None else module_of(behind)
+    return quantizer if isinstance(quantizer, Quantizer) else None
