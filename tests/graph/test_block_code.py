@@ -126,7 +126,8 @@ class MakesPair(nn.Module):
 
 
 def prepared_of(model: nn.Module, inputs: object = (X,), **options: object) -> nn.Module:
-    prepared = qt.prepare(model, inputs, **options)
+    """In one memory format, on any processor: a model that computes on codes converts its inputs as a whole."""
+    prepared = qt.prepare(model, inputs, forward="float", **options)
     qt.calibrate(prepared, [inputs], progress=False)
     return prepared
 
