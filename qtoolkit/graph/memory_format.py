@@ -40,7 +40,9 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
 def _computes_on_codes(model: nn.Module, name: str) -> bool:
     layer = model.get_submodule(name)
-    return isinstance(layer, QuantConv2d) and on_codes.why_not_on_codes(layer) is None
+    if not isinstance(layer, QuantConv2d) or on_codes.why_not_on_codes(layer) is not None:
+        return False
+    return all(quantizer is not None and quantizer.quantizing for quantizer in (layer.source, layer.weight_quantizer))
 
 
 def _takes_any_strides(gm: fx.GraphModule) -> bool:
@@ -64,8 +66,8 @@ def _map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _is_in_rows(x: Any) -> bool:
-    """Return whether a value is an image on the CPU with its channels outermost."""
-    return isinstance(x, Tensor) and x.dim() == 4 and x.is_cpu and x.is_floating_point() and x.is_contiguous()
+    """Return whether a value is a float32 image on the CPU with its channels outermost."""
+    return isinstance(x, Tensor) and x.dim() == 4 and x.is_cpu and x.dtype == torch.float32 and x.is_contiguous()
 
 
 def _to_channels_last(x: Tensor) -> Tensor:

@@ -883,6 +883,9 @@ def check_on_integers(found: Tensor, product: Tensor, shape: Shape, given: dict,
     steps = math.prod(t.reshape(-1) for t in scales).expand(shape.channels)
     bias = torch.zeros(shape.channels) if given["bias"] is None else given["bias"].double()
     terms = shape.compute(centred, weight, None) * shape.over_outputs(steps.double()), shape.over_outputs(bias)
+    if not (x.isfinite().all() and product.isfinite().all()):
+        assert found.isnan().all()
+        return
     if not all(t.isfinite().all() for t in (*terms, centred)):
         return
     wanted, magnitude = terms[0] + terms[1], terms[0].abs() + terms[1].abs()

@@ -56,9 +56,9 @@ def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False)
 
 def _may_drop(node: fx.Node) -> bool:
     """Return whether an op that does nothing in eval mode may change values in training."""
-    return (
-        kind_of(node).name == "identity" and node.op != "call_method" and not isinstance(module_of(node), nn.Identity)
-    )
+    if kind_of(node).name != "identity" or node.op == "call_method":
+        return False
+    return node.op != "call_module" or not isinstance(module_of(node), nn.Identity)
 
 
 def _behind_concat(node: fx.Node, backend: Backend, in_training: bool) -> fx.Node | None:
