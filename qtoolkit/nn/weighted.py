@@ -215,9 +215,11 @@ class QuantWeighted(QuantModule):
         if y is not None:
             return y
         weight = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
-        dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
-        weight = self.quantize_weight(weight).to(dtype)  # before the bias, whose grid takes the weight's scale
-        return self.compute(x, weight, _cast(self.bias_in_sums(bias), dtype), *args, **kwargs)
+        weight = self.quantize_weight(weight)  # before the bias, whose grid takes the weight's scale
+        bias = self.bias_in_sums(bias)
+        if factor is not None:  # a batch norm may be in float32 behind a layer in half precision
+            weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
+        return self.compute(x, weight, bias, *args, **kwargs)
 
     def undivided(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return what `qtoolkit.nn.batch_norm.undivided` does, for the arguments of forward: for the linked batch norm."""
@@ -275,10 +277,6 @@ class QuantWeighted(QuantModule):
     def scale_groups(self, axis: int | None) -> int:
         """Return the `group` argument of ops on the weight with scales along an axis."""
         return 1
-
-
-def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.to(dtype)
 
 
 def set_training_arithmetic(model: nn.Module, forward: str = "auto", save: str = "codes") -> None:
