@@ -30,6 +30,9 @@ def _insert_pair(model: "onnx_ir.Model", node: "onnx_ir.Node", output: "onnx_ir.
     quantize = onnx_ir.node("QuantizeLinear", [output, *pair], name=f"{output.name}_quantize")
     mixed = output.dtype is not None and pair[0].dtype not in (None, output.dtype)  # a model in half precision
     attributes = {"output_dtype": int(output.dtype)} if mixed and output.dtype is not None else {}
+    source = None if node.inputs[0] is None else node.inputs[0].producer()
+    if source is not None and "output_dtype" in source.attributes:  # the TorchScript exporter writes few types
+        attributes = {"output_dtype": source.attributes.get_int("output_dtype", 0)}
     inputs = [quantize.outputs[0], *pair]
     dequantize = onnx_ir.node("DequantizeLinear", inputs, attributes, name=f"{output.name}_dequantize")
     for new, like in ((quantize, pair[1]), (dequantize, output)):
