@@ -194,6 +194,7 @@ def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
 @needs_data
 @pytest.mark.data
 def test_accuracy_of_both_forwards_and_going_on_after_a_checkpoint(tmp_path) -> None:
+    pytest.importorskip("timm")
     options = [
         "--seeds",
         "0",

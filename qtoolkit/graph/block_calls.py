@@ -72,7 +72,8 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return type(tree)((key, map_leaves(item, function)) for key, item in tree.items())
     if isinstance(tree, tuple | list):
-        return type(tree)(map_leaves(item, function) for item in tree)
+        items = [map_leaves(item, function) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return function(tree)
 
 

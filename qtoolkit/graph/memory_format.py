@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.graph.block_calls import map_leaves
 from qtoolkit.nn import QuantConv2d, on_codes
 
 VIEWS = ("view", "view_as", "as_strided")  # methods that fail where a tensor has other strides than the model expects
@@ -32,8 +33,8 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
         trains = self.training and torch.is_grad_enabled() and any(map(_is_in_rows, (*args, *kwargs.values())))
         if not trains or not any(_computes_on_codes(self, name) for name in names):
             return forward(self, *args, **kwargs)
-        args, kwargs = _map((args, kwargs), _to_channels_last)
-        return _map(forward(self, *args, **kwargs), _to_rows)
+        args, kwargs = map_leaves((args, kwargs), _to_channels_last)
+        return map_leaves(forward(self, *args, **kwargs), _to_rows)
 
     return converted
 
@@ -53,26 +54,14 @@ def _takes_any_strides(gm: fx.GraphModule) -> bool:
     return not any(node.op == "call_method" and node.target in VIEWS for node in gm.graph.nodes)
 
 
-def _map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested tuples, lists and dicts with what a function makes of the tensors in them."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return type(tree)((key, _map(item, function)) for key, item in tree.items())
-    if isinstance(tree, tuple | list):
-        items = [_map(item, function) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    return tree
-
-
 def _is_in_rows(x: Any) -> bool:
     """Return whether a value is a float32 image on the CPU with its channels outermost."""
     return isinstance(x, Tensor) and x.dim() == 4 and x.is_cpu and x.dtype == torch.float32 and x.is_contiguous()
 
 
-def _to_channels_last(x: Tensor) -> Tensor:
+def _to_channels_last(x: Any) -> Any:
     return x.contiguous(memory_format=torch.channels_last) if _is_in_rows(x) else x
 
 
-def _to_rows(y: Tensor) -> Tensor:
-    return y.contiguous() if y.dim() == 4 else y
+def _to_rows(y: Any) -> Any:
+    return y.contiguous() if isinstance(y, Tensor) and y.dim() == 4 else y

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
-from qtoolkit.config import QuantSpec
 from qtoolkit.nn.batch_norm import (
     LinkedBatchNorm,
     QuantBatchNorm1d,
@@ -26,8 +25,8 @@ from qtoolkit.nn.batch_norm import (
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over, has_codes, is_packed
-from qtoolkit.quantizers.spec_ops import fake_quant, with_factor
+from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over, is_packed
+from qtoolkit.quantizers.spec_ops import has_codes, with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
@@ -99,7 +98,7 @@ def why_quantizer_apart(quantizer: nn.Module) -> str | None:
     if type(quantizer) is not TensorQuantizer:
         return f"a {type(quantizer).__name__} quantizes by itself"
     spec = quantizer.spec
-    if spec.format != "int" or spec.axis is not None or quantizer.kind.fake_quant is not fake_quant:
+    if not quantizer.has_integer_grid or spec.axis is not None:
         return f"{spec.describe()} is not on an integer grid with one scale"
     if quantizer.observing or quantizer.stopping:
         return "its quantizer looks at its input"
@@ -238,7 +237,9 @@ def _compute(
     )
     _track(bn, mean, variance, factor, bias, x.numel() // x.size(1))
     if quantizer is not None and has_codes(quantizer.spec) and y.requires_grad:
-        _hand_over(y, codes, quantizer.spec, **grid)
+        spec = quantizer.spec
+        given = None if is_packed(spec.qmin, spec.qmax) else codes
+        hand_over(y, given, grid["scale"], grid["zero_point"], spec)
     return y
 
 
@@ -255,13 +256,6 @@ def _grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
     scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
     codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
     return {"scale": scale, "zero_point": zero_point, **codes}
-
-
-def _hand_over(
-    y: Tensor, codes: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, **numbers: float
-) -> None:
-    zero = None if zero_point is None else zero_point.detach().round()
-    hand_over(y, None if is_packed(spec.qmin, spec.qmax) else codes, scale.detach().abs(), zero, spec)
 
 
 @torch.no_grad()

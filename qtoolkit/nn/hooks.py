@@ -36,8 +36,11 @@ def is_ordinary(x: object) -> bool:
 
     They may not for a proxy or a tensor subclass, nor under the transforms of torch.func, forward-mode AD and torch.jit.trace.
     """
-    if type(x) is not Tensor or x.device.type not in ("cpu", "cuda"):
+    if type(x) is not Tensor or x.device.type not in ("cpu", "cuda") or is_recorded():
         return False
-    if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
-    return not (_transforms_run() or torch.jit.is_tracing() or forward_ad._current_level >= 0)  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_compiling() or not (_transforms_run() or forward_ad._current_level >= 0)
+
+
+def is_recorded() -> bool:
+    """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
+    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]

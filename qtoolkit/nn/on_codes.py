@@ -9,8 +9,10 @@ from torch import Tensor
 
 from qtoolkit.errors import check_known
 from qtoolkit.integer.onednn import is_exact
+from qtoolkit.nn.hooks import is_recorded
 from qtoolkit.ops.layer import WeightGrid, quant_layer
-from qtoolkit.quantizers.handed_over import codes_of, has_codes
+from qtoolkit.quantizers.handed_over import codes_of
+from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def run(
 ) -> Tensor | None:
     """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds."""
     wanted = layer.training_arithmetic
-    if not torch.is_grad_enabled() or _is_traced():
+    if not torch.is_grad_enabled() or is_recorded():
         return None
     integer = layer.training and _on_integers(layer, x)
     if not integer and wanted.save == "float":
@@ -77,11 +79,6 @@ def run(
 def _scaled_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor:
     weight: Tensor = layer.weight.detach()
     return weight if factor is None else layer.scale_output_channels(weight, factor.detach())
-
-
-def _is_traced() -> bool:
-    """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
-    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _on_integers(layer: "QuantWeighted", x: Tensor) -> bool:
@@ -131,7 +128,7 @@ def why_in_float(layer: "QuantWeighted") -> str | None:
 def integer_obstacle(layer: "QuantWeighted") -> str | None:
     """Return why a layer cannot compute on codes; None where it can, if its input has codes."""
     quantizer = layer.weight_quantizer
-    if quantizer is None or quantizer.spec.format != "int" or quantizer.spec.bits > 8:
+    if quantizer is None or not fits_a_byte(quantizer.spec):
         return "its weight is not on a grid of integers of at most 8 bits"
     if not quantizer.spec.symmetric:
         return "its weight has a zero point"

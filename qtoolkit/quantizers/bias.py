@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes
 
 # Codes of a bias lie in [-LARGEST_CODE, LARGEST_CODE]: half of int32, so that a sum of products and the bias fit in it.
 LARGEST_CODE = 2**30
@@ -44,7 +45,7 @@ def codes_of(bias: Tensor, steps: Tensor) -> Tensor:
 
 def gives_codes(quantizer: Quantizer) -> bool:
     """Return whether a quantizer gives codes of at most 8 bits with one scale."""
-    return gives_sums(quantizer) and quantizer.spec.axis is None
+    return gives_sums(quantizer) and has_codes(quantizer.spec)
 
 
 def enlarged(weight_scale: Tensor, input_scale: Tensor, bias: Tensor) -> Tensor:
@@ -67,4 +68,4 @@ def gives_sums(quantizer: Quantizer | None) -> bool:
     """Return whether a quantizer gives codes that are multiplied and summed in int32: integers of at most 8 bits."""
     if quantizer is None or not (quantizer.ready and quantizer.quantizing):
         return False
-    return quantizer.spec.format == "int" and quantizer.spec.bits <= 8
+    return fits_a_byte(quantizer.spec)

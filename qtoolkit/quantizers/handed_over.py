@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.ops.layer import Codes
+from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import code_dtype
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -31,11 +32,6 @@ class _Handed:
 _handed = WeakTensorKeyDictionary()  # a cache: without it layers compute the codes again
 
 
-def has_codes(spec: QuantSpec) -> bool:
-    """Return whether a spec's codes fit in a byte and have one scale."""
-    return spec.format == "int" and spec.bits <= 8 and spec.axis is None
-
-
 def is_packed(qmin: int, qmax: int) -> bool:
     """Return whether two codes of a range are kept in a byte."""
     return qmax - qmin < 16
@@ -47,14 +43,19 @@ def hand_over(y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor
     Args:
         y: Values on the grid.
         codes: Their codes, int8 or uint8, or None.
-        scale: The step between codes, which must not change in place.
-        zero_point: The code of zero, likewise, or None.
-        spec: The range of codes, for which `has_codes` holds.
+        scale: The step between codes, of either sign, as `QuantizerKind.grid` returns it.
+        zero_point: The code of zero, which is rounded, or None.
+        spec: The range of codes, for which `qtoolkit.quantizers.spec_ops.has_codes` holds.
     """
     if torch.compiler.is_compiling() or y.is_inference():
         return
-    zero_point = None if zero_point is None else zero_point.detach()
-    _handed[y] = _Handed(scale.detach(), zero_point, spec.qmin, spec.qmax, codes, y._version)
+    _handed[y] = _grid(scale, zero_point, spec, codes, y._version)
+
+
+def _grid(scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, codes: Tensor | None, version: int) -> _Handed:
+    """Return a grid with tensors of its own: an observer may change those of its quantizer."""
+    code_of_zero = None if zero_point is None else zero_point.detach().round()
+    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, codes, version)
 
 
 def hand_on(x: Tensor, y: Tensor) -> None:
@@ -98,12 +99,10 @@ def _grid_of(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
 
 
 def _grid_now(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
-    if quantizer is None or not (quantizer.ready and quantizer.quantizing and has_codes(quantizer.spec)):
+    if quantizer is None or not gives_codes(quantizer):
         return None
-    spec = quantizer.spec
-    scale, zero_point = quantizer.scale.clone(), quantizer.zero_point
     version = 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
-    return _Handed(scale, None if zero_point is None else zero_point.clone(), spec.qmin, spec.qmax, None, version)
+    return _grid(quantizer.scale, quantizer.zero_point, quantizer.spec, None, version)
 
 
 def _computed(y: Tensor, grid: _Handed) -> Tensor:

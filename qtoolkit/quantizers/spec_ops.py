@@ -15,6 +15,16 @@ if TYPE_CHECKING:  # QuantSpec checks itself by the tables of this package
 LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
 
 
+def fits_a_byte(spec: "QuantSpec") -> bool:
+    """Return whether a spec's codes are integers of at most 8 bits."""
+    return spec.format == "int" and spec.bits <= 8
+
+
+def has_codes(spec: "QuantSpec") -> bool:
+    """Return whether a spec's codes fit in a byte and have one scale."""
+    return fits_a_byte(spec) and spec.axis is None
+
+
 def fake_quant(
     spec: "QuantSpec",
     x: Tensor,

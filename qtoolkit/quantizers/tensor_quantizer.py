@@ -10,10 +10,10 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import WeightGrid
 from qtoolkit.quantizers.frozen import Grid, check_scale
-from qtoolkit.quantizers.handed_over import hand_over, has_codes
+from qtoolkit.quantizers.handed_over import hand_over
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.recomputation import check_not_recomputing
-from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range
+from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range, has_codes
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
 
@@ -96,6 +96,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def active(self) -> bool:
         """Whether forward does anything with its input."""
         return self.observing or self.quantizing
+
+    @property
+    def has_integer_grid(self) -> bool:
+        """Whether it quantizes as `qtoolkit.ops.fake_quant` does, so that other ops may do it in its place."""
+        return self.spec.format == "int" and self.kind.fake_quant is fake_quant
 
     @property
     def follows(self) -> bool:
@@ -244,8 +249,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         scale, zero_point = kind.grid(self)
         y = kind.fake_quant(spec, x, scale, zero_point, self.group, spec.block_size, kind.grad_factor(self, x))
         if not self.of_weight and has_codes(spec) and isinstance(y, Tensor) and y.requires_grad:
-            zero_point = None if zero_point is None else zero_point.detach().round()
-            hand_over(y, None, scale.detach().abs(), zero_point, spec)
+            hand_over(y, None, scale, zero_point, spec)
         return y
 
     def weight_grid(self, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid | None:
@@ -260,7 +264,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             ValueError: `stopping` is set, and the weight has NaN or infinities.
         """
         kind, spec = self.kind, self.spec
-        if self.observing or not self.quantizing or spec.format != "int" or kind.fake_quant is not fake_quant:
+        if self.observing or not self.quantizing or not self.has_integer_grid:
             return None
         if self._forward_hooks or self._forward_pre_hooks:  # they take the values of a forward
             return None

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,12 +87,22 @@ def cases() -> list:
     return [(shape, bool(f)) for shape in SHAPES.values() for f in (0, last.get(len(shape))) if f is not None]
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("activation", ["none", "relu6", "leaky"])
-@pytest.mark.parametrize("residual", ["none", "values", "codes"])
-@pytest.mark.parametrize("quantized", [False, True])
-@dtypes
-@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+def over_cases(test: Callable) -> Callable:
+    """Run a test over a sample of all layouts, dtypes and parts of the op."""
+    marks = (
+        pytest.mark.parametrize(("shape", "last"), cases(), ids=str),
+        dtypes,
+        pytest.mark.parametrize("quantized", [False, True]),
+        pytest.mark.parametrize("residual", ["none", "values", "codes"]),
+        pytest.mark.parametrize("activation", ["none", "relu6", "leaky"]),
+        pytest.mark.sweep(2),
+    )
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+@over_cases
 def test_batch_norm(kernels, shape, last, dtype, quantized, residual, activation):
     """Statistics within rounding; from them on, the bits of the oracle."""
     given = tensors(shape, dtype, last=last, residual=residual, quantized=quantized)
@@ -115,12 +126,7 @@ def test_batch_norm(kernels, shape, last, dtype, quantized, residual, activation
         assert_same(codes, ops.quantize(wanted.value, *grid, -20, 30))
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("activation", ["none", "relu6", "leaky"])
-@pytest.mark.parametrize("residual", ["none", "values", "codes"])
-@pytest.mark.parametrize("quantized", [False, True])
-@dtypes
-@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+@over_cases
 def test_batch_norm_backward(kernels, shape, last, dtype, quantized, residual, activation):
     """The gradient of the residual bit for bit; sums are added in another order than on the CPU."""
     given = tensors(shape, dtype, last=last, residual=residual, quantized=quantized)

@@ -5,7 +5,7 @@ from torch import fx, nn
 from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.insert import add_holder, free_name
-from qtoolkit.graph.placement.sources import layer_calls, link_sources, quantizer_of_input, quantizer_of_inputs
+from qtoolkit.graph.placement.sources import layer_calls, quantizer_of_input, quantizer_of_inputs
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
@@ -20,7 +20,7 @@ def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
     biases to integer sums, the bias of a function gets a node of its own, which rounds it.
     """
     link_own_inputs(gm, backend)
-    link_sources(gm.graph, backend)
+    gm.link_sources()
     if backend.integer_bias:
         for layer, nodes in layer_calls(gm.graph).items():
             layer.link_input(quantizer_of_inputs(nodes, backend))
