@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 9> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 10> kWithoutGradient = {{
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "
@@ -133,6 +133,9 @@ constexpr std::array<WithoutGradient, 9> kWithoutGradient = {{
      "batch_norm_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, "
      "or "
      "use torch.nn.functional.batch_norm and fake_quant."},
+    {"quant_weight_backward",
+     "quant_weight: double backward through a scale or zero_point that requires grad is not supported; pass "
+     "scale.detach() and zero_point.detach(), or compute the first gradient without create_graph=True."},
     {"quant_layer_backward",
      "quant_layer: double backward is not supported; keep floats for backward: qtoolkit.prepare(..., save='float')."},
     {"max_pool_offsets_backward",

@@ -18,4 +18,13 @@ inline at::Tensor backward_op(const at::Tensor& grad, const at::Tensor& mask, at
   return op.call(grad, mask, order);
 }
 
+inline at::Tensor quantize_op(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
+                              int64_t qmin, int64_t qmax, std::optional<int64_t> axis, int64_t group,
+                              at::ScalarType dtype) {
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t, int64_t,
+                         std::optional<int64_t>, int64_t, int64_t, at::ScalarType)>("qtoolkit::quantize");
+  return op.call(x, scale, zero_point, qmin, qmax, axis, group, 0, dtype);
+}
+
 }  // namespace qtoolkit

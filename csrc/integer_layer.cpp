@@ -11,6 +11,7 @@
 
 #include "exact_sums.h"
 #include "layer_ops.h"
+#include "layer_weight.h"
 #include "onednn.h"
 
 namespace qtoolkit {
@@ -71,10 +72,8 @@ Tensor steps_of(const Layer& l, at::ScalarType type) {
   return steps.expand({channels}).contiguous();
 }
 
-// Zero, or NaN where a value is NaN, which has no code: added to the steps it makes every result NaN.
-Tensor nan_or_zero(const Tensor& x, const Tensor& weight, at::ScalarType type) {
-  return at::mul(at::add(at::sum(x, type), at::sum(weight, type)), 0);
-}
+// Zero, or NaN where a value is not finite, which has no code: added to the steps it makes every result NaN.
+Tensor nan_or_zero(const Tensor& x, at::ScalarType type) { return at::mul(at::sum(x, type), 0); }
 
 // The input's code of zero, for kernels that take an integer; nullopt where it is none of the codes.
 optional<int64_t> code_of_zero(const Layer& l) {
@@ -108,8 +107,8 @@ Tensor in_float(const Tensor& codes, const Tensor& weight, const Tensor& steps, 
 Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, at::ScalarType dtype) {
   constexpr double kInt32 = 2147483647;
   const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Tensor product = scaled_weight(l), weight = quantize_weight(product, l);
-  const Tensor steps = at::add(steps_of(l, type), nan_or_zero(x, product, type));
+  const auto [weight, poison] = quantize_weight(l, l.geometry, type);
+  const Tensor steps = at::add(at::add(steps_of(l, type), poison), nan_or_zero(x, type));
   const Tensor codes = l.codes.dim() == 1 ? quantize_input(x, l) : l.codes;
   const auto b = bias.has_value() ? optional<Tensor>(bias->to(type)) : std::nullopt;
   const optional<int64_t> zero_point = x.is_cpu() ? code_of_zero(l) : optional<int64_t>(0);

@@ -1,4 +1,4 @@
-// The layer of quant_layer and of its backward: the run of arguments that both schemas share.
+// The layer of quant_layer and of its backward, and its weight alone: the runs of arguments that their schemas share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,12 +11,8 @@
 
 namespace qtoolkit {
 
-struct Layer {
-  // The grid of the input.
-  at::Tensor codes, x_scale;
-  std::optional<at::Tensor> x_zero_point;
-  int64_t x_qmin, x_qmax;
-  // The weight, and its grid.
+// A weight, the factor of each output channel, and its grid.
+struct LayerWeight {
   at::Tensor weight;
   std::optional<at::Tensor> factor;
   at::Tensor scale;
@@ -25,6 +21,13 @@ struct Layer {
   std::optional<int64_t> axis;
   int64_t group, block_size;
   double grad_factor;
+};
+
+struct Layer : LayerWeight {
+  // The grid of the input.
+  at::Tensor codes, x_scale;
+  std::optional<at::Tensor> x_zero_point;
+  int64_t x_qmin, x_qmax;
 
   Geometry geometry;
   bool integer;
@@ -47,10 +50,13 @@ class Reader {
   Reader& operator>>(Geometry& g) {
     return *this >> g.stride >> g.padding >> g.dilation >> g.output_padding >> g.transposed >> g.groups;
   }
+  Reader& operator>>(LayerWeight& w) {
+    *this >> w.weight >> w.factor >> w.scale >> w.zero_point >> w.qmin >> w.qmax;
+    return *this >> w.axis >> w.group >> w.block_size >> w.grad_factor;
+  }
   Reader& operator>>(Layer& l) {
     *this >> l.codes >> l.x_scale >> l.x_zero_point >> l.x_qmin >> l.x_qmax;
-    *this >> l.weight >> l.factor >> l.scale >> l.zero_point >> l.qmin >> l.qmax;
-    return *this >> l.axis >> l.group >> l.block_size >> l.grad_factor >> l.geometry >> l.integer;
+    return *this >> static_cast<LayerWeight&>(l) >> l.geometry >> l.integer;
   }
 
  private:

@@ -124,6 +124,14 @@ inline void check_integer(const char* op, const Layer& l, const Axis& axis) {
                     " and block_size=", axis.block, "; pass integer=False.");
 }
 
+// Returns the axis of the scales.
+inline Axis check_layer_weight(const char* op, const LayerWeight& w, const Geometry& g, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(w.weight.sym_numel() > 0, op, ": weight must not be empty, got shape ", w.weight.sym_sizes(), ".");
+  check_per_output(op, "factor", w.factor, output_channels(w.weight, g), like);
+  check_code_range(op, w.qmin, w.qmax);
+  return check_grid(op, w.weight, w.scale, w.zero_point, w.axis, w.group, w.block_size, "weight");
+}
+
 inline void check_layer(const char* op, const Layer& l, c10::SymIntArrayRef size, const at::Tensor& like) {
   check_input_codes(op, l, size, like);
   check_float(op, "weight", l.weight);
@@ -133,10 +141,7 @@ inline void check_layer(const char* op, const Layer& l, c10::SymIntArrayRef size
   } else {
     check_convolution(op, l, size);
   }
-  TORCH_CHECK_VALUE(l.weight.sym_numel() > 0, op, ": weight must not be empty, got shape ", l.weight.sym_sizes(), ".");
-  check_per_output(op, "factor", l.factor, output_channels(l.weight, l.geometry), like);
-  check_code_range(op, l.qmin, l.qmax);
-  const Axis axis = check_grid(op, l.weight, l.scale, l.zero_point, l.axis, l.group, l.block_size, "weight");
+  const Axis axis = check_layer_weight(op, l, l.geometry, like);
   if (l.integer) check_integer(op, l, axis);
 }
 

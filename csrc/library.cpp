@@ -13,11 +13,14 @@
 #include "exact_sums.h"
 #include "onednn.h"
 
-// What quant_layer and its backward are told about a layer; layer.h reads it in this order.
-#define QT_LAYER                                                                                                    \
-  "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int x_qmin, int x_qmax, Tensor weight, Tensor? factor, "     \
-  "Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis, int group, int block_size, float grad_factor, " \
-  "int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
+// What quant_weight and quant_layer are told about a weight, and quant_layer about a layer; layer.h reads it in this
+// order.
+#define QT_WEIGHT                                                                                               \
+  "Tensor weight, Tensor? factor, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis, int group, " \
+  "int block_size, float grad_factor"
+#define QT_LAYER                                                                           \
+  "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int x_qmin, int x_qmax, " QT_WEIGHT \
+  ", int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
 
 TORCH_LIBRARY(qtoolkit, m) {
   // Returns values on the grid and the packed in-range mask (empty unless mask is set or x requires grad).
@@ -105,9 +108,18 @@ TORCH_LIBRARY(qtoolkit, m) {
       "batch_norm_track_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor variance, "
       "Tensor? divisor, Tensor? offset, float momentum, SymInt count) -> ()");
 
-  // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with fake_quant(weight *
-  // factor, scale, zero_point, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin, x_qmax].
-  // factor, bias: one element per output channel. codes: the codes of x, or two per byte in one dimension
+  // Returns fake_quant(weight * factor, scale, zero_point, ...) for the weight of a layer; factor: one element per
+  // output channel. transposed, groups: of a transposed convolution. Differentiable in weight, factor, scale and
+  // zero_point.
+  m.def("quant_weight(" QT_WEIGHT ", bool transposed=False, int groups=1) -> Tensor");
+
+  // Returns its gradients in weight, factor, scale and zero_point; empty where one is not wanted or there is none.
+  m.def("quant_weight_backward(Tensor grad, " QT_WEIGHT
+        ", bool transposed, int groups, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)");
+
+  // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with
+  // quant_weight(weight, factor, scale, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin,
+  // x_qmax]. factor, bias: one element per output channel. codes: the codes of x, or two per byte in one dimension
   // (quantize_int4). integer: computes on the codes, and backward in channels_last. dtype: the type of the computation,
   // by default that of x. Differentiable in x, weight, factor, scale, zero_point and bias; backward keeps x as its
   // codes, and computes the quantized weight again.

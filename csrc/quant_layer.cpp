@@ -5,16 +5,16 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/mul.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 
 #include "call_op.h"
+#include "input_gradient.h"
 #include "integer_layer.h"
 #include "layer_checks.h"
 #include "layer_ops.h"
-#include "layout.h"
+#include "layer_weight.h"
 #include "registration.h"
 
 namespace qtoolkit {
@@ -42,7 +42,7 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
   check_float_dtype(kOp, type);
   const WithoutAutocast guard;
   if (l.integer && !x.is_meta()) return integer_layer(x, bias, l, type);
-  const Tensor weight = std::get<0>(fake_quant_weight(scaled_weight(l), l, false));
+  const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format());
   return apply(x.to(type), weight.to(type), cast(bias, type), l.geometry).contiguous(output_format(x, l));
 }
 
@@ -54,6 +54,10 @@ using Wanted = std::array<bool, 6>;
 std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                   const Geometry& g, std::array<bool, 3> wanted) {
   if (!g.is_linear()) {
+    if (wanted[0] && has_few_channels(weight, g)) {
+      const auto others = layer_backward(grad, x, weight, g, {false, wanted[1], wanted[2]});
+      return {input_gradient(grad, x.sizes(), weight, g), std::get<1>(others), std::get<2>(others)};
+    }
     const std::vector<c10::SymInt> channels = {grad.sym_size(1)};
     return at::convolution_backward_symint(grad, x, weight, c10::SymIntArrayRef(channels),
                                            c10::fromIntArrayRefSlow(g.stride), c10::fromIntArrayRefSlow(g.padding),
@@ -78,37 +82,6 @@ Tensor rebuilt(const Layer& l, c10::SymIntArrayRef size, at::ScalarType x_dtype,
   return is_image ? x.contiguous(format) : x;
 }
 
-struct WeightGradients {
-  Tensor weight, factor, scale, zero_point;
-};
-
-// From the gradient of the fake-quantized product of weight and factor to those of what it comes from.
-WeightGradients weight_backward(const Tensor& grad, const Tensor& product, const Tensor& mask, at::IntArrayRef order,
-                                const Layer& l, const Wanted& wanted) {
-  WeightGradients result;
-  Tensor of_product;
-  if (mask.sym_numel() == 0) {  // of a learned grid
-    std::tie(of_product, result.scale, result.zero_point) = weight_learned_backward(grad, product, l);
-  } else {
-    of_product = backward_op(grad, mask, order);
-  }
-  if (!l.factor.has_value()) {
-    result.weight = of_product.to(l.weight.scalar_type());
-    return result;
-  }
-  const Tensor each = grouped(of_product, l.geometry);
-  if (wanted[1]) {
-    const Tensor factor = over_grouped(*l.factor, l.weight, l.geometry);
-    result.weight = at::mul(each, factor).reshape_symint(l.weight.sym_sizes()).to(l.weight.scalar_type());
-  }
-  if (wanted[2]) {
-    const Tensor terms = at::mul(each, grouped(l.weight, l.geometry));
-    result.factor = terms.sum(but_outputs(terms.dim(), l.geometry)).reshape_symint(l.factor->sym_sizes());
-    result.factor = result.factor.to(l.factor->scalar_type());
-  }
-  return result;
-}
-
 std::array<Tensor, 6> quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l,
                                            at::ScalarType x_dtype, const Wanted& wanted) {
   constexpr const char* kOp = "quant_layer_backward";
@@ -122,25 +95,19 @@ std::array<Tensor, 6> quant_layer_backward(const Tensor& grad, c10::SymIntArrayR
   const WithoutAutocast guard;
   const bool learned = wanted[3] || (wanted[4] && l.zero_point.has_value());
   const bool in_weight = learned || wanted[1] || (wanted[2] && l.factor.has_value());
-  const Tensor product = scaled_weight(l), x = rebuilt(l, size, x_dtype, grad, in_weight);
-  const Tensor dy = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast && l.integer
-                        ? grad.contiguous(at::MemoryFormat::ChannelsLast)
-                        : grad;
-  const auto [weight, mask] = fake_quant_weight(product, l, in_weight && !learned);
-  const auto [dx, dweight, dbias] =
-      layer_backward(dy, x, weight.to(grad.scalar_type()), l.geometry, {wanted[0], in_weight, wanted[5]});
+  const Tensor x = rebuilt(l, size, x_dtype, grad, in_weight);
+  const bool is_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast && l.integer;
+  const Tensor dy = is_last ? grad.contiguous(at::MemoryFormat::ChannelsLast) : grad;
+  const auto format = is_last ? at::MemoryFormat::ChannelsLast : l.weight.suggest_memory_format();
+  const Tensor weight = fake_quant_weight(l, l.geometry, format).to(grad.scalar_type());
+  auto [dx, dweight, dbias] = layer_backward(dy, x, weight, l.geometry, {wanted[0], in_weight, wanted[5]});
   WeightGradients w;
-  if (in_weight) {
-    // In the order of the weight: elementwise loops over two orders take many times as long as this copy.
-    const Tensor grad_of_weight = dweight.to(product.scalar_type()).contiguous(l.weight.suggest_memory_format());
-    w = weight_backward(grad_of_weight, product, mask, memory_order(weight), l, wanted);
-  }
-  std::array<Tensor, 6> gradients = {dx, w.weight, w.factor, w.scale, w.zero_point, dbias};
+  if (in_weight) w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]});
+  if (wanted[0]) dx = dx.to(x_dtype).contiguous(x.suggest_memory_format());
+  std::array<Tensor, 6> gradients = {dx, w[0], w[1], w[2], w[3], dbias};
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!wanted[i] || !gradients[i].defined()) gradients[i] = at::empty({0}, grad.options());
   }
-  if (wanted[0]) gradients[0] = dx.to(x_dtype).contiguous(x.suggest_memory_format());
-  if (wanted[1]) gradients[1] = w.weight.contiguous(l.weight.suggest_memory_format());
   return gradients;
 }
 

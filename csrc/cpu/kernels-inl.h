@@ -24,6 +24,7 @@ namespace QT_ISA {
 #include "max_pool-inl.h"
 #include "observe-inl.h"
 #include "quantize-inl.h"
+#include "weight_rows-inl.h"
 
 }  // namespace QT_ISA
 
@@ -39,9 +40,11 @@ namespace cpu {
 
 static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENTRY) QT_OTHER_KERNELS(QT_ENTRY)};
 #define QT_NORM(A) {QT_ISA::norm_moments<A>, QT_ISA::norm_forward<A>, QT_ISA::norm_sums<A>, QT_ISA::norm_backward<A>}
+#define QT_WEIGHTS(A) {QT_ISA::weight_forward<A>, QT_ISA::weight_backward<A>}
 
-const Kernels QT_TABLE = {QT_NAME(QT_ISA),         kKernels, QT_NORM(float), QT_NORM(double), QT_ISA::max_pool<float>,
-                          QT_ISA::max_pool<double>};
+const Kernels QT_TABLE = {
+    QT_NAME(QT_ISA),          kKernels,          QT_NORM(float),    QT_NORM(double), QT_ISA::max_pool<float>,
+    QT_ISA::max_pool<double>, QT_WEIGHTS(float), QT_WEIGHTS(double)};
 
 }  // namespace cpu
 }  // namespace qtoolkit

@@ -8,6 +8,7 @@
 #include "../kernel_args.h"
 #include "../kernel_list.h"
 #include "../max_pool.h"
+#include "../weight_rows.h"
 
 namespace qtoolkit {
 namespace cpu {
@@ -85,6 +86,15 @@ inline PoolScratch scratch_of(const PoolArgs& args) {
 template <class A>
 using PoolKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end, A* scratch);
 
+// begin and end count rows; `scratch` has space for one.
+template <class A>
+using WeightKernel = void (*)(const WeightRows&, int64_t begin, int64_t end, A* scratch);
+
+template <class A>
+struct WeightKernels {
+  WeightKernel<A> forward, backward;
+};
+
 struct Kernels {
   const char* name;
   const TypedKernel* kernels;  // indexed by KernelId
@@ -92,6 +102,8 @@ struct Kernels {
   NormKernels<double> norm_f64;
   PoolKernel<float> max_pool_f32;
   PoolKernel<double> max_pool_f64;
+  WeightKernels<float> weights_f32;
+  WeightKernels<double> weights_f64;
 };
 
 // The kernels of the instruction set in use.

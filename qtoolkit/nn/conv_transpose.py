@@ -84,6 +84,10 @@ class _QuantConvTranspose(QuantWeighted):
         grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
         return (grouped * factor.reshape(self.groups, 1, -1, *[1] * (weight.dim() - 2))).flatten(0, 1)
 
+    def weight_groups(self) -> tuple[bool, int]:
+        """Return that the weight is transposed, and its groups."""
+        return True, self.groups
+
     def scale_groups(self, axis: int | None) -> int:
         """Return the number of groups for scales along the output channel, otherwise 1."""
         return self.groups if axis is not None and axis % self.weight.dim() == 1 else 1

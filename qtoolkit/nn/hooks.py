@@ -36,9 +36,12 @@ def is_ordinary(x: object) -> bool:
 
     They may not for a proxy or a tensor subclass, nor under the transforms of torch.func, forward-mode AD and torch.jit.trace.
     """
-    if type(x) is not Tensor or x.device.type not in ("cpu", "cuda") or is_recorded():
-        return False
-    return torch.compiler.is_compiling() or not (_transforms_run() or forward_ad._current_level >= 0)
+    return type(x) is Tensor and x.device.type in ("cpu", "cuda") and not is_recorded() and not is_transformed()
+
+
+def is_transformed() -> bool:
+    """Return whether transforms of torch.func or forward-mode AD run."""
+    return not torch.compiler.is_compiling() and (bool(_transforms_run()) or forward_ad._current_level >= 0)
 
 
 def is_recorded() -> bool:

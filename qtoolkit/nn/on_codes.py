@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qtoolkit.errors import check_known
 from qtoolkit.integer.onednn import is_exact
-from qtoolkit.nn.hooks import is_recorded
-from qtoolkit.ops.layer import WeightGrid, quant_layer
+from qtoolkit.nn.hooks import is_recorded, is_transformed
+from qtoolkit.ops.layer import WeightGrid, quant_layer, quant_weight
 from qtoolkit.quantizers.handed_over import codes_of
 from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -60,20 +60,37 @@ def run(
     integer = layer.training and _on_integers(layer, x)
     if not integer and wanted.save == "float":
         return None
-    quantizer = layer.weight_quantizer
-    if not isinstance(quantizer, TensorQuantizer):
-        return None
     geometry = layer.geometry(x, *args, **kwargs)
     codes = None if geometry is None else codes_of(x, layer.source, channels_last=integer)
     if geometry is None or codes is None:
         return None
-    grid: WeightGrid | None = quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor))
+    grid = weight_grid(layer, factor)
     if grid is None:
         return None
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
     bias = layer.bias_in_sums(bias)  # after the weight's range, on whose steps it lies
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast)
+
+
+def quantized_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor | None:
+    """Compute a layer's weight in one op, whose backward reads it once; None where the quantizer itself does it.
+
+    Gradients are those of layers that keep codes, bit for bit.
+    """
+    if not torch.is_grad_enabled() or is_recorded() or is_transformed():
+        return None
+    grid = weight_grid(layer, factor)
+    return None if grid is None else quant_weight(layer.weight, grid, factor, *layer.weight_groups())
+
+
+def weight_grid(layer: "QuantWeighted", factor: Tensor | None) -> WeightGrid | None:
+    """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there."""
+    quantizer = layer.weight_quantizer
+    if not isinstance(quantizer, TensorQuantizer):
+        return None
+    grid: WeightGrid | None = quantizer.weight_grid(layer.weight, partial(_scaled_weight, layer, factor))
+    return grid
 
 
 def _scaled_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor:

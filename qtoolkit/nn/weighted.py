@@ -214,8 +214,10 @@ class QuantWeighted(QuantModule):
         y = on_codes.run(self, x, factor, bias, args, kwargs)
         if y is not None:
             return y
-        weight = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
-        weight = self.quantize_weight(weight)  # before the bias, whose grid takes the weight's scale
+        weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale
+        if weight is None:
+            scaled = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
+            weight = self.quantize_weight(scaled)
         bias = self.bias_in_sums(bias)
         if factor is not None:  # a batch norm may be in float32 behind a layer in half precision
             weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
@@ -273,6 +275,10 @@ class QuantWeighted(QuantModule):
     def along_channels(self, values: Tensor) -> Tensor:
         """Shape one value per output channel to broadcast over an output."""
         return values.reshape(-1, *[1] * (self.weight.dim() - 2))
+
+    def weight_groups(self) -> tuple[bool, int]:
+        """Return whether the weight is transposed, (in, out / groups, k...), and with how many groups."""
+        return False, 1
 
     def scale_groups(self, axis: int | None) -> int:
         """Return the `group` argument of ops on the weight with scales along an axis."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from qtoolkit._native import library
 
 _quant_layer = library.quant_layer.default
+_quant_weight = library.quant_weight.default
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,50 @@ class Geometry:
     groups: int = 1
 
 
+def quant_weight(
+    weight: Tensor, grid: WeightGrid, factor: Tensor | None = None, transposed: bool = False, groups: int = 1
+) -> Tensor:
+    """Return the weight of a layer, multiplied by a factor for each output channel and fake-quantized.
+
+    The values are those of `fake_quant(weight * factor)`, bit for bit. On the CPU, one read of the weight gives them, and one
+    read of the weight and the incoming gradient all gradients.
+
+    Args:
+        weight: The layer's weight, of torch's shape: float32, float64, bfloat16 or float16.
+        grid: How the product is quantized.
+        factor: One element per output channel, or None for 1.
+        transposed: Whether the weight is one of a transposed convolution, (in, out / groups, k...).
+        groups: The groups of a transposed convolution.
+
+    Raises:
+        TypeError: A tensor is not floating point.
+        ValueError: A shape, a range of codes or a device does not fit.
+        NotImplementedError: Double backward through a scale or zero point that requires grad; forward-mode AD; torch.func's
+            gradient transforms.
+
+    Example:
+        >>> grid = WeightGrid(torch.tensor(0.5), None, -127, 127)
+        >>> quant_weight(torch.tensor([[0.3, 1.0], [0.3, 1.0]]), grid, torch.tensor([1.0, 2.0]))
+        tensor([[0.5000, 1.0000],
+                [0.5000, 2.0000]])
+    """
+    y: Tensor = _quant_weight(
+        weight,
+        factor,
+        grid.scale,
+        grid.zero_point,
+        grid.qmin,
+        grid.qmax,
+        grid.axis,
+        grid.group,
+        grid.block_size,
+        grid.grad_factor,
+        transposed,
+        groups,
+    )
+    return y
+
+
 def quant_layer(
     x: Tensor,
     codes: Codes,
@@ -66,15 +111,17 @@ def quant_layer(
     integer: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return a layer of x with the weight `fake_quant(weight * factor)`, keeping little for backward.
+    """Return a layer of x with the weight `quant_weight(weight, grid, factor)`, keeping little for backward.
 
-    Output and gradients are those of the composition of `fake_quant` and torch's layer, bit for bit. Backward keeps the
-    codes of x, 1 byte an element (half a byte if they are packed), and the weight as it is, not its quantized values.
+    Output and gradients are those of the composition of `quant_weight` and torch's layer, bit for bit, except for the gradient
+    of an image (at most 4 channels) that a 2-d convolution with a stride reads on the CPU: it is computed as a convolution of
+    its own, several times as fast, and rounds otherwise. Backward keeps the codes of x, 1 byte an element (half a byte if they
+    are packed), and the weight as it is, not its quantized values.
 
     With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
     linear layers on the CPU, in float on integers elsewhere. The output differs from the composition's by rounding alone; a
-    NaN in x or the weight makes every result NaN. The gradients are the straight-through ones of the composition, computed
-    in channels_last.
+    NaN in x makes every result NaN, one in the weight those of its output channel. The gradients are the straight-through
+    ones of the composition, computed in channels_last.
 
     Args:
         x: Input on the grid of `codes`, which carries the gradient: (N, C, ...) with one to three spatial dimensions, or

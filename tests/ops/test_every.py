@@ -31,12 +31,7 @@ def sample(op: str, x: Tensor) -> dict:
     range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
     floating, counted = {"dtype": torch.float32}, {"skipped": torch.zeros(6, dtype=torch.int64)}
     mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)
-    layer = {
-        "codes": codes(torch.int8)(*x.shape),
-        "x_scale": scales(1),
-        "x_zero_point": zero_points(1),
-        "x_qmin": -128,
-        "x_qmax": 127,
+    of_weight = {
         "weight": floats(torch.float32, 3)(6, 6, 3),
         "factor": scales(6),
         "scale": scales(6),
@@ -46,6 +41,14 @@ def sample(op: str, x: Tensor) -> dict:
         "group": 1,
         "block_size": 0,
         "grad_factor": 0.5,
+    }
+    layer = {
+        "codes": codes(torch.int8)(*x.shape),
+        "x_scale": scales(1),
+        "x_zero_point": zero_points(1),
+        "x_qmin": -128,
+        "x_qmax": 127,
+        **of_weight,
         "stride": [1],
         "padding": [1],
         "dilation": [1],
@@ -118,6 +121,14 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
         "fake_quant_backward": {"grad": x, "mask": mask, "order": []},
         "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
+        "quant_weight": of_weight,
+        "quant_weight_backward": {
+            "grad": floats(x.dtype, 7)(6, 6, 3),
+            **of_weight,
+            "transposed": False,
+            "groups": 1,
+            "wanted": [True] * 4,
+        },
         "quant_layer": {"x": x, "bias": scales(6), **layer},
         "quant_layer_backward": {
             "grad": x * 2,
@@ -174,7 +185,7 @@ class Everything(nn.Module):
         return [t for op, given in self.given.items() for t in run(op, self.with_input(given, x))]
 
     def with_input(self, given: dict, x: Tensor) -> dict:
-        return given | {name: x * 1 for name in ("x", "grad") if name in given}
+        return given | {name: x * 1 for name in ("x", "grad") if name in given and given[name].shape[1:] == x.shape[1:]}
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -436,7 +436,7 @@ class Drawn:
 
 
 class DrawnLayer(Drawn):
-    """Arguments of quant_layer and its backward: a layer is drawn first, and whether it computes on codes."""
+    """Arguments of quant_layer, quant_weight and their backwards: a layer is drawn first, and whether it computes on codes."""
 
     @cached_property
     def shape(self) -> Shape:
@@ -468,6 +468,8 @@ class DrawnLayer(Drawn):
         return self.tensor(FLOATS, self.mostly(list(self.shape.x), [2, 3], [4, 2, 5, 5]))
 
     def grad(self) -> Tensor:
+        if self.op == "quant_weight_backward":
+            return self.tensor(FLOATS, self.mostly(list(self.shape.weight), [2, 3]))
         y = self.shape.compute(*(torch.empty(n, device="meta") for n in (self.shape.x, self.shape.weight)), None)
         return self.tensor(FLOATS, self.mostly(list(y.shape), [2, 3]))
 
@@ -557,7 +559,7 @@ class DrawnLayer(Drawn):
         return self.mostly(self.r.choice(FLOATS), *OTHERS)
 
     def wanted(self) -> list[bool]:
-        return [self.r.random() < 0.7 for _ in range(6)]
+        return [self.r.random() < 0.7 for _ in range(4 if self.op == "quant_weight_backward" else 6)]
 
 
 # ---- what is right --------------------------------------------------------------------------------------------------
@@ -845,13 +847,56 @@ def check_clip(
         assert chosen <= min(cost(*c) for c in h.candidates()) + 1e-9 * h.counts.sum() * len(h.counts) ** 2
 
 
+WEIGHT_GRID = ("scale", "zero_point", "qmin", "qmax", "axis", "group", "block_size")
+
+
 def layer_of(given: dict) -> tuple[Shape, dict]:
     """The layer, and how its weight is fake-quantized."""
     geometry = Geometry(*(tuple(given[n]) for n in ("stride", "padding", "dilation", "output_padding")))
     geometry = replace(geometry, **parts(given, "transposed", "groups"))
     size = given["x"].shape if "x" in given else given["size"]
-    grid = parts(given, "scale", "zero_point", "qmin", "qmax", "axis", "group", "block_size")
-    return Shape(tuple(size), tuple(given["weight"].shape), geometry), grid
+    return Shape(tuple(size), tuple(given["weight"].shape), geometry), parts(given, *WEIGHT_GRID)
+
+
+def leaves_of(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+
+
+def weight_of(given: dict) -> Shape:
+    return Shape((), tuple(given["weight"].shape), Geometry(**parts(given, "transposed", "groups")))
+
+
+def check_quant_weight(drawn: Drawn, found: Results, **given) -> None:
+    weight, factor = given["weight"], given["factor"]
+    product = weight if factor is None else weight_of(given).scaled(weight, factor)
+    assert_same(found[0], OPS["fake_quant"](product, **parts(given, *WEIGHT_GRID))[0].to(found[0].dtype))
+
+
+def check_quant_weight_backward(drawn: Drawn, found: Results, **given) -> None:
+    """The weight's gradient bit for bit; sums in another order where they are finite."""
+    leaves = leaves_of(*(given[n] for n in ("weight", "factor", "scale", "zero_point")))
+    weight, factor, scale, zero_point = leaves
+    product = weight if factor is None else weight_of(given).scaled(weight, factor)
+    grid = parts(given, *WEIGHT_GRID) | {"scale": scale, "zero_point": zero_point}
+    y = OPS["fake_quant"](product, **grid, grad_factor=given["grad_factor"])[0]
+    asked = [t for t, is_wanted in zip(leaves, given["wanted"], strict=True) if is_wanted and t is not None]
+    of_asked = iter(torch.autograd.grad(y, asked, given["grad"].to(y.dtype)) if asked else ())
+    for got, t, is_wanted in zip(found, leaves, given["wanted"], strict=True):
+        if not is_wanted or t is None:
+            assert got.numel() == 0
+            continue
+        want = next(of_asked)
+        if t is weight:
+            assert_same(got, want)
+        else:
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+
+
+def is_strided_image(shape: Shape, weight: Tensor) -> bool:
+    """Whether the gradient of the input is computed as a convolution of its own."""
+    g = shape.geometry
+    is_image = weight.dim() == 4 and not g.transposed and g.groups == 1 and weight.size(1) <= 4
+    return is_image and max(g.stride) > 1 and max(g.dilation) == 1
 
 
 def check_quant_layer(drawn: Drawn, found: Results, **given) -> None:
@@ -883,8 +928,11 @@ def check_on_integers(found: Tensor, product: Tensor, shape: Shape, given: dict,
     steps = math.prod(t.reshape(-1) for t in scales).expand(shape.channels)
     bias = torch.zeros(shape.channels) if given["bias"] is None else given["bias"].double()
     terms = shape.compute(centred, weight, None) * shape.over_outputs(steps.double()), shape.over_outputs(bias)
-    if not (x.isfinite().all() and product.isfinite().all()):
+    if not x.isfinite().all():
         assert found.isnan().all()
+        return
+    if not product.isfinite().all():
+        assert found.isnan().any()
         return
     if not all(t.isfinite().all() for t in (*terms, centred)):
         return
@@ -904,24 +952,12 @@ def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
         if codes.dim() == 1
         else OPS["dequantize"](codes, **of_input)
     )
-    grid |= {
-        "scale": given["scale"].clone(),
-        "zero_point": None if grid["zero_point"] is None else grid["zero_point"].clone(),
-    }
-    factor = None if given["factor"] is None else given["factor"].clone()
-    leaves = [
-        x,
-        given["weight"].clone(),
-        factor,
-        grid["scale"],
-        grid["zero_point"],
-        torch.zeros(shape.channels).to(grad),
-    ]
-    for t in leaves:
-        _ = t is None or t.requires_grad_()
-    x, weight, factor, *_, bias = leaves
-    product = weight if factor is None else shape.scaled(weight, factor)
-    quantized = OPS["fake_quant"](product, **grid, grad_factor=given["grad_factor"])[0]
+    leaves = leaves_of(
+        x, given["weight"], given["factor"], given["scale"], given["zero_point"], torch.zeros(shape.channels).to(grad)
+    )
+    x, weight, factor, scale, zero_point, bias = leaves
+    grid |= {"scale": scale, "zero_point": zero_point, **parts(given, "grad_factor", "transposed", "groups")}
+    quantized = OPS["quant_weight"](weight, factor, **grid)
     y = shape.compute(x.to(grad.dtype), quantized.to(grad.dtype), bias)
     asked = [t for t, is_wanted in zip(leaves, wanted, strict=True) if is_wanted and t is not None]
     of_asked = iter(torch.autograd.grad(y, asked, grad) if asked else ())
@@ -930,7 +966,7 @@ def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
             assert got.numel() == 0
             continue
         want = next(of_asked)
-        if given["integer"] or t is factor:
+        if given["integer"] or (t is x and is_strided_image(shape, weight)):
             assert (got.dtype, got.shape) == (want.dtype, want.shape)
         else:
             assert_same(got, want)
@@ -945,7 +981,7 @@ CHECKS: dict[str, Callable] = {name: globals()[f"check_{name}"] for name in NAME
 def trial(op: str, seed: str) -> bool:
     """Whether the arguments were taken; then the results must be right."""
     torch.manual_seed(random.Random(seed).getrandbits(32))
-    drawn = (DrawnLayer if op.startswith("quant_layer") else Drawn)(op, random.Random(seed))
+    drawn = (DrawnLayer if op.startswith(("quant_layer", "quant_weight")) else Drawn)(op, random.Random(seed))
     changed = ("x",) if op == "fake_quant_" else ("lo", "hi", "counts", "skipped", "running_mean", "running_var")
     kept = {n: t.clone() if isinstance(t, Tensor) and n in changed else t for n, t in drawn.given.items()}
     try:

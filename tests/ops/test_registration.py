@@ -9,7 +9,7 @@ import torch._dynamo.compiled_autograd
 from torch import Tensor, nn
 
 from qtoolkit import _native, ops
-from qtoolkit.ops.layer import Codes, Geometry, WeightGrid, quant_layer
+from qtoolkit.ops.layer import Codes, Geometry, WeightGrid, quant_layer, quant_weight
 from tests.cases import (
     CHANNELS,
     CODES,
@@ -32,7 +32,7 @@ OPS = (
     *("quantize", "dequantize", "quantize_int4", "dequantize_int4", "minmax", "observe_minmax_"),
     *("observe_histogram_", "search_range"),
     *("fake_quant_", "observe_fake_quant", "grid_of_range", "positive_scale"),
-    *("quant_layer", "quant_layer_backward"),
+    *("quant_layer", "quant_layer_backward", "quant_weight", "quant_weight_backward"),
     *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_"),
     *("max_pool_offsets", "max_pool_offsets_backward"),
 )
@@ -185,6 +185,7 @@ DIFFERENTIABLE = {
     "fake_tensor_quant": lambda x: ops.fake_tensor_quant(x, torch.tensor(1.0)),
     "minmax": lambda x: ops.minmax(x)[0],
     "quant_layer": lambda x: linear(x.reshape(4, -1)),
+    "quant_weight": lambda x: quant_weight(x, WeightGrid(torch.tensor(0.5), None, -8, 7)),
     "batch_norm_fake_quant": lambda x: ops.batch_norm_fake_quant(x.reshape(-1, 2), None, None, scale=torch.ones(1))[0],
     "max_pool_offsets": lambda x: ops.max_pool(x.reshape(1, 4, -1), 2),
 }

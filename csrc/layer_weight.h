@@ -1,0 +1,34 @@
+// The weight of a layer: fake_quant(weight * factor), with one factor for each output channel.
+#pragma once
+
+#include <array>
+
+#include "layer.h"
+
+namespace qtoolkit {
+
+// On the CPU, weights whose output channels are rows in memory have kernels of their own; others, and those on a GPU,
+// are computed by the library's ops one after another. Of a geometry only `transposed` and `groups` count here.
+
+// The fake-quantized weight, in a memory format.
+at::Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, at::MemoryFormat format);
+
+// The weight's codes, int8, and for each output channel (or in one element) 0 in a type, or NaN where a value is not
+// finite, which has no code.
+struct WeightCodes {
+  at::Tensor codes, poison;
+};
+WeightCodes quantize_weight(const LayerWeight& w, const Geometry& g, at::ScalarType type);
+
+// Gradients of: weight, factor, scale, zero_point. Undefined where one is not wanted.
+using WeightGradients = std::array<at::Tensor, 4>;
+using WantedOfWeight = std::array<bool, 4>;
+
+// From the gradient of the fake-quantized weight. The weight's gradient has its memory format.
+WeightGradients weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted);
+
+// The same by differentiable ops, for a grid without gradients: for double backward.
+WeightGradients differentiable_weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g,
+                                               WantedOfWeight wanted);
+
+}  // namespace qtoolkit
