@@ -42,9 +42,16 @@ static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENT
 #define QT_NORM(A) {QT_ISA::norm_moments<A>, QT_ISA::norm_forward<A>, QT_ISA::norm_sums<A>, QT_ISA::norm_backward<A>}
 #define QT_WEIGHTS(A) {QT_ISA::weight_forward<A>, QT_ISA::weight_backward<A>}
 
-const Kernels QT_TABLE = {
-    QT_NAME(QT_ISA),          kKernels,          QT_NORM(float),    QT_NORM(double), QT_ISA::max_pool<float>,
-    QT_ISA::max_pool<double>, QT_WEIGHTS(float), QT_WEIGHTS(double)};
+const Kernels QT_TABLE = {QT_NAME(QT_ISA),
+                          kKernels,
+                          QT_NORM(float),
+                          QT_NORM(double),
+                          QT_ISA::max_pool<float>,
+                          QT_ISA::max_pool<double>,
+                          QT_ISA::max_pool_backward<float>,
+                          QT_ISA::max_pool_backward<double>,
+                          QT_WEIGHTS(float),
+                          QT_WEIGHTS(double)};
 
 }  // namespace cpu
 }  // namespace qtoolkit

@@ -86,6 +86,9 @@ inline PoolScratch scratch_of(const PoolArgs& args) {
 template <class A>
 using PoolKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end, A* scratch);
 
+// The gradient in channels_last; begin and end count rows of x.
+using PoolBackwardKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end);
+
 // begin and end count rows; `scratch` has space for one.
 template <class A>
 using WeightKernel = void (*)(const WeightRows&, int64_t begin, int64_t end, A* scratch);
@@ -102,6 +105,7 @@ struct Kernels {
   NormKernels<double> norm_f64;
   PoolKernel<float> max_pool_f32;
   PoolKernel<double> max_pool_f64;
+  PoolBackwardKernel max_pool_backward_f32, max_pool_backward_f64;
   WeightKernels<float> weights_f32;
   WeightKernels<double> weights_f64;
 };

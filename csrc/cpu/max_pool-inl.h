@@ -65,6 +65,65 @@ void pool_channels_last(const PoolArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+// The windows that hold an element of x along a dimension, and its number in each: of results [first, last), those
+// whose distance is a multiple of the dilation.
+struct HoldingWindows {
+  int64_t first, last;
+};
+
+QT_FN HoldingWindows windows_of(const PoolDimension& d, int64_t element) {
+  const int64_t at = element + d.padding, before = at - (d.kernel - 1) * d.dilation;
+  const int64_t first = before <= 0 ? 0 : (before + d.stride - 1) / d.stride;
+  return {first, smaller(at / d.stride + 1, d.results)};
+}
+
+// -1 where the window of a result does not hold the element.
+QT_FN int64_t number_in_window(const PoolDimension& d, int64_t element, int64_t result) {
+  const int64_t distance = element + d.padding - result * d.stride;
+  return distance % d.dilation == 0 ? distance / d.dilation : -1;
+}
+
+// The gradients of rows [begin, end) of x: each element is written once, with the gradients of the windows whose
+// largest it is, added in the order of the windows, as in torch.
+template <class A>
+void max_pool_backward(const PoolArgs& args, int64_t begin, int64_t end) {
+  const PoolDimension &rows = args.rows, &columns = args.columns;
+  const A* grad = static_cast<const A*>(args.x);
+  Padded<A> values;
+  Padded<uint8_t> places;
+  for (int64_t line = begin; line < end; ++line) {
+    const int64_t image = line / rows.size, y = line % rows.size;
+    const HoldingWindows high = windows_of(rows, y);
+    for (int64_t x = 0; x < columns.size; ++x) {
+      const HoldingWindows wide = windows_of(columns, x);
+      A* dx = static_cast<A*>(args.y) + (line * columns.size + x) * args.channels;
+      for (int64_t c = 0; c < args.channels; c += kChunk) {
+        const int n = static_cast<int>(smaller(kChunk, args.channels - c));
+        Vector<A> sums[kVectors<A>] = {};
+        for (int64_t row = high.first; row < high.last; ++row) {
+          const int64_t i = number_in_window(rows, y, row);
+          for (int64_t column = wide.first; i >= 0 && column < wide.last; ++column) {
+            const int64_t j = number_in_window(columns, x, column);
+            if (j < 0) continue;
+            const Vector<A> place = broadcast<Vector<A>>(static_cast<A>(i * columns.kernel + j));
+            const int64_t at = ((image * rows.results + row) * columns.results + column) * args.channels + c;
+            const A* from = n < kChunk ? padded(grad + at, n, values) : grad + at;
+            const uint8_t* offsets = n < kChunk ? padded(args.offsets + at, n, places) : args.offsets + at;
+            for (int k = 0; k < kVectors<A>; ++k) {
+              const Vector<A> found = load_codes<A>(offsets + k * kLanes<A>, false);
+              sums[k] += found == place ? load(from + k * kLanes<A>) : Vector<A>{};
+            }
+          }
+        }
+        Padded<A> out;
+        A* to = n < kChunk ? out.values : dx + c;
+        for (int k = 0; k < kVectors<A>; ++k) store(to + k * kLanes<A>, sums[k]);
+        if (n < kChunk) put_first(out, n, dx + c);
+      }
+    }
+  }
+}
+
 // ---- contiguous: a chunk of a row of results. Rows of x are copied such that neighbouring windows read neighbours: by
 // the remainder of the (padded) column divided by the stride, with -infinity as padding, which is never taken.
 

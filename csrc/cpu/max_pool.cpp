@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -94,6 +95,13 @@ void backward(const PoolArgs& args) {
     return at::parallel_for(0, args.images * args.channels, std::max<int64_t>(kWork / std::max<int64_t>(plane, 1), 1),
                             [&](int64_t begin, int64_t end) { planes_backward<T>(args, begin, end); });
   }
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
+    const auto kernel = std::is_same_v<T, double> ? kernels().max_pool_backward_f64 : kernels().max_pool_backward_f32;
+    const int64_t grain = std::max<int64_t>(kWork / std::max<int64_t>(args.columns.size * args.channels, 1), 1);
+    return at::parallel_for(0, args.images * args.rows.size, grain,
+                            [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  }
+  // Each sum is rounded to the type, as in torch.
   const int64_t groups = (args.channels + kChunk - 1) / kChunk;
   at::parallel_for(0, args.images * groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
