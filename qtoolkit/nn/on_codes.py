@@ -48,6 +48,17 @@ class TrainingArithmetic:
 
 
 DEFAULT = TrainingArithmetic()
+PLAIN = TrainingArithmetic("float", "float")  # torch's own ops and fake quantization, which can be differentiated twice
+
+
+class TrainsOnCodes:
+    """A module that `qtoolkit.nn.set_training_arithmetic` sets.
+
+    Attributes:
+        training_arithmetic: How a forward in training computes, and what it keeps for backward (see `qtoolkit.prepare`).
+    """
+
+    training_arithmetic: TrainingArithmetic = DEFAULT
 
 
 def run(

@@ -89,6 +89,14 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
     return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
 
 
+def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None) -> Codes | None:
+    """Return the codes of a tensor that has values of another one, y, whose arguments are those of `codes_of`."""
+    found = _grid_of(y, quantizer)
+    return (
+        None if found is None else Codes(_computed(part, found), found.scale, found.zero_point, found.qmin, found.qmax)
+    )
+
+
 def _grid_of(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
     if torch.compiler.is_compiling():
         return _grid_now(y, quantizer)
