@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
+from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.memory_format import in_channels_last
 from qtoolkit.graph.placement.sources import link_sources
@@ -25,8 +26,7 @@ from qtoolkit.nn.on_codes import DEFAULT, PLAIN, TrainingArithmetic, TrainsOnCod
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.op_kinds.recorded import TrainingMode
-from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.weights import is_stale
+from qtoolkit.quantizers.weights import Versions
 from qtoolkit.shared_modules import names_by_module
 
 # Attributes of a module that copies keep.
@@ -72,6 +72,9 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     calls: tuple[BlockCall, ...]
     products: Mapping[str, Product]
     _arithmetic: TrainingArithmetic = DEFAULT
+    _ranges_of: Versions | None = (
+        None  # the tensors of weights of functions, when their ranges were last taken or loaded
+    )
     _traced_forward: ClassVar[
         Callable[..., Any]
     ]  # what torch.fx makes of the graph; each instance has a class of its own
@@ -92,6 +95,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         _take_over(result, root)
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
         result._arithmetic = arithmetic
+        result._ranges_of = vars(root).get("_ranges_of")
         result.divide(calls)
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
@@ -185,7 +189,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         super().train(mode)
         self.link_sources()  # modules may have been replaced
         if not mode:
-            self._refresh_weight_ranges()
+            self.refresh_weight_ranges()
         return self
 
     def _warn_of_branches(self, names: Sequence[str]) -> None:
@@ -195,14 +199,15 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             stacklevel=3,  # the caller of train
         )
 
-    def _refresh_weight_ranges(self) -> None:
-        calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
-        stale = [
-            (m, node.all_input_nodes[0]) for node, m in calls if isinstance(m, Quantizer) and m.inserted and is_stale(m)
-        ]
-        values = self.values_of([producer for _, producer in stale])
-        for quantizer, producer in stale:
-            quantizer.follow(values[producer])
+    def note_weights(self) -> None:
+        """Take the ranges of the weights of functions as those of the weights as they are now."""
+        self._ranges_of = weight_ranges.versions(self)
+
+    def refresh_weight_ranges(self) -> None:
+        """Set each range that follows the weight of a function to that of the weight, if it may have changed since."""
+        changed = self._ranges_of is not None and self._ranges_of.changed()
+        weight_ranges.refresh(self, changed, self.values_of)
+        self.note_weights()
 
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""
@@ -230,7 +235,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             raise TypeError(f"copying gave a {type(result).__name__}.")
         _take_over(result, _bare({name: copy.deepcopy(vars(self)[name], memo) for name in HELD}))
         result.plan, result.aliases, result._arithmetic = self.plan, self.aliases, self._arithmetic
-        result.kept = copy.deepcopy(self.kept, memo)
+        result.kept, result._ranges_of = copy.deepcopy((self.kept, self._ranges_of), memo)
         result.set_kept()
         result.divide(self.calls)
         return result
@@ -271,8 +276,9 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
 def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
+    gm.note_weights()  # their ranges were loaded with them
     if not gm.training:
-        gm._refresh_weight_ranges()
+        gm.refresh_weight_ranges()
     for module in gm.modules():
         if isinstance(module, Kernel):
             module.refresh()

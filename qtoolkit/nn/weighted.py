@@ -235,10 +235,10 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         kwargs: dict[str, Any],
         factor: Tensor | None,
         bias: Tensor | None,
-        quantized: bool,
+        with_quantized_weight: bool,
     ) -> Tensor:
         """Compute the layer for a strategy of batch norms."""
-        if quantized:
+        if with_quantized_weight:
             return self.run(x, factor, bias, *args, **kwargs)
         return self.compute(x, self.weight, bias, *args, **kwargs)
 
