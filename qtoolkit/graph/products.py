@@ -1,4 +1,4 @@
-"""The products of two activations in a graph, and the quantizers of their operands in training."""
+"""The products of two activations in a graph, and fused attention; with the quantizers of their operands in training."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.nn import fused_attention, product
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.nn.product import Product, described
+from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.nodes import is_weight_quantizer, module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
@@ -21,15 +23,28 @@ OPS: Mapping[Any, Callable[..., Tensor]] = {
     "__matmul__": torch.matmul,
     "bmm": torch.bmm,
 }
-
-Sources = tuple[Quantizer | None, ...]
+ATTENTION = F.scaled_dot_product_attention
+NO_OTHERS = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "enable_gqa": False,
+}  # its arguments that the op with codes does not take
 
 
 def is_product_call(node: fx.Node) -> bool:
-    """Return whether a node calls a matrix product with two tensors, and nothing else."""
-    if node.op not in ("call_function", "call_method") or node.target not in OPS or node.kwargs:
+    """Return whether a node calls a matrix product of two tensors or a plain attention of three, which may keep codes."""
+    if node.op not in ("call_function", "call_method") or not all(
+        isinstance(operand, fx.Node) for operand in node.args
+    ):
         return False
-    return len(node.args) == 2 and all(isinstance(operand, fx.Node) for operand in node.args)
+    if node.target is ATTENTION:
+        return len(node.args) == 3 and all(node.kwargs.get(name, none) == none for name, none in NO_OTHERS.items())
+    return node.target in OPS and len(node.args) == 2 and not node.kwargs
+
+
+def function_of(node: fx.Node, how: Product) -> Callable[..., Tensor]:
+    """Return the function that computes such an op, with the arguments of its node."""
+    return fused_attention.attention_of(how) if node.target is ATTENTION else product.product_of(OPS[node.target], how)
 
 
 def link_products(
@@ -44,13 +59,13 @@ def link_products(
 
 def sentence(node: fx.Node, backend: Backend, arithmetic: TrainingArithmetic) -> str:
     """Return how a product computes in training and what it keeps for backward."""
+    described = fused_attention.described if node.target is ATTENTION else product.described
     return described(_sources_of(node, backend), arithmetic)
 
 
-def _sources_of(node: fx.Node, backend: Backend) -> Sources:
-    behind = [
-        quantizer_behind(operand, backend, in_training=True) for operand in node.args if isinstance(operand, fx.Node)
-    ]
+def _sources_of(node: fx.Node, backend: Backend) -> tuple[Quantizer | None, ...]:
+    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]  # one may be there twice
+    behind = [quantizer_behind(operand, backend, in_training=True) for operand in operands]
     return tuple(_quantizer_of(quantizer) for quantizer in behind)
 
 

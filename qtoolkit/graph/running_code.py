@@ -18,11 +18,11 @@ from torch import fx, nn
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
 from qtoolkit.graph.chains import Chain, find_chains, is_max_pool_call
-from qtoolkit.graph.products import OPS
+from qtoolkit.graph.products import function_of
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block
 from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
 from qtoolkit.nn.hooks import all_watched, has_hooks
-from qtoolkit.nn.product import Product, product_of
+from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.recorded import check_argument
 
 _count = itertools.count()
@@ -190,9 +190,8 @@ class _Writer:
 
     def _write_product(self, node: fx.Node, how: Product) -> None:
         self.changed = True
-        self.written[node] = self.graph.call_function(
-            product_of(OPS[node.target], how), self._built(node.args, self._value)
-        )
+        args, kwargs = self._built((node.args, node.kwargs), self._value)
+        self.written[node] = self.graph.call_function(function_of(node, how), args, kwargs)
 
     def _module(self, node: fx.Node) -> fx.Node:
         """Return a node that reads the module that a node calls."""

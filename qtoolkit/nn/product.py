@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qtoolkit import ops
 from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import DEFAULT, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of_values, is_packed
+from qtoolkit.quantizers.handed_over import codes_of_values, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import has_codes
 
@@ -82,7 +81,7 @@ def product(
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
     """Return how a product computes in training and what it keeps for backward, in words."""
     grids = list(sources)
-    known = [_is_known(grid) for grid in grids]
+    known = [is_known(grid) for grid in grids]
     if not any(known):
         return "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
     integer = all(known) and arithmetic.forward == "integer"
@@ -93,7 +92,8 @@ def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmeti
     return f"{forward}, keeps {'floats' if arithmetic.save == 'float' and not integer else keeps}"
 
 
-def _is_known(quantizer: Quantizer | None) -> bool:
+def is_known(quantizer: Quantizer | None) -> bool:
+    """Return whether values on a quantizer's grid have codes of one byte and one scale."""
     return quantizer is not None and has_codes(quantizer.spec)
 
 
@@ -172,12 +172,8 @@ def _values(ctx: Any, place: int, codes: Tensor, scale: Tensor | None, zero_poin
     """Return an operand: what was kept, or what its codes stand for."""
     if scale is None:
         return codes
-    (dtype, transposed, shape), (qmin, qmax) = ctx.like[place], ctx.ranges[place]
-    if is_packed(qmin, qmax):
-        values = ops.dequantize_int4(codes, shape, scale, zero_point, qmin < 0, dtype=dtype)
-    else:
-        values = ops.dequantize(codes, scale, zero_point, dtype=dtype)
-    values = values.to(ctx.dtype)
+    dtype, transposed, shape = ctx.like[place]
+    values = values_of(Codes(codes, scale, zero_point, *ctx.ranges[place]), shape, dtype).to(ctx.dtype)
     return values.transpose(1, 2) if transposed else values
 
 

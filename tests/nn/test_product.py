@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
+from qtoolkit.nn.fused_attention import HAS_FUSED
 from tests.cases import leaf
 from tests.nn.test_on_codes import AFFINE, FIXED, FOUR_BITS, LSQ, assert_equal, bytes_kept, configs, roads
 
@@ -261,3 +263,56 @@ def test_the_report_says_how_each_product_computes_in_training() -> None:
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
     none = "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
     assert lines(quantized("graph", wide)) == [none] * 2
+
+
+class TorchAttention(nn.Module):
+    """Attention as torch's function, which a graph has as one op."""
+
+    def __init__(self, is_causal: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.is_causal = nn.Linear(FEATURES * HEADS, 3 * FEATURES * HEADS), is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).reshape(BATCH, LENGTH, 3, HEADS, FEATURES).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal, scale=0.3).transpose(1, 2).flatten(2)
+
+
+@configs
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fused_attention_keeps_codes_and_changes_no_bit(config: qt.QConfig, is_causal: bool) -> None:
+    net = TorchAttention(is_causal)
+    plain = quantized("graph", config, copy.deepcopy(net), **PLAIN)
+    codes = quantized("graph", config, net, forward="float")
+    assert_equal(step(codes), step(plain))
+    for seed in (0, 1):
+        assert_equal(
+            step(codes, lambda x: checkpoint(codes, x, use_reentrant=False), seed=seed), step(plain, seed=seed)
+        )
+    if HAS_FUSED:
+        values = 3 * BATCH * LENGTH * HEADS * FEATURES
+        assert bytes_kept(plain, sequences()) - bytes_kept(codes, sequences()) >= 2 * values
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_fused_attention_in_other_dtypes(dtype: torch.dtype) -> None:
+    net = TorchAttention()
+    models = [quantized("graph", FIXED, copy.deepcopy(net), **options).to(dtype) for options in ({}, PLAIN)]
+    found = []
+    for model in models:
+        x = leaf(sequences().to(dtype))
+        model(x).float().square().sum().backward()
+        found.append((model.qkv.weight.grad, x.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+
+
+def test_fused_attention_compiles_and_reports() -> None:
+    torch._dynamo.reset()
+    model = quantized("graph", LSQ, TorchAttention())
+    found = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(found[0], step(model)[0])
+    (line,) = (line for line in qt.quantization_report(model).layers if line.kind == "dot_product_attention")
+    assert line.training == ("float, keeps codes on a CPU" if HAS_FUSED else "float, keeps floats")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(leaf(sequences())).dtype == torch.bfloat16
