@@ -72,12 +72,10 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     calls: tuple[BlockCall, ...]
     products: Mapping[str, Product]
     _arithmetic: TrainingArithmetic = DEFAULT
-    _ranges_of: Versions | None = (
-        None  # the tensors of weights of functions, when their ranges were last taken or loaded
-    )
-    _traced_forward: ClassVar[
-        Callable[..., Any]
-    ]  # what torch.fx makes of the graph; each instance has a class of its own
+    # The tensors on which the weights of functions depend, when their ranges were last taken or loaded.
+    _ranges_of: Versions | None = None
+    # What torch.fx makes of the graph. Each instance has a class of its own.
+    _traced_forward: ClassVar[Callable[..., Any]]
 
     @classmethod
     def of(
@@ -116,7 +114,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     def divide(self, calls: tuple[BlockCall, ...]) -> None:
         """Compile the graph; let the blocks of these calls run their parts of it, where it allows that."""
         self.calls = calls
-        self.products = {node.name: Product() for node in self.graph.nodes if is_product_call(node)}
+        self.products = {node.name: Product(len(node.args)) for node in self.graph.nodes if is_product_call(node)}
         self.link_sources()
         forward = compile_forward(self, calls, self.ops_in_training()) or type(self)._traced_forward
         type(self).forward = in_channels_last(self, forward)

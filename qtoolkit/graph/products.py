@@ -9,12 +9,10 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.placement.sources import source_in_training
 from qtoolkit.nn import fused_attention, product
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.product import Product
-from qtoolkit.op_kinds.nodes import is_weight_quantizer, module_of
-from qtoolkit.quantizers.quantizer import Quantizer
 
 # Ops of two batches of matrices, with the functions that compute them.
 OPS: Mapping[Any, Callable[..., Tensor]] = {
@@ -50,25 +48,15 @@ def function_of(node: fx.Node, how: Product) -> Callable[..., Tensor]:
 def link_products(
     graph: fx.Graph, backend: Backend, arithmetic: TrainingArithmetic, products: Mapping[str, Product]
 ) -> None:
-    """Tell each product, by the name of its node, how it computes in training, and the quantizers of its operands."""
+    """Tell each product, by the name of its node, how it computes in training, and the sources of its operands."""
     for node in graph.nodes:
         if node.name in products:
+            operands = [operand for operand in node.args if isinstance(operand, fx.Node)]  # one may be there twice
             how = products[node.name]
-            how.arithmetic, how.sources = arithmetic, _sources_of(node, backend)
+            how.arithmetic, how.links = arithmetic, tuple(source_in_training(operand, backend) for operand in operands)
 
 
-def sentence(node: fx.Node, backend: Backend, arithmetic: TrainingArithmetic) -> str:
+def sentence(node: fx.Node, how: Product) -> str:
     """Return how a product computes in training and what it keeps for backward."""
     described = fused_attention.described if node.target is ATTENTION else product.described
-    return described(_sources_of(node, backend), arithmetic)
-
-
-def _sources_of(node: fx.Node, backend: Backend) -> tuple[Quantizer | None, ...]:
-    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]  # one may be there twice
-    behind = [quantizer_behind(operand, backend, in_training=True) for operand in operands]
-    return tuple(_quantizer_of(quantizer) for quantizer in behind)
-
-
-def _quantizer_of(node: fx.Node | None) -> Quantizer | None:
-    module = None if node is None or is_weight_quantizer(node) else module_of(node)
-    return module if isinstance(module, Quantizer) else None
+    return described(how.sources, how.arithmetic)

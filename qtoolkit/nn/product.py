@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.hooks import is_ordinary
-from qtoolkit.nn.on_codes import DEFAULT, TrainingArithmetic
+from qtoolkit.nn.on_codes import DEFAULT, Source, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
 from qtoolkit.quantizers.handed_over import codes_of_values, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -19,19 +19,27 @@ NO_KERNEL = "no int8 kernel"
 
 
 class Product:
-    """A matrix product of two activations, as training computes it. Copies and pickles are to be linked again.
+    """A product of activations, as training computes it. Copies and pickles are to be linked again.
+
+    Args:
+        operands: How many tensors are multiplied.
 
     Attributes:
         arithmetic: How it computes, and what it keeps for backward.
-        sources: For each operand the quantizer on whose grid its values lie; None where that is not known.
+        links: The source of each operand; None where that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, operands: int = 2) -> None:
         self.arithmetic = DEFAULT
-        self.sources: tuple[Quantizer | None, ...] = (None, None)
+        self.links: tuple[Source | None, ...] = (None,) * operands
+
+    @property
+    def sources(self) -> tuple[Quantizer | None, ...]:
+        """For each operand the quantizer on whose grid its values lie, or None."""
+        return tuple(None if link is None else link.now() for link in self.links)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Product, ()
+        return Product, (len(self.links),)
 
 
 def product_of(op: Callable[[Tensor, Tensor], Tensor], how: Product) -> Callable[[Tensor, Tensor], Tensor]:

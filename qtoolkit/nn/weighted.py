@@ -49,7 +49,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer, ...] = ()
-    _source: tuple[Quantizer, ...] = ()
+    _source: on_codes.Source | None = None
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -69,7 +69,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
         """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
-        self._sums_over, self._source = (), ()
+        self._sums_over, self._source = (), None
         self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
@@ -143,14 +143,14 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does; None: do not."""
         self._sums_over = () if quantizer is None else (quantizer,)  # in a tuple: it is a submodule elsewhere
 
-    def link_source(self, quantizer: Quantizer | None) -> None:
-        """Take inputs for values on this quantizer's grid where no codes come with them; None: they may be any."""
-        self._source = () if quantizer is None else (quantizer,)
+    def link_source(self, source: on_codes.Source | None) -> None:
+        """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any."""
+        self._source = source
 
     @property
     def source(self) -> Quantizer | None:
         """The quantizer on whose grid the inputs lie, or None where that is not known."""
-        return self._source[0] if self._source else None
+        return None if self._source is None else self._source.now()
 
     def sum_steps(self) -> Tensor | None:
         """Return the steps of the layer's integer sums: one, or one per output channel. None without a linked input."""

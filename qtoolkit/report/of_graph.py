@@ -60,19 +60,12 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
 
 def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
     """Return how ops that are no layers compute in training."""
-    nodes, ops, plan = model.graph.nodes, model.ops_in_training(), model.plan
+    nodes, ops = model.graph.nodes, model.ops_in_training()
     norms = {node: "by torch: as asked" for node in nodes if ops is None and is_batch_norm_call(node)}
     chains = {chain.batch_norm: sentence(chain) for chain in chains_now(model, model.calls, ops)}
-    arithmetic = model.training_arithmetic
-    products = (
-        {}
-        if plan is None
-        else {
-            node: products_in.sentence(node, plan.backend, arithmetic)
-            for node in nodes
-            if products_in.is_product_call(node)
-        }
-    )
+    products = {
+        node: products_in.sentence(node, model.products[node.name]) for node in nodes if node.name in model.products
+    }
     return {**norms, **chains, **products}
 
 
