@@ -186,7 +186,7 @@ TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_c
 # if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
 # that the saturation of a QuantizeLinear replaces. Transposed convolutions and linear resizes have no integer kernel: between
 # Q/DQ nodes they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax, which run in
-# float whatever stands at its inputs. Ops with a constant stay float, because the constant has no quantizer. Biases
+# float even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases
 # are int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",

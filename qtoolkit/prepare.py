@@ -117,6 +117,7 @@ def prepare(
         gm = passes.link_batch_norms.run(gm, rules)
         gm = passes.split_silu.run(gm, rules)
         gm = passes.insert.run(gm, rules)
+        gm.note_weights()
         gm = passes.link_inputs.run(gm, target)
         set_training_arithmetic(gm, forward, save)
         gm = passes.record.run(gm, rules)

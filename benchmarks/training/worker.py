@@ -84,7 +84,7 @@ def serve(connection: Connection, settings: Any) -> None:
             connection.send(REQUESTS[request](trainer, *args))
     except EOFError:
         return
-    except Exception as error:  # whatever a tool raises is the answer, and stands in the table
+    except Exception as error:  # a tool may raise anything; the table shows the error
         connection.send(Failure(_reason(error)))
 
 

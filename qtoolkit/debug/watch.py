@@ -1,4 +1,4 @@
-"""watch(): what each quantizer does during training, and an error at the first step with NaN or a lost scale."""
+"""watch(): statistics of each quantizer during training, and an error at the first step with NaN or a lost scale."""
 
 import weakref
 from collections.abc import Callable
@@ -25,12 +25,12 @@ COLUMNS = ("quantizer", "spec", "calls", "values", "grid", "clipped", "levels", 
 
 
 class Watch:
-    """What `watch` returns; prints as a table. `close`, or the end of a `with` block, removes it from the model.
+    """The result of `watch`. It prints as a table. `close`, or the end of a `with` block, removes it from the model.
 
     Attributes:
-        every: One of so many steps is sampled.
-        steps: How many steps the optimizers of the model have taken.
-        sampled: How many of them were sampled.
+        every: The number of steps from one sampled step to the next.
+        steps: The number of steps that the optimizers of the model have taken.
+        sampled: The number of sampled steps.
     """
 
     def __init__(self, model: nn.Module, every: int) -> None:
@@ -50,7 +50,7 @@ class Watch:
     # ---- reading
 
     def rows(self) -> tuple[Activity, ...]:
-        """Return what was seen of each quantizer since the start or the last `reset`, in the order of their first calls.
+        """Return the statistics of each quantizer since the start or the last `reset`, in the order of their first calls.
 
         This waits for the device.
         """
@@ -65,7 +65,7 @@ class Watch:
         return "\n".join([f"{self.sampled} steps sampled, up to step {self.steps}", "", *table(rows)])
 
     def reset(self) -> None:
-        """Forget what was seen, for a report of each epoch."""
+        """Clear the statistics, for a report of each epoch."""
         self.sampled = 0
         for recorder in self._recorders:
             recorder.reset()
@@ -93,9 +93,9 @@ class Watch:
             A handle, whose `remove()` ends the checks. `close` does so too.
 
         Raises:
-            RuntimeError: From `optimizer.step()`, which then changes nothing: a gradient is not finite, or a learned scale is
-                not, or has come to 2**24 times its start or to a part of it as small. The message names the quantizer or the
-                parameter.
+            RuntimeError: From `optimizer.step()`, which then changes nothing: a gradient or a learned scale is not finite, or
+                a learned scale is more than 2**24 times, or less than 2**-24 times, its start. The message names the quantizer
+                or the parameter.
         """
         handle: RemovableHandle = optimizer.register_step_pre_hook(self._check_step)
         self._keep(handle)
@@ -108,7 +108,7 @@ class Watch:
     # ---- life
 
     def close(self) -> None:
-        """Remove all hooks from the model and the optimizers. What was seen can still be read."""
+        """Remove all hooks from the model and the optimizers. The statistics can still be read."""
         self._hooks.close()
         self._diagnosis.forget()
 
@@ -126,7 +126,7 @@ class Watch:
     # ---- steps
 
     def _sample(self) -> None:
-        """Record all calls from now on; compiled code, which would not call the hooks, runs as it was written."""
+        """Record all calls from now on. Compiled code would not call the hooks, so it runs in eager mode."""
         self._sampling.enter_context(_Uncompiled())
         for recorder in self._recorders:
             handle = recorder.quantizer.register_forward_hook(Hook(recorder.hear))
@@ -156,7 +156,7 @@ class Watch:
 
 
 def _loss_scale(optimizer: Optimizer) -> Tensor | None:
-    """Return what a fused optimizer divides the gradients by, for a GradScaler; NaN if it skips the step."""
+    """Return the factor of a GradScaler by which a fused optimizer divides the gradients; NaN if it skips the step."""
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return None
@@ -165,7 +165,7 @@ def _loss_scale(optimizer: Optimizer) -> Tensor | None:
 
 
 class _Uncompiled(AbstractContextManager[None]):
-    """Run compiled code as it was written, while at least one watch of this process samples."""
+    """Run compiled code in eager mode while at least one watch of this process samples."""
 
     count = 0
     stance: Any
@@ -182,7 +182,7 @@ class _Uncompiled(AbstractContextManager[None]):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that calls a method of a watch as long as there is that watch, except in code that is being compiled."""
+    """Return a hook that calls a method of a watch while the watch exists, except in code that is being compiled."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -197,20 +197,20 @@ def watch(model: nn.Module, every: int = 20) -> Watch:
     """Watch the quantizers of a model during training.
 
     In one of `every` steps, forward hooks record for each quantizer: the range of the values, the share that the grid clips,
-    the share of the codes that occur, the norms of the gradients. All of it accumulates on the device; only reading waits for
+    the share of the codes that occur, the norms of the gradients. The statistics stay on the device; only reading waits for
     it. A step is a step of an optimizer of the model, with all forwards in training mode before it. A forward that gradient
     checkpointing recomputes is not counted again. Between sampled steps the model has no hooks on its quantizers.
 
     - torch.compile: the sampled steps run without it. Steps of an optimizer that is compiled itself are not counted. Watch the
       compiled model, not the one inside, so that errors find the quantizer in steps that are not sampled too.
-    - A GradScaler multiplies the gradients of tensors by its scale, also in the table; those of learned scales are as the
-      optimizer gets them.
+    - A GradScaler multiplies the gradients of tensors by its scale, also in the table. Learned scales have the gradients that
+      the optimizer gets.
     - DistributedDataParallel: each process sees its own share of the data.
-    - A table of an embedding with sparse gradients is not seen.
+    - Embedding tables with sparse gradients are not recorded.
 
     Args:
         model: A prepared or replaced model, or one that contains it, also compiled or in DistributedDataParallel.
-        every: Sample one of so many steps, beginning with the first.
+        every: The number of steps from one sampled step to the next. The first step is sampled.
 
     Returns:
         A Watch, to be printed at any time, with `rows()`, `to_dict()`, `reset()` and `close()`; it is a context manager too.

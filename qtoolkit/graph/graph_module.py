@@ -4,26 +4,29 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
+from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.memory_format import in_channels_last
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
+from qtoolkit.graph.products import is_product_call, link_products
 from qtoolkit.graph.running_code import compile_forward
 from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.module import reset_after_loading
+from qtoolkit.nn.on_codes import DEFAULT, PLAIN, TrainingArithmetic, TrainsOnCodes
+from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.facts import NodeFacts, facts_of, set_facts
 from qtoolkit.op_kinds.recorded import TrainingMode
-from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.weights import is_stale
+from qtoolkit.quantizers.weights import Versions
 from qtoolkit.shared_modules import names_by_module
 
 # Attributes of a module that copies keep.
@@ -49,7 +52,7 @@ class Method:
         return Method, (self.function,)
 
 
-class QuantizedGraphModule(fx.GraphModule):
+class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     """The type of models that `qtoolkit.prepare` and `qtoolkit.convert` return.
 
     torch's GraphModule drops everything that its graph does not use. This one keeps all parameters, buffers and submodules of
@@ -60,12 +63,19 @@ class QuantizedGraphModule(fx.GraphModule):
         kept: Values of the attributes that copies keep, by dotted name.
         aliases: All names of each shared submodule, by each of its names.
         calls: The calls of the model's blocks, as tracing saw them; none where blocks do not run.
+        products: The products of two activations, by the names of their nodes.
     """
 
     plan: Plan | None
     kept: dict[str, Any]
     aliases: dict[str, tuple[str, ...]]
     calls: tuple[BlockCall, ...]
+    products: Mapping[str, Product]
+    _arithmetic: TrainingArithmetic = DEFAULT
+    # The tensors on which the weights of functions depend, when their ranges were last taken or loaded.
+    _ranges_of: Versions | None = None
+    # What torch.fx makes of the graph. Each instance has a class of its own.
+    _traced_forward: ClassVar[Callable[..., Any]]
 
     @classmethod
     def of(
@@ -76,11 +86,14 @@ class QuantizedGraphModule(fx.GraphModule):
         plan: Plan | None = None,
         kept: Mapping[str, Any] | None = None,
         calls: tuple[BlockCall, ...] = (),
+        arithmetic: TrainingArithmetic = DEFAULT,
     ) -> Self:
         """Return one for a module and a graph that uses its submodules, parameters and buffers."""
         result = cls(root, graph, name)
         _take_over(result, root)
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
+        result._arithmetic = arithmetic
+        result._ranges_of = vars(root).get("_ranges_of")
         result.divide(calls)
         for attribute, value in (kept or {}).items():
             result.keep(attribute, value)
@@ -94,21 +107,39 @@ class QuantizedGraphModule(fx.GraphModule):
     def recompile(self) -> PythonCode:
         """Compile the graph, and the parts of it that the blocks run."""
         code = super().recompile()
+        type(self)._traced_forward = type(self).forward
         self.divide(vars(self).get("calls", ()))
         return code
 
     def divide(self, calls: tuple[BlockCall, ...]) -> None:
         """Compile the graph; let the blocks of these calls run their parts of it, where it allows that."""
         self.calls = calls
+        self.products = {node.name: Product(len(node.args)) for node in self.graph.nodes if is_product_call(node)}
         self.link_sources()
-        forward = compile_forward(self, calls) or type(self).forward
-        type(self).forward = in_channels_last(self, forward)  # each instance has a class of its own
+        forward = compile_forward(self, calls, self.ops_in_training()) or type(self)._traced_forward
+        type(self).forward = in_channels_last(self, forward)
 
     def link_sources(self) -> None:
-        """Tell each layer the quantizer of its input, as the graph now is."""
+        """Tell each layer the quantizer of its input, as the graph now is, and each product those of its operands."""
         plan = vars(self).get("plan")
         if plan is not None:
             link_sources(self.graph, plan.backend)
+            link_products(self.graph, plan.backend, self._arithmetic, self.products)
+
+    def ops_in_training(self) -> Mapping[str, Product] | None:
+        """Return the products that the code computes its own way; None where it has the ops of the graph and no others."""
+        return None if self._arithmetic == PLAIN else self.products
+
+    @property
+    def training_arithmetic(self) -> TrainingArithmetic:
+        """How the ops between the layers compute in training, and what they keep for backward."""
+        return self._arithmetic
+
+    @training_arithmetic.setter
+    def training_arithmetic(self, arithmetic: TrainingArithmetic) -> None:
+        if arithmetic != self._arithmetic:
+            self._arithmetic = arithmetic
+            self.divide(self.calls)
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
         """Replace a submodule under each of its names, so that it stays shared."""
@@ -156,7 +187,7 @@ class QuantizedGraphModule(fx.GraphModule):
         super().train(mode)
         self.link_sources()  # modules may have been replaced
         if not mode:
-            self._refresh_weight_ranges()
+            self.refresh_weight_ranges()
         return self
 
     def _warn_of_branches(self, names: Sequence[str]) -> None:
@@ -166,14 +197,15 @@ class QuantizedGraphModule(fx.GraphModule):
             stacklevel=3,  # the caller of train
         )
 
-    def _refresh_weight_ranges(self) -> None:
-        calls = [(node, self.get_submodule(str(node.target))) for node in self.graph.nodes if node.op == "call_module"]
-        stale = [
-            (m, node.all_input_nodes[0]) for node, m in calls if isinstance(m, Quantizer) and m.inserted and is_stale(m)
-        ]
-        values = self.values_of([producer for _, producer in stale])
-        for quantizer, producer in stale:
-            quantizer.follow(values[producer])
+    def note_weights(self) -> None:
+        """Take the ranges of the weights of functions as those of the weights as they are now."""
+        self._ranges_of = weight_ranges.versions(self)
+
+    def refresh_weight_ranges(self) -> None:
+        """Set each range that follows the weight of a function to that of the weight, if it may have changed since."""
+        changed = self._ranges_of is not None and self._ranges_of.changed()
+        weight_ranges.refresh(self, changed, self.values_of)
+        self.note_weights()
 
     def values_of(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Compute nodes that depend on parameters alone."""
@@ -200,8 +232,8 @@ class QuantizedGraphModule(fx.GraphModule):
         if not isinstance(result, QuantizedGraphModule):
             raise TypeError(f"copying gave a {type(result).__name__}.")
         _take_over(result, _bare({name: copy.deepcopy(vars(self)[name], memo) for name in HELD}))
-        result.plan, result.aliases = self.plan, self.aliases
-        result.kept = copy.deepcopy(self.kept, memo)
+        result.plan, result.aliases, result._arithmetic = self.plan, self.aliases, self._arithmetic
+        result.kept, result._ranges_of = copy.deepcopy((self.kept, self._ranges_of), memo)
         result.set_kept()
         result.divide(self.calls)
         return result
@@ -211,7 +243,7 @@ class QuantizedGraphModule(fx.GraphModule):
         # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
         facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
         kind = next(kind for kind in (QuantizedSequential, QuantizedGraphModule) if isinstance(self, kind))
-        own = type(self).__name__, self.plan, self.kept, facts, self.calls, kind
+        own = type(self).__name__, self.plan, self.kept, facts, self.calls, kind, self._arithmetic
         return restore_graph_module, (rebuild, arguments, *own)
 
 
@@ -242,8 +274,9 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
 def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
+    gm.note_weights()  # their ranges were loaded with them
     if not gm.training:
-        gm._refresh_weight_ranges()
+        gm.refresh_weight_ranges()
     for module in gm.modules():
         if isinstance(module, Kernel):
             module.refresh()
@@ -258,12 +291,13 @@ def restore_graph_module(
     facts: Mapping[str, NodeFacts],
     calls: tuple[BlockCall, ...],
     kind: type[QuantizedGraphModule],
+    arithmetic: TrainingArithmetic = DEFAULT,
 ) -> QuantizedGraphModule:
     """Return a pickled QuantizedGraphModule, by the function of torch.fx that rebuilds a GraphModule from its attributes."""
     gm = rebuild(*arguments)
     for node in gm.graph.nodes:
         set_facts(node, **vars(facts.get(node.name, NodeFacts())))
-    return kind.of(_bare(arguments[0]), gm.graph, name, plan, kept, calls)
+    return kind.of(_bare(arguments[0]), gm.graph, name, plan, kept, calls, arithmetic)
 
 
 def _bare(state: Mapping[str, Any]) -> nn.Module:

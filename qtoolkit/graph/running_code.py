@@ -9,7 +9,7 @@ import itertools
 import linecache
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,16 @@ from torch import fx, nn
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
 from qtoolkit.graph.chains import Chain, find_chains, is_max_pool_call
+from qtoolkit.graph.products import function_of
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block
 from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
 from qtoolkit.nn.hooks import all_watched, has_hooks
+from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.recorded import check_argument
 
 _count = itertools.count()
+
+Products = Mapping[str, Product] | None
 
 
 class Whole:
@@ -43,30 +47,36 @@ class Whole:
         return (node for node in self.gm.graph.nodes if node not in self.free)
 
 
-def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> Callable[..., Any] | None:
+def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products) -> Callable[..., Any] | None:
     """Give each block that can run its part of the graph the code for it; the others get the reason.
+
+    Args:
+        gm: The model.
+        calls: The calls of its blocks.
+        products: What computes the products of two activations, by the names of their nodes. None: the code calls no other
+            ops than the graph has.
 
     Returns:
         The forward of the model: in training the graph in one piece, and the calls of the blocks where somebody watches one of
         them. None where both would be the code that torch.fx makes of the graph.
     """
-    whole = _Writer(Whole(gm), ROOT)
+    whole = _Writer(Whole(gm), ROOT, products)
     code = _compile(whole.write(), "")
     division = Division(gm, calls) if calls else None
     if division is None or not division.parts:
         return code if whole.changed else None
     for index, part in division.parts.items():
-        part.block.set_block_code(_compile(_Writer(division, index).write(), part.call.block), gm)
-    divided = _compile(_Writer(division, ROOT).write(), "")
+        part.block.set_block_code(_compile(_Writer(division, index, products).write(), part.call.block), gm)
+    divided = _compile(_Writer(division, ROOT, products).write(), "")
     return _chosen(code, divided, _Blocks(gm, division)) if whole.changed else divided
 
 
-def chains_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> list[Chain]:
+def chains_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products) -> list[Chain]:
     """Return the chains that the code has as the model is now: those of its parts where somebody watches a block."""
     division = Division(gm, calls) if calls else None
     if division is None or not _Blocks(gm, division).are_watched():
-        return _Writer(Whole(gm), ROOT).chains
-    return [chain for index in (ROOT, *division.parts) for chain in _Writer(division, index).chains]
+        return _Writer(Whole(gm), ROOT, products).chains
+    return [chain for index in (ROOT, *division.parts) for chain in _Writer(division, index, products).chains]
 
 
 class _Blocks:
@@ -111,14 +121,15 @@ class _Writer:
         changed: Whether `write` has written anything else than the nodes of the model's graph.
     """
 
-    def __init__(self, division: Division | Whole, index: int) -> None:
-        self.division, self.index = division, index
+    def __init__(self, division: Division | Whole, index: int, products: Products) -> None:
+        self.division, self.index, self.products = division, index, products
         self.name = division.calls[index].block
         self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
         self.items = list(division.items(index))
         part = division.parts.get(index)
         results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
-        self.chains = find_chains([item for item in self.items if isinstance(item, fx.Node)], results)
+        nodes = [] if products is None else [item for item in self.items if isinstance(item, fx.Node)]
+        self.chains = find_chains(nodes, results)
         self.layers = {chain.layer: chain for chain in self.chains if chain.layer is not None}
         self.ends = {chain.last: chain for chain in self.chains}
         self.inner = {node for chain in self.chains for node in chain.nodes}
@@ -137,8 +148,10 @@ class _Writer:
                 self._write_layer(item, self.layers[item].batch_norm)
             elif item in self.ends:
                 self._write_chain(self.ends[item])
-            elif is_max_pool_call(item):
+            elif self.products is not None and is_max_pool_call(item):
                 self._write_pool(item)
+            elif self.products is not None and item.name in self.products:
+                self._write_product(item, self.products[item.name])
             elif item not in self.inner:
                 self._copy(item)
         if part is not None:
@@ -174,6 +187,11 @@ class _Writer:
         else:
             sizes = {name: value for name, value in kwargs.items() if name != "return_indices"}
             self.written[node] = self.graph.call_function(max_pool2d, args, sizes)
+
+    def _write_product(self, node: fx.Node, how: Product) -> None:
+        self.changed = True
+        args, kwargs = self._built((node.args, node.kwargs), self._value)
+        self.written[node] = self.graph.call_function(function_of(node, how), args, kwargs)
 
     def _module(self, node: fx.Node) -> fx.Node:
         """Return a node that reads the module that a node calls."""

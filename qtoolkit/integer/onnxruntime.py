@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side, why_no_sums
+from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import module_of
 from qtoolkit.op_kinds.rules import argument
@@ -146,8 +147,7 @@ class QLinearMatMulOfTwo(OpKernel):
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the output's codes, or the output in float."""
         a, b = self.inputs
-        # Products of two codes are below 2**16, and sums of fewer than 2**37 of them exact in float64.
-        sums = torch.matmul(a.centred(x).double(), b.centred(other).double())
+        sums = exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends)
         return sums.float() * self.factor if self.output is None else requantized(sums, self.factor, self.output)
 
 

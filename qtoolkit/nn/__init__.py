@@ -43,7 +43,8 @@ from qtoolkit.nn.merge import (
     QuantMul,
 )
 from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
-from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.nn.on_codes import Source, TrainingArithmetic  # noqa: F401 (pickles of layers name Source)
+from qtoolkit.nn.product import Product  # noqa: F401 (pickles of graphs name it)
 from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
 from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
 from qtoolkit.public import publish

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.on_codes import TrainsOnCodes
+from qtoolkit.nn.product import product
 from qtoolkit.quantizers.quantizer import Quantizer
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -26,7 +28,7 @@ def stop_fast_path(module: nn.Module, args: Any) -> None:
     """Do nothing. Any hook keeps TransformerEncoderLayer from calling its fused float kernel, which skips the quantizers."""
 
 
-class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
+class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TrainsOnCodes):
     """torch.nn.MultiheadAttention with quantized projections and matrix products.
 
     It quantizes the weights of the projections and the inputs of each matrix product: scaled query and key, softmax output
@@ -85,7 +87,16 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
 
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of the attributes that the float module does not have."""
-        return ("input_quantizer", "_hook", *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
+        return ("input_quantizer", "_hook", "training_arithmetic", *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
+
+    @property
+    def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
+        """The quantizers of the operands of both matrix products; in training none of what dropout returns."""
+        drops = self.dropout and self.training
+        return (
+            (self.query_quantizer, self.key_quantizer),
+            (None if drops else self.softmax_quantizer, self.value_quantizer),
+        )
 
     def weights_to_quantize(self) -> Mapping[str, Tensor]:
         """Return each weight by the name of its quantizer attribute."""
@@ -120,7 +131,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
         k = quantized(self.key_quantizer, self._heads(k))
         v = quantized(self.value_quantizer, self._heads(v))
         weights = self._attend(q, k, mask)
-        y = self._out(torch.matmul(weights, v))
+        y = self._out(product(torch.matmul, weights, v, self.products[1], self.training_arithmetic))
         if self.batch_first and batched:
             y = y.transpose(0, 1)
         if average_attn_weights:
@@ -212,7 +223,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention):
 
     def _attend(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Return the attention weights: quantized, then with dropout in training."""
-        scores = torch.matmul(q, k.transpose(-2, -1))
+        scores = product(torch.matmul, q, k.transpose(-2, -1), self.products[0], self.training_arithmetic)
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         kept: Tensor = quantized(self.softmax_quantizer, weights)
         return F.dropout(kept, self.dropout, self.training)

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.module import QuantModule, activation_quantizer, is_active, quantized
+from qtoolkit.nn.on_codes import TrainsOnCodes
+from qtoolkit.nn.product import product
 from qtoolkit.quantizers.quantizer import Quantizer
 
 QUANTIZERS = ("query_quantizer", "key_quantizer", "value_quantizer", "softmax_quantizer")
@@ -62,7 +64,7 @@ class ScaledDotProductAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
-class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
+class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, TrainsOnCodes):
     """Attention with quantized inputs of both matrix products: the scaled query, key, attention weights and value.
 
     Masks and the softmax stay float. With all quantizers off it calls torch's own function.
@@ -106,7 +108,16 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
 
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of the attributes that the float module does not have."""
-        return QUANTIZERS
+        return (*QUANTIZERS, "training_arithmetic")
+
+    @property
+    def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
+        """The quantizers of the operands of both matrix products; in training none of what dropout returns."""
+        drops = self.dropout_p and self.training
+        return (
+            (self.query_quantizer, self.key_quantizer),
+            (None if drops else self.softmax_quantizer, self.value_quantizer),
+        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Attend; arguments and result are those of `ScaledDotProductAttention`.
@@ -125,9 +136,11 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
         q = quantized(self.query_quantizer, query * scale)
         k = self._repeat_heads(query, quantized(self.key_quantizer, key))
         v = self._repeat_heads(query, quantized(self.value_quantizer, value))
-        weights = self._weights(torch.matmul(q, k.transpose(-2, -1)), attn_mask)
-        dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
-        return torch.matmul(dropped, v)
+        of_scores, of_values = self.products
+        scores = product(torch.matmul, q, k.transpose(-2, -1), of_scores, self.training_arithmetic)
+        weights = quantized(self.softmax_quantizer, self._weights(scores, attn_mask))
+        dropped = F.dropout(weights, self.dropout_p, self.training)
+        return product(torch.matmul, dropped, v, of_values, self.training_arithmetic)
 
     def forward_fp32(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the module in float with torch's own function."""

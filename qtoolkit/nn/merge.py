@@ -9,6 +9,8 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 from qtoolkit.nn.inputs import QuantInput
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
+from qtoolkit.nn.on_codes import TrainsOnCodes
+from qtoolkit.nn.product import product
 from qtoolkit.quantizers.quantizer import Quantizer
 
 OPERANDS = ("both", "first", "second")
@@ -144,7 +146,11 @@ class QuantMerge(QuantModule):
                     f"{type(operand).__name__}; compute with numbers outside the module."
                 )
         first: Quantizer | None = getattr(self, "input_quantizer", None)
-        return super().forward(quantized(first, input), quantized(self.other_quantizer, other))  # type: ignore[no-any-return]
+        return self.compute(quantized(first, input), quantized(self.other_quantizer, other))
+
+    def compute(self, input: Tensor, other: Tensor) -> Tensor:
+        """Compute the op on quantized operands."""
+        return self.forward_fp32(input, other)
 
     def forward_fp32(self, input: Tensor, other: Tensor) -> Tensor:
         """Compute the op in float."""
@@ -172,11 +178,24 @@ class QuantMul(QuantMerge, Mul):
     KIND = "mul"
 
 
-class QuantMatMul(QuantMerge, MatMul):
-    """The matrix product of two quantized tensors."""
+class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
+    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`)."""
 
     FLOAT = MatMul
     KIND = "matmul"
+
+    def own_attributes(self) -> tuple[str, ...]:
+        """Return the names of the attributes that the float module does not have."""
+        return (*super().own_attributes(), "training_arithmetic")
+
+    @property
+    def sources(self) -> tuple[Quantizer | None, Quantizer | None]:
+        """The quantizers of both operands."""
+        return getattr(self, "input_quantizer", None), self.other_quantizer
+
+    def compute(self, input: Tensor, other: Tensor) -> Tensor:
+        """Return the product of the quantized operands."""
+        return product(torch.matmul, input, other, self.sources, self.training_arithmetic)
 
 
 class QuantCat(QuantInput, Cat):

@@ -5,13 +5,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtoolkit.errors import check_known
 from qtoolkit.integer.onednn import is_exact
 from qtoolkit.nn.hooks import is_recorded, is_transformed
 from qtoolkit.ops.layer import WeightGrid, quant_layer, quant_weight
 from qtoolkit.quantizers.handed_over import codes_of
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
@@ -48,6 +49,34 @@ class TrainingArithmetic:
 
 
 DEFAULT = TrainingArithmetic()
+PLAIN = TrainingArithmetic("float", "float")  # torch's own ops and fake quantization, which can be differentiated twice
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a tensor come from.
+
+    Attributes:
+        quantizer: The quantizer on whose grid they lie.
+        dropouts: The dropouts behind it: a schedule may change their probabilities, which were 0, at any time.
+    """
+
+    quantizer: Quantizer
+    dropouts: tuple[nn.Module, ...] = ()
+
+    def now(self) -> Quantizer | None:
+        """Return the quantizer; None while a dropout moves the values off its grid."""
+        return None if any(dropout.training and dropout.p for dropout in self.dropouts) else self.quantizer
+
+
+class TrainsOnCodes:
+    """A module that `qtoolkit.nn.set_training_arithmetic` sets.
+
+    Attributes:
+        training_arithmetic: How a forward in training computes, and what it keeps for backward (see `qtoolkit.prepare`).
+    """
+
+    training_arithmetic: TrainingArithmetic = DEFAULT
 
 
 def run(

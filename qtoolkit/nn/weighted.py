@@ -19,7 +19,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
-class QuantWeighted(QuantModule):
+class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     """A layer whose forward fake-quantizes its weight; to be mixed into torch's class.
 
     With a linked batch norm, the weight is quantized as folding the batch norm would scale it. In eval mode the layer
@@ -38,7 +38,6 @@ class QuantWeighted(QuantModule):
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
         integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None.
-        training_arithmetic: How a forward in training computes, and what it keeps for backward (see `qtoolkit.prepare`).
     """
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
@@ -50,8 +49,7 @@ class QuantWeighted(QuantModule):
     integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer, ...] = ()
-    _source: tuple[Quantizer, ...] = ()
-    training_arithmetic: on_codes.TrainingArithmetic = on_codes.DEFAULT
+    _source: on_codes.Source | None = None
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -71,8 +69,7 @@ class QuantWeighted(QuantModule):
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
         """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
-        self._sums_over, self._source = (), ()
-        self.training_arithmetic = on_codes.DEFAULT
+        self._sums_over, self._source = (), None
         self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
@@ -146,14 +143,14 @@ class QuantWeighted(QuantModule):
         """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does; None: do not."""
         self._sums_over = () if quantizer is None else (quantizer,)  # in a tuple: it is a submodule elsewhere
 
-    def link_source(self, quantizer: Quantizer | None) -> None:
-        """Take inputs for values on this quantizer's grid where no codes come with them; None: they may be any."""
-        self._source = () if quantizer is None else (quantizer,)
+    def link_source(self, source: on_codes.Source | None) -> None:
+        """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any."""
+        self._source = source
 
     @property
     def source(self) -> Quantizer | None:
         """The quantizer on whose grid the inputs lie, or None where that is not known."""
-        return self._source[0] if self._source else None
+        return None if self._source is None else self._source.now()
 
     def sum_steps(self) -> Tensor | None:
         """Return the steps of the layer's integer sums: one, or one per output channel. None without a linked input."""
@@ -240,10 +237,10 @@ class QuantWeighted(QuantModule):
         kwargs: dict[str, Any],
         factor: Tensor | None,
         bias: Tensor | None,
-        quantized: bool,
+        with_quantized_weight: bool,
     ) -> Tensor:
         """Compute the layer for a strategy of batch norms."""
-        if quantized:
+        if with_quantized_weight:
             return self.run(x, factor, bias, *args, **kwargs)
         return self.compute(x, self.weight, bias, *args, **kwargs)
 
@@ -286,14 +283,19 @@ class QuantWeighted(QuantModule):
 
 
 def set_training_arithmetic(model: nn.Module, forward: str = "auto", save: str = "codes") -> None:
-    """Set how the layers of a prepared or replaced model compute in training, at any time.
+    """Set how a prepared or replaced model computes in training, at any time.
+
+    With forward="float" and save="float" training calls torch's own ops and fake quantization alone, which can be
+    differentiated twice.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it.
-        forward: How convolutions and linear layers compute whose inputs and weights are on integer grids. "float": in float,
-            on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has exact int8 kernels
-            for the layer on this processor, else in float. Gradients are the straight-through ones in any case.
-        save: What such a layer keeps of its input for backward. "codes": a byte an element, half a byte for at most 4 bits.
+        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it, for the layers in it: the
+            ops between the layers of a traced model follow the setting of the whole model.
+        forward: How convolutions, linear layers and products of two activations compute whose operands are on integer grids.
+            "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has
+            exact int8 kernels for the op on this processor, else in float. Gradients are the straight-through ones in any
+            case.
+        save: What such an op keeps of its operands for backward. "codes": a byte an element, half a byte for at most 4 bits.
             "float": the values.
 
     Raises:
@@ -306,6 +308,6 @@ def set_training_arithmetic(model: nn.Module, forward: str = "auto", save: str =
         TrainingArithmetic(forward='float', save='codes')
     """
     arithmetic = on_codes.TrainingArithmetic(forward, save)
-    for layer in model.modules():
-        if isinstance(layer, QuantWeighted):
-            layer.training_arithmetic = arithmetic
+    for module in model.modules():
+        if isinstance(module, on_codes.TrainsOnCodes):
+            module.training_arithmetic = arithmetic

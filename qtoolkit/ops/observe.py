@@ -227,7 +227,7 @@ def search_range(
     - "entropy": the least KL divergence between the clipped histogram and its quantized form, as in TensorRT's calibrator
       (S. Migacz, GTC 2017). The bin at zero takes the count of its neighbour, as in pytorch-quantization. Only
       ranges with at least as many filled bins as levels are compared (or the range of all values, if there are fewer): a
-      smaller one has no divergence, whatever it clips.
+      smaller one has no divergence, even if it clips.
     - "percentile": the range that holds `percentile` % of the values, with counts spread evenly within a bin.
 
     A symmetric range is [-t, t] ([0, t] for codes from 0 up); every edge of a bin is a candidate for t. An affine range is

@@ -3,6 +3,7 @@
 They live as long as the tensor does. Values determine codes, so a layer that is handed none computes them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,6 +88,21 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
     if codes is not found.codes and not torch.compiler.is_compiling() and not y.is_inference():
         _handed[y] = replace(found, codes=codes)
     return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
+
+
+def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None) -> Codes | None:
+    """Return the codes of a tensor that has values of another one, y, whose arguments are those of `codes_of`."""
+    found = _grid_of(y, quantizer)
+    return (
+        None if found is None else Codes(_computed(part, found), found.scale, found.zero_point, found.qmin, found.qmax)
+    )
+
+
+def values_of(codes: Codes, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the values of codes of a tensor of this size and dtype."""
+    if is_packed(codes.qmin, codes.qmax):
+        return ops.dequantize_int4(codes.codes, size, codes.scale, codes.zero_point, codes.qmin < 0, dtype=dtype)
+    return ops.dequantize(codes.codes, codes.scale, codes.zero_point, dtype=dtype)
 
 
 def _grid_of(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from qtoolkit.graph.plan import Status, Verdict
-from qtoolkit.nn import QuantModule, QuantWeighted, on_codes
+from qtoolkit.nn import (
+    QuantMatMul,
+    QuantModule,
+    QuantMultiheadAttention,
+    QuantScaledDotProductAttention,
+    QuantWeighted,
+    on_codes,
+)
+from qtoolkit.nn.product import described
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -129,7 +137,13 @@ def weight_of(layer: nn.Module) -> str:
 
 def training_of(layer: nn.Module) -> str:
     """Return how a layer computes in training, or "" for other modules."""
-    return on_codes.described(layer) if isinstance(layer, QuantWeighted) else ""
+    if isinstance(layer, QuantWeighted):
+        return on_codes.described(layer)
+    if isinstance(layer, QuantMatMul):
+        return described(layer.sources, layer.training_arithmetic)
+    if isinstance(layer, QuantMultiheadAttention | QuantScaledDotProductAttention):
+        return "; ".join(dict.fromkeys(described(sources, layer.training_arithmetic) for sources in layer.products))
+    return ""
 
 
 def spec_of(quantizer: nn.Module | None) -> str:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from qtoolkit.graph.chains import sentence
+from qtoolkit.graph import products as products_in
+from qtoolkit.graph.chains import is_batch_norm_call, sentence
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.passes.record import verdict_now
@@ -44,7 +45,7 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
         sources[str(node.target)].append(node.all_input_nodes[0].name)
     every = layer_quantizers(model)
     held = [quantizer for quantizer in every if not quantizer.is_weights]
-    trained = {chain.batch_norm: sentence(chain) for chain in chains_now(model, model.calls)}
+    trained = _trained(model)
     layers = [_layer_line(model, node, every, trained.get(node, "")) for node in nodes if _has_line(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
@@ -55,6 +56,17 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     )
     printed = {node.name: name_of(node) for node in nodes}
     return QuantizationReport(tuple(layers), tuple(line.renamed(printed) for line in tensors))
+
+
+def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
+    """Return how ops that are no layers compute in training."""
+    nodes, ops = model.graph.nodes, model.ops_in_training()
+    norms = {node: "by torch: as asked" for node in nodes if ops is None and is_batch_norm_call(node)}
+    chains = {chain.batch_norm: sentence(chain) for chain in chains_now(model, model.calls, ops)}
+    products = {
+        node: products_in.sentence(node, model.products[node.name]) for node in nodes if node.name in model.products
+    }
+    return {**norms, **chains, **products}
 
 
 def _has_line(node: fx.Node) -> bool:

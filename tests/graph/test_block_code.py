@@ -369,3 +369,11 @@ def test_the_code_is_as_before() -> None:
     prepared = qt.prepare(Net(), (X,))
     assert "self.stage(" not in prepared.code
     assert "stage_2_conv2" in [node.name for node in prepared.graph.nodes]
+
+
+def test_code_that_is_compiled_again_is_not_wrapped_again() -> None:
+    model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).train(), (torch.randn(2, 3, 8, 8),))
+    for _ in range(2):
+        model.divide(model.calls)
+        converted = type(model).forward  # to channels_last
+        assert not hasattr(converted.__wrapped__, "__wrapped__")

@@ -91,8 +91,10 @@ def bytes_kept(model: nn.Module, x: Tensor) -> int:
 @configs
 @roads
 def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None:
-    plain = quantized(road, config, forward="float", save="float")
-    codes = quantized(road, config, forward="float", save="codes")
+    plain, codes = (quantized(road, config, forward="float", save="codes") for _ in range(2))
+    for layer in plain.modules():  # the batch norms between them are the same ops in both
+        if isinstance(layer, qt.nn.QuantWeighted):
+            qt.nn.set_training_arithmetic(layer, forward="float", save="float")
     for _ in range(2):
         assert_equal(step(codes), step(plain))
 
@@ -249,6 +251,26 @@ def test_dropout_moves_values_off_the_grid() -> None:
         torch.manual_seed(3)
         found.append(step(prepared))
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+def test_a_dropout_that_drops_nothing_leaves_values_on_their_grid_until_it_does(forward: str) -> None:
+    """The flattened tensor comes with no codes, so that the layer has to know the quantizer."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.0), nn.Flatten(), nn.Linear(800, 5))
+    found, kept = [], []
+    for options in ({"forward": forward}, {"forward": "float", "save": "float"}):
+        prepared = quantized("graph", LSQ, copy.deepcopy(model), **options)
+        if options == {"forward": forward}:
+            keeps = {line.name: line.training for line in qt.quantization_report(prepared).layers}["4"]
+            assert keeps == ("on codes" if forward == "integer" else "float (as asked)") + ", keeps codes"
+        kept.append(bytes_kept(prepared, images()))
+        prepared.get_submodule("2").p = 0.5  # a schedule
+        torch.manual_seed(3)
+        found.append(step(prepared))
+    assert kept[1] - kept[0] >= 2 * 4 * 800
+    assert prepared.get_submodule("4").source is None
+    if forward == "float":  # in channels_last a dropout takes other random numbers
+        assert_equal(*found)
 
 
 @pytest.mark.skipif(not HAS_INT8, reason="torch has no exact int8 kernels on this processor")

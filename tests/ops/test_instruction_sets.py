@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -25,9 +26,16 @@ from tests.cases import (
     bounds,
     codes,
     floats,
+    leaf,
     scales,
     zero_points,
 )
+from tests.ops.test_batch_norm import ACTIVATIONS, DIFFERENTIABLE, LAST, SHAPES, fused, tensors
+from tests.ops.test_max_pool import SHAPES as POOLED
+from tests.ops.test_max_pool import WINDOWS
+from tests.ops.test_max_pool import values as pooled
+
+RESIDUALS = ("none", "values", "codes")
 
 NAMES = ("avx512", "avx2", "plain")
 TELL = "import torch, qtoolkit; print(torch.ops.qtoolkit.instruction_set())"
@@ -68,6 +76,40 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         yield from running
 
 
+def fused_batch_norms(dtype: torch.dtype) -> Iterator[Tensor]:
+    """Statistics, values, codes, every gradient and running statistics of each chain on each shape."""
+    for (shape, last), activation, residual in itertools.product(shapes_of_norms(), ACTIVATIONS, RESIDUALS):
+        for quantized in (False, True):
+            torch.manual_seed(0)
+            given = tensors(shape, dtype, last=last, residual=residual, quantized=quantized)
+            given = {name: leaf(t) if name in DIFFERENTIABLE else t for name, t in given.items()}
+            y, codes, mean, variance = fused(activation, **given)
+            yield from (y.detach(), codes, mean, variance)
+            inputs = [given[name] for name in DIFFERENTIABLE if name in given]
+            yield from torch.autograd.grad(y, inputs, floats(dtype, 7)(*shape))
+            running = torch.zeros_like(mean, dtype=dtype), torch.ones_like(mean, dtype=dtype)
+            ops.batch_norm_track_(
+                *running, mean, variance, 0.3, y.numel() // y.size(1), divisor=given["divisor"].detach()
+            )
+            yield from running
+
+
+def shapes_of_norms() -> list[tuple[tuple[int, ...], bool]]:
+    return [(shape, last) for shape in SHAPES.values() for last in (False, True) if not last or len(shape) in LAST]
+
+
+def max_pools(dtype: torch.dtype) -> Iterator[Tensor]:
+    """Values, places and gradients of each window on each shape."""
+    for window, shape, ceil_mode in itertools.product(WINDOWS.values(), POOLED.values(), (False, True)):
+        for kind, last in itertools.product(("ties", "special"), (False, True)):
+            x = pooled(dtype, shape, kind).nan_to_num(1.0, torch.inf, -torch.inf)
+            x = x.contiguous(memory_format=torch.channels_last) if last and x.dim() == 4 else x
+            sides = [side if isinstance(side, tuple) else (side,) for side in window]
+            y, places = native.max_pool_offsets(x, *sides, ceil_mode)
+            yield from (y, places)
+            yield native.max_pool_offsets_backward(floats(dtype, 7)(*y.shape), places, x.shape, *sides, ceil_mode)
+
+
 def order_of(y: Tensor) -> list[int]:
     return sorted(range(y.dim()), key=lambda d: -y.stride(d))
 
@@ -100,6 +142,11 @@ def digests() -> Iterator[str]:
                 for result in computed_on(x, channels, grad) if channels.fit(x) else ():
                     total.update(result.contiguous().flatten().view(torch.uint8).numpy())
             yield f"{dtype} {name} {total.hexdigest()}"
+        for several in (fused_batch_norms, max_pools):
+            total = hashlib.sha256()
+            for result in several(dtype):
+                total.update(result.contiguous().flatten().view(torch.uint8).numpy())
+            yield f"{dtype} {several.__name__} {total.hexdigest()}"
     yield f"codes {hashlib.sha256(ops.dequantize(codes(torch.int32)(100003), scales(1)).numpy()).hexdigest()}"
 
 
@@ -127,7 +174,7 @@ def lines_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "plain"])
 def test_the_same_bits_as_plain(name):
     mine, plain = lines_of(name), lines_of("plain")
-    assert len(plain) == len(FLOATS) * len(CHANNELS) + 1
+    assert len(plain) == len(FLOATS) * (len(CHANNELS) + 2) + 1
     assert mine == plain
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,6 +106,38 @@ def test_an_average_is_evaluated_at_any_time(road: str, quantizer: str, buffers:
                 torch.testing.assert_close(*scales, rtol=1e-6, atol=0)
     update_bn(batches(2), ema)
     assert torch.equal(ema.eval()(x), qt.convert(ema.module)(x))
+
+
+class Functions(nn.Module):
+    """Weights that functions take, one of them computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.gain = nn.Parameter(torch.randn(4, SHAPE[1], 3, 3)), nn.Parameter(torch.ones(4, 1, 1, 1))
+        self.weight = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.conv2d(x, self.kernel * self.gain).relu().mean((2, 3)), self.weight)
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, lambda m: pickle.loads(pickle.dumps(m))], ids=["itself", "pickle"])
+def test_weights_of_functions_have_their_own_range_in_an_average(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = qt.prepare(Functions().train(), (torch.randn(SHAPE),))
+    qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
+    ema = AveragedModel(copied(model), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.5), torch.randn(SHAPE)
+    for epoch in range(3):
+        train(model, optimizer, 2, epoch)
+        ema.update_parameters(model)
+        y = ema.eval()(x)
+        averaged = ema.module
+        for node in averaged.graph.nodes:
+            quantizer = averaged.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(quantizer, qt.TensorQuantizer) and quantizer.of_weight:
+                weight = averaged.values_of([node.all_input_nodes[0]])[node.all_input_nodes[0]]
+                amax = weight.abs().amax([d for d in range(weight.dim()) if d != quantizer.spec.axis])
+                torch.testing.assert_close(quantizer.amax.flatten(), amax, rtol=1e-6, atol=0)
+        assert torch.equal(y, qt.convert(averaged)(x))
 
 
 # ---- gradients

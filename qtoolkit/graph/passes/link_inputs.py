@@ -9,6 +9,7 @@ from qtoolkit.graph.placement.sources import layer_calls, quantizer_of_input, qu
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
+from qtoolkit.nn.on_codes import Source
 
 HOLDER = "bias_quantizers"  # the submodule of a prepared model that rounds the biases of functions
 
@@ -32,7 +33,7 @@ def link_own_inputs(model: nn.Module, backend: Backend) -> None:
     """Link each layer that quantizes its own input to that quantizer."""
     for layer in model.modules():
         if isinstance(layer, QuantWeighted):
-            layer.link_source(layer.input_quantizer)
+            layer.link_source(None if layer.input_quantizer is None else Source(layer.input_quantizer))
             layer.link_input(layer.input_quantizer if backend.integer_bias else None)
 
 

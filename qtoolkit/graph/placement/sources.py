@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from torch import fx
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind
 from qtoolkit.nn import QuantWeighted
-from qtoolkit.op_kinds.nodes import module_of, tensor_inputs
+from qtoolkit.nn.on_codes import Source
+from qtoolkit.op_kinds.nodes import is_weight_quantizer, module_of, tensor_inputs
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -18,7 +19,16 @@ def link_sources(graph: fx.Graph, backend: Backend) -> None:
     A prepared model does so whenever its graph is compiled: the graph may have been changed.
     """
     for layer, nodes in layer_calls(graph).items():
-        layer.link_source(quantizer_of_inputs(nodes, backend, in_training=True))
+        quantizer = quantizer_of_inputs(nodes, backend, in_training=True)
+        inputs = [source for node in nodes for source in tensor_inputs(node)[:1]]
+        layer.link_source(None if quantizer is None else Source(quantizer, dropouts_behind(inputs, backend)))
+
+
+def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
+    """Return the source of a tensor in training; None where its values are on no quantizer's grid, or on that of a weight."""
+    behind = quantizer_behind(node, backend, in_training=True)
+    quantizer = None if behind is None or is_weight_quantizer(behind) else module_of(behind)
+    return Source(quantizer, dropouts_behind([node], backend)) if isinstance(quantizer, Quantizer) else None
 
 
 def layer_calls(graph: fx.Graph) -> dict[QuantWeighted, list[fx.Node]]:

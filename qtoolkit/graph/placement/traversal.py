@@ -1,5 +1,7 @@
 """Where a tensor of a graph comes from: the op that computes it, and the quantizer whose grid it lies on."""
 
+from collections.abc import Iterable
+
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
@@ -7,6 +9,7 @@ from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of, tensor_inp
 
 # Kinds between a layer and what takes its output, which targets compute as part of the layer or drop.
 AFTER_A_LAYER = ("batch_norm", "identity")
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
@@ -41,7 +44,8 @@ def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False)
     Args:
         node: The tensor.
         backend: The target, whose roles say which ops only move values.
-        in_training: Whether values must be on the quantizer's grid in training mode too: behind a dropout they are not.
+        in_training: Whether values must be on the quantizer's grid in training mode too: behind a dropout they are not, unless
+            its probability is 0 (see `dropouts_behind`).
     """
     while not is_quantizer(node):
         role = backend.role(kind_of(node))
@@ -58,7 +62,25 @@ def _may_drop(node: fx.Node) -> bool:
     """Return whether an op that does nothing in eval mode may change values in training."""
     if kind_of(node).name != "identity" or node.op == "call_method":
         return False
-    return node.op != "call_module" or not isinstance(module_of(node), nn.Identity)
+    return node.op != "call_module" or not (isinstance(module_of(node), nn.Identity) or _drops_nothing(module_of(node)))
+
+
+def _drops_nothing(module: nn.Module) -> bool:
+    return type(module) in DROPOUTS and not module.p
+
+
+def dropouts_behind(tensors: Iterable[fx.Node], backend: Backend) -> tuple[nn.Module, ...]:
+    """Return the dropouts, of probability 0, between some tensors and the quantizers that `quantizer_behind` finds."""
+    waiting, found = list(tensors), dict[nn.Module, None]()
+    while waiting:
+        node = waiting.pop()
+        role = "" if is_quantizer(node) else backend.role(kind_of(node))
+        if node.op == "call_module" and _drops_nothing(module_of(node)):
+            found[module_of(node)] = None
+        waiting += (
+            tensor_inputs(node)[: 1 if role == "transparent" else None] if role in ("transparent", "concat") else []
+        )
+    return tuple(found)
 
 
 def _behind_concat(node: fx.Node, backend: Backend, in_training: bool) -> fx.Node | None:

@@ -1,0 +1,46 @@
+"""The ranges of weights that functions take, as F.conv2d(x, weight) does: those of quantizers that a pass inserted."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+from torch import Tensor, fx
+
+from qtoolkit.op_kinds.nodes import is_weight_quantizer, module_of
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.weights import Versions, is_stale
+
+
+def refresh(
+    gm: fx.GraphModule, changed: bool, values_of: Callable[[Sequence[fx.Node]], Mapping[fx.Node, Tensor]]
+) -> None:
+    """Set each range that follows a weight to that of the weight, if it may have changed since it was taken.
+
+    Args:
+        gm: The model.
+        changed: Whether a weight is known to have changed.
+        values_of: Computes nodes that depend on parameters alone.
+    """
+    stale = [(quantizer, weight) for quantizer, weight in _weights(gm) if is_stale(quantizer, changed)]
+    values = values_of([weight for _, weight in stale])
+    for quantizer, weight in stale:
+        quantizer.follow(values[weight])
+
+
+def versions(gm: fx.GraphModule) -> Versions:
+    """Return the versions of the parameters and buffers on which the weights depend."""
+    waiting, seen = [weight for _, weight in _weights(gm)], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    tensors = [attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node in seen and node.op == "get_attr"]
+    return Versions(tensor for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _weights(gm: fx.GraphModule) -> Iterator[tuple[Quantizer, fx.Node]]:
+    """Yield each quantizer of a weight, with the node that computes the weight."""
+    for node in gm.graph.nodes:
+        module = module_of(node) if is_weight_quantizer(node) else None
+        if isinstance(module, Quantizer):
+            yield module, node.all_input_nodes[0]
