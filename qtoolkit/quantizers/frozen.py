@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
@@ -53,6 +53,7 @@ class Grid(Quantizer):
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
+        shape: What shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
         reciprocal: Whether it multiplies by a factor that the ends of its range give, and adds the code of zero before it
             rounds, as OpenVINO does.
 
@@ -67,6 +68,7 @@ class Grid(Quantizer):
 
     scale: Tensor
     zero_point: Tensor | None
+    shape: nn.Module | None
     reciprocal: bool = False
     _computed_by: tuple[Any, ...] = ()
 
@@ -85,6 +87,7 @@ class Grid(Quantizer):
         check_scale(name, scale)
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
+        self.shape = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
@@ -92,6 +95,7 @@ class Grid(Quantizer):
             return x
         if self.reciprocal:
             return self._values_by_reciprocal(x)
+        x = x if self.shape is None else self.shape(x)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
 
     def _values_by_reciprocal(self, x: Tensor) -> Tensor:
@@ -117,6 +121,7 @@ class Grid(Quantizer):
         if spec.format != "int":
             raise ValueError(f"Grid.codes: format={spec.format!r} has no integer codes; call the grid for its values.")
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
+        x = x if self.shape is None else self.shape(x)
         return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 
     def values(self, codes: Tensor) -> Tensor:
@@ -130,3 +135,26 @@ class Grid(Quantizer):
     def extra_repr(self) -> str:
         """Return the spec's short name."""
         return self.spec.describe()
+
+
+class ShapedActivation(nn.Module):
+    """The quantizer of an activation in a converted model that is shaped before it is rounded.
+
+    Attributes:
+        shape: Shapes the input (see `QuantizerKind.shape`).
+        grid: Rounds it.
+    """
+
+    def __init__(self, shape: nn.Module, grid: Grid) -> None:
+        super().__init__()
+        self.shape, self.grid = shape, grid
+
+    @property
+    def inserted(self) -> bool:
+        """Whether a graph pass inserted the quantizer as a node of its own."""
+        return self.grid.inserted
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the quantized tensor; x itself where quantization is off."""
+        y: Tensor = self.grid(self.shape(x)) if self.grid.quantizing else x
+        return y

@@ -25,6 +25,12 @@ def has_codes(spec: "QuantSpec") -> bool:
     return fits_a_byte(spec) and spec.axis is None
 
 
+def ends_of(spec: "QuantSpec", scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of a grid, of the scale's shape."""
+    shift = 0 if zero_point is None else zero_point
+    return (spec.qmin - shift) * scale, (spec.qmax - shift) * scale
+
+
 def fake_quant(
     spec: "QuantSpec",
     x: Tensor,
@@ -90,6 +96,66 @@ def _steps(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the scale of each element of x."""
     ones = torch.ones_like(x, dtype=torch.int8)
     return ops.dequantize(ones, scale, None, spec.axis, group, spec.block_size)
+
+
+def per_element(values: Tensor, x: Tensor, spec: "QuantSpec", group: int = 1) -> Tensor:
+    """Return values of a scale's shape, shaped to broadcast over x. Differentiable.
+
+    Args:
+        values: One element, or one per channel, group of channels or block, in the order of a scale.
+        x: A tensor that the spec quantizes.
+        spec: Says which elements of x share a scale.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+    Example:
+        >>> per_element(torch.tensor([1.0, 2.0]), torch.ones(3, 2, 4), qt.QuantSpec(axis=1)).shape
+        torch.Size([1, 2, 1])
+    """
+    if spec.axis is None or values.numel() == 1:
+        return values.reshape(())
+    axis = spec.axis % x.dim()
+    if spec.group_size is not None:
+        sizes = [size // spec.group_size if dim == axis else size for dim, size in enumerate(x.shape)]
+        return values.reshape(sizes).repeat_interleave(spec.group_size, axis)
+    sizes = [size if dim == axis else 1 for dim, size in enumerate(x.shape)]
+    if group == 1:
+        return values.reshape(sizes)
+    parts = values.reshape(group, *sizes)  # dimension 0 of x is divided into groups, each with channels of its own
+    return parts.expand(group, x.size(0) // group, *sizes[1:]).reshape(x.size(0), *sizes[1:])
+
+
+def clip(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """Return x within [low, high]. The gradient at an end is that of x, whatever torch.clamp's is. NaN stays NaN."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
+class _Straight(torch.autograd.Function):
+    """Return `value`; the gradient goes to `through` as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, through: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+def straight_through(value: Tensor, through: Tensor) -> Tensor:
+    """Return `value`, exactly, with the gradient of `through`, a tensor of the same shape."""
+    straight: Tensor = _Straight.apply(value.detach(), through)
+    return straight
+
+
+def trained_by_ratio(unit: Tensor, ratio: Tensor) -> Tensor:
+    """Return unit * ratio, with the gradient of ratio divided by unit squared.
+
+    So a step of SGD changes the product as if it were the parameter; see `qtoolkit.ops.positive_scale`, whose result is
+    positive.
+    """
+    unit = unit.reshape(ratio.shape)
+    moved = ratio / unit.square()
+    return straight_through(unit * ratio, unit * moved)
 
 
 class _WithFactor(torch.autograd.Function):

@@ -7,6 +7,7 @@ from torch import nn
 
 from qtoolkit.graph.plan import Status, Verdict
 from qtoolkit.nn import QuantModule, QuantWeighted, on_codes
+from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -134,7 +135,8 @@ def training_of(layer: nn.Module) -> str:
 
 def spec_of(quantizer: nn.Module | None) -> str:
     """Return the spec of a quantizer in short form."""
-    return quantizer.spec.describe() if isinstance(quantizer, Quantizer) else "float"
+    rounding = quantizer.grid if isinstance(quantizer, ShapedActivation) else quantizer
+    return rounding.spec.describe() if isinstance(rounding, Quantizer) else "float"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
