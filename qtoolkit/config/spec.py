@@ -44,8 +44,10 @@ class QuantSpec:
             `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
             "minmax" it starts from 2 * mean|x| / sqrt(qmax), at most from the range), or another name of
-            `qtoolkit.quantizers.table`, which says how to add one.
-        quantizer_args: Options of the quantizer. "fixed" and "lsq" have none.
+            `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",
+            "apot", "qil". docs/quantizers.md compares them.
+        quantizer_args: Options of the quantizer, with their defaults: `alpha` (0.2) for "dsq"; `gamma` (1.0) and `learn_gamma`
+            (False) for "qil". The others have none.
 
     Raises:
         ValueError: A value is out of its range, or a name is unknown.

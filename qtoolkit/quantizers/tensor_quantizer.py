@@ -1,5 +1,6 @@
 """TensorQuantizer: the quantizer of prepared models, which observes ranges and fake-quantizes."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -213,6 +214,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def load_observed(self) -> tuple[Tensor, Tensor]:
         """Set the grid from the range observed so far, and return that range.
 
+        Warns:
+            UserWarning: A range that is trained would start from zeros.
+
         Raises:
             RuntimeError: Nothing was observed.
             ValueError: An observed value is not finite.
@@ -223,6 +227,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
+        if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
+            warnings.warn(
+                f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
+                f"of 1; take quantizer='fixed' for it in the QConfigMapping, whose scale follows a weight, or set its amax.",
+                stacklevel=2,
+            )
         return lo, hi
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:

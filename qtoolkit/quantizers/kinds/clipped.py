@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.spec_ops import clip, fake_quant, per_element, straight_through, trained_by_ratio
 from qtoolkit.quantizers.state import scale_dtype
 
@@ -27,12 +28,8 @@ class Clipped(QuantizerKind):
 
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec that restricts the scale's values."""
-        if spec.format != "int":
-            raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
-        if spec.pow2_scale:
-            raise ValueError(
-                f"QuantSpec: pow2_scale=True needs quantizer='fixed' or 'tqt'; {spec.quantizer!r} trains ranges of any width."
-            )
+        needs_integers(spec)
+        needs_any_scale(spec)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return scale and zero point at the start as buffers, and the ratio of each end as a parameter."""

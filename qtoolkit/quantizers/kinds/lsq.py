@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.observers import LSQStartObserver, Observer
 from qtoolkit.quantizers.state import scale_dtype
 
@@ -27,12 +28,8 @@ class LSQ(QuantizerKind):
 
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec that restricts the scale's values."""
-        if spec.format != "int":
-            raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
-        if spec.pow2_scale:
-            raise ValueError(
-                f"QuantSpec: pow2_scale=True needs quantizer='fixed'; {spec.quantizer!r} trains scales of any value."
-            )
+        needs_integers(spec)
+        needs_any_scale(spec)
 
     def observer_type(self, spec: "QuantSpec") -> type[Observer]:
         """Return the observer of the paper's start for "minmax"."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers, needs_no_zero_point
 
 if TYPE_CHECKING:
     from qtoolkit.config import QuantSpec
@@ -28,18 +29,9 @@ class Shaped(QuantizerKind):
 
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec without a symmetric grid of integers."""
-        if spec.format != "int":
-            raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
-        if spec.pow2_scale:
-            raise ValueError(
-                f"QuantSpec: pow2_scale=True needs quantizer='fixed' or 'tqt', got {spec.quantizer!r}, whose steps have any "
-                f"size."
-            )
-        if not spec.symmetric:
-            raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} has no zero point: it needs symmetric=True, got False; take "
-                f"'lsq_plus' or 'learned_range' for an affine grid."
-            )
+        needs_integers(spec)
+        needs_any_scale(spec)
+        needs_no_zero_point(spec)
 
     def shapes(self, spec: "QuantSpec") -> bool:
         """Return True."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_integers, needs_no_zero_point
 from qtoolkit.quantizers.spec_ops import straight_through
 from qtoolkit.quantizers.state import scale_dtype
 
@@ -29,13 +30,8 @@ class TQT(QuantizerKind):
 
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec that has no symmetric grid of integers."""
-        if spec.format != "int":
-            raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
-        if not spec.symmetric:
-            raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} has no zero point: it needs symmetric=True, got False; take "
-                f"'lsq_plus' or 'learned_range' for an affine grid."
-            )
+        needs_integers(spec)
+        needs_no_zero_point(spec)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the scale at the start as a buffer, and the logarithm of the threshold as a parameter."""
