@@ -189,7 +189,7 @@ class _CodeCounts:
 
     def add(self, x: Tensor) -> None:
         quantizer, spec = self.quantizer, self.quantizer.spec
-        if spec.format != "int" or spec.bits > WIDEST or quantizer.shapes:
+        if spec.format != "int" or spec.bits > WIDEST or not quantizer.rounds_only:
             return
         if not (quantizer.quantizing and quantizer.ready):
             return

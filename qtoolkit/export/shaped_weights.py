@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.quantizers.frozen import Grid, ShapedActivation
+from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 
 
 class _Constant(nn.Module):
@@ -69,6 +69,5 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any]) -> Iterator[Non
 def check_shapes(converted: nn.Module) -> None:
     """Raise ValueError for an activation whose quantizer no file can have."""
     for name, module in converted.named_modules():
-        reason = module.shape.why_no_export if isinstance(module, ShapedActivation) else None
-        if reason is not None:
-            raise ValueError(f"export_onnx: {name!r} cannot be written: {reason}.")
+        if isinstance(module, ShapedActivation | DynamicActivation) and module.why_no_export is not None:
+            raise ValueError(f"export_onnx: {name!r} cannot be written: {module.why_no_export}.")

@@ -112,8 +112,8 @@ def _why_no_codes(layer: "QuantWeighted") -> str | None:
         return "its weight is not on a grid of integers"
     if source is None:
         return "its inputs are on no grid, or on several"
-    if source.shapes:
-        return "its inputs are shaped before they are rounded"
+    if not source.rounds_only:
+        return "its inputs are shaped before they are rounded, or have scales of their own"
     return None if has_codes(source.spec) else "its inputs have no codes of one byte and one scale"
 
 

@@ -46,9 +46,9 @@ class Quantizer(KeepsFloat32):
         return self.spec
 
     @property
-    def shapes(self) -> bool:
-        """Whether it shapes its input before it rounds it to the grid."""
-        return False
+    def rounds_only(self) -> bool:
+        """Whether it does nothing but to round its input to a grid that does not depend on it."""
+        return True
 
     scale: Any  # a Tensor: a buffer of one class, a property of the other
     zero_point: Any

@@ -1,6 +1,8 @@
 """Ops of `qtoolkit.ops` with the arguments that a QuantSpec gives."""
 
 import functools
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,34 @@ if TYPE_CHECKING:  # QuantSpec checks itself by the tables of this package
 
 # The largest number of each small float format of `qtoolkit.ops.fake_quant_float`.
 LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A small float format with a scale for each block of neighbours.
+
+    Attributes:
+        element: The format of the elements, of `qtoolkit.ops.fake_quant_float`.
+        size: Elements of a block.
+        scale_format: The format of the scales, of `qtoolkit.ops.fake_quant_block`.
+    """
+
+    element: str
+    size: int
+    scale_format: str
+
+    @property
+    def largest(self) -> int:
+        """The largest number of an element, in units of its scale."""
+        return LARGEST[self.element]
+
+
+# OCP MX v1.0, and NVIDIA's NVFP4, whose scales are relative to a scale of the tensor.
+BLOCKS = {
+    "mxfp8": BlockFormat("e4m3", 32, "e8m0"),
+    "mxfp4": BlockFormat("e2m1", 32, "e8m0"),
+    "nvfp4": BlockFormat("e2m1", 16, "e4m3"),
+}
 
 
 def fits_a_byte(spec: "QuantSpec") -> bool:
@@ -43,7 +73,7 @@ def fake_quant(
     """Return the values nearest to x on a spec's grid, in any of its formats."""
     channels = (spec.axis, group, block_size)
     if spec.format != "int":
-        return ops.fake_quant_float(x, scale, spec.format, *channels)
+        return ops.fake_quant_float(x, scale, spec.element, *channels)
     scale, zero_point, grad_factor = with_factor(scale, zero_point, grad_factor)
     return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
 
@@ -79,16 +109,16 @@ def float_codes(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tens
         >>> float_codes(spec, torch.tensor([0.5, -2.1, 9.0]), torch.tensor(1.0), 1)
         tensor([ 1, -4,  7], dtype=torch.int16)
     """
-    numbers = _numbers(spec.format).to(x.device)
+    numbers = _numbers(spec.element).to(x.device)
     quotient = x.float() / _steps(spec, x, scale, group)
-    nearest = ops.fake_quant_float(quotient, scale.new_ones((), dtype=torch.float32), spec.format)
+    nearest = ops.fake_quant_float(quotient, scale.new_ones((), dtype=torch.float32), spec.element)
     found = torch.searchsorted(numbers, nearest.abs()).clamp(max=len(numbers) - 1)
     return torch.where(nearest < 0, -found, found).to(torch.int16)
 
 
 def float_values(spec: "QuantSpec", codes: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the values of codes of a small float format."""
-    numbers = _numbers(spec.format).to(codes.device)[codes.abs().long()]
+    numbers = _numbers(spec.element).to(codes.device)[codes.abs().long()]
     return torch.where(codes < 0, -numbers, numbers) * _steps(spec, codes, scale, group)
 
 
@@ -188,4 +218,18 @@ def grid_of_range(lo: Tensor, hi: Tensor, spec: "QuantSpec") -> tuple[Tensor, Te
         >>> grid_of_range(torch.tensor(-1.0), torch.tensor(3.0), qt.QuantSpec(signed=False, symmetric=False, bits=2))
         (tensor(1.3333), tensor(1.))
     """
+    if spec.format in BLOCKS:
+        return _block_scales(torch.maximum(-lo, hi), BLOCKS[spec.format]), None
     return ops.grid_of_range(lo, hi, spec.qmin, spec.qmax, spec.symmetric, spec.pow2_scale)
+
+
+def _block_scales(amax: Tensor, block: BlockFormat) -> Tensor:
+    """Return the scales of blocks from their largest magnitudes, as `qtoolkit.ops.fake_quant_block` computes them."""
+    if block.scale_format == "e8m0":
+        _, exponent = torch.frexp(amax)  # amax = m 2^exponent with m in [1/2, 1)
+        highest = math.frexp(block.largest)[1]
+        scale = torch.exp2((exponent - highest).clamp(-126, 127).to(amax.dtype))
+        return torch.where(amax == 0, 2.0**-126, torch.where(amax.isfinite(), scale, amax))
+    of_tensor = (amax.amax() / (LARGEST[block.scale_format] * block.largest)).clamp(min=2.0**-126)
+    scale = ops.fake_quant_float(amax / block.largest, of_tensor, block.scale_format)
+    return torch.where(scale == 0, 2.0**-126, scale)

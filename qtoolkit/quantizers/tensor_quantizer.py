@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import WeightGrid
-from qtoolkit.quantizers.frozen import Grid, ShapedActivation, check_scale
+from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
 from qtoolkit.quantizers.handed_over import hand_over
 from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.recomputation import check_not_recomputing
-from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range, has_codes
+from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range, has_codes
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
+
+DYNAMIC = Dynamic()
 
 
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
@@ -86,18 +89,23 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         super().__init__(spec, group, name, of_weight=of_weight, inserted=inserted)
         if group > 1 and spec.axis is None:
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
+        if of_weight and spec.dynamic:
+            raise ValueError(
+                f"quantizer {self.name!r}: dynamic=True is for activations, got a weight, whose range follows it anyway; leave "
+                f"dynamic out of its spec."
+            )
         self.kind.check_use(spec, self.name, of_weight)
         self.observing = False
         self.following = True
         self.stale = False
-        self._shape_is_known = spec.axis is None or channels is not None
+        self._shape_is_known = spec.axis is None or channels is not None or self.dynamic
         given = (channels,) if isinstance(channels, int) else channels
-        shape = () if spec.axis is None else given or (1,)
+        shape = () if spec.axis is None or self.dynamic else given or (1,)
         for attribute, tensor in self.kind.tensors(spec, shape).items():
             register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
             register(attribute, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
         self.observer = self.kind.observer_type(spec).from_spec(spec, shape, group)
-        self.ready = False
+        self.ready = self.dynamic
 
     @property
     def active(self) -> bool:
@@ -115,9 +123,14 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         return self.kind.grid_spec(self.spec)
 
     @property
-    def shapes(self) -> bool:
-        """Whether it shapes its input before it rounds it to the grid."""
-        return self.kind.shapes(self.spec)
+    def dynamic(self) -> bool:
+        """Whether it computes its scales from each input; weights have scales of their own."""
+        return not self.of_weight and (self.spec.dynamic or self.spec.format in BLOCKS)
+
+    @property
+    def rounds_only(self) -> bool:
+        """Whether it does nothing but to round its input to a grid that does not depend on it."""
+        return not self.dynamic and not self.kind.shapes(self.spec)
 
     @property
     def follows(self) -> bool:
@@ -133,7 +146,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     @property
     def kind(self) -> QuantizerKind:
         """The entry of the table of quantizers that the spec names."""
-        return QUANTIZERS[self.spec.quantizer]
+        return DYNAMIC if self.dynamic else QUANTIZERS[self.spec.quantizer]
 
     @property
     def scale(self) -> Tensor:
@@ -273,13 +286,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """
         self.check_ready()
         y = self.kind.quantize(self, x)
-        if (
-            not self.of_weight
-            and has_codes(self.spec)
-            and isinstance(y, Tensor)
-            and y.requires_grad
-            and not self.shapes
-        ):
+        gives_codes = not self.of_weight and has_codes(self.spec) and self.rounds_only
+        if gives_codes and isinstance(y, Tensor) and y.requires_grad:
             hand_over(y, None, *self.kind.grid(self), self.spec)
         return y
 
@@ -359,7 +367,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if not self._shape_is_known:
             self._resize(self.spec.scale_shape(x.shape, self.group))
 
-    def to_grid(self) -> Grid | ShapedActivation:
+    def to_grid(self) -> Grid | DynamicActivation | ShapedActivation:
         """Return a Grid with the present scale; with what shapes its input, if the quantizer does.
 
         Raises:
@@ -371,13 +379,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 f"quantizer {self.name!r} saw no data, so it has no scale: call qtoolkit.calibrate(model, batches) on data "
                 f"that reaches it, or leave its layer in float by the QConfigMapping."
             )
+        if self.dynamic:
+            return DynamicActivation(self.spec, self.group, self.name, of_weight=False, inserted=self.inserted)
         scale, zero_point, spec = self.scale, self.zero_point, self.grid_spec
         check_scale(self.name, scale)
         if zero_point is not None:
             zero_point = zero_point.clamp(spec.qmin, spec.qmax)
         where = {"name": self.name, "of_weight": self.of_weight, "inserted": self.inserted}
         grid = Grid(scale.clone(), zero_point, spec, self.group, **where)  # type: ignore[arg-type]  # str and bool
-        if not self.shapes:
+        if not self.kind.shapes(self.spec):
             return grid
         with torch.no_grad():
             shape = self.kind.shape(self).to(scale.device)

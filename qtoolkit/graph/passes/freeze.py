@@ -51,7 +51,9 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
     """
     for name, quantizer in quantizers_of(model).items():
         quantizer.name = name
-        inner = f"{name}.grid" if quantizer.shapes and not quantizer.of_weight else name
+        if quantizer.dynamic:
+            continue
+        inner = name if quantizer.rounds_only or quantizer.of_weight else f"{name}.grid"
         scale, zero_point = state.get(f"{inner}.scale"), state.get(f"{inner}.zero_point")
         if scale is None:
             raise RuntimeError(
