@@ -157,7 +157,7 @@ def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
     check_known("method of calibrate", method, ("minmax", *METHODS))
     name, options = ("minmax", {}) if method == "minmax" else ("histogram", {"method": method})
     for quantizer in quantizers:
-        if not quantizer.of_weight:
+        if not quantizer.of_weight and not quantizer.dynamic:
             spec = replace(quantizer.spec, observer=name, observer_args=options)
             observer = quantizer.kind.observer_type(spec).from_spec(spec, tuple(quantizer.scale.shape), quantizer.group)
             quantizer.spec, quantizer.observer = spec, observer.to(quantizer.scale.device)
@@ -186,7 +186,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     grids = {name: _whole(grid_ends(quantizer)) for name, quantizer in reached.items()}
     clipped = {name: _share_clipped(quantizer) for name, quantizer in reached.items()}
     ranges = {name: _whole(ends) for name, ends in loaded.items()}
-    unreached = tuple(name for name in quantizers if name not in reached)
+    unreached = tuple(name for name, quantizer in quantizers.items() if name not in reached and not quantizer.dynamic)
     _warn_of_clipping(reached, clipped)
     return CalibrationReport(count, ranges, unreached, observed, grids, clipped)
 

@@ -12,6 +12,7 @@ from torch import nn
 from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
 from qtoolkit.errors import check_known, check_mapping, check_sequence, unknown, within
+from qtoolkit.quantizers.spec_ops import BLOCKS
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,11 @@ class QConfig:
     weight: QuantSpec | None
 
     def __post_init__(self) -> None:
-        if self.activation is not None and self.activation.group_size is not None:
+        spec = self.activation
+        if spec is not None and spec.group_size is not None and spec.format not in BLOCKS:
             raise ValueError(
-                f"QConfig: group_size is for weights, got activation group_size={self.activation.group_size}: its scales "
-                f"would depend on the batch size; set it to None for activations."
+                f"QConfig: group_size is for weights, got activation group_size={spec.group_size}: its scales would depend "
+                f"on the batch size; set it to None for activations, or take dynamic=True or a format of blocks, 'mxfp8'."
             )
 
     def describe(self) -> str:

@@ -5,16 +5,23 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
 from qtoolkit.errors import check_known, check_mapping, unknown
-from qtoolkit.quantizers.spec_ops import LARGEST
+from qtoolkit.quantizers.spec_ops import BLOCKS, LARGEST
 from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
 
-FORMATS = ("int", *LARGEST, "nnie")
+FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
 # The fields that a format other than "int" fixes.
 FIXED: dict[str, dict[str, Any]] = {
-    format: {"bits": 4 if format == "e2m1" else 8, "signed": True, "symmetric": True, "narrow": False}
+    format: {
+        "bits": 4 if format in ("e2m1", "mxfp4", "nvfp4") else 8,
+        "signed": True,
+        "symmetric": True,
+        "narrow": False,
+    }
     for format in FORMATS[1:]
 }
 FIXED["nnie"]["pow2_scale"] = False
+for name, block in BLOCKS.items():
+    FIXED[name] |= {"pow2_scale": False, "group_size": block.size, "observer": "minmax"}
 
 
 @dataclass(frozen=True)
@@ -37,15 +44,23 @@ class QuantSpec:
         format: "int"; or a format of `qtoolkit.ops.fake_quant_float`, signed, symmetric, and with a fixed scale: "e4m3" or
             "e5m2" (8 bits), "e2m1" (bits=4), or "nnie" (8 bits), a logarithmic grid whose scale is the largest magnitude, which
             cannot be exported. A scale is the value of the format's 1. Weights in OCP's MX formats have axis=1, group_size=32
-            and pow2_scale=True; scales are rounded up, so that no element saturates.
+            and pow2_scale=True; scales are rounded up, so that no element saturates. Or a format with a scale for each block of
+            neighbours along `axis`, by default the last one: "mxfp8" and "mxfp4" (OCP MX v1.0: blocks of 32 e4m3 or e2m1 and a
+            scale of a power of two, rounded down) or "nvfp4" (blocks of 16 e2m1, and scales in e4m3 relative to one of the
+            tensor). These set bits, axis and group_size. A weight's scales follow it; those of an activation are computed from
+            each input, without calibration.
         observer: "minmax" (the range of all inputs), "moving_average", or "histogram" (the range that a method chooses from a
             histogram of all inputs, per tensor or per channel).
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average"; `bins` (2048),
             `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
             "minmax" it starts from 2 * mean|x| / sqrt(qmax), at most from the range), or another name of
-            `qtoolkit.quantizers.table`, which says how to add one.
-        quantizer_args: Options of the quantizer. "fixed" and "lsq" have none.
+            `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",
+            "apot", "qil". docs/quantizers.md compares them.
+        quantizer_args: Options of the quantizer, with their defaults: `alpha` (0.2) for "dsq"; `gamma` (1.0) and `learn_gamma`
+            (False) for "qil". The others have none.
+        dynamic: Compute the scale of an activation from each input, one for each token (each row of the last dimension), not
+            calibrated. For "int" and the formats of small floats without blocks.
 
     Raises:
         ValueError: A value is out of its range, or a name is unknown.
@@ -67,20 +82,22 @@ class QuantSpec:
     axis: int | None = None
     group_size: int | None = None
     pow2_scale: bool = False
-    format: Literal["int", "e4m3", "e5m2", "e2m1", "nnie"] = "int"
+    format: Literal["int", "e4m3", "e5m2", "e2m1", "mxfp8", "mxfp4", "nvfp4", "nnie"] = "int"
     observer: str = "minmax"
     observer_args: Mapping[str, Any] = field(default_factory=dict)
     quantizer: str = "fixed"
     quantizer_args: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 16:
             raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}.")
         if self.axis is not None and type(self.axis) is not int:
             raise ValueError(f"QuantSpec: axis must be a whole number or None, got {self.axis!r}.")
-        for name in ("signed", "symmetric", "narrow", "pow2_scale"):
+        for name in ("signed", "symmetric", "narrow", "pow2_scale", "dynamic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"QuantSpec: {name} must be true or false, got {getattr(self, name)!r}.")
+        self._complete_blocks()
         self._check_group_size()
         check_known("format", self.format, FORMATS)
         check_known("observer", self.observer, OBSERVERS)
@@ -91,8 +108,34 @@ class QuantSpec:
         for name in ("observer_args", "quantizer_args"):
             object.__setattr__(self, name, dict(getattr(self, name)))  # the caller may change its own later
         self._check_format()
+        self._check_dynamic()
         observer.check(self)
         quantizer.check(self)
+
+    def _complete_blocks(self) -> None:
+        """Set what a block format fixes, where it has the default."""
+        if self.format in BLOCKS:
+            fixed = FIXED[self.format]
+            bits = fixed["bits"] if self.bits == 8 else self.bits
+            axis = -1 if self.axis is None else self.axis
+            size = fixed["group_size"] if self.group_size is None else self.group_size
+            for name, value in (("bits", bits), ("axis", axis), ("group_size", size)):
+                object.__setattr__(self, name, value)
+
+    def _check_dynamic(self) -> None:
+        if not self.dynamic:
+            return
+        if self.format in (*BLOCKS, "nnie"):
+            raise ValueError(
+                f"QuantSpec: dynamic=True needs format='int', 'e4m3', 'e5m2' or 'e2m1', got {self.format!r}; the blocks of "
+                f"activations have scales of their own in any case."
+            )
+        for name, value in {"axis": None, "observer": "minmax", "quantizer": "fixed"}.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"QuantSpec: dynamic=True computes a scale for each token, without data: it needs {name}={value!r}, got "
+                    f"{getattr(self, name)!r}."
+                )
 
     def _check_group_size(self) -> None:
         size = self.group_size
@@ -122,8 +165,13 @@ class QuantSpec:
     def qmax(self) -> int:
         """Highest code; for a format without integer codes, the highest value in units of the scale."""
         if self.format != "int":
-            return LARGEST.get(self.format, 1)
+            return LARGEST.get(self.element, 1)
         return (1 << self.bits - int(self.signed)) - 1
+
+    @property
+    def element(self) -> str:
+        """The format of one element: that of a block's elements, or `format` itself."""
+        return BLOCKS[self.format].element if self.format in BLOCKS else self.format
 
     @property
     def block_size(self) -> int:
@@ -171,7 +219,10 @@ class QuantSpec:
         words = [f"{'' if self.signed else 'u'}int{self.bits}" if self.format == "int" else self.format]
         words += ["narrow"] if self.narrow else []
         words += [] if self.symmetric else ["affine"]
-        words += [] if self.axis is None else [f"{channels}({self.axis})"]
+        words += (
+            [] if self.axis is None or (self.format in BLOCKS and self.axis == -1) else [f"{channels}({self.axis})"]
+        )
+        words += ["dynamic"] if self.dynamic else []
         words += ["pow2"] if self.pow2_scale else []
         words.append(QUANTIZERS[self.quantizer].label)
         return " ".join(word for word in words if word)

@@ -189,7 +189,9 @@ class _CodeCounts:
 
     def add(self, x: Tensor) -> None:
         quantizer, spec = self.quantizer, self.quantizer.spec
-        if spec.format != "int" or spec.bits > WIDEST or not (quantizer.quantizing and quantizer.ready):
+        if spec.format != "int" or spec.bits > WIDEST or not quantizer.rounds_only:
+            return
+        if not (quantizer.quantizing and quantizer.ready):
             return
         if self.counts is None or self.counts.device != x.device:
             self.counts = torch.zeros(2 << spec.bits, dtype=torch.int64, device=x.device)

@@ -92,6 +92,8 @@ def link_chains(model: nn.Module, strategy: str, apart: Mapping[str, Verdict] | 
         if not isinstance(layer, QuantWeighted) or layer.weight_quantizer is None:
             why = f"the weight of {chain[0]!r}, its layer, stays float"
             verdicts[chain[1]] = Verdict.left_float(Cause.NOT_FOLDED, why)
+        elif (unfit := layer.why_batch_norm_stays()) is not None:
+            verdicts[chain[1]] = Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({unfit})")
         elif apart and chain[1] in apart:
             verdicts[chain[1]] = apart[chain[1]]
         else:

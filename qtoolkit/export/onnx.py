@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_
 from qtoolkit.export.passes.repeated_pairs import repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.quiet import without_noise
+from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.plan import Cause
 from qtoolkit.integer.kernels import in_float
@@ -164,10 +166,11 @@ def export_onnx(
     with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
         with evaluating(converted), torch.no_grad():
             check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
+        shaped = shaped_weights(converted, partial(_run, converted, inputs))
         if dynamic_batch:
             inputs, dynamic_shapes = inputs.with_dynamic_batch()
         request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
-        with evaluating(converted), in_float(converted), without_noise():
+        with evaluating(converted), in_float(converted), without_noise(), shaped:
             exported = EXPORTERS[exporter](request)
             if integer_weights is None:
                 integer_weights = _backend_of(converted).integer_weights
@@ -197,6 +200,11 @@ def _backend_of(model: nn.Module) -> Backend:
     return backends["tensorrt"] if plan is None else plan.backend
 
 
+@torch.no_grad()
+def _run(model: nn.Module, inputs: Inputs) -> None:
+    model(*inputs.args, **inputs.kwargs)
+
+
 def _require_extra() -> None:
     try:
         import onnx  # noqa: F401
@@ -223,6 +231,7 @@ def _check_grids(converted: nn.Module) -> None:
             "export_onnx: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
             "To export the float model, use torch.onnx.export."
         )
+    check_shapes(converted)
     for name, grid in grids.items():
         if grid.spec.format == "nnie":
             raise ValueError(

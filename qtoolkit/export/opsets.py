@@ -30,7 +30,7 @@ def choose(opset: int | None, converted: nn.Module) -> int:
 
     grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
     needed = {
-        name: smallest_opset(g.spec.format, g.spec.qmin, g.spec.qmax, g.spec.block_size)
+        name: smallest_opset(g.spec.element, g.spec.qmin, g.spec.qmax, g.spec.block_size)
         for name, g in grids.items()
         if g.quantizing
     }

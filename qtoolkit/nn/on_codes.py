@@ -158,6 +158,8 @@ def _why_no_codes(layer: "QuantWeighted") -> str | None:
         return "its weight is not on a grid of integers"
     if source is None:
         return "its inputs are on no grid, or on several"
+    if not source.rounds_only:
+        return "its inputs are shaped before they are rounded, or have scales of their own"
     return None if has_codes(source.spec) else "its inputs have no codes of one byte and one scale"
 
 
@@ -176,6 +178,8 @@ def integer_obstacle(layer: "QuantWeighted") -> str | None:
     quantizer = layer.weight_quantizer
     if quantizer is None or not fits_a_byte(quantizer.spec):
         return "its weight is not on a grid of integers of at most 8 bits"
+    if isinstance(quantizer, TensorQuantizer) and not quantizer.has_integer_grid:
+        return f"the gradients of its weight are those of {quantizer.spec.quantizer!r}"
     if not quantizer.spec.symmetric:
         return "its weight has a zero point"
     if not quantizer.spec.signed:

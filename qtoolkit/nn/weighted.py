@@ -16,6 +16,7 @@ from qtoolkit.ops.layer import Geometry
 from qtoolkit.quantizers.bias import bias_scale, enlarged, gives_sums, on_grid
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
 
@@ -103,6 +104,13 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def batch_norm(self) -> LinkedBatchNorm | None:
         """The batch norm after the layer, which conversion folds, or None. It keeps its place in the model."""
         return self._batch_norm[0] if self._batch_norm else None
+
+    def why_batch_norm_stays(self) -> str | None:
+        """Return why no batch norm can be linked, or folded; None if one can."""
+        quantizer = self.weight_quantizer
+        if not isinstance(quantizer, TensorQuantizer) or quantizer.kind.KEEPS_SIZE:
+            return None
+        return f"quantizer={quantizer.spec.quantizer!r} gives all weights the size of 1"
 
     def depends_on(self) -> Sequence[nn.Module]:
         """Return the linked batch norm, if there is one."""

@@ -27,6 +27,7 @@ from qtoolkit.op_kinds.table import (
     OpKind,
     kind_named,
 )
+from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -196,7 +197,7 @@ def _nodes_in(values: Iterable[Any]) -> Iterable[fx.Node]:
 def is_quantizer(node: fx.Node) -> bool:
     """Return whether a node is a quantizer that a pass inserted."""
     module = module_of(node) if node.op == "call_module" else None
-    return isinstance(module, FunctionBias) or (isinstance(module, Quantizer) and module.inserted)
+    return isinstance(module, FunctionBias) or (isinstance(module, Quantizer | ShapedActivation) and module.inserted)
 
 
 def is_weight_quantizer(node: fx.Node) -> bool:

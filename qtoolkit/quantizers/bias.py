@@ -68,4 +68,4 @@ def gives_sums(quantizer: Quantizer | None) -> bool:
     """Return whether a quantizer gives codes that are multiplied and summed in int32: integers of at most 8 bits."""
     if quantizer is None or not (quantizer.ready and quantizer.quantizing):
         return False
-    return fits_a_byte(quantizer.spec)
+    return fits_a_byte(quantizer.grid_spec) and (quantizer.of_weight or quantizer.rounds_only)

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import LARGEST, fake_quant, float_codes, float_values
+from qtoolkit.quantizers.spec_ops import BLOCKS, LARGEST, fake_quant, float_codes, float_values
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),
@@ -53,6 +54,7 @@ class Grid(Quantizer):
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
+        shape: What shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
         reciprocal: Whether it multiplies by a factor that the ends of its range give, and adds the code of zero before it
             rounds, as OpenVINO does.
 
@@ -67,6 +69,7 @@ class Grid(Quantizer):
 
     scale: Tensor
     zero_point: Tensor | None
+    shape: nn.Module | None
     reciprocal: bool = False
     _computed_by: tuple[Any, ...] = ()
 
@@ -85,6 +88,7 @@ class Grid(Quantizer):
         check_scale(name, scale)
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
+        self.shape = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
@@ -92,6 +96,7 @@ class Grid(Quantizer):
             return x
         if self.reciprocal:
             return self._values_by_reciprocal(x)
+        x = x if self.shape is None else self.shape(x)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
 
     def _values_by_reciprocal(self, x: Tensor) -> Tensor:
@@ -112,17 +117,18 @@ class Grid(Quantizer):
             ValueError: The format has no codes.
         """
         spec = self.spec
-        if spec.format in LARGEST:
+        if spec.element in LARGEST:
             return float_codes(spec, x, self.scale, self.group)
         if spec.format != "int":
             raise ValueError(f"Grid.codes: format={spec.format!r} has no integer codes; call the grid for its values.")
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
+        x = x if self.shape is None else self.shape(x)
         return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of codes."""
         spec = self.spec
-        if spec.format in LARGEST:
+        if spec.element in LARGEST:
             return float_values(spec, codes, self.scale, self.group)
         grid = (spec.axis, self.group, spec.block_size)
         return ops.dequantize(codes, self.scale, self.zero_point, *grid, self.scale.dtype)
@@ -130,3 +136,77 @@ class Grid(Quantizer):
     def extra_repr(self) -> str:
         """Return the spec's short name."""
         return self.spec.describe()
+
+
+class DynamicActivation(Quantizer):
+    """The quantizer of an activation in a converted model whose scales are computed from each input.
+
+    Integers are written as a composition of torch ops, which a file can have. It has the values of the op in training.
+    """
+
+    @property
+    def rounds_only(self) -> bool:
+        """False, because its grid is that of the input."""
+        return False
+
+    @property
+    def why_no_export(self) -> str | None:
+        """Why a file of ONNX cannot have it, a sentence; None if it can."""
+        if self.spec.format == "int":
+            return None
+        return (
+            f"its scales of {self.spec.format} are computed from each input, for which no QuantizeLinear is written; take "
+            f"format='e4m3' without dynamic, or dynamic integers, for activations"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x quantized by its own range."""
+        if not self.quantizing:
+            return x
+        if self.spec.format in BLOCKS:
+            return of_blocks(self.spec, x)
+        return of_tokens(self.spec, x) if self.spec.format != "int" else self._of_tokens(x)
+
+    def _of_tokens(self, x: Tensor) -> Tensor:
+        spec, wide = self.spec, x.to(torch.promote_types(x.dtype, torch.float32))
+        lo, hi = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
+        ends = hi if spec.qmin >= 0 else torch.maximum(hi, -lo)
+        width = ends if spec.symmetric else hi - lo
+        steps = spec.qmax if spec.symmetric else spec.qmax - spec.qmin
+        scale = torch.where(width == 0, 1.0, (width / steps).clamp(min=2.0**-126))
+        zero_point = 0.0 if spec.symmetric else (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)
+        codes = (torch.round(wide / scale) + zero_point).clamp(spec.qmin, spec.qmax)
+        return ((codes - zero_point) * scale).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the spec's short name."""
+        return self.spec.describe()
+
+
+class ShapedActivation(nn.Module):
+    """The quantizer of an activation in a converted model that is shaped before it is rounded.
+
+    Attributes:
+        shape: Shapes the input (see `QuantizerKind.shape`).
+        grid: Rounds it.
+    """
+
+    def __init__(self, shape: nn.Module, grid: Grid) -> None:
+        super().__init__()
+        self.shape, self.grid = shape, grid
+
+    @property
+    def why_no_export(self) -> str | None:
+        """Why a file of ONNX cannot have it, a sentence; None if it can."""
+        reason: str | None = self.shape.why_no_export  # type: ignore[assignment]  # an attribute of a Shape
+        return reason
+
+    @property
+    def inserted(self) -> bool:
+        """Whether a graph pass inserted the quantizer as a node of its own."""
+        return self.grid.inserted
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the quantized tensor; x itself where quantization is off."""
+        y: Tensor = self.grid(self.shape(x)) if self.grid.quantizing else x
+        return y

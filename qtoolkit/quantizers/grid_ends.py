@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.spec_ops import ends_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
 def grid_ends(quantizer: TensorQuantizer | Grid) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest value of a quantizer's grid, of the scale's shape; NaN while there is no range.
+    """Return the lowest and the highest value that a quantizer does not clip, of the scale's shape; NaN without a range.
 
     Example:
         >>> quantizer = TensorQuantizer(qt.QuantSpec(bits=4))
@@ -16,9 +17,9 @@ def grid_ends(quantizer: TensorQuantizer | Grid) -> tuple[Tensor, Tensor]:
         >>> grid_ends(quantizer)
         (tensor(-8.), tensor(7.))
     """
-    spec, scale, zero_point = quantizer.spec, quantizer.scale, quantizer.zero_point
-    shift = 0 if zero_point is None else zero_point
-    return (spec.qmin - shift) * scale, (spec.qmax - shift) * scale
+    if isinstance(quantizer, TensorQuantizer):
+        return quantizer.kind.input_ends(quantizer)
+    return ends_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
 
 
 def saturates(low: float, high: float, grid: Grid) -> bool:

@@ -40,6 +40,16 @@ class Quantizer(KeepsFloat32):
         self.spec, self.group, self.name = spec, group, name
         self.of_weight, self.inserted = of_weight, inserted
 
+    @property
+    def grid_spec(self) -> QuantSpec:
+        """The spec of the grid on which its values lie."""
+        return self.spec
+
+    @property
+    def rounds_only(self) -> bool:
+        """Whether it does nothing but to round its input to a grid that does not depend on it."""
+        return True
+
     scale: Any  # a Tensor: a buffer of one class, a property of the other
     zero_point: Any
 

@@ -1,6 +1,8 @@
 """Ops of `qtoolkit.ops` with the arguments that a QuantSpec gives."""
 
 import functools
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,34 @@ if TYPE_CHECKING:  # QuantSpec checks itself by the tables of this package
 LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
 
 
+@dataclass(frozen=True)
+class BlockFormat:
+    """A small float format with a scale for each block of neighbours.
+
+    Attributes:
+        element: The format of the elements, of `qtoolkit.ops.fake_quant_float`.
+        size: Elements of a block.
+        scale_format: The format of the scales, of `qtoolkit.ops.fake_quant_block`.
+    """
+
+    element: str
+    size: int
+    scale_format: str
+
+    @property
+    def largest(self) -> int:
+        """The largest number of an element, in units of its scale."""
+        return LARGEST[self.element]
+
+
+# OCP MX v1.0, and NVIDIA's NVFP4, whose scales are relative to a scale of the tensor.
+BLOCKS = {
+    "mxfp8": BlockFormat("e4m3", 32, "e8m0"),
+    "mxfp4": BlockFormat("e2m1", 32, "e8m0"),
+    "nvfp4": BlockFormat("e2m1", 16, "e4m3"),
+}
+
+
 def fits_a_byte(spec: "QuantSpec") -> bool:
     """Return whether a spec's codes are integers of at most 8 bits."""
     return spec.format == "int" and spec.bits <= 8
@@ -23,6 +53,12 @@ def fits_a_byte(spec: "QuantSpec") -> bool:
 def has_codes(spec: "QuantSpec") -> bool:
     """Return whether a spec's codes fit in a byte and have one scale."""
     return fits_a_byte(spec) and spec.axis is None
+
+
+def ends_of(spec: "QuantSpec", scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of a grid, of the scale's shape."""
+    shift = 0 if zero_point is None else zero_point
+    return (spec.qmin - shift) * scale, (spec.qmax - shift) * scale
 
 
 def fake_quant(
@@ -37,7 +73,7 @@ def fake_quant(
     """Return the values nearest to x on a spec's grid, in any of its formats."""
     channels = (spec.axis, group, block_size)
     if spec.format != "int":
-        return ops.fake_quant_float(x, scale, spec.format, *channels)
+        return ops.fake_quant_float(x, scale, spec.element, *channels)
     scale, zero_point, grad_factor = with_factor(scale, zero_point, grad_factor)
     return ops.fake_quant(x, scale, zero_point, spec.qmin, spec.qmax, *channels, grad_factor)
 
@@ -73,16 +109,16 @@ def float_codes(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tens
         >>> float_codes(spec, torch.tensor([0.5, -2.1, 9.0]), torch.tensor(1.0), 1)
         tensor([ 1, -4,  7], dtype=torch.int16)
     """
-    numbers = _numbers(spec.format).to(x.device)
+    numbers = _numbers(spec.element).to(x.device)
     quotient = x.float() / _steps(spec, x, scale, group)
-    nearest = ops.fake_quant_float(quotient, scale.new_ones((), dtype=torch.float32), spec.format)
+    nearest = ops.fake_quant_float(quotient, scale.new_ones((), dtype=torch.float32), spec.element)
     found = torch.searchsorted(numbers, nearest.abs()).clamp(max=len(numbers) - 1)
     return torch.where(nearest < 0, -found, found).to(torch.int16)
 
 
 def float_values(spec: "QuantSpec", codes: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the values of codes of a small float format."""
-    numbers = _numbers(spec.format).to(codes.device)[codes.abs().long()]
+    numbers = _numbers(spec.element).to(codes.device)[codes.abs().long()]
     return torch.where(codes < 0, -numbers, numbers) * _steps(spec, codes, scale, group)
 
 
@@ -90,6 +126,66 @@ def _steps(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the scale of each element of x."""
     ones = torch.ones_like(x, dtype=torch.int8)
     return ops.dequantize(ones, scale, None, spec.axis, group, spec.block_size)
+
+
+def per_element(values: Tensor, x: Tensor, spec: "QuantSpec", group: int = 1) -> Tensor:
+    """Return values of a scale's shape, shaped to broadcast over x. Differentiable.
+
+    Args:
+        values: One element, or one per channel, group of channels or block, in the order of a scale.
+        x: A tensor that the spec quantizes.
+        spec: Says which elements of x share a scale.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+    Example:
+        >>> per_element(torch.tensor([1.0, 2.0]), torch.ones(3, 2, 4), qt.QuantSpec(axis=1)).shape
+        torch.Size([1, 2, 1])
+    """
+    if spec.axis is None or values.numel() == 1:
+        return values.reshape(())
+    axis = spec.axis % x.dim()
+    if spec.group_size is not None:
+        sizes = [size // spec.group_size if dim == axis else size for dim, size in enumerate(x.shape)]
+        return values.reshape(sizes).repeat_interleave(spec.group_size, axis)
+    sizes = [size if dim == axis else 1 for dim, size in enumerate(x.shape)]
+    if group == 1:
+        return values.reshape(sizes)
+    parts = values.reshape(group, *sizes)  # dimension 0 of x is divided into groups, each with channels of its own
+    return parts.expand(group, x.size(0) // group, *sizes[1:]).reshape(x.size(0), *sizes[1:])
+
+
+def clip(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """Return x within [low, high]. The gradient at an end is that of x, whatever torch.clamp's is. NaN stays NaN."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
+class _Straight(torch.autograd.Function):
+    """Return `value`; the gradient goes to `through` as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, through: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+def straight_through(value: Tensor, through: Tensor) -> Tensor:
+    """Return `value`, exactly, with the gradient of `through`, a tensor of the same shape."""
+    straight: Tensor = _Straight.apply(value.detach(), through)
+    return straight
+
+
+def trained_by_ratio(unit: Tensor, ratio: Tensor) -> Tensor:
+    """Return unit * ratio, with the gradient of ratio divided by unit squared.
+
+    So a step of SGD changes the product as if it were the parameter; see `qtoolkit.ops.positive_scale`, whose result is
+    positive.
+    """
+    unit = unit.reshape(ratio.shape)
+    moved = ratio / unit.square()
+    return straight_through(unit * ratio, unit * moved)
 
 
 class _WithFactor(torch.autograd.Function):
@@ -122,4 +218,18 @@ def grid_of_range(lo: Tensor, hi: Tensor, spec: "QuantSpec") -> tuple[Tensor, Te
         >>> grid_of_range(torch.tensor(-1.0), torch.tensor(3.0), qt.QuantSpec(signed=False, symmetric=False, bits=2))
         (tensor(1.3333), tensor(1.))
     """
+    if spec.format in BLOCKS:
+        return _block_scales(torch.maximum(-lo, hi), BLOCKS[spec.format]), None
     return ops.grid_of_range(lo, hi, spec.qmin, spec.qmax, spec.symmetric, spec.pow2_scale)
+
+
+def _block_scales(amax: Tensor, block: BlockFormat) -> Tensor:
+    """Return the scales of blocks from their largest magnitudes, as `qtoolkit.ops.fake_quant_block` computes them."""
+    if block.scale_format == "e8m0":
+        _, exponent = torch.frexp(amax)  # amax = m 2^exponent with m in [1/2, 1)
+        highest = math.frexp(block.largest)[1]
+        scale = torch.exp2((exponent - highest).clamp(-126, 127).to(amax.dtype))
+        return torch.where(amax == 0, 2.0**-126, torch.where(amax.isfinite(), scale, amax))
+    of_tensor = (amax.amax() / (LARGEST[block.scale_format] * block.largest)).clamp(min=2.0**-126)
+    scale = ops.fake_quant_float(amax / block.largest, of_tensor, block.scale_format)
+    return torch.where(scale == 0, 2.0**-126, scale)

@@ -1,7 +1,8 @@
 """TensorQuantizer: the quantizer of prepared models, which observes ranges and fake-quantizes."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,17 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import WeightGrid
-from qtoolkit.quantizers.frozen import Grid, check_scale
+from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
 from qtoolkit.quantizers.handed_over import hand_over
+from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.recomputation import check_not_recomputing
-from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range, has_codes
+from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range, has_codes
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
-from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
+from qtoolkit.quantizers.table import QUANTIZERS
+
+DYNAMIC = Dynamic()
 
 
 class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
@@ -65,7 +70,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     stopping = False
     _scale: Tensor
     _zero_point: Tensor | None
-    _relative_scale: Tensor
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a parameter of the kind of quantizer."""
 
     def __init__(
         self,
@@ -80,17 +89,23 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         super().__init__(spec, group, name, of_weight=of_weight, inserted=inserted)
         if group > 1 and spec.axis is None:
             raise ValueError(f"TensorQuantizer: group={group} needs a spec with an axis, got axis=None.")
+        if of_weight and spec.dynamic:
+            raise ValueError(
+                f"quantizer {self.name!r}: dynamic=True is for activations, got a weight, whose range follows it anyway; leave "
+                f"dynamic out of its spec."
+            )
+        self.kind.check_use(spec, self.name, of_weight)
         self.observing = False
         self.following = True
         self.stale = False
-        self._shape_is_known = spec.axis is None or channels is not None
+        self._shape_is_known = spec.axis is None or channels is not None or self.dynamic
         given = (channels,) if isinstance(channels, int) else channels
-        shape = () if spec.axis is None else given or (1,)
+        shape = () if spec.axis is None or self.dynamic else given or (1,)
         for attribute, tensor in self.kind.tensors(spec, shape).items():
             register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
             register(attribute, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
         self.observer = self.kind.observer_type(spec).from_spec(spec, shape, group)
-        self.ready = False
+        self.ready = self.dynamic
 
     @property
     def active(self) -> bool:
@@ -100,7 +115,22 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     @property
     def has_integer_grid(self) -> bool:
         """Whether it quantizes as `qtoolkit.ops.fake_quant` does, so that other ops may do it in its place."""
-        return self.spec.format == "int" and self.kind.fake_quant is fake_quant
+        return self.spec.format == "int" and self.kind.PLAIN
+
+    @property
+    def grid_spec(self) -> QuantSpec:
+        """The spec of the grid on which its values lie."""
+        return self.kind.grid_spec(self.spec)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it computes its scales from each input; weights have scales of their own."""
+        return not self.of_weight and (self.spec.dynamic or self.spec.format in BLOCKS)
+
+    @property
+    def rounds_only(self) -> bool:
+        """Whether it does nothing but to round its input to a grid that does not depend on it."""
+        return not self.dynamic and not self.kind.shapes(self.spec)
 
     @property
     def follows(self) -> bool:
@@ -116,7 +146,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     @property
     def kind(self) -> QuantizerKind:
         """The entry of the table of quantizers that the spec names."""
-        return QUANTIZERS[self.spec.quantizer]
+        return DYNAMIC if self.dynamic else QUANTIZERS[self.spec.quantizer]
 
     @property
     def scale(self) -> Tensor:
@@ -177,7 +207,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise ValueError(
                 f"quantizer {self.name!r}: its scale must have shape {tuple(self._scale.shape)}, got {tuple(scale.shape)}."
             )
-        self.write_grid(scale, zero_point)
+        with torch.no_grad():
+            self.kind.load_grid(self, scale, zero_point)
         self.ready, self.stale = True, False
 
     def write_grid(self, scale: Tensor, zero_point: Tensor | None) -> None:
@@ -196,6 +227,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def load_observed(self) -> tuple[Tensor, Tensor]:
         """Set the grid from the range observed so far, and return that range.
 
+        Warns:
+            UserWarning: A range that is trained would start from zeros.
+
         Raises:
             RuntimeError: Nothing was observed.
             ValueError: An observed value is not finite.
@@ -206,6 +240,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
+        if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
+            warnings.warn(
+                f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
+                f"of 1; take quantizer='fixed' for it in the QConfigMapping, whose scale follows a weight, or set its amax.",
+                stacklevel=2,
+            )
         return lo, hi
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
@@ -245,11 +285,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             RuntimeError: There is no range.
         """
         self.check_ready()
-        kind, spec = self.kind, self.spec
-        scale, zero_point = kind.grid(self)
-        y = kind.fake_quant(spec, x, scale, zero_point, self.group, spec.block_size, kind.grad_factor(self, x))
-        if not self.of_weight and has_codes(spec) and isinstance(y, Tensor) and y.requires_grad:
-            hand_over(y, None, scale, zero_point, spec)
+        y = self.kind.quantize(self, x)
+        gives_codes = not self.of_weight and has_codes(self.spec) and self.rounds_only
+        if gives_codes and isinstance(y, Tensor) and y.requires_grad:
+            hand_over(y, None, *self.kind.grid(self), self.spec)
         return y
 
     def weight_grid(self, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid | None:
@@ -306,13 +345,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             return x
         self.check_ready()
         kind, spec = self.kind, self.spec
+        if not kind.PLAIN:
+            return kind.quantize(self, table)[index]
         scale, zero_point = kind.grid(self)
         block_size = spec.block_size
         if spec.axis is not None and (spec.axis % 2 == 0 or spec.group_size is not None):  # scales differ between rows
             if spec.axis % 2 == 0 and spec.group_size is not None:  # as blocks of rows: here of one row each
                 index, block_size = index // spec.group_size, 1
             scale, zero_point = scale[index], None if zero_point is None else zero_point[index]
-        return kind.fake_quant(spec, x, scale, zero_point, 1, block_size, kind.grad_factor(self, table))
+        return fake_quant(spec, x, scale, zero_point, 1, block_size, kind.grad_factor(self, table))
 
     def check_ready(self) -> None:
         """Raise RuntimeError if there is no range to quantize with."""
@@ -326,8 +367,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         if not self._shape_is_known:
             self._resize(self.spec.scale_shape(x.shape, self.group))
 
-    def to_grid(self) -> Grid:
-        """Return a Grid with the present scale.
+    def to_grid(self) -> Grid | DynamicActivation | ShapedActivation:
+        """Return a Grid with the present scale; with what shapes its input, if the quantizer does.
 
         Raises:
             RuntimeError: It has no range.
@@ -338,19 +379,22 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 f"quantizer {self.name!r} saw no data, so it has no scale: call qtoolkit.calibrate(model, batches) on data "
                 f"that reaches it, or leave its layer in float by the QConfigMapping."
             )
-        check_scale(self.name, self.scale)
-        zero_point = self.zero_point
+        if self.dynamic:
+            return DynamicActivation(self.spec, self.group, self.name, of_weight=False, inserted=self.inserted)
+        scale, zero_point, spec = self.scale, self.zero_point, self.grid_spec
+        check_scale(self.name, scale)
         if zero_point is not None:
-            zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
-        return Grid(
-            self.scale.clone(),
-            zero_point,
-            self.spec,
-            self.group,
-            name=self.name,
-            of_weight=self.of_weight,
-            inserted=self.inserted,
-        )
+            zero_point = zero_point.clamp(spec.qmin, spec.qmax)
+        where = {"name": self.name, "of_weight": self.of_weight, "inserted": self.inserted}
+        grid = Grid(scale.clone(), zero_point, spec, self.group, **where)  # type: ignore[arg-type]  # str and bool
+        if not self.kind.shapes(self.spec):
+            return grid
+        with torch.no_grad():
+            shape = self.kind.shape(self).to(scale.device)
+        if not self.of_weight:
+            return ShapedActivation(shape, grid)
+        grid.shape = shape
+        return grid
 
     # ---- switches
 

@@ -15,6 +15,7 @@ from qtoolkit.nn import (
     on_codes,
 )
 from qtoolkit.nn.product import described
+from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -148,7 +149,8 @@ def training_of(layer: nn.Module) -> str:
 
 def spec_of(quantizer: nn.Module | None) -> str:
     """Return the spec of a quantizer in short form."""
-    return quantizer.spec.describe() if isinstance(quantizer, Quantizer) else "float"
+    rounding = quantizer.grid if isinstance(quantizer, ShapedActivation) else quantizer
+    return rounding.spec.describe() if isinstance(rounding, Quantizer) else "float"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

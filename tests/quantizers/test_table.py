@@ -3,6 +3,8 @@
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +99,24 @@ def test_its_options_reach_it_and_are_checked() -> None:
 def test_fixed_scales_and_lsq_take_no_options(quantizer: str) -> None:
     with pytest.raises(ValueError, match=f"quantizer '{quantizer}' takes no options, got 'grad_factor'"):
         qt.QuantSpec(quantizer=quantizer, quantizer_args={"grad_factor": 1.0})
+
+
+def test_the_documented_quantizer_is_a_class_and_an_entry() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "quantizers.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    model = qt.prepare(nn.Linear(6, 4).train(), X, qconfig_mapping=names["mapping"])
+    qt.calibrate(model, [X], progress=False)
+    model(X).sum().backward()
+    learned = [quantizer._scale for quantizer in qt.quantizers_of(model).values()]
+    assert len(learned) == 2
+    assert all(bool(scale.grad != 0) for scale in learned)
+    assert torch.equal(qt.convert(model.eval())(X), model(X))
+
+
+def test_the_documented_table_has_every_quantizer() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "quantizers.md").read_text()
+    assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")][: len(QUANTIZERS) - 1] == [
+        name for name in QUANTIZERS if name != "log"
+    ]

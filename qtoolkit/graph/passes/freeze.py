@@ -51,10 +51,13 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
     """
     for name, quantizer in quantizers_of(model).items():
         quantizer.name = name
-        scale, zero_point = state.get(f"{name}.scale"), state.get(f"{name}.zero_point")
+        if quantizer.dynamic:
+            continue
+        inner = name if quantizer.rounds_only or quantizer.of_weight else f"{name}.grid"
+        scale, zero_point = state.get(f"{inner}.scale"), state.get(f"{inner}.zero_point")
         if scale is None:
             raise RuntimeError(
-                f"convert: state_dict has no entry '{name}.scale'; it must be that of a model converted from the same float "
+                f"convert: state_dict has no entry '{inner}.scale'; it must be that of a model converted from the same float "
                 f"model, backend and QConfigMapping (load that of a prepared model by prepared.load_state_dict)."
             )
         quantizer.load_grid(scale, zero_point)

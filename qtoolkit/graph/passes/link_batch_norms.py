@@ -47,6 +47,9 @@ def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules:
         return "its layer is not quantized"
     if follower.op != "call_module":
         return "it is called as a function; make it a torch.nn module"
+    unfit = layer.why_batch_norm_stays()
+    if unfit is not None:
+        return unfit
     bn = module_of(follower)
     if calls[str(node.target)] > 1 or calls[str(follower.target)] > 1:
         return "it or its layer is called more than once"

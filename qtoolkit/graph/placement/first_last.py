@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -38,4 +39,5 @@ def _reaches(start: fx.Node, op: str, step: Callable[[fx.Node], Iterable[fx.Node
 def _widen(spec: QuantSpec | None, bits: int) -> QuantSpec | None:
     if spec is None or spec.bits >= bits:
         return spec
-    return replace(spec, bits=bits, format="e4m3" if spec.format == "e2m1" else spec.format)
+    wide: Any = {"e2m1": "e4m3", "mxfp4": "mxfp8", "nvfp4": "mxfp8"}.get(spec.format, spec.format)
+    return replace(spec, bits=bits, format=wide, group_size=None if wide == "mxfp8" else spec.group_size)

@@ -1,0 +1,73 @@
+"""Weights that their quantizers shape before they round them: a file holds the shaped ones."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
+
+
+class _Constant(nn.Module):
+    """Returns a weight shaped before."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_buffer("value")
+
+
+@contextmanager
+def shaped_weights(converted: nn.Module, run: Callable[[], Any]) -> Iterator[None]:
+    """Let the quantizers of weights return them from shaped constants, for the duration of a `with` block.
+
+    Args:
+        converted: The model.
+        run: Runs the model once, which shows the weights.
+
+    Raises:
+        ValueError: A quantizer quantizes several weights.
+    """
+    grids = {
+        module: name
+        for name, module in converted.named_modules()
+        if isinstance(module, Grid) and module.shape is not None
+    }
+    weights: dict[Grid, Tensor] = {}
+
+    def note(grid: Any, args: tuple[Tensor]) -> None:
+        weight = args[0].detach()
+        if grid in weights and not torch.equal(weights[grid], weight):
+            raise ValueError(
+                f"export_onnx: {grids[grid]!r} shapes several weights by quantizer={grid.spec.quantizer!r}; give each weight a "
+                f"quantizer of its own."
+            )
+        weights[grid] = weight
+
+    hooks = [grid.register_forward_pre_hook(note) for grid in grids]
+    try:
+        if grids:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shapes = {grid: grid.shape for grid in weights if grid.shape is not None}
+    for grid, shape in shapes.items():
+        with torch.no_grad():
+            grid.shape = _Constant(shape(weights[grid]))
+    try:
+        yield
+    finally:
+        for grid, shape in shapes.items():
+            grid.shape = shape
+
+
+def check_shapes(converted: nn.Module) -> None:
+    """Raise ValueError for an activation whose quantizer no file can have."""
+    for name, module in converted.named_modules():
+        if isinstance(module, ShapedActivation | DynamicActivation) and module.why_no_export is not None:
+            raise ValueError(f"export_onnx: {name!r} cannot be written: {module.why_no_export}.")

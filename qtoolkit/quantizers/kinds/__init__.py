@@ -1,0 +1,1 @@
+"""The quantizers: one small class each."""

@@ -1,0 +1,137 @@
+"""Sums of powers of two (APoT)."""
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
+from qtoolkit.quantizers.spec_ops import clip, per_element, straight_through
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+# The terms of a level for each number of bits of the magnitude, of which one of each group, or none, is added; in units of
+# the least level. Two bits are one group, and each group of a power takes the powers of two in turns (section 2.2).
+TERMS: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((1,),),
+    2: ((4, 2, 1),),
+    3: ((8, 4, 1), (2,)),
+    4: ((32, 8, 2), (16, 4, 1)),
+    5: ((64, 16, 2), (32, 8, 1), (4,)),
+}
+
+
+# The levels of a magnitude of some bits, in units of the least one, in order.
+LEVELS = {
+    bits: tuple(sorted({sum(terms) for terms in product(*((0, *group) for group in groups))}))
+    for bits, groups in TERMS.items()
+}
+
+
+def magnitude_bits(spec: "QuantSpec") -> int:
+    """Return the bits of a magnitude: all but the sign."""
+    return spec.bits - int(spec.signed)
+
+
+class APoT(Shaped):
+    """Levels are sums of powers of two, clipped at a trained alpha (APoT, arXiv 1909.13144): y = alpha Q(x / alpha).
+
+    Levels are dense near zero. The gradient of alpha is Q(x / alpha) - x / alpha inside the range, and the sign of x outside.
+    The levels are those of the authors' code; alpha starts at the end of the observed range. Weights are not normalized first,
+    as in the paper: their alpha follows their own size, so batch norms still fold. Levels are whole multiples of the least
+    one, so a weight is deployed with codes of at most 8 bits.
+    """
+
+    label = "apot"
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a number of bits without levels."""
+        super().check(spec)
+        if magnitude_bits(spec) not in TERMS:
+            sign = int(spec.signed)
+            raise ValueError(
+                f"QuantSpec: quantizer={spec.quantizer!r} needs bits from {1 + sign if sign else 2} to {5 + sign} with "
+                f"signed={spec.signed}, whose levels fit in codes of a byte, got {spec.bits}; take 'lsq' for more bits."
+            )
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the scale at the start as a buffer, and the ratio of alpha to its start as a parameter."""
+        ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
+        return {**super().tensors(spec, shape), "_relative_bound": ratio}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the scale as the start: alpha = scale * qmax."""
+        super().set_grid(quantizer, scale, zero_point)
+        quantizer._relative_bound.fill_(1)
+
+    def bound(self, quantizer: "TensorQuantizer") -> Tensor:
+        """Return alpha."""
+        return ops.positive_scale(quantizer._scale * quantizer.spec.qmax, quantizer._relative_bound)
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the least level above zero, of which the others are multiples."""
+        return self.bound(quantizer) / LEVELS[magnitude_bits(quantizer.spec)][-1], None
+
+    def grid_spec(self, spec: "QuantSpec") -> "QuantSpec":
+        """Return the spec of the codes, the multiples of the least level."""
+        bits = LEVELS[magnitude_bits(spec)][-1].bit_length() + int(spec.signed)
+        return replace(spec, bits=max(bits, 2), narrow=spec.signed, quantizer="fixed", quantizer_args={})
+
+    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+        """Return the range up to alpha."""
+        bound = self.bound(quantizer).detach()
+        return (-bound if quantizer.spec.signed else torch.zeros_like(bound)), bound
+
+    def shape(self, quantizer: "TensorQuantizer") -> Shape:
+        """Return the rounding to the levels."""
+        return Levels(quantizer.spec, quantizer.group, quantizer.scale.clone())
+
+    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Return the level nearest to x, times alpha."""
+        scale, _ = self.grid(quantizer)
+        return nearest_level(x, quantizer.spec, scale, quantizer.group)
+
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return the magnitude of the ratio."""
+        growth: Tensor = quantizer._relative_bound.detach().abs()
+        return growth
+
+
+def nearest_level(x: Tensor, spec: "QuantSpec", scale: Tensor, group: int) -> Tensor:
+    """Return the level nearest to x in units of a scale, times the scale. Differentiable.
+
+    Example:
+        >>> spec = qt.QuantSpec(bits=4, quantizer="apot")
+        >>> nearest_level(torch.tensor([0.9, -4.8, 5.1, 99.0]), spec, torch.tensor(1.0), 1)
+        tensor([ 1., -4.,  6., 10.])
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    units = torch.tensor(LEVELS[magnitude_bits(spec)], dtype=wide.dtype, device=x.device)
+    step = per_element(scale, x, spec, group).to(wide.dtype)
+    most = LEVELS[magnitude_bits(spec)][-1]
+    inside = clip(wide / step, float(-most if spec.signed else 0), float(most))
+    places = torch.bucketize(inside.detach().abs(), (units[1:] + units[:-1]) / 2)
+    code = torch.where(inside.detach() < 0, -units[places], units[places])
+    code = torch.where(inside.detach().isnan(), inside.detach(), code)
+    return straight_through((code * step).to(x.dtype), (straight_through(code, inside) * step).to(x.dtype))
+
+
+class Levels(Shape):
+    """Rounds to levels, which lie on a uniform grid."""
+
+    why_no_export = "its levels are not uniform, and QuantizeLinear rounds to uniform ones; take 'lsq' for activations"
+
+    def __init__(self, spec: "QuantSpec", group: int, scale: Tensor) -> None:
+        super().__init__()
+        self.spec, self.group = spec, group
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the nearest levels."""
+        return nearest_level(x, self.spec, self.get_buffer("scale"), self.group)

@@ -1,0 +1,139 @@
+"""QuantizerKind: the base class of quantizers."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.quantizers.observers import Observer
+from qtoolkit.quantizers.spec_ops import ends_of, fake_quant
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class QuantizerKind:
+    """How a TensorQuantizer stores, initializes and trains its scale. The TensorQuantizer holds all state.
+
+    This base class stores scale and zero point as buffers, initialized from the observed range.
+
+    Attributes:
+        label: Short name in reports; "" for none.
+        OPTIONS: The options that `QuantSpec.quantizer_args` may hold, with their defaults.
+        PLAIN: Whether `quantize` is `qtoolkit.ops.fake_quant` with `grid` and `grad_factor`, so that an op that computes more
+            may do it in its place.
+        LEARNED: Whether the range is trained.
+        KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
+            is not folded into it: its scales would be lost.
+    """
+
+    label: str = ""
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    PLAIN: ClassVar[bool] = True
+    LEARNED: ClassVar[bool] = True
+    KEEPS_SIZE: ClassVar[bool] = True
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
+
+    def check_use(self, spec: "QuantSpec", name: str, of_weight: bool) -> None:
+        """Raise ValueError where it cannot quantize a weight, or an activation, of this spec."""
+
+    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
+        """Return the type of the observer of a spec."""
+        from qtoolkit.quantizers.table import OBSERVERS  # beside the table of the subclasses of this class
+
+        return OBSERVERS[spec.observer]
+
+    def options(self, spec: "QuantSpec") -> dict[str, Any]:
+        """Return the value of each option."""
+        return {**self.OPTIONS, **spec.quantizer_args}
+
+    # ---- the grid
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return new parameters and buffers, named as in the state dict, each of the scale's shape.
+
+        `_scale` and `_zero_point` are required. `_scale` is NaN while there is no range; `_zero_point` is None for a
+        symmetric spec.
+        """
+        zero_point = None if spec.symmetric else torch.zeros(shape, dtype=scale_dtype())
+        return {"_scale": torch.full(shape, torch.nan, dtype=scale_dtype()), "_zero_point": zero_point}
+
+    def upgrade(self, state: dict[str, Any], prefix: str) -> None:
+        """Change the entries of a state dict from before `TensorQuantizer`'s version 2 to those of today."""
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the scale and the zero point of a range; called under torch.no_grad."""
+        quantizer._scale.copy_(scale)
+        if quantizer._zero_point is not None and zero_point is not None:
+            quantizer._zero_point.copy_(zero_point)
+
+    def load_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store a scale and zero point that `grid` once returned; called under torch.no_grad."""
+        self.set_grid(quantizer, scale, zero_point)
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the differentiable scale and zero point. Ops use the scale's magnitude and the rounded zero point."""
+        return quantizer._scale, quantizer._zero_point
+
+    def grid_spec(self, spec: "QuantSpec") -> "QuantSpec":
+        """Return the spec of the integer grid on which quantized values lie: by default the quantizer's own."""
+        return spec
+
+    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest input that is not clipped, of the scale's shape: by default the ends of the grid."""
+        return ends_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
+
+    def shapes(self, spec: "QuantSpec") -> bool:
+        """Return whether the input is shaped before it is rounded to the grid."""
+        return False
+
+    def shape(self, quantizer: "TensorQuantizer") -> nn.Module:
+        """Return what shapes the input, with the present parameters as constants, where `shapes` holds.
+
+        A converted model keeps it before the quantizer. Its attribute `why_no_export`, a sentence, says why a file of ONNX
+        cannot have it for an activation; None if it can.
+        """
+        raise NotImplementedError
+
+    # ---- use
+
+    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Return x quantized with the present grid."""
+        spec = quantizer.spec
+        grad_factor = self.grad_factor(quantizer, x)
+        return fake_quant(spec, x, *self.grid(quantizer), quantizer.group, spec.block_size, grad_factor)
+
+    def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
+        """Return the factor of the gradients of scale and zero point, for the input x."""
+        return 1.0
+
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return how many times their start the trained scales are; None where there is no start to compare with."""
+        return None
+
+    def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Observe x while quantizing."""
+        quantizer.observer(x)
+
+    def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Observe x, and return it quantized with the scale that then holds."""
+        self.observe(quantizer, x)
+        return quantizer.quantize(x)
+
+    def follows(self, quantizer: "TensorQuantizer") -> bool:
+        """Return whether the range can follow a weight in training, by `follow` and `follow_and_quantize`."""
+        return False
+
+    def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Set the range to that of x alone."""
+        raise NotImplementedError
+
+    def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Set the range to that of x alone, and return x quantized with it."""
+        self.follow(quantizer, x)
+        return quantizer.quantize(x)

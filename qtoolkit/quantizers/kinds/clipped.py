@@ -1,0 +1,144 @@
+"""Trained ends of the range: PACT, and a trained minimum and maximum."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
+from qtoolkit.quantizers.spec_ops import clip, fake_quant, per_element, straight_through, trained_by_ratio
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class Clipped(QuantizerKind):
+    """The ends of the range are trained: x is clipped to them, then rounded to the codes between them.
+
+    The gradient of an end is the sum of the incoming gradients of the elements beyond it. That of x passes between the ends.
+    On a symmetric grid there is one bound, alpha = scale * qmax; else the ends are independent, and always include zero. The
+    parameters are ratios: of the bound, or of the ends to the width of the range, at the start.
+    """
+
+    PLAIN = False
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that restricts the scale's values."""
+        needs_integers(spec)
+        needs_any_scale(spec)
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return scale and zero point at the start as buffers, and the ratio of each end as a parameter."""
+        names = ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
+        ratios = {name: nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype())) for name in names}
+        return {**super().tensors(spec, shape), **ratios}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the grid as the start, and the ends that it has."""
+        super().set_grid(quantizer, scale, zero_point)
+        spec, zero = quantizer.spec, quantizer._zero_point
+        if zero is None:
+            quantizer._relative_bound.fill_(1)
+            return
+        width = spec.qmax - spec.qmin
+        for ratio, code in ((quantizer._relative_low, spec.qmin), (quantizer._relative_high, spec.qmax)):
+            ratio.copy_(((code - zero) / width).reshape(ratio.shape))
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the grid between the trained ends."""
+        spec, start = quantizer.spec, quantizer._scale
+        if quantizer._zero_point is None:
+            return ops.positive_scale(start * spec.qmax, quantizer._relative_bound) / spec.qmax, None
+        low, high = self._trained_ends(quantizer)
+        scale = (high - low) / (spec.qmax - spec.qmin)
+        return scale, (spec.qmin - low / scale).round().clamp(spec.qmin, spec.qmax)
+
+    def _trained_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+        """Return the ends of an affine range: at most and at least zero, and apart."""
+        spec, start = quantizer.spec, quantizer._scale
+        width = start * (spec.qmax - spec.qmin)
+        low, high = (
+            trained_by_ratio(width, ratio).reshape(start.shape)
+            for ratio in (quantizer._relative_low, quantizer._relative_high)
+        )
+        below = straight_through(low.clamp(max=0), low)
+        above = straight_through(torch.maximum(high.clamp(min=0), below + width * 2**-24), high)
+        return below, above
+
+    def ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest value of the grid, to which the gradients of the elements beyond them go."""
+        spec = quantizer.spec
+        scale, zero_point = self.grid(quantizer)
+        if zero_point is None:
+            return spec.qmin * scale, spec.qmax * scale
+        fixed, zero = scale.detach(), zero_point.detach()
+        low, high = self._trained_ends(quantizer)  # the grid's ends lie beside them, since zero is on it
+        return straight_through((spec.qmin - zero) * fixed, low), straight_through((spec.qmax - zero) * fixed, high)
+
+    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Return x clipped to the ends, and rounded."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        low, high = (
+            per_element(end, x, quantizer.spec, quantizer.group).to(wide.dtype) for end in self.ends(quantizer)
+        )
+        scale, zero_point = self.grid(quantizer)
+        grid = scale.detach(), None if zero_point is None else zero_point.detach()
+        return self.round(quantizer, wide, (low, high), grid).to(x.dtype)
+
+    def round(
+        self,
+        quantizer: "TensorQuantizer",
+        x: Tensor,
+        ends: tuple[Tensor, Tensor],
+        grid: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        """Return x clipped to ends that broadcast over it, and rounded to a grid without a gradient."""
+        spec = quantizer.spec
+        return fake_quant(spec, clip(x, *ends), *grid, quantizer.group, spec.block_size)
+
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return the scale as a multiple of that at the start."""
+        return (quantizer.scale / quantizer._scale).reshape(-1)
+
+
+class PACT(Clipped):
+    """The bound of the range is trained (PACT, arXiv 1805.06085): y = round(clamp(x, 0, alpha) / s) s, s = alpha / qmax.
+
+    The gradient of alpha is the sum of the incoming gradients where x is above alpha. On a signed grid the elements below
+    -alpha count too. Alpha starts at the end of the observed range. The paper decays alpha like a weight: pass
+    `scale_weight_decay` to `qtoolkit.parameter_groups`.
+    """
+
+    label = "pact"
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for an affine spec."""
+        super().check(spec)
+        if not spec.symmetric:
+            raise ValueError(
+                f"QuantSpec: quantizer={spec.quantizer!r} trains one bound: it needs symmetric=True, got False; take "
+                f"'learned_range', which trains both ends."
+            )
+
+
+class LearnedRange(Clipped):
+    """Both ends of an affine range are trained, with the gradients of TensorFlow's fake_quant_with_min_max_vars.
+
+    Source: arXiv 1712.05877, and tensorflow/core/kernels/fake_quant_ops_functor.h: the gradient of an end is the sum of the
+    incoming gradients of the elements beyond the grid's end beside it.
+    """
+
+    label = "learned range"
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a symmetric spec."""
+        super().check(spec)
+        if spec.symmetric:
+            raise ValueError(
+                f"QuantSpec: quantizer={spec.quantizer!r} trains two ends: it needs symmetric=False, got True; take 'pact', "
+                f"which trains one bound."
+            )

@@ -1,0 +1,120 @@
+"""Weights by tanh, activations in [0, 1] (DoReFa)."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
+from qtoolkit.quantizers.spec_ops import clip, fake_quant
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class DoReFa(Shaped):
+    """DoReFa (arXiv 1606.06160). Nothing is learned or observed.
+
+    A weight (a signed spec) is r = tanh(w) / max|tanh(w)| on the 2^bits values from -1 to 1 with equal distances, where zero
+    is none: y = 2 round(N (r + 1) / 2) / N - 1, N = 2^bits - 1. The maximum is that of the tensor, or of the channel or block
+    that shares a scale. Deployed, these values are the odd codes of bits + 1 bits with the step 1 / N. An activation (an
+    unsigned spec) is clamped to [0, 1] and rounded to steps of 1 / N.
+    """
+
+    label = "dorefa"
+    LEARNED = False
+    KEEPS_SIZE = False
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec whose odd codes do not fit in a byte."""
+        super().check(spec)
+        if spec.signed and spec.bits > 7:
+            raise ValueError(
+                f"QuantSpec: quantizer={spec.quantizer!r} needs bits from 2 to 7 for a weight, whose values without zero are "
+                f"codes of bits + 1 bits, got {spec.bits}; take 'lsq' for 8 bits."
+            )
+
+    def check_use(self, spec: "QuantSpec", name: str, of_weight: bool) -> None:
+        """Raise ValueError for a signed activation or an unsigned weight."""
+        if spec.signed != of_weight:
+            what, other = ("a weight", "True") if of_weight else ("an activation, which it clamps to [0, 1],", "False")
+            raise ValueError(
+                f"quantizer {name!r}: quantizer={spec.quantizer!r} of {what} needs signed={other}, got {spec.signed}; give it "
+                f"a spec of its own, or take 'lsq', in the QConfigMapping."
+            )
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Keep the scale 1 / N, whatever the range; NaN stays NaN."""
+        most = (1 << quantizer.spec.bits) - 1
+        fixed = torch.where(scale.isnan(), scale, torch.ones_like(scale) / most)
+        super().set_grid(quantizer, fixed, zero_point)
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the scale 1 / N."""
+        return quantizer._scale, None
+
+    def grid_spec(self, spec: "QuantSpec") -> "QuantSpec":
+        """Return the spec of the odd codes, for a weight."""
+        return (
+            replace(spec, bits=spec.bits + 1, narrow=True, quantizer="fixed", quantizer_args={})
+            if spec.signed
+            else spec
+        )
+
+    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+        """Return infinite ends for a weight, which tanh bounds, and [0, 1] for an activation."""
+        end = torch.full_like(quantizer.scale, torch.inf) if quantizer.spec.signed else torch.ones_like(quantizer.scale)
+        return (-end if quantizer.spec.signed else torch.zeros_like(end)), end
+
+    def shapes(self, spec: "QuantSpec") -> bool:
+        """Return whether it is the spec of a weight."""
+        return spec.signed
+
+    def shape(self, quantizer: "TensorQuantizer") -> Shape:
+        """Return the shape of a weight."""
+        return OddCodes(quantizer.spec, quantizer.group)
+
+    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Return x on the grid."""
+        spec = quantizer.spec
+        if not spec.signed:
+            return fake_quant(spec, clip(x, 0.0, 1.0), quantizer._scale, None, quantizer.group, spec.block_size)
+        shaped = OddCodes(spec, quantizer.group)(x)
+        return fake_quant(self.grid_spec(spec), shaped, quantizer._scale, None, quantizer.group, spec.block_size)
+
+
+class OddCodes(Shape):
+    """tanh(w) / max|tanh(w)| on the values of equal distance from -1 to 1. Differentiable."""
+
+    def __init__(self, spec: "QuantSpec", group: int) -> None:
+        super().__init__()
+        self.spec, self.group = spec, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values, up to the last bit, which rounding to their grid mends."""
+        t = torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)))
+        half = t / (2 * self._largest(t)) + 0.5
+        most = (1 << self.spec.bits) - 1
+        step = torch.full((), 1 / most, dtype=half.dtype, device=half.device)
+        whole = replace(
+            self.spec, signed=False, narrow=False, axis=None, group_size=None, quantizer="fixed", quantizer_args={}
+        )
+        return (2 * fake_quant(whole, half, step, None, 1, 0) - 1).to(x.dtype)
+
+    def _largest(self, t: Tensor) -> Tensor:
+        """Return the largest magnitudes of the elements that share a scale, shaped to broadcast; 1 where all are zero."""
+        spec, magnitude = self.spec, t.abs()
+        if spec.axis is None:
+            largest = magnitude.amax()
+        else:
+            axis = spec.axis % t.dim()
+            if spec.group_size is not None:
+                blocks = torch.unflatten(magnitude, axis, (-1, spec.group_size)).amax(axis + 1)
+                largest = blocks.repeat_interleave(spec.group_size, axis)
+            else:
+                rows = torch.unflatten(magnitude, 0, (self.group, -1))
+                others = [dim for dim in range(1, rows.dim()) if dim != axis + 1]
+                largest = rows.amax(others, keepdim=True).expand_as(rows).flatten(0, 1)
+        return torch.where(largest == 0, torch.ones_like(largest), largest)

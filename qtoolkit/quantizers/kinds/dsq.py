@@ -1,0 +1,76 @@
+"""A soft staircase in training (DSQ)."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.quantizers.kinds.clipped import Clipped
+from qtoolkit.quantizers.spec_ops import clip, per_element, straight_through
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+LEAST_ALPHA, LARGEST_ALPHA = 1e-3, 0.5
+
+
+class DSQ(Clipped):
+    """The gradient is that of a soft staircase, whose steepness is trained with the ends (DSQ, arXiv 1908.05033).
+
+    Between two codes, at f in [0, 1] of the step, the soft staircase is (tanh(k (f - 1/2)) / (1 - alpha) + 1) / 2 with
+    k = log(2 / alpha - 1): the smaller alpha, the nearer to the hard one. Forward values are those of the hard staircase. The
+    gradients of the ends are those of the elements beyond them. Alpha starts at the option `alpha`, and stays within
+    [0.001, 0.5].
+    """
+
+    label = "dsq"
+    OPTIONS = {"alpha": 0.2}
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for an alpha out of its range."""
+        super().check(spec)
+        alpha = self.options(spec)["alpha"]
+        if not isinstance(alpha, int | float) or not LEAST_ALPHA <= alpha <= LARGEST_ALPHA:
+            raise ValueError(
+                f"QuantSpec: alpha of quantizer={spec.quantizer!r} must lie in [{LEAST_ALPHA}, {LARGEST_ALPHA}], got {alpha!r}."
+            )
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return those of the ends, and alpha."""
+        alpha = torch.full(shape or (1,), float(self.options(spec)["alpha"]), dtype=scale_dtype())
+        return {**super().tensors(spec, shape), "_alpha": nn.Parameter(alpha)}
+
+    def round(
+        self,
+        quantizer: "TensorQuantizer",
+        x: Tensor,
+        ends: tuple[Tensor, Tensor],
+        grid: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        """Return x on the grid, with the gradient of the soft staircase between the ends."""
+        hard = super().round(quantizer, x.detach(), (ends[0].detach(), ends[1].detach()), grid)
+        if not torch.is_grad_enabled():
+            return hard
+        spec, group = quantizer.spec, quantizer.group
+        inside = (x >= ends[0]) & (x <= ends[1])
+        alpha = quantizer._alpha.clamp(LEAST_ALPHA, LARGEST_ALPHA)
+        alpha = per_element(straight_through(alpha, quantizer._alpha), x, spec, group).to(x.dtype)
+        step = per_element(grid[0], x, spec, group).to(x.dtype)
+        soft = soft_staircase(torch.where(inside, x, 0.0), step, alpha)
+        return straight_through(hard, torch.where(inside, soft, clip(x, *ends)))
+
+
+def soft_staircase(x: Tensor, step: Tensor, alpha: Tensor) -> Tensor:
+    """Return the soft staircase of equations 3 to 6 of the paper, with stairs at the multiples of a step.
+
+    Example:
+        >>> soft_staircase(torch.tensor([0.5, 1.0, 1.25]), torch.tensor(1.0), torch.tensor(0.1))
+        tensor([0.5000, 1.0000, 1.1518])
+    """
+    quotient = x / step
+    below = quotient.detach().floor()
+    steepness = torch.log(2 / alpha - 1)
+    phi = torch.tanh(steepness * (quotient - below - 0.5)) / (1 - alpha)
+    return (below + (phi + 1) / 2) * step

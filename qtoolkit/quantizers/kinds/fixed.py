@@ -1,0 +1,54 @@
+"""A scale that follows a range."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.observers import RangeObserver
+from qtoolkit.quantizers.spec_ops import grid_of_range
+
+if TYPE_CHECKING:
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class FixedScale(QuantizerKind):
+    """The scale is that of a range: as calibrated, of a weight as it is, or with `observing` as observed so far."""
+
+    LEARNED = False
+
+    def follows(self, quantizer: "TensorQuantizer") -> bool:
+        """Return whether the observer takes the range of one tensor in one read."""
+        return isinstance(quantizer.observer, RangeObserver)
+
+    def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Observe x, and set the scale from the range so far."""
+        quantizer.observer(x)
+        self._take_observed(quantizer)
+
+    def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Set the range and the scale to those of x alone."""
+        if isinstance(quantizer.observer, RangeObserver):
+            quantizer.observer.follow(x)
+        self._take_observed(quantizer)
+
+    def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Do both in one op where there is one."""
+        fused = self._in_one_op(quantizer, x, alone=False)
+        return super().observe_and_quantize(quantizer, x) if fused is None else fused
+
+    def follow_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Do both in one op where there is one."""
+        fused = self._in_one_op(quantizer, x, alone=True)
+        return super().follow_and_quantize(quantizer, x) if fused is None else fused
+
+    def _take_observed(self, quantizer: "TensorQuantizer") -> None:
+        quantizer.ready = True
+        quantizer.write_grid(*grid_of_range(*quantizer.observer.range(), quantizer.spec))
+
+    def _in_one_op(self, quantizer: "TensorQuantizer", x: Tensor, alone: bool) -> Tensor | None:
+        spec, observer = quantizer.spec, quantizer.observer
+        if not isinstance(observer, RangeObserver) or spec.format != "int":
+            return None
+        quantizer.ready = True
+        return observer.observe_and_quantize(x, quantizer._scale, quantizer._zero_point, spec, alone)

@@ -1,0 +1,81 @@
+"""A trained scale (LSQ)."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
+from qtoolkit.quantizers.observers import LSQStartObserver, Observer
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class LSQ(QuantizerKind):
+    """The scale is trained (LSQ, arXiv 1902.08153).
+
+    It starts as in the paper where the spec's observer is the default, "minmax", and from the range of another observer.
+    The parameter is the ratio of the scale to its start (see `qtoolkit.ops.positive_scale`): the scale stays positive, and
+    SGD trains it as in the paper.
+    """
+
+    label = "lsq"
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that restricts the scale's values."""
+        needs_integers(spec)
+        needs_any_scale(spec)
+
+    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
+        """Return the observer of the paper's start for "minmax"."""
+        return LSQStartObserver if spec.observer == "minmax" else super().observer_type(spec)
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the start and the zero point as buffers, and the ratio as a parameter of at least one dimension."""
+        ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
+        return {**super().tensors(spec, shape), "_relative_scale": ratio}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the scale as the start, and the zero point."""
+        super().set_grid(quantizer, scale, zero_point)
+        quantizer._relative_scale.fill_(1)
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the trained scale, and the zero point."""
+        return ops.positive_scale(quantizer._scale, quantizer._relative_scale), quantizer._zero_point
+
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return the magnitude of the ratio."""
+        growth: Tensor = quantizer._relative_scale.detach().abs()
+        return growth
+
+    def upgrade(self, state: dict[str, Any], prefix: str) -> None:
+        """Take the scale, which was the parameter, of either sign, as the start."""
+        scale = state.get(prefix + "_scale")
+        if scale is not None:
+            state[prefix + "_scale"] = scale.abs()
+            state.setdefault(prefix + "_relative_scale", torch.ones_like(scale).reshape(scale.shape or (1,)))
+
+    def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
+        """Return 1 / sqrt(N * qmax), section 2.2 of the paper.
+
+        N is the number of elements that share a scale: of all elements of a weight, or of the features of one sample of an
+        activation. It does not depend on the batch size, and is at least 1.
+        """
+        spec = quantizer.spec
+        sizes = x.shape
+        if x.dim() > 1 and not quantizer.of_weight and not _differs_between_rows(spec, x.dim()):
+            sizes = x.shape[1:]
+        sharing = max(sizes.numel() // max(quantizer._scale.numel(), 1), 1)
+        factor: float = float(sharing * spec.qmax) ** -0.5
+        return factor
+
+
+def _differs_between_rows(spec: "QuantSpec", dims: int) -> bool:
+    """Return whether the scale of a tensor with this number of dimensions differs along dimension 0."""
+    return spec.axis is not None and (spec.axis % dims == 0 or spec.group_size is not None)

@@ -1,0 +1,59 @@
+"""A trained scale and offset (LSQ+)."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.lsq import LSQ
+from qtoolkit.quantizers.observers import Observer
+from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+class LSQPlus(LSQ):
+    """Scale s and offset beta are trained (LSQ+, arXiv 2004.09576): y = s clamp(round((x - beta) / s), qmin, qmax) + beta.
+
+    The code of zero, -beta / s, is rounded, since deployed grids have integers there, and stays within the codes. Both start
+    from the observed range; the observer "histogram" with the method "mse" gives the paper's start of least squared error.
+    The parameter of the offset is its ratio to the scale at the start, and is trained like that of the scale.
+    """
+
+    label = "lsq+"
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec without a zero point."""
+        super().check(spec)
+        if spec.symmetric:
+            raise ValueError(
+                f"QuantSpec: quantizer={spec.quantizer!r} trains the zero point: it needs symmetric=False, got True; take "
+                f"'lsq' for a symmetric grid, as the paper does for weights."
+            )
+
+    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
+        """Return the type of the observer of a spec."""
+        return QuantizerKind.observer_type(self, spec)
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return those of LSQ, and the ratio of the offset to the scale at the start."""
+        offset = nn.Parameter(torch.zeros(shape or (1,), dtype=scale_dtype()))
+        return {**super().tensors(spec, shape), "_relative_offset": offset}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the scale as the start, and the offset."""
+        super().set_grid(quantizer, scale, zero_point)
+        if quantizer._zero_point is not None:
+            quantizer._relative_offset.copy_(-quantizer._zero_point.reshape(quantizer._relative_offset.shape))
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the trained scale, and the code of zero at the trained offset."""
+        spec = quantizer.spec
+        scale, _ = super().grid(quantizer)
+        offset = trained_by_ratio(quantizer._scale, quantizer._relative_offset).reshape(scale.shape)
+        zero_point = -offset / scale
+        return scale, straight_through(zero_point.clamp(spec.qmin, spec.qmax), zero_point)

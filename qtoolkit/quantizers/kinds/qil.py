@@ -1,0 +1,129 @@
+"""A learned interval of magnitudes (QIL)."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
+from qtoolkit.quantizers.spec_ops import clip, fake_quant, per_element
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+LEAST = 2**-24  # the least base of a power: the derivative of x^gamma at 0 is infinite for gamma below 1
+
+
+class QIL(Shaped):
+    """The interval of magnitudes that is quantized is trained by its center c and distance d (QIL, arXiv 1808.05779).
+
+    Magnitudes below c - d become 0 and those above c + d become 1; between, T(x) = sign(x) (0.5 (|x| - c) / d + 0.5)^gamma,
+    which is rounded to steps of 1 / qmax. So results lie in [-1, 1]: the method is meant for layers with batch norms, which
+    stay behind their layers. The options are `gamma`, 1.0, and `learn_gamma`, False; the paper trains gamma for weights only.
+    The interval starts as the whole observed range, c = d.
+    """
+
+    label = "qil"
+    OPTIONS = {"gamma": 1.0, "learn_gamma": False}
+    KEEPS_SIZE = False
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a gamma out of its range, or one of an activation."""
+        super().check(spec)
+        options = self.options(spec)
+        gamma, learn = options["gamma"], options["learn_gamma"]
+        if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not gamma > 0:
+            raise ValueError(
+                f"QuantSpec: gamma of quantizer={spec.quantizer!r} must be a positive number, got {gamma!r}."
+            )
+        if not isinstance(learn, bool):
+            raise ValueError(
+                f"QuantSpec: learn_gamma of quantizer={spec.quantizer!r} must be true or false, got {learn!r}."
+            )
+        if not spec.signed and (gamma != 1 or learn):
+            raise ValueError(
+                f"QuantSpec: quantizer={spec.quantizer!r} has gamma=1 on unsigned codes, those of activations, as in the "
+                f"paper, got gamma={gamma!r} and learn_gamma={learn!r}."
+            )
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return half the range at the start in `_scale`, and the ratios of center and distance to it as parameters."""
+        ones = torch.ones(shape or (1,), dtype=scale_dtype())
+        learned = {"_relative_center": nn.Parameter(ones), "_relative_distance": nn.Parameter(ones.clone())}
+        gamma = ones * self.options(spec)["gamma"]
+        exponent = {"_gamma": nn.Parameter(gamma)} if self.options(spec)["learn_gamma"] else {}
+        return {**super().tensors(spec, shape), **learned, **exponent}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the scale, whose range is the interval at the start."""
+        super().set_grid(quantizer, scale, zero_point)
+        quantizer._relative_center.fill_(1)
+        quantizer._relative_distance.fill_(1)
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the steps of the results, 1 / qmax; NaN while there is no range."""
+        return torch.where(quantizer._scale.isnan(), quantizer._scale, 1 / quantizer.spec.qmax), None
+
+    def interval(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return center, distance and gamma (None for 1). The center is at least the distance: the interval starts at 0."""
+        half = quantizer._scale * (quantizer.spec.qmax / 2)
+        distance = ops.positive_scale(half, quantizer._relative_distance)
+        center = torch.maximum(ops.positive_scale(half, quantizer._relative_center), distance)
+        options = self.options(quantizer.spec)
+        fixed = None if options["gamma"] == 1 else torch.full_like(half, options["gamma"])
+        return center, distance, quantizer._gamma.abs().reshape(half.shape) if options["learn_gamma"] else fixed
+
+    def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+        """Return the range up to c + d."""
+        center, distance, _ = self.interval(quantizer)
+        end = (center + distance).detach()
+        return (-end if quantizer.spec.signed else torch.zeros_like(end)), end
+
+    def shape(self, quantizer: "TensorQuantizer") -> Shape:
+        """Return the transform."""
+        return Interval(quantizer.spec, quantizer.group, self.interval(quantizer))
+
+    def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+        """Return x transformed and rounded."""
+        spec = quantizer.spec
+        shaped = transformed(x, spec, quantizer.group, self.interval(quantizer))
+        return fake_quant(spec, shaped, self.grid(quantizer)[0], None, quantizer.group, spec.block_size)
+
+
+def transformed(x: Tensor, spec: "QuantSpec", group: int, interval: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+    """Return T(x) for an interval (center, distance, gamma). Differentiable in all.
+
+    Example:
+        >>> half = torch.tensor(0.5)
+        >>> transformed(torch.tensor([0.1, 0.5, -0.75, 2.0]), qt.QuantSpec(quantizer="qil"), 1, (half, half / 2, None))
+        tensor([ 0.0000,  0.5000, -1.0000,  1.0000])
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    center, distance = (per_element(part, x, spec, group).to(wide.dtype) for part in interval[:2])
+    gamma = None if interval[2] is None else per_element(interval[2], x, spec, group).to(wide.dtype)
+    magnitude = wide.abs() if spec.signed else wide
+    base = clip(0.5 * (magnitude - center) / distance + 0.5, 0.0, 1.0)
+    if gamma is not None:
+        base = torch.where(base > LEAST, base.clamp(min=LEAST) ** gamma, base)
+    return (base * wide.sign() if spec.signed else base).to(x.dtype)
+
+
+class Interval(Shape):
+    """The transform with constants."""
+
+    def __init__(self, spec: "QuantSpec", group: int, interval: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        super().__init__()
+        self.spec, self.group = spec, group
+        for name, tensor in zip(("center", "distance", "gamma"), interval, strict=True):
+            self.register_buffer(name, None if tensor is None else tensor.detach().clone())
+
+    center: Tensor
+    distance: Tensor
+    gamma: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return T(x)."""
+        return transformed(x, self.spec, self.group, (self.center, self.distance, self.gamma))

@@ -1,0 +1,38 @@
+"""The base class of quantizers that shape their input before it is rounded to a uniform grid."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers, needs_no_zero_point
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+
+
+class Shape(nn.Module):
+    """Shapes a tensor before it is rounded, with constants: what a converted model keeps of such a quantizer.
+
+    Attributes:
+        why_no_export: Why a file of ONNX cannot have it for an activation, a sentence; None if it can. A weight in a file is
+            shaped already.
+    """
+
+    why_no_export: str | None = None
+
+
+class Shaped(QuantizerKind):
+    """The input is shaped, then rounded to a uniform grid."""
+
+    PLAIN = False
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec without a symmetric grid of integers."""
+        needs_integers(spec)
+        needs_any_scale(spec)
+        needs_no_zero_point(spec)
+
+    def shapes(self, spec: "QuantSpec") -> bool:
+        """Return True."""
+        return True

@@ -1,0 +1,64 @@
+"""A trained power-of-two scale (TQT)."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.rules import needs_integers, needs_no_zero_point
+from qtoolkit.quantizers.spec_ops import straight_through
+from qtoolkit.quantizers.state import scale_dtype
+
+if TYPE_CHECKING:
+    from qtoolkit.config import QuantSpec
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+LN2 = math.log(2)
+SAME = 1e-5  # logarithms this near to a whole number are those of a power of two, up to the rounding of a scale
+
+
+class TQT(QuantizerKind):
+    """The logarithm of the threshold t is trained, and the scale is a power of two (TQT, arXiv 1903.08066).
+
+    s = 2^ceil(log2 t) / 2^(bits-1), or / 2^bits for unsigned codes. The gradient passes straight through the ceiling:
+    ds / dlog2 t = s ln 2. The threshold starts at the largest magnitude of the observed range. The paper trains it with Adam.
+    """
+
+    label = "tqt"
+
+    def check(self, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec that has no symmetric grid of integers."""
+        needs_integers(spec)
+        needs_no_zero_point(spec)
+
+    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the scale at the start as a buffer, and the logarithm of the threshold as a parameter."""
+        threshold = nn.Parameter(torch.zeros(shape or (1,), dtype=scale_dtype()))
+        return {**super().tensors(spec, shape), "_log2_threshold": threshold}
+
+    def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store the threshold, scale * qmax, and the power-of-two scale that it gives."""
+        self._set_threshold(quantizer, scale * quantizer.spec.qmax)
+
+    def load_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
+        """Store a power-of-two scale."""
+        self._set_threshold(quantizer, scale * (quantizer.spec.qmax + 1))
+
+    def _set_threshold(self, quantizer: "TensorQuantizer", threshold: Tensor) -> None:
+        shape = quantizer._log2_threshold.shape
+        exponent = threshold.log2().expand(quantizer._scale.shape).reshape(shape)
+        nearest = exponent.round()
+        quantizer._log2_threshold.copy_(torch.where((exponent - nearest).abs() < SAME, nearest, exponent))
+        quantizer._scale.copy_(self.grid(quantizer)[0])
+
+    def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
+        """Return the trained scale."""
+        threshold = quantizer._log2_threshold.reshape(quantizer._scale.shape)
+        scale = torch.exp2(threshold.detach().ceil()) / (quantizer.spec.qmax + 1)
+        return straight_through(scale, scale * LN2 * threshold), None
+
+    def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return the scale as a multiple of that at the start."""
+        return (quantizer.scale / quantizer._scale).reshape(-1)

@@ -1,0 +1,52 @@
+"""The observer of quantizers that compute their scales from each input."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from qtoolkit.quantizers.observers.base import Observer
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+
+class NoObserver(Observer):
+    """Observes nothing.
+
+    Example:
+        >>> observer = NoObserver()
+        >>> observer(torch.ones(3))
+        >>> observer.range()
+        (tensor(inf), tensor(-inf))
+    """
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build one."""
+        return cls()
+
+    def forward(self, x: Tensor) -> None:
+        """Do nothing."""
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return an empty range."""
+        return torch.tensor(torch.inf), torch.tensor(-torch.inf)
+
+    def seen(self) -> bool:
+        """Return False."""
+        return False
+
+    def finite(self) -> bool:
+        """Return True."""
+        return True
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Do nothing."""
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Do nothing."""
