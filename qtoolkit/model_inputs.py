@@ -27,8 +27,13 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
 
 
-def run_batch(model: nn.Module, batch: Any) -> Any:
+def run_batch(model: nn.Module, batch: Any, what: str = "calibrate") -> Any:
     """Run a model on a batch: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
+
+    Args:
+        model: The model.
+        batch: The batch.
+        what: The public function, for the error.
 
     Raises:
         TypeError: The batch does not match the signature of forward, such as a data loader's (images, labels).
@@ -40,7 +45,7 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
     except TypeError:  # not checked before: hooks may change the inputs
         first = repr(next(iter(kwargs), 0))
         remedy = f"; pass forward=lambda model, batch: model(batch[{first}]) with the items that the model takes"
-        bind(model, inputs, "calibrate: a batch does", remedy)
+        bind(model, inputs, f"{what}: a batch does", remedy)
         raise
 
 

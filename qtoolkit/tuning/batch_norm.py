@@ -1,0 +1,157 @@
+"""reestimate_batch_norm(): running statistics of batch norms anew from data."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qtoolkit.model_state import check_module
+from qtoolkit.nn import LinkedBatchNorm, QuantModule
+from qtoolkit.nn.batch_norm import BATCH_NORMS
+from qtoolkit.shared_modules import first_names
+from qtoolkit.tuning.running import Batches, Forward, tuning
+
+
+@dataclass(frozen=True)
+class Reestimation:
+    """The result of `reestimate_batch_norm`.
+
+    Attributes:
+        batches: Batches that were run.
+        batch_norms: The dotted names of the batch norms with new statistics.
+        unchanged: Why others have the old ones, by their names.
+    """
+
+    batches: int
+    batch_norms: tuple[str, ...]
+    unchanged: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.batch_norms)} batch norms estimated from {self.batches} batches"]
+        return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.unchanged.items()])
+
+
+def reestimate_batch_norm(
+    model: nn.Module, batches: Iterable[Any], forward: Forward | None = None, progress: bool = True
+) -> Reestimation:
+    """Set the running statistics of all batch norms to those of some batches, with the weights as they now are.
+
+    The running averages of training lag behind the weights, and with few bits the weights' noise moves the statistics. Each
+    batch counts the same: the new mean is the average of the means, and the new variance that of the variances plus the
+    variance of the means. Batch norms normalize by the statistics of the batch meanwhile; all else runs in eval mode, with the
+    quantizers as they are. Ranges of weights that follow them take the new factors. If anything raises, all is as before.
+
+    Args:
+        model: A float, prepared or replaced model.
+        batches: As for `qtoolkit.calibrate`, in batches as large as in training.
+        forward: forward(model, batch), for batches that the model does not take.
+        progress: Show a progress bar.
+
+    Returns:
+        The batch norms that were estimated, and why others were not.
+
+    Raises:
+        ValueError: The model has no batch norm with running statistics that may change (`qtoolkit.prepare` folds them in eval
+            mode), or there is no batch.
+        TypeError: An argument is of a wrong type, or a batch does not match the model's forward.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(1, affine=False))
+        >>> report = qt.tuning.reestimate_batch_norm(model, [torch.tensor([[1.0], [3.0]])], progress=False)
+        >>> model[0].running_mean, model[0].running_var
+        (tensor([2.]), tensor([2.]))
+    """
+    check_module(model, "reestimate_batch_norm")
+    found, unchanged = _batch_norms(model)
+    if not found:
+        raise ValueError(
+            "reestimate_batch_norm: the model has no batch norm with running statistics that may change"
+            + "".join(f"; {name}: {why}" for name, why in unchanged.items())
+            + ". A model that was prepared in eval mode has them folded: estimate before qtoolkit.prepare."
+        )
+    data = Batches(batches, forward, "reestimate_batch_norm")
+    count = 0
+    with tuning(model):
+        sums = {name: _Sums(bn) for name, bn in found.items()}
+        try:
+            for each in sums.values():
+                each.start()
+            with torch.no_grad():
+                for batch in tqdm(data, desc="batch norm", disable=not progress, leave=False):
+                    data.run(model, batch)
+                    count += 1
+                    for each in sums.values():
+                        each.take()
+        finally:
+            for each in sums.values():
+                each.stop()
+        for name, each in sums.items():
+            if not each.store():
+                unchanged[name] = "no batch reached it"
+        for module in model.modules():
+            if isinstance(module, QuantModule):
+                module.refresh_weight_range()
+    return Reestimation(count, tuple(name for name in found if name not in unchanged), unchanged)
+
+
+def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    found: dict[str, Any] = {}
+    unchanged: dict[str, str] = {}
+    for module, name in first_names(model).items():
+        if type(module) not in BATCH_NORMS and not isinstance(module, LinkedBatchNorm):
+            continue
+        if isinstance(module, LinkedBatchNorm) and (module.frozen or module.float_type not in BATCH_NORMS):
+            unchanged[name] = "it is frozen"
+        elif isinstance(module, LinkedBatchNorm) and module.strategy == "frozen":
+            unchanged[name] = 'its strategy is "frozen"'
+        elif module.running_mean is None:
+            unchanged[name] = "it has no running statistics"
+        else:
+            found[name] = module
+    return found, unchanged
+
+
+class _Sums:
+    """The sums of the statistics of a batch norm's batches: with momentum 1, its running ones are those of the last batch."""
+
+    def __init__(self, bn: Any) -> None:
+        self.bn, self.momentum = bn, bn.momentum
+        self.old = [tensor.clone() for tensor in self._tensors()]
+        self.seen = bn.num_batches_tracked.clone()
+        self.count, self.mean, self.square = 0, torch.zeros(()), torch.zeros(())
+
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        return self.bn.running_mean, self.bn.running_var
+
+    def start(self) -> None:
+        self.bn.momentum = 1.0
+        self.bn.training = True
+
+    def take(self) -> None:
+        """Add the statistics of a batch, if the batch norm has seen one, and put back the old ones."""
+        if bool(self.bn.num_batches_tracked == self.seen):
+            return
+        mean, variance = (tensor.double() for tensor in self._tensors())
+        self.mean, self.square = self.mean.to(mean) + mean, self.square.to(mean) + variance + mean.square()
+        self.count += 1
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for tensor, old in zip(self._tensors(), self.old, strict=True):
+            tensor.copy_(old)
+        self.bn.num_batches_tracked.copy_(self.seen)
+
+    def stop(self) -> None:
+        self.bn.momentum = self.momentum
+        self.bn.training = False
+
+    def store(self) -> bool:
+        """Set the new statistics; return whether there are any."""
+        if self.count:
+            mean = self.mean / self.count
+            self.bn.running_mean.copy_(mean)
+            self.bn.running_var.copy_(self.square / self.count - mean.square())
+        return self.count > 0

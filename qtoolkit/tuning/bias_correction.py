@@ -1,0 +1,281 @@
+"""bias_correction(): remove the shift of layers' outputs that quantization causes (arXiv 1906.04721, section 4.2)."""
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from tqdm import tqdm
+
+from qtoolkit.errors import check_known
+from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.model_state import check_module
+from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of
+from qtoolkit.quantizers.switches import disable_quantization
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.report.lines import table
+from qtoolkit.shared_modules import first_names
+from qtoolkit.tuning.running import Batches, Forward, ReachedError, tuning
+from qtoolkit.tuning.units import KINDS
+
+
+@dataclass(frozen=True)
+class BiasCorrection:
+    """The result of `bias_correction`. It prints as a table.
+
+    Attributes:
+        method: "empirical" or "analytic".
+        shifts: The largest shift of a channel's mean that was removed, by layer.
+        skipped: Why the bias of other layers stays, by layer.
+    """
+
+    method: str
+    shifts: Mapping[str, float]
+    skipped: Mapping[str, str]
+
+    def __str__(self) -> str:
+        rows = table([("layer", "largest shift"), *((name, f"{shift:.3e}") for name, shift in self.shifts.items())])
+        lines = [f"{len(self.shifts)} biases corrected ({self.method})", *rows]
+        return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.skipped.items()])
+
+
+def bias_correction(
+    prepared: nn.Module,
+    batches: Iterable[Any] | None = None,
+    method: Literal["empirical", "analytic"] = "empirical",
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> BiasCorrection:
+    """Change the biases so that the mean of each output channel is that of the float model.
+
+    "empirical" takes the means from batches, layer by layer in the order of the model: each layer's inputs are those of the
+    model that is quantized and corrected so far. It corrects the shifts of weights and activations, on both roads. "analytic"
+    needs no data, and corrects those of weights: the mean of a layer's input is that of a normal distribution with the shift
+    and the scale of the batch norm before it, clipped by the activation between them. It needs the graph, and a model that was
+    prepared in training mode, whose batch norms are not folded.
+
+    Where a batch norm is linked to a layer, its shift takes the correction. Call it after `qtoolkit.calibrate`.
+
+    Args:
+        prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
+        batches: As for `qtoolkit.calibrate`, for "empirical"; read once for each layer.
+        method: "empirical" or "analytic".
+        forward: forward(model, batch), for batches that the model does not take.
+        progress: Show a progress bar.
+
+    Returns:
+        The shifts, and why other layers stay as they were.
+
+    Raises:
+        ValueError: The method is unknown, no layer can be corrected, or batches are missing, or given for "analytic".
+        TypeError: An argument is of a wrong type.
+        RuntimeError: A quantizer has no range yet.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+        >>> w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2))
+        >>> prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(w2))
+        >>> x = torch.rand(64, 8)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> report = qt.tuning.bias_correction(prepared, [x], progress=False)
+        >>> torch.allclose(prepared(x).mean(0), model(x).mean(0), atol=1e-6)
+        True
+    """
+    check_module(prepared, "bias_correction", "prepared")
+    check_known("method of bias_correction", method, ("empirical", "analytic"))
+    if (method == "analytic") != (batches is None):
+        raise ValueError(
+            f"bias_correction: method={method!r} {'needs batches' if batches is None else 'takes no batches'}; pass "
+            f"batches for 'empirical', and none for 'analytic'."
+        )
+    layers, skipped = _layers(prepared)
+    with tuning(prepared):
+        if method == "empirical":
+            data = Batches(batches or (), forward, "bias_correction")
+            shifts = _empirical(prepared, layers, skipped, data, progress)
+        else:
+            shifts = _analytic(prepared, layers, skipped)
+        if not shifts:
+            listed = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:3])
+            raise ValueError(f"bias_correction: no layer can be corrected by method={method!r} ({listed}).")
+    return BiasCorrection(method, {name: float(shift.abs().max()) for name, shift in shifts.items()}, skipped)
+
+
+def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]:
+    """Return the layers whose bias can be corrected, and why others cannot."""
+    found: dict[str, QuantWeighted] = {}
+    skipped: dict[str, str] = {}
+    for module, name in first_names(model).items():
+        if not isinstance(module, QuantWeighted) or module.KIND not in KINDS:
+            continue
+        quantizer = module.weight_quantizer
+        if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
+            skipped[name] = "its weight is not quantized"
+        elif _bias_of(module) is None:
+            skipped[name] = "it has no bias; give the float layer bias=True"
+        else:
+            quantizer.check_ready()
+            found[name] = module
+    return found, skipped
+
+
+def _bias_of(layer: QuantWeighted) -> Any:
+    """Return the tensor that shifts a layer's output: of the linked batch norm, if there is one."""
+    return layer.bias if layer.batch_norm is None else layer.batch_norm.bias
+
+
+# ---- from data
+
+
+class _Mean:
+    """The mean of each output channel of a layer over its calls."""
+
+    def __init__(self, layer: QuantWeighted) -> None:
+        self.layer, self.total, self.count = layer, torch.zeros(()), 0
+
+    def add(self, layer: nn.Module, args: Any, output: Tensor, stop: bool = False) -> None:
+        channel = output.dim() - (1 if self.layer.KIND == "linear" else self.layer.weight.dim() - 1)
+        values = (
+            output.detach().double().transpose(0, channel).flatten(1) if output.dim() > 1 else output[:, None].double()
+        )
+        self.total = self.total.to(values) + values.sum(1)
+        self.count += values.size(1)
+        if stop:
+            raise ReachedError
+
+    def value(self) -> Tensor:
+        return self.total / self.count
+
+
+def _empirical(
+    model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: dict[str, str], data: Batches, progress: bool
+) -> dict[str, Tensor]:
+    expected = {name: _Mean(layer) for name, layer in layers.items()}
+    order: dict[str, None] = {}
+    calls: dict[str, int] = {}
+
+    def note(name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+        order.setdefault(name)
+        calls[name] = calls.get(name, 0) + 1
+        expected[name].add(layer, args, output)
+
+    handles = [layer.register_forward_hook(partial(note, name)) for name, layer in layers.items()]
+    count = 0
+    try:
+        with torch.no_grad(), disable_quantization(model):
+            for batch in data:
+                data.run(model, batch)
+                count += 1
+    finally:
+        for handle in handles:
+            handle.remove()
+    skipped.update({name: "no batch reached it" for name in layers if name not in order})
+    skipped.update({n: "the model calls it several times" for n in order if calls[n] > count})
+    shifts: dict[str, Tensor] = {}
+    for name in tqdm([n for n in order if n not in skipped], desc="bias", disable=not progress, leave=False):
+        shifts[name] = _mean_of(model, name, layers[name], data) - expected[name].value()
+        _shift_back(layers[name], shifts[name])
+    return shifts
+
+
+def _mean_of(model: nn.Module, name: str, layer: QuantWeighted, data: Batches) -> Tensor:
+    """Return the mean of a layer's output, as the model now is."""
+    mean = _Mean(layer)
+    handle = layer.register_forward_hook(partial(mean.add, stop=True))
+    try:
+        with torch.no_grad():
+            for batch in data:
+                with suppress(ReachedError):
+                    data.run(model, batch, name)
+    finally:
+        handle.remove()
+    return mean.value()
+
+
+def _shift_back(layer: QuantWeighted, shift: Tensor) -> None:
+    with torch.no_grad():
+        bias = _bias_of(layer)
+        bias.copy_(bias.double() - shift)
+        layer.note_weights()
+
+
+# ---- from batch norms
+
+
+def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: dict[str, str]) -> dict[str, Tensor]:
+    if not isinstance(model, QuantizedGraphModule):
+        raise TypeError(
+            f"bias_correction: method='analytic' needs the graph of qtoolkit.prepare, to find the batch norm before each "
+            f"layer, got a {type(model).__name__}; use method='empirical' with batches."
+        )
+    calls, shifts = calls_of(model), dict[str, Tensor]()
+    for node in model.graph.nodes:
+        name = str(node.target)
+        if node.op != "call_module" or name not in layers:
+            continue
+        mean = "the model calls it several times" if calls[name] > 1 else _mean_of_input(node)
+        if isinstance(mean, str):
+            skipped[name] = mean
+            continue
+        layer: Any = layers[name]
+        weight = layer.effective_weight().detach()
+        error = layer.quantize_weight(weight).detach() - weight
+        inputs = _for_weight(layer, mean, error)
+        # A transposed convolution with a stride adds to each output only its share of the kernel.
+        share = math.prod(layer.stride) if layer.KIND == "conv_transpose" else 1
+        shifts[name] = layer.sum_per_output(error * inputs) / share
+        _shift_back(layer, shifts[name])
+    for name in layers.keys() - shifts.keys() - skipped.keys():
+        skipped[name] = "the graph does not call it"
+    return shifts
+
+
+def _for_weight(layer: Any, mean: Tensor, like: Tensor) -> Tensor:
+    """Return the mean of the input by which each element of a weight is multiplied."""
+    groups, kernel = getattr(layer, "groups", 1), [1] * (like.dim() - 2)
+    if layer.KIND == "conv_transpose":
+        return mean.reshape(-1, 1, *kernel).expand_as(like)
+    grouped = mean.reshape(groups, 1, -1).expand(groups, like.size(0) // groups, -1)
+    return grouped.reshape(like.size(0), -1, *kernel).expand_as(like)
+
+
+def _mean_of_input(node: fx.Node) -> Tensor | str:
+    """Return the mean of each channel of a layer's input by the batch norm that it comes from, or why there is none."""
+    low, high, source = -math.inf, math.inf, node.all_input_nodes[0]
+    while True:
+        kind = kind_of(source).name
+        module: Any = module_of(source) if source.op == "call_module" else None
+        if isinstance(module, LinkedBatchNorm) or (kind == "batch_norm" and module is not None):
+            if module.weight is None:
+                return "the batch norm before it has no scale"
+            return clipped_mean(module.bias.detach().double(), module.weight.detach().double().abs(), low, high)
+        if kind in ("relu", "relu6") and (low, high) == (-math.inf, math.inf):
+            low, high = 0.0, 6.0 if kind == "relu6" else math.inf
+        elif not (is_quantizer(source) or kind == "identity"):
+            return (
+                f"its input comes from {source.name!r} ({kind}), of which no batch norm gives the mean; use 'empirical'"
+            )
+        source = source.all_input_nodes[0]
+
+
+def clipped_mean(mean: Tensor, deviation: Tensor, low: float, high: float) -> Tensor:
+    """Return the mean of a normal distribution whose values are clipped to [low, high].
+
+    Example:
+        >>> clipped_mean(torch.zeros(1), torch.ones(1), 0.0, torch.inf)  # 1 / sqrt(2 pi)
+        tensor([0.3989])
+    """
+    deviation = deviation.clamp(min=1e-12)
+    result = mean.clone()
+    for end, sign in ((low, 1.0), (high, -1.0)):
+        if math.isfinite(end):  # what the clipping at this end adds: E[max(end - x, 0)], or the mirror image
+            z = sign * (end - mean) / deviation
+            cumulative = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
+            density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+            result = result + sign * deviation * (z * cumulative + density)
+    return result

@@ -1,0 +1,59 @@
+"""The weight of a layer by its output and input channels, whatever its type."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+
+
+class ChannelView:
+    """A layer's weight as (groups, outputs, inputs, kernel), with one value per channel where channels are meant.
+
+    Args:
+        layer: A convolution, transposed convolution or linear layer.
+
+    Attributes:
+        dims: The number of dimensions of the positions.
+
+    Example:
+        >>> view = ChannelView(nn.ConvTranspose2d(4, 6, 3, groups=2))
+        >>> view.outputs_amax().shape, view.inputs_amax().shape
+        (torch.Size([6]), torch.Size([4]))
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.transposed = isinstance(layer, TRANSPOSED)
+        self.groups: int = getattr(layer, "groups", 1)
+        self.dims: int = layer.weight.dim() - 2
+
+    def _grouped(self) -> Tensor:
+        """Return a view of the weight, (groups, outputs, inputs, kernel)."""
+        weight: Tensor = self.layer.weight.detach()
+        view = (
+            weight.reshape(self.groups, -1, *weight.shape[1:]).flatten(3)
+            if weight.dim() > 2
+            else weight[None, ..., None]
+        )
+        return view.transpose(1, 2) if self.transposed else view
+
+    def outputs_amax(self) -> Tensor:
+        """Return the largest magnitude of each output channel."""
+        return self._grouped().abs().amax((2, 3)).flatten()
+
+    def inputs_amax(self) -> Tensor:
+        """Return the largest magnitude of each input channel."""
+        return self._grouped().abs().amax((1, 3)).flatten()
+
+    def multiply_outputs(self, factor: Tensor) -> None:
+        """Multiply each output channel by its factor."""
+        with torch.no_grad():
+            self._grouped().mul_(factor.reshape(self.groups, -1, 1, 1))
+
+    def multiply_inputs(self, factor: Tensor) -> None:
+        """Multiply each input channel by its factor."""
+        with torch.no_grad():
+            self._grouped().mul_(factor.reshape(self.groups, 1, -1, 1))

@@ -1,0 +1,220 @@
+"""gptq(): rounding of linear layers by second-order information (arXiv 2210.17323)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qtoolkit.model_state import check_module
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.module import quantized
+from qtoolkit.report.lines import table
+from qtoolkit.tuning.rounding import CodeGrid
+from qtoolkit.tuning.running import Batches, Forward, ReachedError, tuning
+from qtoolkit.tuning.units import chosen, obstacles
+
+COLUMNS = 128  # whose errors are spread to the later columns at once
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The error of a layer.
+
+    Attributes:
+        name: Its dotted name.
+        before: The mean squared error of its output by its weights rounded to nearest, on its inputs in the quantized model.
+        after: The same at the end.
+        kept: Whether rounding to nearest was better, and was kept.
+    """
+
+    name: str
+    before: float
+    after: float
+    kept: bool
+
+
+@dataclass(frozen=True)
+class GPTQ:
+    """The result of `gptq`. It prints as a table.
+
+    Attributes:
+        layers: The errors of the layers, in the order in which they run.
+        skipped: Why other layers are rounded to nearest, by name.
+    """
+
+    layers: tuple[LayerError, ...]
+    skipped: Mapping[str, str]
+
+    def __str__(self) -> str:
+        rows = [(e.name, f"{e.before:.3e}", f"{e.after:.3e}", "kept" if e.kept else "") for e in self.layers]
+        lines = [f"{len(self.layers)} linear layers", *table([("layer", "error before", "after", ""), *rows])]
+        return "\n".join(lines + [f"{name}: left out: {why}" for name, why in self.skipped.items()])
+
+
+def gptq(
+    prepared: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[str] | None = None,
+    forward: Forward | None = None,
+    damping: float = 0.01,
+    act_order: bool = False,
+    progress: bool = True,
+) -> GPTQ:
+    """Choose the codes of linear layers column by column, where each column makes up for the errors of those before it.
+
+    The layers are taken in the order in which they run; the inputs of each come from the quantized model so far. Only the sums
+    of products of its inputs are stored, (in, in) in float64, whatever the number of batches. The scales stay those of the
+    quantizers, one for each row or each group of columns (`QuantSpec(axis=1, group_size=128)`), with `act_order` too. The
+    result is in the weights, as after `qtoolkit.tuning.reconstruct`; where it is not better, weights stay rounded to nearest.
+
+    Args:
+        prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
+        batches: As for `qtoolkit.calibrate`; read once for each layer.
+        layers: Dotted names of linear layers; None takes all that can be.
+        forward: forward(model, batch), for batches that the model does not take.
+        damping: What is added to the diagonal of the sums, as a share of its mean.
+        act_order: Take the columns with the largest inputs first.
+        progress: Show a progress bar.
+
+    Returns:
+        The errors before and after, and why other layers were left out.
+
+    Raises:
+        ValueError: A layer in `layers` is unknown or cannot be taken, no layer can, damping is not positive, or there is no
+            batch. The model is then unchanged.
+        TypeError: An argument is of a wrong type.
+        RuntimeError: A quantizer has no range yet.
+
+    Example:
+        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
+        >>> prepared = qt.quant_modules.replace(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), w3)
+        >>> x = torch.randn(256, 32) @ torch.randn(32, 32)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> (layer,) = qt.tuning.gptq(prepared, [x], progress=False).layers
+        >>> layer.after < 0.8 * layer.before
+        True
+    """
+    check_module(prepared, "gptq", "prepared")
+    if not damping > 0:
+        raise ValueError(f"gptq: damping must be positive, got {damping}.")
+    reasons = obstacles(prepared)
+    found = {name: prepared.get_submodule(name) for name in reasons}
+    for name, layer in found.items():
+        if not isinstance(layer, nn.Linear):
+            reasons[name] = (
+                f"it is a {type(layer).__name__}, and only linear layers can be; qtoolkit.tuning.reconstruct takes it"
+            )
+    wanted = chosen(reasons, layers, "gptq")
+    skipped = {name: why for name, why in reasons.items() if why}
+    data, errors = Batches(batches, forward, "gptq"), []
+    with tuning(prepared):
+        order = _order(prepared, wanted, data)
+        skipped |= {name: "no batch reached it" for name in wanted if name not in order}
+        for name in tqdm(order, desc="gptq", disable=not progress, leave=False):
+            layer = found[name]
+            grid = CodeGrid(layer, name)
+            hessian = _products(prepared, layer, name, data)
+            codes = rounded(grid, hessian, damping, act_order)
+            before, after = (_error(grid, each, hessian) for each in (grid.nearest(), codes))
+            kept = not after < before
+            if not kept:
+                grid.store(codes)
+            errors.append(LayerError(name, before, before if kept else after, kept))
+    return GPTQ(tuple(errors), skipped)
+
+
+def _order(model: nn.Module, names: Sequence[str], data: Batches) -> list[str]:
+    """Return the layers in the order of their first calls."""
+    order: dict[str, None] = {}
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda *args, name=name: order.setdefault(name))
+        for name in names
+    ]
+    try:
+        with torch.no_grad():
+            for batch in data:
+                data.run(model, batch)
+                if len(order) == len(names):
+                    break
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(order)
+
+
+def _products(model: nn.Module, layer: Any, name: str, data: Batches) -> Tensor:
+    """Return the mean of the products of a layer's inputs, (in, in), over all its calls."""
+    total = torch.zeros(layer.in_features, layer.in_features, dtype=torch.float64, device=layer.weight.device)
+    count, runs = 0, 0
+
+    def add(module: QuantWeighted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal count
+        x = quantized(module.input_quantizer, args[0] if args else kwargs["input"])
+        rows = x.detach().reshape(-1, layer.in_features).float()
+        total.add_(rows.T @ rows)
+        count += len(rows)
+
+    handle = layer.register_forward_pre_hook(add, with_kwargs=True)
+    stop = layer.register_forward_hook(_Stop())
+    try:
+        with torch.no_grad():
+            for batch in data:
+                runs += 1
+                with suppress(ReachedError):
+                    data.run(model, batch, name)
+    finally:
+        handle.remove()
+        stop.remove()
+    return total / max(count, 1)
+
+
+class _Stop:
+    """A hook that stops the model."""
+
+    def __call__(self, *args: Any) -> None:
+        raise ReachedError
+
+
+def rounded(grid: CodeGrid, hessian: Tensor, damping: float, act_order: bool) -> Tensor:
+    """Return the codes of a weight (out, in), column by column (section 3 of the paper).
+
+    Args:
+        grid: The grid of the weight.
+        hessian: The mean of products of inputs, (in, in).
+        damping: What is added to its diagonal, as a share of its mean.
+        act_order: Whether the columns with the largest diagonal come first.
+    """
+    hessian = hessian.double().clone()
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1
+    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(diagonal))
+    order = order.to(hessian.device)
+    diagonal += damping * diagonal.mean()
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian[order][:, order])), upper=True)
+    weight, steps, zeros = (part[:, order].double() for part in (grid.weight, grid.steps, grid.zeros))
+    codes = torch.empty_like(weight)
+    for first in range(0, weight.size(1), COLUMNS):
+        last = min(first + COLUMNS, weight.size(1))
+        errors = torch.empty_like(weight[:, first:last])
+        for column in range(first, last):
+            code = grid.clamp(torch.round(weight[:, column] / steps[:, column]) + zeros[:, column])
+            codes[:, column] = code
+            value = (code - zeros[:, column]) * steps[:, column]
+            error = (weight[:, column] - value) / factor[column, column]
+            weight[:, column:last] -= error[:, None] * factor[None, column, column:last]
+            errors[:, column - first] = error
+        weight[:, last:] -= errors @ factor[first:last, last:]
+    result = torch.empty_like(grid.weight)
+    result[:, order] = codes.to(result)
+    return result
+
+
+def _error(grid: CodeGrid, codes: Tensor, hessian: Tensor) -> float:
+    """Return the mean squared error of the outputs, from the products of the inputs."""
+    difference = (grid.values(codes) - grid.weight).double()
+    return float(((difference @ hessian) * difference).sum(1).mean())

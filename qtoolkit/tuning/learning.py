@@ -1,0 +1,194 @@
+"""Learning the rounding of a unit's weights, and the scales of its activations."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtoolkit.model_inputs import clone_tensors, tensors_of, with_tensors
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.tuning.cache import BatchCache
+from qtoolkit.tuning.rounding import CodeGrid, SoftRounding
+
+# AdaRound, section 4: the regularizer is off in the first fifth, then its exponent falls from 20 to 2.
+WARM_UP, FIRST_BETA, LAST_BETA = 0.2, 20.0, 2.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `qtoolkit.tuning.reconstruct` that learning takes."""
+
+    steps: int
+    learning_rate: float
+    scale_learning_rate: float
+    rounding_weight: float
+    learn_scales: bool
+    drop: float
+    seed: int
+
+
+def learn(
+    module: fx.GraphModule,
+    grids: Mapping[str, CodeGrid],
+    activations: Mapping[str, TensorQuantizer],
+    cache: BatchCache,
+    options: Options,
+    place: int,
+    error: float,
+    bar: Any,
+) -> dict[str, Tensor]:
+    """Learn the codes of the weights in a unit and, where the options say so, store learned scales of its activations.
+
+    Args:
+        module: The unit, on the values of its inputs.
+        grids: The grid of each weight, by its layer.
+        activations: The quantizers of activations in the unit.
+        cache: For each batch the inputs, the float inputs (empty without drop) and the float output.
+        options: How.
+        place: The place of the unit, which with the seed gives the random numbers.
+        error: The mean squared error with weights rounded to nearest, by which the loss is divided.
+        bar: The progress bar.
+
+    Returns:
+        The codes of each layer.
+    """
+    roundings = {name: SoftRounding(grid) for name, grid in grids.items()}
+    scales = {n: _LearnedScale(q) for n, q in activations.items() if options.learn_scales and _can_learn(q)}
+    random = torch.Generator(cache.device).manual_seed(options.seed * 100_003 + place)
+    order = torch.Generator().manual_seed(options.seed * 100_003 + place)
+    variables = [rounding.variable for rounding in roundings.values()]
+    count = sum(variable.numel() for variable in variables)
+    ratios = [scale.ratio for scale in scales.values()]
+    optimizer = torch.optim.Adam([{"params": variables, "lr": options.learning_rate}])
+    of_scales = torch.optim.Adam(ratios, lr=options.scale_learning_rate) if ratios else None
+    with ExitStack() as stack:
+        for name, rounding in roundings.items():
+            stack.enter_context(_answering(grids[name].quantizer, partial(_soft, rounding)))
+        for name, quantizer in activations.items():
+            stack.enter_context(_answering(quantizer, _Activation(scales.get(name), options.drop, random)))
+        for step in range(options.steps):
+            inputs, in_float, expected = cache[int(torch.randint(len(cache), (1,), generator=order))]
+            if options.drop:
+                inputs = _mixed(inputs, in_float, options.drop, random)
+            loss = _distance(module(*clone_tensors(inputs)), expected) / max(error, 1e-30)
+            beta = _beta(step / options.steps)
+            if beta is not None:
+                undecided = torch.stack([rounding.undecided(beta) for rounding in roundings.values()])
+                loss = loss + options.rounding_weight * undecided.sum() / count
+            _step(loss, variables, optimizer, ratios, of_scales, _cosine(step / options.steps, options))
+            bar.update()
+    with torch.no_grad():
+        for scale in scales.values():
+            scale.store()
+        return {name: rounding.codes() for name, rounding in roundings.items()}
+
+
+def _soft(rounding: SoftRounding, weight: Tensor, quantized: Tensor) -> Tensor:
+    soft: Tensor = rounding()
+    return soft.to(weight.dtype)
+
+
+def _beta(progress: float) -> float | None:
+    if progress < WARM_UP:
+        return None
+    return LAST_BETA + (FIRST_BETA - LAST_BETA) * (1 - (progress - WARM_UP) / (1 - WARM_UP))
+
+
+def _cosine(progress: float, options: Options) -> float:
+    return options.scale_learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _step(
+    loss: Tensor,
+    variables: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    ratios: list[nn.Parameter],
+    of_scales: torch.optim.Optimizer | None,
+    scale_rate: float,
+) -> None:
+    # Not by backward(): the gradients of the model's own parameters stay as they are.
+    gradients = torch.autograd.grad(loss, [*variables, *ratios], allow_unused=True)
+    for parameter, gradient in zip([*variables, *ratios], gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    if of_scales is not None:
+        of_scales.param_groups[0]["lr"] = scale_rate
+        of_scales.step()
+
+
+def _distance(output: Any, expected: Any) -> Tensor:
+    """Return the mean squared difference."""
+    pairs = zip(tensors_of(output), tensors_of(expected), strict=True)
+    return torch.stack([(a.float() - b.float()).square().mean() for a, b in pairs]).mean()
+
+
+def _mixed(inputs: Any, in_float: Any, drop: float, random: torch.Generator) -> Any:
+    """Return the inputs with a share of their elements as in the float model."""
+    pairs = zip(tensors_of(inputs), tensors_of(in_float), strict=True)
+    return with_tensors(inputs, iter([_dropped(x, y, drop, random) for x, y in pairs]))
+
+
+def _dropped(quantized: Tensor, in_float: Tensor, drop: float, random: torch.Generator) -> Tensor:
+    if not quantized.is_floating_point():
+        return quantized
+    chance = torch.rand(quantized.shape, generator=random, device=quantized.device)
+    return torch.where(chance < drop, in_float, quantized)
+
+
+@contextmanager
+def _answering(quantizer: TensorQuantizer, answer: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Let a quantizer return answer(x, y) instead of y."""
+    handle = quantizer.register_forward_hook(lambda module, args, y: answer(args[0], y))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _can_learn(quantizer: TensorQuantizer) -> bool:
+    return quantizer.has_integer_grid and not quantizer.spec.pow2_scale
+
+
+class _LearnedScale:
+    """The scale of an activation while it is learned, as a ratio to its start.
+
+    Args:
+        quantizer: The quantizer.
+    """
+
+    def __init__(self, quantizer: TensorQuantizer) -> None:
+        self.quantizer = quantizer
+        self.start, self.zero_point = quantizer.scale, quantizer.zero_point
+        self.ratio = nn.Parameter(torch.ones_like(self.start))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        quantizer, spec = self.quantizer, self.quantizer.spec
+        scale = self.start * self.ratio.abs()
+        y: Tensor = quantizer.kind.fake_quant(spec, x, scale, self.zero_point, quantizer.group, spec.block_size, 1.0)
+        return y
+
+    def store(self) -> None:
+        """Give the quantizer the learned scale."""
+        self.quantizer.write_grid(self.start * self.ratio.detach().abs(), self.zero_point)
+
+
+class _Activation:
+    """What a quantizer of an activation returns while a unit is learned.
+
+    Args:
+        scale: Its learned scale, or None.
+        drop: The share of values that stay in float.
+        random: Where the drops come from.
+    """
+
+    def __init__(self, scale: _LearnedScale | None, drop: float, random: torch.Generator) -> None:
+        self.scale, self.drop, self.random = scale, drop, random
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        y = y if self.scale is None else self.scale(x)
+        return _dropped(y, x, self.drop, self.random) if self.drop else y

@@ -1,0 +1,285 @@
+"""reconstruct(): learn the rounding of weights, layer by layer or block by block, from a few batches without labels."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from tqdm import tqdm
+
+from qtoolkit.errors import check_known
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_inputs import clone_tensors, tensors_of
+from qtoolkit.model_state import deepcopy_model
+from qtoolkit.quantizers.switches import disable_quantization
+from qtoolkit.report.lines import table
+from qtoolkit.tuning.cache import BatchCache
+from qtoolkit.tuning.learning import Options, learn
+from qtoolkit.tuning.rounding import CodeGrid
+from qtoolkit.tuning.running import Batches, Forward, Part, device_of, part_between, tuning
+from qtoolkit.tuning.saved import SavedUnits
+from qtoolkit.tuning.units import Unit, find_units
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of `reconstruct`.
+
+    Attributes:
+        granularity: What it reconstructs unless the caller says otherwise: "layer" or "block".
+        learn_scales: Whether it also trains the scales of the activations that only the unit takes.
+        drop: The share of values that stay in float at each step: of the unit's inputs, and behind its quantizers.
+    """
+
+    granularity: str
+    learn_scales: bool = False
+    drop: float = 0.0
+
+
+METHODS: Mapping[str, Method] = {
+    "adaround": Method("layer"),
+    "brecq": Method("block", learn_scales=True),
+    "qdrop": Method("block", learn_scales=True, drop=0.5),
+}
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What became of one layer or block.
+
+    Attributes:
+        name: Its name.
+        layers: The layers in it.
+        before: The mean squared difference of its output from that of the float model, with weights rounded to nearest.
+        after: The same at the end.
+        moved: The share of its codes that are another one than the nearest.
+        kept: Whether nothing was better than rounding to nearest, which was kept.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    before: float
+    after: float
+    moved: float
+    kept: bool
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of its line in a table."""
+        errors = f"{self.before:.3e}", f"{self.after:.3e}"
+        return self.name, str(len(self.layers)), *errors, f"{self.moved:.1%}", "kept" if self.kept else ""
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """The result of `reconstruct`. It prints as a table.
+
+    Attributes:
+        method: The method.
+        units: The layers or blocks, in the order of the model.
+        skipped: Why the rounding of a layer was not learned, by its name.
+    """
+
+    method: str
+    units: tuple[UnitResult, ...]
+    skipped: Mapping[str, str]
+
+    def __str__(self) -> str:
+        layers = sum(len(unit.layers) for unit in self.units)
+        head = ("unit", "layers", "error before", "after", "codes moved", "")
+        rows = table([head, *(unit.row() for unit in self.units)])
+        lines = [f"{self.method}: {len(self.units)} units with {layers} layers", *rows]
+        return "\n".join(lines + [f"{name}: left out: {why}" for name, why in self.skipped.items()])
+
+
+def reconstruct(
+    prepared: QuantizedGraphModule,
+    batches: Iterable[Any],
+    method: str = "adaround",
+    granularity: Literal["layer", "block"] | None = None,
+    steps: int = 2000,
+    layers: Sequence[str] | None = None,
+    forward: Forward | None = None,
+    learning_rate: float = 1e-2,
+    scale_learning_rate: float = 1e-3,
+    rounding_weight: float = 10.0,
+    seed: int = 0,
+    path: str | os.PathLike[str] | None = None,
+    cache_gib: float = 2.0,
+    progress: bool = True,
+) -> Reconstruction:
+    """Learn whether each weight is rounded down or up, so that the outputs of layers or blocks are those of the float model.
+
+    The units are taken in the order of the model. The inputs of each come from the quantized model so far, and its targets
+    from the float model. A unit for which nothing better is found keeps its weights rounded to nearest. The result is in the
+    weights: each lies on the code that was learned, so that state dicts, `qtoolkit.convert` and the export have it; the ranges
+    of these weights no longer follow them.
+
+    Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
+    and trains the scales of their activations as well; its error is the plain squared one, as by default in the authors' code.
+    "qdrop" (arXiv 2203.05740) moreover leaves half of the activations in float at random. Blocks are found by the graph and
+    the hierarchy of modules (`qtoolkit.tuning.units`).
+
+    Args:
+        prepared: A calibrated model from `qtoolkit.prepare`, in training or eval mode.
+        batches: As for `qtoolkit.calibrate`; some hundred samples. Each step takes one batch, so that batches of 32 are better
+            than one of 1,024. They are read twice for each unit.
+        method: "adaround", "brecq" or "qdrop".
+        granularity: "layer" or "block"; None takes the method's own.
+        steps: Steps of Adam for each unit. The papers take 10,000 to 20,000; most of the gain is there after 1,000.
+        layers: Dotted names of the layers to take; None takes all that can be.
+        forward: forward(model, batch), for batches that the model does not take.
+        learning_rate: Of the rounding.
+        scale_learning_rate: Of the scales of activations, relative to their size.
+        rounding_weight: Weight of the regularizer, the mean of 1 - |2 h - 1|^beta, which is annealed and drives each weight to
+            one of its two codes. The error is divided by that of rounding to nearest: one weight fits layers of any scale.
+        seed: Of the order of batches and of what is dropped. Results are equal for equal seeds on the same machine.
+        path: A folder where each finished unit is saved. Another call with the same model, options and batches goes on there,
+            with the same result as a call that was not interrupted.
+        cache_gib: GiB of memory for the inputs and outputs of the unit at hand; what exceeds it is in temporary files.
+        progress: Show a progress bar.
+
+    Returns:
+        The errors of each unit before and after, and the layers that were left out, with the reason.
+
+    Raises:
+        TypeError: The model was not prepared, or a batch does not match its forward.
+        ValueError: An option is unknown or out of range, a layer in `layers` cannot be taken, there is no batch, or `path` is
+            from other options. The model is then unchanged; so it is after KeyboardInterrupt.
+        RuntimeError: A quantizer has no range yet.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
+        >>> w3 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0))
+        >>> prepared = qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_global(w3))
+        >>> batches = list(torch.rand(256, 16).split(32))
+        >>> _ = qt.calibrate(prepared, batches, progress=False)
+        >>> report = qt.tuning.reconstruct(prepared, batches, steps=300, progress=False)
+        >>> [unit.name for unit in report.units], all(unit.after < unit.before for unit in report.units)
+        (['0', '2'], True)
+    """
+    chosen = _check(prepared, method, granularity, steps, cache_gib)
+    options = Options(
+        steps, learning_rate, scale_learning_rate, rounding_weight, chosen.learn_scales, chosen.drop, seed
+    )
+    data = Batches(batches, forward, "reconstruct")
+    blocks = (granularity or chosen.granularity) == "block"
+    units, skipped = find_units(prepared, blocks, layers, "reconstruct")
+    results = []
+    with ExitStack() as stack:
+        stack.enter_context(tuning(prepared))
+        reference = deepcopy_model(prepared, what="reconstruct")
+        disable_quantization(reference).apply()
+        saved = SavedUnits(path, prepared, f"{method} {options} {[unit.layers for unit in units]}")
+        bar = stack.enter_context(tqdm(total=steps * len(units), desc="reconstruct", disable=not progress, leave=False))
+        for place, unit in enumerate(units):
+            bar.set_postfix_str(unit.name)
+            task = _Task(prepared, reference, unit, data, options)
+            content = saved.load(place)
+            if content is None:
+                content = task.run(place, cache_gib * 2**30, bar)
+                saved.save(place, content)
+            else:
+                task.load(content)
+                bar.update(steps)
+            results.append(UnitResult(**{**content["result"], "layers": tuple(content["result"]["layers"])}))
+    return Reconstruction(method, tuple(results), skipped)
+
+
+def _check(prepared: object, method: str, granularity: str | None, steps: int, cache_gib: float) -> Method:
+    if not isinstance(prepared, QuantizedGraphModule):
+        raise TypeError(
+            f"reconstruct: prepared must be what qtoolkit.prepare returned, whose graph gives the layers and blocks, got "
+            f"{type(prepared).__name__}; for a model without a graph, qtoolkit.tuning.gptq chooses the rounding of its "
+            f"linear layers."
+        )
+    check_known("method of reconstruct", method, METHODS)
+    if granularity is not None:
+        check_known("granularity of reconstruct", granularity, ("layer", "block"))
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"reconstruct: steps must be a whole number of at least 1, got {steps!r}.")
+    if not cache_gib >= 0:
+        raise ValueError(f"reconstruct: cache_gib must not be negative, got {cache_gib}.")
+    return METHODS[method]
+
+
+class _Task:
+    """The reconstruction of one unit."""
+
+    def __init__(
+        self, gm: QuantizedGraphModule, reference: QuantizedGraphModule, unit: Unit, data: Batches, options: Options
+    ) -> None:
+        self.gm, self.reference, self.unit, self.data, self.options = gm, reference, unit, data, options
+        names = {module: name for name, module in gm.named_modules()}
+        self.grids = {name: CodeGrid(gm.get_submodule(name), name) for name in unit.layers}
+        found = unit.activation_quantizers() if options.learn_scales or options.drop else []
+        self.activations = {names[quantizer]: quantizer for quantizer in found}
+
+    def run(self, place: int, limit: float, bar: Any) -> dict[str, Any]:
+        """Learn, store the better of the roundings, and return the result, with what `load` takes."""
+        module = part_between(self.gm, self.unit.inputs, self.unit.nodes)
+        with BatchCache(limit, device_of(self.gm)) as cache:
+            self._fill(cache)
+            before = _error(module, cache)
+            original = self._state()
+            nearest = {name: grid.nearest() for name, grid in self.grids.items()}
+            codes = learn(module, self.grids, self.activations, cache, self.options, place, before, bar)
+            after = self._store(codes, module, cache)
+            kept = not after < before
+            if kept:
+                self.load(original)
+                codes, after = nearest, before
+        total = sum(code.numel() for code in codes.values())
+        moved = sum(int((codes[name] != nearest[name]).sum()) for name in codes) / total
+        result = UnitResult(self.unit.name, self.unit.layers, before, after, moved, kept)
+        return {"result": asdict(result), **self._state()}
+
+    def _fill(self, cache: BatchCache) -> None:
+        """Cache for each batch the inputs in the quantized and the float model, and the float output."""
+        unit = self.unit
+        twins = {node.name: node for node in self.reference.graph.nodes}
+        quantized = Part(self.gm, unit.inputs)
+        of_float = Part(self.reference, [twins[node.name] for node in (*unit.inputs, unit.output)])
+        with torch.no_grad():
+            for batch in self.data:
+                *expected, output = of_float.of(self.data, batch, unit.name)
+                inputs = quantized.of(self.data, batch, unit.name)
+                cache.append((list(inputs), expected if self.options.drop else [], output))
+
+    def _store(self, codes: Mapping[str, Tensor], module: fx.GraphModule, cache: BatchCache) -> float:
+        """Move the weights to some codes, and return the error."""
+        for name, grid in self.grids.items():
+            grid.store(codes[name])
+        return _error(module, cache)
+
+    def _state(self) -> dict[str, Any]:
+        weights = {name: grid.layer.weight.detach().clone() for name, grid in self.grids.items()}
+        follows = {name: grid.quantizer.following for name, grid in self.grids.items()}
+        grids = {name: (q.scale.clone(), q.zero_point) for name, q in self.activations.items()}
+        return {"weights": weights, "follows": follows, "grids": grids}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take weights and grids of `run`, of this process or another."""
+        with torch.no_grad():
+            for name, grid in self.grids.items():
+                grid.layer.weight.copy_(state["weights"][name])
+                grid.quantizer.following = state["follows"][name]
+                grid.layer.note_weights()
+        for name, quantizer in self.activations.items():
+            quantizer.write_grid(*state["grids"][name])
+
+
+def _error(module: fx.GraphModule, cache: BatchCache) -> float:
+    """Return the mean squared difference of a unit's output from the float one over all batches."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for place in range(len(cache)):
+            inputs, _, expected = cache[place]
+            for one, other in zip(tensors_of(module(*clone_tensors(inputs))), tensors_of(expected), strict=True):
+                total += float((one.double() - other.double()).square().sum())
+                count += one.numel()
+    error = total / max(count, 1)
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,117 @@
+"""The grid of a weight, element by element, and the choice of its codes."""
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.batch_norm import divisor_of
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+# The rectified sigmoid of AdaRound (arXiv 2004.10568, section 3.3): it reaches 0 and 1.
+LOW, HIGH = -0.1, 1.1
+
+
+class CodeGrid:
+    """The grid of a layer's weight, with the step and the code of zero of each element.
+
+    Args:
+        layer: A layer whose weight is quantized on a grid of integers.
+        name: Its dotted name, for errors.
+
+    Attributes:
+        quantizer: The quantizer of the weight.
+        weight: The tensor that it quantizes, in float32 or float64.
+        steps: The scale of each element.
+        zeros: The code of zero of each element.
+
+    Raises:
+        RuntimeError: The quantizer has no range yet.
+    """
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
+        if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer):
+            raise TypeError(f"layer {name!r} has no quantizer of its weight.")
+        quantizer.check_ready()
+        self.layer, self.name, self.quantizer = layer, name, quantizer
+        with torch.no_grad():
+            self.weight = layer.effective_weight().detach().to(quantizer.scale.dtype)
+            self.steps = self._each(quantizer.scale)
+            zero_point = quantizer.zero_point
+            self.zeros = torch.zeros_like(self.weight)
+            if zero_point is not None:
+                lowest = quantizer.spec.qmin - 1  # the op takes positive values
+                self.zeros = self._each(zero_point - lowest) + lowest
+
+    def _each(self, values: Tensor) -> Tensor:
+        """Return the value of each element of the weight."""
+        ones = torch.ones_like(self.weight, dtype=torch.int8)
+        spec = self.quantizer.spec
+        return ops.dequantize(ones, values, None, spec.axis, self.quantizer.group, spec.block_size, values.dtype)
+
+    def clamp(self, codes: Tensor) -> Tensor:
+        """Return codes, with the zero point, within the range of the spec."""
+        return codes.clamp(self.quantizer.spec.qmin, self.quantizer.spec.qmax)
+
+    def nearest(self) -> Tensor:
+        """Return the codes of ordinary rounding."""
+        return self.clamp(torch.round(self.weight / self.steps) + self.zeros)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the values of codes."""
+        return (codes - self.zeros) * self.steps
+
+    def store(self, codes: Tensor) -> None:
+        """Move the layer's weight onto the grid, so that ordinary rounding gives these codes; keep the range as it is.
+
+        Raises:
+            ValueError: The weight's dtype is too coarse to keep the codes apart.
+        """
+        with torch.no_grad():
+            values, bn = self.values(codes), self.layer.batch_norm
+            if bn is not None:  # the quantizer sees the weight times the batch norm's factor
+                values = values / self.layer.scale_output_channels(torch.ones_like(values), divisor_of(bn))
+            self.layer.weight.copy_(values)
+        self.quantizer.following, self.quantizer.stale = False, False
+        self.layer.note_weights()
+        if not torch.equal(CodeGrid(self.layer, self.name).nearest(), codes):
+            raise ValueError(
+                f"layer {self.name!r}: its weight of {self.layer.weight.dtype} is too coarse to hold codes of "
+                f"{self.quantizer.spec.bits} bits; convert the model with model.float() first."
+            )
+
+
+class SoftRounding(nn.Module):
+    """Weights between the two codes next to each: rounded down plus the rectified sigmoid of a variable.
+
+    Args:
+        grid: The grid. The variables start where the values are those of the float weight.
+
+    Attributes:
+        variable: The variables, of the weight's shape.
+    """
+
+    def __init__(self, grid: CodeGrid) -> None:
+        super().__init__()
+        self.grid = grid
+        ratio = grid.weight / grid.steps
+        self.down = torch.floor(ratio) + grid.zeros
+        share = (ratio - torch.floor(ratio) - LOW) / (HIGH - LOW)
+        self.variable = nn.Parameter(torch.log(share / (1 - share)))
+
+    def up(self) -> Tensor:
+        """Return how far each weight is rounded up, from 0 to 1."""
+        return (torch.sigmoid(self.variable) * (HIGH - LOW) + LOW).clamp(0, 1)
+
+    def forward(self) -> Tensor:
+        """Return the soft weights."""
+        return self.grid.values(self.grid.clamp(self.down + self.up()))
+
+    def codes(self) -> Tensor:
+        """Return the codes to which the variables lead."""
+        return self.grid.clamp(self.down + (self.variable.detach() >= 0))
+
+    def undecided(self, beta: float) -> Tensor:
+        """Return the regularizer: the sum of 1 - |2 h - 1|^beta, which is 0 where every weight is on a code."""
+        return (1 - (2 * self.up() - 1).abs().pow(beta)).sum()

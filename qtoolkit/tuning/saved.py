@@ -1,0 +1,64 @@
+"""The folder in which finished units are kept, so that an interrupted run can go on."""
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.files import write_atomically
+
+
+class SavedUnits:
+    """Files of finished units, one each, written atomically.
+
+    Args:
+        folder: The folder; None keeps nothing.
+        model: The model before anything has changed.
+        options: What else the results depend on.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, model: nn.Module, options: str) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.key = "" if self.folder is None else _key_of(model, options)
+
+    def load(self, place: int) -> dict[str, Any] | None:
+        """Return what was saved for the unit of this place, or None.
+
+        Raises:
+            ValueError: It was saved for another model, or with other options.
+        """
+        file = self._file(place)
+        if file is None or not file.exists():
+            return None
+        saved: dict[str, Any] = torch.load(file, weights_only=True)
+        if saved.pop("key") != self.key:
+            raise ValueError(
+                f"reconstruct: {str(file)!r} is from another model, calibration or set of options; pass another path, or "
+                f"remove that folder to begin anew."
+            )
+        return saved
+
+    def save(self, place: int, content: Mapping[str, Any]) -> None:
+        """Save the result of the unit of this place."""
+        file = self._file(place)
+        if file is not None:
+            buffer = io.BytesIO()
+            torch.save({**content, "key": self.key}, buffer)
+            write_atomically(buffer.getvalue(), file)
+
+    def _file(self, place: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"unit-{place:04d}.pt"
+
+
+def _key_of(model: nn.Module, options: str) -> str:
+    digest = hashlib.sha256(options.encode())
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

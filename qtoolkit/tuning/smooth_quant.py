@@ -1,0 +1,259 @@
+"""smooth_quant(): move outliers of activations into the weights behind a norm (arXiv 2211.10438)."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+
+from qtoolkit.errors import check_known, check_sequence
+from qtoolkit.model_inputs import clone_tensors, tensors_of
+from qtoolkit.model_state import check_module, deepcopy_model, evaluating, random_state_kept
+from qtoolkit.nn import QuantModule
+from qtoolkit.shared_modules import first_names
+from qtoolkit.tuning.running import Batches, Forward
+from qtoolkit.tuning.unchanged import largest_change
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """A norm whose outputs were smoothed.
+
+    Attributes:
+        norm: Its dotted name.
+        layers: The linear layers that take its output.
+        before: The largest magnitude of its outputs, as a multiple of the median channel's, before.
+        after: The same at the end.
+    """
+
+    norm: str
+    layers: tuple[str, ...]
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class SmoothQuant(Generic[M]):
+    """The result of `smooth_quant`. It prints as a list.
+
+    Attributes:
+        model: The model, of the same type.
+        groups: The norms, with their layers.
+        skipped: Why other norms stay as they were, by name.
+        change: The largest change of an output, as a share of the largest output.
+    """
+
+    model: M
+    groups: tuple[Smoothed, ...]
+    skipped: Mapping[str, str]
+    change: float
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.groups)} norms smoothed; outputs changed by {self.change:.1e}"]
+        lines += [
+            f"{g.norm} -> {', '.join(g.layers)}: largest channel {g.before:.3g} -> {g.after:.3g} of the median"
+            for g in self.groups
+        ]
+        return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.skipped.items()])
+
+
+def smooth_quant(
+    model: M,
+    batches: Iterable[Any],
+    alpha: float = 0.5,
+    skip: Sequence[str] = (),
+    forward: Forward | None = None,
+    inplace: bool = False,
+    progress: bool = True,
+) -> SmoothQuant[M]:
+    """Divide the channels between a norm and the linear layers behind it, so that activations and weights share the outliers.
+
+    Each channel of the norm's output is divided by s = max|X|^alpha / max|W|^(1 - alpha), in the norm's scale and shift, and
+    the column of each linear layer is multiplied by it. The function of the model stays the same, which is checked. The model
+    is not traced: the layers behind each norm are those that take its output when the model runs, and nothing else may take it
+    (a residual connection behind a norm does).
+
+    Args:
+        model: A float model, before `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`. Norms are LayerNorm, RMSNorm and
+            modules of other packages whose class is named so, with a `weight` that scales each channel.
+        batches: As for `qtoolkit.calibrate`.
+        alpha: From 0, where activations keep their outliers, to 1, where weights get all of them.
+        skip: Dotted names of norms that stay as they are.
+        forward: forward(model, batch), for batches that the model does not take. Its result is compared, too.
+        inplace: Change the model itself; otherwise a copy.
+        progress: Show a progress bar.
+
+    Returns:
+        The model, the norms with their layers, and why other norms stay as they were.
+
+    Raises:
+        TypeError: An argument is of a wrong type, or the model has quantizers.
+        ValueError: alpha is not in [0, 1], a name in `skip` is unknown, or there is no batch.
+        RuntimeError: The outputs would change; the model is then unchanged.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)).eval()
+        >>> _ = torch.nn.init.constant_(model[0].weight[3:4], 50.0)  # an outlier
+        >>> result = qt.tuning.smooth_quant(model, [torch.randn(16, 8)], progress=False)
+        >>> [(group.norm, group.layers) for group in result.groups], result.groups[0].after < result.groups[0].before / 4
+        ([('0', ('1',))], True)
+    """
+    check_module(model, "smooth_quant")
+    if any(isinstance(module, QuantModule) for module in model.modules()):
+        raise TypeError("smooth_quant: the model must be a float model; smooth it before it is prepared or replaced.")
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"smooth_quant: alpha must be in [0, 1], got {alpha}.")
+    check_sequence(skip, "smooth_quant", "skip")
+    data = Batches(batches, forward, "smooth_quant")
+    own = model if inplace else deepcopy_model(model, what="smooth_quant")
+    names = first_names(own)
+    norms = {name: module for module, name in names.items() if _is_norm(module)}
+    for name in skip:
+        check_known("norm in skip of smooth_quant", name, norms)
+    with torch.no_grad(), random_state_kept(own), evaluating(own):
+        uses = _Uses(own, norms)
+        batch, before = _watch(own, data, uses, progress)
+        groups, skipped = _groups(uses, names, skip)
+        old = [(tensor, tensor.clone()) for tensor in own.parameters()]
+        smoothed = tuple(
+            _smooth(name, norms[name], layers, uses.amax[name], alpha, names) for name, layers in groups.items()
+        )
+        try:
+            change = largest_change(before, tensors_of(data.run(own, batch)), "smooth_quant")
+        except RuntimeError:
+            for tensor, value in old:
+                tensor.copy_(value)
+            raise
+    return SmoothQuant(own, smoothed, skipped, change)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    named = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+    return named and weight is not None and weight.dim() == 1
+
+
+class _Uses(TorchFunctionMode):
+    """What takes the outputs of norms while a model runs, and the largest magnitude of each of their channels.
+
+    Attributes:
+        layers: The linear layers that take the output of each norm.
+        others: The other functions that take it.
+        sources: The norms whose outputs each linear layer takes; None for other tensors.
+        amax: The largest magnitude of each channel of a norm's output.
+    """
+
+    def __init__(self, model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.norms = norms
+        linear = [module for module in model.modules() if type(module) is nn.Linear]
+        self.owners: dict[int, list[nn.Linear]] = {}
+        for layer in linear:
+            self.owners.setdefault(id(layer.weight), []).append(layer)
+        self.layers: dict[str, dict[nn.Linear, None]] = {name: {} for name in norms}
+        self.others: dict[str, dict[str, None]] = {name: {} for name in norms}
+        self.sources: dict[nn.Linear, set[str | None]] = {layer: set() for layer in linear}
+        self.amax: dict[str, Tensor] = {}
+        self.outputs: dict[int, tuple[str, Tensor]] = {}  # of this run; the tensors stay alive, so that ids stay theirs
+
+    def note(self, name: str, output: Tensor) -> None:
+        """Take in an output of a norm."""
+        amax = output.detach().abs().reshape(-1, output.size(-1)).amax(0).float()
+        self.amax[name] = torch.maximum(self.amax[name], amax) if name in self.amax else amax
+        self.outputs[id(output)] = name, output  # last: what was called here is no use of it
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is F.linear:
+            self._linear(*args, **kwargs)
+        elif isinstance(result, Tensor | tuple | list) and tensors_of(result):
+            for tensor in tensors_of((*args, *kwargs.values())):
+                if id(tensor) in self.outputs and result is not tensor:
+                    self.others[self.outputs[id(tensor)][0]].setdefault(getattr(func, "__name__", str(func)))
+        return result
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        name = self.outputs[id(input)][0] if id(input) in self.outputs else None
+        owners = self.owners.get(id(weight), [])
+        for layer in owners:
+            self.sources[layer].add(name)
+        if name is not None and len(owners) == 1:
+            self.layers[name].setdefault(owners[0])
+        elif name is not None:
+            self.others[name].setdefault("linear, with a weight of several layers or of none")
+
+
+def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tuple[Any, list[Tensor]]:
+    """Run all batches; return the first one with the tensors of its result."""
+    first: tuple[Any, list[Tensor]] | None = None
+    handles = [norm.register_forward_hook(_noting(uses, name)) for name, norm in uses.norms.items()]
+    try:
+        for batch in tqdm(data, desc="smooth", disable=not progress, leave=False):
+            uses.outputs.clear()
+            with uses:
+                result = data.run(model, batch)
+            returned = {id(tensor) for tensor in tensors_of(result)}
+            for key, (name, _) in uses.outputs.items():
+                if key in returned:
+                    uses.others[name].setdefault("the caller of the model")
+            if first is None:
+                first = batch, tensors_of(clone_tensors(result))
+    finally:
+        uses.outputs.clear()
+        for handle in handles:
+            handle.remove()
+    if first is None:
+        raise ValueError("smooth_quant: batches must hold at least one batch, got none.")
+    return first
+
+
+def _noting(uses: _Uses, name: str) -> Callable[..., None]:
+    return lambda module, args, output: uses.note(name, output)
+
+
+def _groups(
+    uses: _Uses, names: Mapping[nn.Module, str], skip: Sequence[str]
+) -> tuple[dict[str, list[nn.Linear]], dict[str, str]]:
+    groups: dict[str, list[nn.Linear]] = {}
+    skipped: dict[str, str] = {}
+    for name, layers in uses.layers.items():
+        shared = [names[layer] for layer in layers if uses.sources[layer] != {name}]
+        if name in skip:
+            skipped[name] = "skip names it"
+        elif name not in uses.amax:
+            skipped[name] = "no batch reached it"
+        elif uses.others[name]:
+            skipped[name] = f"{', '.join(uses.others[name])} takes its output too"
+        elif not layers:
+            skipped[name] = "no linear layer takes its output"
+        elif shared:
+            skipped[name] = f"{shared[0]!r} takes other tensors too"
+        else:
+            groups[name] = list(layers)
+    return groups, skipped
+
+
+def _smooth(
+    name: str, norm: Any, layers: Sequence[nn.Linear], amax: Tensor, alpha: float, names: Mapping[nn.Module, str]
+) -> Smoothed:
+    of_weights = torch.stack([layer.weight.abs().amax(0).float() for layer in layers]).amax(0)
+    factor = amax**alpha / of_weights ** (1 - alpha)
+    usable = (amax > 0) & (of_weights > 0) & torch.isfinite(factor) & (factor > 0)
+    factor = torch.where(usable, factor, 1)
+    for tensor in (norm.weight, getattr(norm, "bias", None)):
+        if tensor is not None:
+            tensor.div_(factor)
+    for layer in layers:
+        layer.weight.mul_(factor)
+    return Smoothed(name, tuple(names[layer] for layer in layers), _spread(amax), _spread(amax / factor))
+
+
+def _spread(amax: Tensor) -> float:
+    return float(amax.max() / amax.median().clamp(min=1e-30))

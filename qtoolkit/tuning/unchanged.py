@@ -1,0 +1,39 @@
+"""The check that a transformation of a float model has not changed its function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.model_inputs import clone_tensors, split, tensors_of
+from qtoolkit.model_state import evaluating, random_state_kept
+
+# Of the largest output: some hundred roundings of float32 in a row.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def outputs_of(model: nn.Module, example_inputs: Any) -> list[Tensor]:
+    """Return the tensors that a model returns in eval mode."""
+    args, kwargs = split(clone_tensors(example_inputs))
+    with torch.no_grad(), random_state_kept(model), evaluating(model):
+        return tensors_of(clone_tensors(model(*args, **kwargs)))
+
+
+def largest_change(before: list[Tensor], after: list[Tensor], what: str) -> float:
+    """Return the largest difference of two outputs, as a share of the largest magnitude.
+
+    Raises:
+        RuntimeError: It is larger than roundings explain.
+    """
+    largest = 0.0
+    for old, new in zip(before, after, strict=True):
+        if old.is_floating_point() and old.numel():
+            scale = max(float(old.abs().max()), 1e-30)
+            change = float((old.double() - new.double()).abs().max()) / scale
+            largest = max(largest, change)
+            if not change <= TOLERANCE.get(old.dtype, 2e-2):
+                raise RuntimeError(
+                    f"{what}: the model's output would change by {change:.1%} of its largest value, so nothing was changed: "
+                    f"the model uses a tensor in a way that its graph does not show. Leave out the layers concerned by skip."
+                )
+    return largest

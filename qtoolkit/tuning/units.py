@@ -1,0 +1,274 @@
+"""Units: the parts of a prepared graph whose rounding is learned together, a layer or a block each.
+
+A unit has one output tensor. It begins with the quantizers of its inputs, where nothing else takes their values, and ends
+before the next quantizer. Blocks are found by the graph alone:
+
+- A stretch between two places that a single tensor passes is a block if it branches: a residual block, an attention, an
+  inception module.
+- Of the other layers, those of one submodule with a single output are a block, if they are few.
+- Every other layer is a unit of its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from qtoolkit.errors import check_known
+from qtoolkit.graph.block_calls import ROOT, ancestors
+from qtoolkit.graph.block_code import free_nodes
+from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.nn import QuantWeighted
+from qtoolkit.op_kinds.facts import facts_of
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, module_of
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.shared_modules import names_by_module
+
+KINDS = ("conv", "conv_transpose", "linear")
+MOST_IN_REGION = 12  # layers of a branching stretch; the encoder and decoder of a U-Net are one stretch
+MOST_IN_MODULE = 4  # layers of a submodule without branches
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a graph with one output.
+
+    Attributes:
+        name: The dotted name of the layer, or of the submodule that has all layers of a block; else the first and last one.
+        layers: The dotted names of the layers whose rounding is learned.
+        nodes: The nodes of the part, in order.
+        inputs: The nodes outside whose values it takes, in order.
+        output: Its node whose value others take.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    output: fx.Node
+
+    def activation_quantizers(self) -> list[TensorQuantizer]:
+        """Return the quantizers of activations that are called in the unit and nowhere else."""
+        calls: dict[nn.Module, list[fx.Node]] = {}
+        for node in self.output.graph.nodes:
+            if node.op == "call_module":
+                calls.setdefault(module_of(node), []).append(node)
+        inside = set(self.nodes)
+        found = {module: None for module, callers in calls.items() if inside.issuperset(callers)}
+        return [m for m in found if isinstance(m, TensorQuantizer) and m.inserted and not m.of_weight and m.quantizing]
+
+
+def find_units(
+    gm: QuantizedGraphModule, blocks: bool, layers: Sequence[str] | None, what: str
+) -> tuple[list[Unit], dict[str, str]]:
+    """Return the units of a prepared model in the order in which they run, and why other layers are in none.
+
+    Args:
+        gm: The prepared model.
+        blocks: Whether to look for blocks; otherwise each layer is a unit.
+        layers: The layers to use; None takes all that can be.
+        what: The public function, for errors.
+
+    Raises:
+        ValueError: A name in `layers` is unknown, or its layer's rounding cannot be learned.
+    """
+    graph = _Graph(gm)
+    reasons = obstacles(gm)
+    for name, count in ((name, graph.calls[name]) for name in reasons):
+        if count > 1:
+            reasons[name] = f"the model calls it {count} times, so it has no one output"
+        elif not count:
+            reasons[name] = "the graph does not call it: it is inside a leaf module, or nothing uses it"
+    wanted = chosen(reasons, layers, what)
+    free = {str(node.target): node for node in graph.nodes if node.op == "call_module" and str(node.target) in wanted}
+    units = _blocks(graph, free) if blocks else []
+    for unit in units:
+        for name in unit.layers:
+            free.pop(name, None)
+    units += [graph.unit((name,), [node], node) for name, node in free.items()]
+    units.sort(key=lambda unit: graph.order[unit.output])
+    return units, {name: why for name, why in reasons.items() if why}
+
+
+def chosen(reasons: Mapping[str, str], layers: Sequence[str] | None, what: str) -> list[str]:
+    """Return the layers to work on: those named, or all without an obstacle.
+
+    Args:
+        reasons: The obstacle of each quantized layer, "" where there is none.
+        layers: The names that the user gave, or None.
+        what: The public function, for errors.
+
+    Raises:
+        TypeError: One string was given.
+        ValueError: A name is unknown, or its layer has an obstacle; or no layer is left.
+    """
+    possible = [name for name, why in reasons.items() if not why]
+    if isinstance(layers, str):
+        raise TypeError(f"{what}: layers must be a sequence of names, got the string {layers!r}; write [{layers!r}].")
+    for name in layers or ():
+        check_known(f"layer of {what}", name, reasons)
+        if reasons[name]:
+            near = f"layers it can take are {', '.join(possible[:3])}" if possible else "no layer here can be taken"
+            raise ValueError(
+                f"{what}: layer {name!r} cannot be taken: {reasons[name]}. Leave it out of layers; {near}."
+            )
+    if not possible:
+        why = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:3]) or "there is no layer"
+        raise ValueError(f"{what}: the model has no layer whose weight can be rounded anew ({why}).")
+    return possible if layers is None else list(dict.fromkeys(layers))
+
+
+def obstacles(model: nn.Module) -> dict[str, str]:
+    """Return for each layer with one weight why its rounding cannot be chosen, by its first name; "" where it can.
+
+    Convolutions and linear layers that stayed float are among them.
+    """
+    names = names_by_module(model)
+    owners: dict[int, list[str]] = {}
+    for module, aliases in names.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(aliases[0])
+    return {
+        aliases[0]: _obstacle(layer, aliases[0], owners)
+        for layer, aliases in names.items()
+        if isinstance(layer, QuantWeighted) or kind_of_module(layer).name in KINDS
+    }
+
+
+def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) -> str:
+    if not isinstance(layer, QuantWeighted):
+        return "its weight is not quantized; give it a config in the QConfigMapping"
+    quantizer = layer.weight_quantizer
+    if layer.KIND not in KINDS:
+        return f"it is of kind {layer.KIND!r}; only convolutions, transposed convolutions and linear layers can be"
+    if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
+        return "its weight is not quantized; give it a config in the QConfigMapping"
+    if not quantizer.has_integer_grid:
+        return f"its weight is quantized as {quantizer.spec.describe()}, which is no plain grid of integers"
+    if "weight" not in layer._parameters:
+        return "its weight is computed from others (pruned or parametrized); make it plain with torch.nn.utils first"
+    others = [owner for owner in owners[id(layer.weight)] if owner != name]
+    return f"its weight is that of {others[0]!r} too" if others else ""
+
+
+class _Graph:
+    """A graph with what units are found by."""
+
+    def __init__(self, gm: QuantizedGraphModule) -> None:
+        self.gm, self.free = gm, free_nodes(gm)
+        self.nodes = [node for node in gm.graph.nodes if node not in self.free]
+        self.order = {node: place for place, node in enumerate(self.nodes)}
+        self.calls = calls_of(gm)
+
+    def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node, name: str = "") -> Unit:
+        """Return the unit of some nodes, with the activation behind them and the quantizers before them."""
+        members = set(inside)
+        while (follower := self._follower(output, members)) is not None:
+            members.add(follower)
+            output = follower
+        self._take_quantizers(members)
+        nodes = sorted(members, key=self.order.__getitem__)
+        inputs = {s: None for node in nodes for s in node.all_input_nodes if s not in members and s not in self.free}
+        ordered = sorted(inputs, key=self.order.__getitem__)
+        return Unit(name or _name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
+
+    def _follower(self, output: fx.Node, members: set[fx.Node]) -> fx.Node | None:
+        """Return the batch norm or the activation that alone takes an output, and nothing else."""
+        users = list(output.users)
+        if len(users) != 1 or users[0] in members or users[0] not in self.order:
+            return None
+        kind, others = kind_of(users[0]), set(users[0].all_input_nodes) - {output} - self.free
+        return users[0] if (kind.activation or kind.name == "batch_norm") and not others else None
+
+    def _take_quantizers(self, members: set[fx.Node]) -> None:
+        """Add the quantizers of the inputs that serve only these nodes, with the ops between."""
+        for source in [source for node in list(members) for source in node.all_input_nodes]:
+            path: list[fx.Node] = []
+            node: fx.Node | None = source
+            while node is not None and node in self.order and node not in members:
+                if not {*members, *path}.issuperset(node.users):
+                    break
+                path.append(node)
+                if is_quantizer(node):
+                    members.update(path)
+                moves = kind_of(node).moves and len(node.all_input_nodes) == 1
+                node = node.all_input_nodes[0] if moves else None
+
+
+def _name(layers: Sequence[str]) -> str:
+    if len(layers) == 1:
+        return layers[0]
+    parts = [name.split(".")[:-1] for name in layers]
+    shared = [atoms[0] for atoms in zip(*parts, strict=False) if len(set(atoms)) == 1]
+    return ".".join(shared) or f"{layers[0]} to {layers[-1]}"
+
+
+# ---- blocks
+
+
+def _blocks(graph: _Graph, layers: Mapping[str, fx.Node]) -> list[Unit]:
+    taken: set[str] = set()
+    units: list[Unit] = []
+    for inside, output in (*_branching(graph), *_modules(graph)):
+        names = [str(node.target) for node in inside if node in layers.values()]
+        if len(names) > 1 and taken.isdisjoint(names):
+            taken.update(names)
+            units.append(graph.unit(names, inside, output))
+    return units
+
+
+def _branching(graph: _Graph) -> list[tuple[list[fx.Node], fx.Node]]:
+    """Return the stretches of the graph between places that one tensor passes, with their outputs."""
+    after_layer: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_layer(node) or not after_layer.isdisjoint(node.all_input_nodes):
+            after_layer.add(node)
+    live: dict[fx.Node, int] = {}
+    stretches: list[tuple[list[fx.Node], fx.Node]] = []
+    inside: list[fx.Node] = []
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            if source in live:
+                live[source] -= 1
+                if not live[source]:
+                    del live[source]
+        if node in after_layer and node.op != "output":
+            inside.append(node)
+            if node.users:
+                live[node] = len(node.users)
+        if len(live) == 1 and inside:
+            stretches.append((inside, next(iter(live))))
+            inside = []
+    few = [(nodes, output) for nodes, output in stretches if sum(map(_is_layer, nodes)) <= MOST_IN_REGION]
+    return [(nodes, output) for nodes, output in few if output in nodes]
+
+
+def _modules(graph: _Graph) -> list[tuple[list[fx.Node], fx.Node]]:
+    """Return the nodes and the output of each submodule with few layers and one output, that with the most layers first."""
+    calls = graph.gm.calls
+    members: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        call = facts_of(node).call
+        for around in ancestors(calls, call) if call is not None and calls else ():
+            members.setdefault(around, []).append(node)
+    found: list[tuple[list[fx.Node], fx.Node]] = []
+    for call, nodes in members.items():
+        inside = _with_quantizers_between(nodes)
+        outputs = [node for node in inside if not inside.issuperset(node.users)]
+        if call != ROOT and len(outputs) == 1 and sum(map(_is_layer, nodes)) <= MOST_IN_MODULE:
+            found.append((sorted(inside, key=graph.order.__getitem__), outputs[0]))
+    return sorted(found, key=lambda each: -sum(map(_is_layer, each[0])))
+
+
+def _with_quantizers_between(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    inside = set(nodes)
+    for node in list(inside):
+        inside.update(user for user in node.users if is_quantizer(user) and inside.issuperset(user.users))
+    return inside
+
+
+def _is_layer(node: fx.Node) -> bool:
+    module: Any = module_of(node) if node.op == "call_module" else None
+    return isinstance(module, QuantWeighted) and module.KIND in KINDS

@@ -1,0 +1,100 @@
+"""reestimate_batch_norm(): statistics against torch's own, in every strategy, and what it leaves behind."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.nn.batch_norm import STRATEGIES
+from tests import nets
+from tests.tuning.nets import Residual
+
+
+def test_statistics_are_those_of_the_data() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    batches = [2 * torch.randn(8, 3, 6, 6) + i for i in range(3)]
+    report = qt.tuning.reestimate_batch_norm(model, batches, progress=False)
+    x = torch.cat(batches).transpose(0, 1).flatten(1).double()
+    torch.testing.assert_close(model[0].running_mean.double(), x.mean(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model[0].running_var.double(), x.var(1), rtol=1e-2, atol=1e-6)
+    assert (report.batches, report.batch_norms, report.unchanged) == (3, ("0",), {})
+
+
+def test_one_batch_gives_what_torch_takes_from_it() -> None:
+    model = nets.trained(Residual(), 8, 3, 8, 8).eval()
+    other, x = copy.deepcopy(model), torch.randn(8, 3, 8, 8)
+    for module in other.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum, module.training = 1.0, True
+    with torch.no_grad():
+        other(x)
+    report = qt.tuning.reestimate_batch_norm(model, [x], progress=False)
+    assert len(report.batch_norms) == 5
+    for name, value in model.state_dict().items():
+        if "running" in name:
+            torch.testing.assert_close(value, other.state_dict()[name])
+    assert all(
+        module.momentum == 0.1 and not module.training
+        for module in model.modules()
+        if isinstance(module, nn.BatchNorm2d)
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_every_strategy(strategy: str, road: str) -> None:
+    model = nets.trained(Residual(), 8, 3, 8, 8)
+    backend = dataclasses.replace(qt.backends["tensorrt"], batch_norm=strategy)
+    batches = [torch.randn(8, 3, 8, 8) for _ in range(2)]
+    prepared = qt.prepare(model, backend=backend) if road == "prepare" else qt.quant_modules.replace(model)
+    qt.calibrate(prepared, batches, progress=False)
+    true = {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith(("_mean", "_var"))}
+    with torch.no_grad():  # statistics that lag behind
+        for name, value in prepared.state_dict().items():
+            if name in true:
+                value.mul_(1.5).add_(0.1)
+    if strategy == "frozen" and road == "prepare":
+        with pytest.raises(ValueError, match=r'statistics that may change; stem\.1: its strategy is "frozen"'):
+            qt.tuning.reestimate_batch_norm(prepared, batches)
+        return
+    mode = prepared.training
+    report = qt.tuning.reestimate_batch_norm(prepared, batches, progress=False)
+    assert prepared.training is mode
+    assert report.batches == 2
+    after = prepared.state_dict()
+    stem = [name for name in true if name.startswith("stem.1")]
+    with torch.no_grad():
+        y = torch.stack([model.stem[0](x).transpose(0, 1).flatten(1).mean(1) for x in batches]).mean(0)
+    torch.testing.assert_close(after[stem[0]], y, rtol=0.05, atol=0.05)
+    assert all(torch.isfinite(after[name]).all() for name in true)
+
+
+def test_an_error_leaves_all_as_it_was() -> None:
+    model = nets.trained(Residual(), 8, 3, 8, 8)
+    before = copy.deepcopy(model.state_dict())
+
+    def failing(model: nn.Module, x: Tensor) -> Tensor:
+        model(x)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        qt.tuning.reestimate_batch_norm(model, [torch.randn(8, 3, 8, 8)], forward=failing, progress=False)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert model.training
+    assert model.stem[1].training
+    assert model.stem[1].momentum == 0.1
+
+
+def test_models_without_statistics() -> None:
+    folded = qt.prepare(nets.trained(Residual(), 8, 3, 8, 8).eval())
+    with pytest.raises(ValueError, match=r"statistics that may change\. A model.*estimate before qtoolkit\.prepare"):
+        qt.tuning.reestimate_batch_norm(folded, [torch.randn(8, 3, 8, 8)])
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
+    report = qt.tuning.reestimate_batch_norm(model, [torch.randn(8, 2)], progress=False)
+    assert report.unchanged == {"1": "it has no running statistics"}
+    assert "1: as it was: it has no running statistics" in str(report)
+    with pytest.raises(ValueError, match="at least one batch"):
+        qt.tuning.reestimate_batch_norm(model, [], progress=False)

@@ -1,0 +1,162 @@
+"""equalize(): the function stays, the ranges become equal, and the sharpest case of papers: per-tensor depthwise nets."""
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from tests import nets
+from tests.tuning.nets import Residual
+
+CHAINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (16, 6)),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.LeakyReLU(0.2), nn.Conv1d(8, 3, 3)), (4, 3, 9)),
+    "bn": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 1)),
+        (4, 3, 8, 8),
+    ),
+    "prelu": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.MaxPool2d(2), nn.Conv2d(8, 3, 1)), (4, 3, 8, 8)),
+    "depthwise": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+        ),
+        (4, 3, 8, 8),
+    ),
+    "groups": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2)), (4, 3, 8, 8)),
+    "conv_transpose": (
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), nn.BatchNorm2d(6), nn.PReLU(),
+            nn.ConvTranspose2d(6, 8, 2, stride=2, groups=2), nn.Dropout2d(), nn.Conv2d(8, 2, 3),
+        ),
+        (2, 4, 5, 5),
+    ),
+    "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 3, 2)), (2, 2, 5, 5, 5)),
+}  # fmt: skip
+
+
+def uneven(model: nn.Module) -> nn.Module:
+    """Give the output channels of every layer ranges of very different sizes."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(module.weight, -1.5, 1.5)
+            nn.init.normal_(module.bias)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            nn.init.normal_(module.running_mean)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                module.weight.mul_(
+                    torch.logspace(-2, 1, len(module.weight)).reshape(-1, *[1] * (module.weight.dim() - 1))
+                )
+    return model
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_function_stays_and_ranges_become_equal(name: str, train: bool) -> None:
+    make, shape = CHAINS[name]
+    model = uneven(make()).double().train(train)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout2d):
+            module.eval()
+    x = torch.randn(shape, dtype=torch.double)
+    result = qt.tuning.equalize(model, x)
+    layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) or "Conv" in type(m).__name__]
+    assert [(pair.first, pair.second) for pair in result.pairs] == list(itertools.pairwise(layers))
+    torch.testing.assert_close(result.model(x), copy.deepcopy(model)(x), rtol=1e-6, atol=1e-9)
+    assert result.model.training is train
+    assert all(pair.after < pair.before for pair in result.pairs)
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), result.model.parameters(), strict=True))
+
+
+def test_the_factors_are_those_of_the_paper() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    r1, r2 = model[0].weight.abs().amax(1), model[2].weight.abs().amax(0)
+    s = torch.sqrt(r1 * r2) / r2
+    result = qt.tuning.equalize(model, torch.randn(2, 3, dtype=torch.double)).model
+    torch.testing.assert_close(result[0].weight, model[0].weight / s[:, None])
+    torch.testing.assert_close(result[0].bias, model[0].bias / s)
+    torch.testing.assert_close(result[2].weight, model[2].weight * s)
+
+
+def test_a_depthwise_net_per_tensor_needs_it() -> None:
+    torch.manual_seed(0)
+    model, x = uneven(CHAINS["depthwise"][0]()).eval(), torch.randn(8, 3, 8, 8)
+    per_tensor = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=8)))
+    errors = []
+    for each in (model, qt.tuning.equalize(model, x).model):
+        prepared = qt.prepare(each, x, qconfig_mapping=per_tensor)
+        qt.calibrate(prepared, [x], progress=False)
+        errors.append(float((prepared(x) - model(x)).detach().square().mean() / model(x).detach().square().mean()))
+    assert errors[1] < errors[0] / 10
+
+
+class Awkward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Conv2d(4, 4, 1) for _ in range(4))
+        self.twice = nn.Conv2d(4, 4, 1)
+        self.fc = nn.Linear(4 * 16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.a(x))
+        y = self.b(x)
+        x = self.c(y) + y
+        x = torch.relu(self.d(x))
+        x = self.twice(torch.relu(self.twice(x)))
+        return self.fc(torch.flatten(torch.relu(x), 1))
+
+
+def test_layers_that_stay_are_named_with_the_reason() -> None:
+    model, x = Awkward(), torch.randn(2, 4, 4, 4)
+    result = qt.tuning.equalize(model, x)
+    assert result.pairs == ()
+    assert "relu6) follows it" in result.skipped["a"]
+    assert result.skipped["b"] == "2 ops take the output of 'b'"
+    assert "(add) follows it" in result.skipped["c"]
+    assert result.skipped["d"] == "'twice' or its weight is used more than once"
+    assert "fc: as it was" in str(result)
+
+
+def test_the_users_model_stays_unless_in_place() -> None:
+    model, x = nets.trained(Residual(), 4, 3, 8, 8).eval(), torch.randn(4, 3, 8, 8)
+    before = copy.deepcopy(model.state_dict())
+    result = qt.tuning.equalize(model, x)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert [pair.first for pair in result.pairs] == ["stage.0.conv1", "stage.1.conv1", "neck.0", "neck.2"]
+    assert qt.tuning.equalize(model, x, inplace=True).model is model
+    torch.testing.assert_close(dict(model.state_dict()), dict(result.model.state_dict()), rtol=0, atol=0)
+    assert "neck.0" in qt.tuning.equalize(model, x, skip=["neck.0"]).skipped
+
+
+def test_a_hidden_use_of_a_tensor_is_found_and_nothing_is_changed() -> None:
+    class Peeks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.relu(self.a(x))) + self.a.weight.sum()
+
+    model, x = uneven(Peeks()), torch.randn(2, 4)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"equalize: the model's output would change by .* Leave out the layers .* skip"
+    ):
+        qt.tuning.equalize(model, x, inplace=True)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_bad_arguments() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    with pytest.raises(TypeError, match="equalize it before it is prepared"):
+        qt.tuning.equalize(qt.prepare(model), x)
+    with pytest.raises(ValueError, match="unknown layer in skip of equalize '1'"):
+        qt.tuning.equalize(model, x, skip=["1"])
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
+        qt.tuning.equalize(len, x)

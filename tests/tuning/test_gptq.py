@@ -1,0 +1,127 @@
+"""gptq() against a plain loop over columns, and below rounding to nearest; both roads, groups, order of columns."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.tuning.gptq import rounded
+from qtoolkit.tuning.rounding import CodeGrid
+from tests.tuning.nets import W3, prepared_on
+
+
+def plain(grid: CodeGrid, hessian: Tensor, damping: float, order: list[int]) -> Tensor:
+    """Return codes column by column; after each, the best change of all later columns solves a linear system."""
+    h = hessian.double().clone()
+    h += damping * h.diagonal().mean() * torch.eye(len(h), dtype=torch.double)
+    weight, codes = grid.weight.double().clone(), torch.empty_like(grid.weight)
+    left = list(order)
+    while left:
+        column = left.pop(0)
+        code = grid.clamp(torch.round(weight[:, column] / grid.steps[:, column]) + grid.zeros[:, column])
+        codes[:, column] = code
+        error = (code - grid.zeros[:, column]) * grid.steps[:, column] - weight[:, column]
+        if left:  # minimize (error, change) H (error, change): H_rest change = -H_rest,column error
+            rest = h[left][:, left]
+            change = -torch.linalg.solve(rest, h[left][:, column])
+            weight[:, left] += error[:, None] * change[None]
+    return codes
+
+
+SPECS = [
+    qt.QuantSpec(bits=3, axis=0), qt.QuantSpec(bits=4, axis=1, group_size=5),
+    qt.QuantSpec(bits=3, signed=False, symmetric=False, axis=0), qt.QuantSpec(bits=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.describe())
+def test_codes_are_those_of_a_plain_loop(spec: qt.QuantSpec, act_order: bool) -> None:
+    x = torch.randn(300, 150) @ torch.randn(150, 150)
+    prepared = prepared_on(nn.Sequential(nn.Linear(150, 6)).eval(), [x], qt.QConfig(activation=None, weight=spec))
+    grid = CodeGrid(prepared.get_submodule("0"), "0")
+    hessian = x.T.double() @ x.double() / len(x)
+    order = hessian.diagonal().argsort(descending=True).tolist() if act_order else list(range(150))
+    expected = plain(grid, hessian, 0.01, order)
+    assert torch.equal(rounded(grid, hessian, 0.01, act_order), expected)
+    report = qt.tuning.gptq(prepared, list(x.split(100)), act_order=act_order, progress=False)
+    layer = prepared.get_submodule("0")
+    values = layer.weight_quantizer(layer.weight).detach()
+    assert (CodeGrid(layer, "0").nearest() != expected).float().mean() < 0.01  # sums of products in float32
+    torch.testing.assert_close(values, grid.values(CodeGrid(layer, "0").nearest()), rtol=1e-5, atol=1e-6)
+    assert report.layers[0].after < 0.7 * report.layers[0].before
+
+
+class Encoder(nn.Module):
+    """A transformer's block, whose layers take keyword arguments; one layer is called twice, one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.k, self.v = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.up, self.down, self.unused = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        a = torch.softmax(self.q(input=h) @ self.k(h).transpose(1, 2) / 6, -1) @ self.v(h)
+        return self.down(torch.nn.functional.gelu(self.up(x + a)))
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("activation", [None, qt.QuantSpec()])
+def test_a_transformer_on_both_roads(road: str, activation: qt.QuantSpec | None) -> None:
+    model = Encoder().eval()
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(bits=3, axis=1, group_size=16)))
+    mapping.set_module_name("unused", None)
+    mix = torch.randn(32, 32)
+    batches = [torch.randn(8, 10, 32) @ mix for _ in range(3)]
+    prepared = (
+        qt.prepare(model, batches[0], qconfig_mapping=mapping)
+        if road == "prepare"
+        else qt.quant_modules.replace(model, mapping)
+    )
+    qt.calibrate(prepared, batches, progress=False)
+    nearest = copy.deepcopy(prepared)
+    report = qt.tuning.gptq(prepared, batches, progress=False)
+    assert [layer.name for layer in report.layers] == ["q", "k", "v", "up", "down"]
+    assert all(layer.after <= layer.before for layer in report.layers)
+    assert "unused" in report.skipped
+    x = torch.cat(batches)
+    with torch.no_grad():
+        target = model(x)
+        assert (prepared(x) - target).square().mean() < 0.8 * (nearest(x) - target).square().mean()
+        converted = qt.convert(prepared)
+        torch.testing.assert_close(converted(x), prepared(x))
+
+
+def test_dead_inputs_and_errors_change_nothing() -> None:
+    x = torch.randn(50, 8)
+    x[:, 3] = 0
+    prepared = prepared_on(nn.Sequential(nn.Linear(8, 4), nn.Conv1d(1, 1, 1)).eval(), [x[:1]], W3)
+    before = copy.deepcopy(prepared.state_dict())
+    for arguments, error, words in (
+        ({"damping": 0}, ValueError, "damping must be positive"),
+        (
+            {"layers": ["1"]},
+            ValueError,
+            "layer '1' cannot be taken: it is a QuantConv1d, and only linear layers can be",
+        ),
+        ({"layers": ["2"]}, ValueError, "unknown layer of gptq '2'"),
+        ({"batches": []}, ValueError, "gptq: batches must hold at least one batch"),
+        ({"batches": [x[:, :3]]}, ValueError, "gptq: the model does not run on a batch"),
+    ):
+        with pytest.raises(error, match=words):
+            qt.tuning.gptq(prepared, **{"batches": [x], "progress": False, **arguments})
+        torch.testing.assert_close(dict(prepared.state_dict()), dict(before), rtol=0, atol=0)
+        assert all(not m._forward_hooks and not m._forward_pre_hooks for m in prepared.modules())
+    only = prepared_on(nn.Sequential(nn.Linear(8, 4)).eval(), [x])
+    report = qt.tuning.gptq(only, [x], progress=False)
+    assert torch.isfinite(only.get_submodule("0").weight).all()
+    assert "1 linear layers" in str(report)
+
+
+def test_a_model_without_linear_layers() -> None:
+    prepared = prepared_on(nn.Sequential(nn.Conv1d(2, 2, 1)).eval(), [torch.randn(2, 2, 4)])
+    with pytest.raises(ValueError, match=r"gptq: the model has no layer .* qtoolkit\.tuning\.reconstruct takes it"):
+        qt.tuning.gptq(prepared, [torch.randn(2, 2, 4)])
