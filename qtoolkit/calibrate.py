@@ -18,6 +18,7 @@ from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
+from qtoolkit.quantizers.table import OBSERVERS
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report.lines import table
 
@@ -87,9 +88,9 @@ def calibrate(
         forward: forward(model, batch), for other batches, such as a data loader's (images, labels).
         progress: Show a progress bar.
         synchronize: In a process group, merge the ranges of all ranks; every rank must then call this. False merges nothing.
-        method: How the ranges of all activations are chosen: "minmax", or from a histogram by "mse", "l2", "entropy" or
-            "percentile" (99.99 %; a spec's `observer_args` take another). The specs of their quantizers then say so. None
-            follows the specs.
+        method: How the ranges of all activations are chosen: an observer with its default options, such as "minmax" or
+            "clip_std"; or from a histogram by "mse", "l2", "entropy" or "percentile" (99.99 %). A spec's `observer_args` take
+            other options. The specs of their quantizers then say so. None follows the specs.
 
     Returns:
         The ranges, and the quantizers that saw no data.
@@ -154,8 +155,8 @@ def _check(batches: object, max_batches: object, forward: object) -> None:
 
 def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
     """Give the quantizers of activations the observer of a method."""
-    check_known("method of calibrate", method, ("minmax", *METHODS))
-    name, options = ("minmax", {}) if method == "minmax" else ("histogram", {"method": method})
+    check_known("method of calibrate", method, (*OBSERVERS, *METHODS))
+    name, options = (method, {}) if method in OBSERVERS else ("histogram", {"method": method})
     for quantizer in quantizers:
         if not quantizer.of_weight:
             spec = replace(quantizer.spec, observer=name, observer_args=options)

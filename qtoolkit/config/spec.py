@@ -38,10 +38,14 @@ class QuantSpec:
             "e5m2" (8 bits), "e2m1" (bits=4), or "nnie" (8 bits), a logarithmic grid whose scale is the largest magnitude, which
             cannot be exported. A scale is the value of the format's 1. Weights in OCP's MX formats have axis=1, group_size=32
             and pow2_scale=True; scales are rounded up, so that no element saturates.
-        observer: "minmax" (the range of all inputs), "moving_average", or "histogram" (the range that a method chooses from a
-            histogram of all inputs, per tensor or per channel).
-        observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average"; `bins` (2048),
-            `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram".
+        observer: How the range is found: "minmax" (the range of all inputs), "moving_average", "clip_std" (mean +- `deviations`
+            times the standard deviation), "lsq" (the start of LSQ), "histogram" (the range that a `method` chooses from a
+            histogram of all inputs), "moving_histogram" (the moving average of what a `method` chooses for each input);
+            with pow2_scale also "pow2" (the power of two with the least squared error) and "pow2_mode" (the one that is best
+            for the most inputs). docs/observers.md compares them.
+        observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average" and
+            "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
+            "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
             "minmax" it starts from 2 * mean|x| / sqrt(qmax), at most from the range), or another name of
             `qtoolkit.quantizers.table`, which says how to add one.

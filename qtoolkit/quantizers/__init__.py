@@ -2,12 +2,29 @@
 
 from qtoolkit.public import publish
 from qtoolkit.quantizers.observers import (
+    ClipStdObserver,
+    EndsObserver,
     HistogramObserver,
     LSQStartObserver,
     MovingAverageObserver,
+    MovingHistogramObserver,
     Observer,
+    Pow2ModeObserver,
+    Pow2Observer,
     RangeObserver,
 )
 
-__all__ = ["HistogramObserver", "LSQStartObserver", "MovingAverageObserver", "Observer", "RangeObserver"]
-publish(__name__, HistogramObserver, LSQStartObserver, MovingAverageObserver, Observer, RangeObserver)
+__all__ = [
+    "ClipStdObserver",
+    "EndsObserver",
+    "HistogramObserver",
+    "LSQStartObserver",
+    "MovingAverageObserver",
+    "MovingHistogramObserver",
+    "Observer",
+    "Pow2ModeObserver",
+    "Pow2Observer",
+    "RangeObserver",
+]
+publish(__name__, ClipStdObserver, EndsObserver, HistogramObserver, LSQStartObserver, MovingAverageObserver)
+publish(__name__, MovingHistogramObserver, Observer, Pow2ModeObserver, Pow2Observer, RangeObserver)

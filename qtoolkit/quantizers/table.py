@@ -36,10 +36,14 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.quantizers.observers import (
+    ClipStdObserver,
     HistogramObserver,
     LSQStartObserver,
     MovingAverageObserver,
+    MovingHistogramObserver,
     Observer,
+    Pow2ModeObserver,
+    Pow2Observer,
     RangeObserver,
 )
 from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range
@@ -241,5 +245,10 @@ QUANTIZERS: dict[str, QuantizerKind] = {"fixed": FixedScale(), "lsq": LSQ()}
 OBSERVERS: dict[str, type[Observer]] = {
     "minmax": RangeObserver,
     "moving_average": MovingAverageObserver,
+    "clip_std": ClipStdObserver,
+    "lsq": LSQStartObserver,
     "histogram": HistogramObserver,
+    "moving_histogram": MovingHistogramObserver,
+    "pow2": Pow2Observer,
+    "pow2_mode": Pow2ModeObserver,
 }

@@ -1,0 +1,25 @@
+"""The Python programs of the pages in docs/, run as they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+PROGRAMS = {
+    f"{page.name}-{number}": program
+    for page in sorted(DOCS.glob("*.md"))
+    if page.name != "migration.md"  # its program registers modules under another package's name
+    for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+}
+OPTIONAL = ("accelerate", "lightning", "matplotlib", "scipy")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_programs_run(program: str, tmp_path, monkeypatch) -> None:
+    text = PROGRAMS[program]
+    for package in OPTIONAL:
+        if re.search(rf"^(import|from) {package}\b", text, flags=re.MULTILINE):
+            pytest.importorskip(package, reason=f"needs {package}, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, program, "exec"), {"__name__": program})
