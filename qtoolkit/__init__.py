@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from qtoolkit import debug, export, graph, nn, ops, quant_modules
+from qtoolkit import debug, export, graph, nn, ops, quant_modules, tuning
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
@@ -61,6 +61,7 @@ __all__ = [
     "quantization_report",
     "quantizers_of",
     "stop_on_nonfinite",
+    "tuning",
     "unfreeze_batch_norm",
 ]
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)

@@ -133,8 +133,8 @@ def calibrate(
                 count += 1
                 if count == max_batches:
                     break
-        if synchronize and distributed.is_available() and distributed.is_initialized():
-            count = _share(quantizers, count)
+        if synchronize:
+            count = merged_over_ranks(quantizers, count)
         if count == 0:
             raise ValueError("calibrate: batches must hold at least one batch, got none.")
         return _finish(prepared, quantizers, count)
@@ -164,8 +164,10 @@ def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
             quantizer.spec, quantizer.observer = spec, observer.to(quantizer.scale.device)
 
 
-def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
-    """Merge the observations of all ranks on each rank; return the number of batches on all ranks."""
+def merged_over_ranks(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
+    """Merge the observations of all ranks on each rank, in a process group; return the number of batches on all ranks."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return count
     mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
     gathered: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(gathered, (count, mine))
