@@ -166,3 +166,21 @@ def test_auto_replace_on_a_model_with_and_one_without_a_graph(tmp_path, monkeypa
             assert export.path == tmp_path / f"{name}_{step}.onnx"
         for step in ("ptq", "qat"):
             assert result.accuracies[f"{step}{ways[0]}"] >= result.float_accuracy - 1.001
+
+
+@needs_data
+@pytest.mark.data
+def test_mixed_precision_is_better_than_the_same_bits_everywhere(tmp_path, monkeypatch) -> None:
+    """One estimate of the three, and fewer images than the example itself takes."""
+    pytest.importorskip("scipy", reason="needs scipy, which is not installed")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = import_module("mixed_precision")
+    monkeypatch.setattr(example, "ESTIMATES", ("gradient",))
+    monkeypatch.setattr(example, "CHOICES", {name: example.CHOICES[name] for name in ("w2", "w3", "w4", "w8")})
+    result = example.run(DATA, 64, 200, 3)
+    at = result.accuracies["w3"]
+    assert at["gradient"] > at["uniform"] + 5
+    front = result.fronts["gradient"]
+    assert front.points[0].costs["size"] == result.sizes["w2"]
+    assert front.points[-1].costs["size"] == result.sizes["w8"]
+    assert front.scores[-1] >= result.float_accuracy - 1.001
