@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qtoolkit.calibrate import merged_over_ranks
 from qtoolkit.model_state import check_module
@@ -18,8 +18,8 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 class QuantizationSchedule:
     """Observe, quantize, freeze the ranges, freeze the batch norms: each from a step of the optimizer on.
 
-    Call `step()` after each step of the optimizer, as for a learning rate. A phase that begins at step n holds for the forward
-    after n steps.
+    Call `step()` after each step of the optimizer, as for a learning rate, and before averages are updated. A phase that begins
+    at step n holds for the forward after n steps.
 
     - The first `observe` steps train the float model, and all quantizers observe. Then the ranges are set, those of weights by
       the weights as they are, and the model quantizes. In a process group the ranges of all ranks are merged: every rank must
@@ -93,6 +93,9 @@ class QuantizationSchedule:
         self.steps += 1
         if self.steps == self.observe:
             self._set_ranges()
+        if self.steps <= self.observe:  # the first input may have given a quantizer its number of channels
+            for average in self.averages:
+                _copy_ranges(quantizers_of(self.model).values(), quantizers_of(average).values())
         if self.steps in (self.observe, self.freeze_ranges, self.freeze_batch_norm):
             self._set_modes()
 
@@ -185,8 +188,6 @@ class QuantizationSchedule:
         for module in self.model.modules():
             if isinstance(module, QuantModule):
                 module.reset_weight_range()  # the weights have changed since their ranges were first observed
-        for average in self.averages:
-            _copy_ranges(quantizers.values(), quantizers_of(average).values())
 
 
 def _begun(begin: int | None, steps: int) -> bool:
@@ -204,5 +205,4 @@ def _check_step(name: str, value: object) -> None:
 
 def _copy_ranges(of: Iterable[TensorQuantizer], to: Iterable[TensorQuantizer]) -> None:
     for quantizer, copied in zip(of, to, strict=True):
-        state: dict[str, Tensor] = quantizer.state_dict()
-        copied.load_state_dict(state)
+        copied.load_state_dict(quantizer.state_dict())

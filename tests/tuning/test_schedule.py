@@ -224,6 +224,23 @@ def test_an_average_goes_through_the_phases(road: str, quantizer: str, buffers: 
     assert not any(q.following for q in qt.quantizers_of(ema).values())
 
 
+@pytest.mark.parametrize("buffers", [False, True])
+def test_an_average_learns_the_number_of_channels(buffers: bool) -> None:
+    spec = qt.QuantSpec(axis=1, quantizer="lsq")
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec(axis=0)))
+    model = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 2)).train(), mapping)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=buffers)
+    schedule, optimizer = Schedule(model, observe=2, averages=[ema]), sgd(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        ema.update_parameters(model)
+    assert ema.module.get_submodule("0.input_quantizer").scale.shape == (4,)
+    assert ema.eval()(torch.randn(8, 4)).isfinite().all()
+
+
 def test_a_compiled_or_wrapped_model_is_scheduled() -> None:
     model = quantized("graph", "fixed")
     schedule = Schedule(torch.compile(model, backend="eager"), observe=1)
