@@ -127,15 +127,16 @@ def error_of(model: nn.Module, images: Tensor, expected: Tensor) -> float:
 def finetune(model: nn.Module, images: Tensor, labels: Tensor) -> None:
     """Train for one epoch at a hundredth of a usual rate; activations' ranges and batch norms' statistics stay as they are."""
     model.train()
-    qt.freeze_batch_norm(model)
     batches = list(torch.randperm(len(images)).split(64))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches), eta_min=1e-5)
+    phases = qt.tuning.QuantizationSchedule(model, freeze_batch_norm=0)
     for batch in tqdm(batches, desc="finetune", leave=False):
         optimizer.zero_grad()
         F.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
         schedule.step()
+        phases.step()
     model.eval()
 
 

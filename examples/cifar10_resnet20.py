@@ -1,10 +1,10 @@
-"""Post-training quantization of a CIFAR-10 ResNet-20, checked code by code in onnxruntime.
+"""Quantization of a CIFAR-10 ResNet-20, after training or with it (--steps), checked code by code in onnxruntime.
 
 Needs the files of shared/data (real weights, real images): python examples/cifar10_resnet20.py --data ../shared/data
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +93,7 @@ class Result:
 
     backend: str
     float_accuracy: float
-    ptq_accuracy: float
+    accuracy: float
     runtime_accuracy: float
     same_class: float
     verification: qt.export.Verification
@@ -104,13 +104,45 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
     return 100 * (logits.argmax(1) == labels).float().mean().item()
 
 
-def run(data: Path, backend: str, out: Path, images: int | None = None) -> Result:
-    """Quantize for a backend, export, and compare with onnxruntime on the test images."""
+def mapping_of(backend: str, bits: int) -> qt.QConfigMapping:
+    """Return the backend's config with learned scales, and with these bits in all layers but the first and the last."""
+    default = qt.backends[backend].qconfig
+    activation, weight = (replace(spec, quantizer="lsq") for spec in (default.activation, default.weight))
+    mapping = qt.QConfigMapping()
+    mapping.set_global(qt.QConfig(replace(activation, bits=bits), replace(weight, bits=bits)))
+    return mapping.set_module_name_regex("conv1|linear", qt.QConfig(activation, weight))
+
+
+def finetune(prepared: nn.Module, teacher: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:
+    """Train with the labels and the float model's logits; the batch norms' statistics stay in the last third."""
+    prepared.train()
+    optimizer = torch.optim.SGD(qt.parameter_groups(prepared, lr=2e-3, weight_decay=1e-4), momentum=0.9)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    phases = qt.tuning.QuantizationSchedule(prepared, freeze_batch_norm=steps * 2 // 3)
+    with qt.tuning.Distillation(prepared, teacher, temperature=2.0) as distillation:
+        for _ in tqdm(range(steps), desc="finetune", leave=False):
+            batch = torch.randint(len(images), (64,))
+            optimizer.zero_grad()
+            logits = prepared(images[batch])
+            loss = F.cross_entropy(logits, labels[batch]) + distillation(images[batch], logits)
+            loss.backward()
+            optimizer.step()
+            rates.step()
+            phases.step()
+    prepared.eval()
+
+
+def run(data: Path, backend: str, out: Path, images: int | None = None, bits: int = 8, steps: int = 0) -> Result:
+    """Quantize for a backend, train if asked to, export, and compare with onnxruntime on the test images."""
     model = load_model(data)
     x, y = load_images(data, "test", images)
-    calibration, _ = load_images(data, "train", 512)
-    prepared = qt.prepare(model, (x[:1],), backend=backend)
-    qt.calibrate(prepared, calibration.split(64))
+    train, labels = load_images(data, "train")
+    mapping = mapping_of(backend, bits) if steps else None
+    prepared = qt.prepare(model.train(bool(steps)), (x[:1],), backend=backend, qconfig_mapping=mapping)
+    qt.calibrate(prepared, train[:512].split(64))
+    if steps:
+        finetune(prepared, model, train, labels, steps)
+    model.eval()
     converted = qt.convert(prepared)
     qt.export_onnx(converted, (x[:8],), out, input_names=["image"], dynamic_shapes=({0: "batch"},))
     ours, theirs = logits_of(converted, x, backend), logits_of_file(out, x)
@@ -129,12 +161,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--out", type=Path, default=Path("resnet20.onnx"))
+    parser.add_argument("--steps", type=int, default=0, help="training steps of quantization-aware training")
+    parser.add_argument("--bits", type=int, default=4, help="of the inner layers, with --steps")
     args = parser.parse_args()
-    table = Table(title="CIFAR-10 ResNet-20, W8A8, 1,000 lossless test images")
+    bits = args.bits if args.steps else 8
+    table = Table(title=f"CIFAR-10 ResNet-20, W{bits}A{bits}, 1,000 lossless test images")
     for column in (
         "backend",
         "float %",
-        "PTQ %",
+        "QAT %" if args.steps else "PTQ %",
         "onnxruntime %",
         "same class %",
         "weight codes",
@@ -143,9 +178,9 @@ def main() -> None:
     ):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for backend in ("tensorrt", "onnxruntime"):
-        r = run(args.data, backend, args.out)
+        r = run(args.data, backend, args.out, bits=bits, steps=args.steps)
         v = r.verification
-        figures = (f"{f:.2f}" for f in (r.float_accuracy, r.ptq_accuracy, r.runtime_accuracy, r.same_class))
+        figures = (f"{f:.2f}" for f in (r.float_accuracy, r.accuracy, r.runtime_accuracy, r.same_class))
         counts = (f"{c.differing} / {c.compared:,}" for c in (v.weight_codes, v.quantizer_codes, v.layer_codes))
         table.add_row(backend, *figures, *counts)
     Console(width=130).print(table)

@@ -51,8 +51,16 @@ def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x_train, y_train.long(), x_test, y_test.long()
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, lr: float, what: str) -> None:
-    """Train as any model is trained: the quantizers need nothing special."""
+def train(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    epochs: int,
+    lr: float,
+    what: str,
+    phases: qt.tuning.QuantizationSchedule | None = None,
+) -> None:
+    """Train as any model is trained; of a quantized one, the phases go on with the optimizer's steps."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
     steps = epochs * len(range(0, len(x), 64))
@@ -63,6 +71,8 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, lr: float, what: 
             F.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
             schedule.step()
+            if phases is not None:
+                phases.step()
     model.eval()
 
 
@@ -124,7 +134,9 @@ def main() -> None:
         prepared = qt.prepare(model.train(), (x[:1],), backend="onnxruntime", qconfig_mapping=mapping_of(bits))
         qt.calibrate(prepared, x.split(64))
         ptq_accuracy = accuracy(copy.deepcopy(prepared), x_test, y_test)
-        train(prepared, x, y, args.qat_epochs, 0.01, f"QAT W{bits}A{bits}")
+        last_third = args.qat_epochs * len(x.split(64)) * 2 // 3
+        phases = qt.tuning.QuantizationSchedule(prepared, freeze_ranges=last_third, freeze_batch_norm=last_third)
+        train(prepared, x, y, args.qat_epochs, 0.01, f"QAT W{bits}A{bits}", phases)
         path = args.out if bits == 8 else args.out.with_stem(f"{args.out.stem}_w{bits}a{bits}")
         converted = qt.convert(prepared)
         result = qt.export_onnx(

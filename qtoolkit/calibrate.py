@@ -18,6 +18,7 @@ from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
+from qtoolkit.quantizers.table import OBSERVERS
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report.lines import table
 
@@ -87,9 +88,9 @@ def calibrate(
         forward: forward(model, batch), for other batches, such as a data loader's (images, labels).
         progress: Show a progress bar.
         synchronize: In a process group, merge the ranges of all ranks; every rank must then call this. False merges nothing.
-        method: How the ranges of all activations are chosen: "minmax", or from a histogram by "mse", "l2", "entropy" or
-            "percentile" (99.99 %; a spec's `observer_args` take another). The specs of their quantizers then say so. None
-            follows the specs.
+        method: How the ranges of all activations are chosen: an observer with its default options, such as "minmax" or
+            "clip_std"; or from a histogram by "mse", "l2", "entropy" or "percentile" (99.99 %). A spec's `observer_args` take
+            other options. The specs of their quantizers then say so. None follows the specs.
 
     Returns:
         The ranges, and the quantizers that saw no data.
@@ -132,8 +133,8 @@ def calibrate(
                 count += 1
                 if count == max_batches:
                     break
-        if synchronize and distributed.is_available() and distributed.is_initialized():
-            count = _share(quantizers, count)
+        if synchronize:
+            count = merged_over_ranks(quantizers, count)
         if count == 0:
             raise ValueError("calibrate: batches must hold at least one batch, got none.")
         return _finish(prepared, quantizers, count)
@@ -154,8 +155,8 @@ def _check(batches: object, max_batches: object, forward: object) -> None:
 
 def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
     """Give the quantizers of activations the observer of a method."""
-    check_known("method of calibrate", method, ("minmax", *METHODS))
-    name, options = ("minmax", {}) if method == "minmax" else ("histogram", {"method": method})
+    check_known("method of calibrate", method, (*OBSERVERS, *METHODS))
+    name, options = (method, {}) if method in OBSERVERS else ("histogram", {"method": method})
     for quantizer in quantizers:
         if not quantizer.of_weight and not quantizer.dynamic:
             spec = replace(quantizer.spec, observer=name, observer_args=options)
@@ -163,8 +164,10 @@ def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
             quantizer.spec, quantizer.observer = spec, observer.to(quantizer.scale.device)
 
 
-def _share(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
-    """Merge the observations of all ranks on each rank; return the number of batches on all ranks."""
+def merged_over_ranks(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
+    """Merge the observations of all ranks on each rank, in a process group; return the number of batches on all ranks."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return count
     mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
     gathered: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(gathered, (count, mine))

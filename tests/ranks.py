@@ -13,7 +13,7 @@ import qtoolkit as qt
 
 SIZE = 2
 SHAPE = (3, 8, 8)
-OBSERVERS = ("minmax", "histogram", "moving_average")
+OBSERVERS = ("minmax", "histogram", "moving_average", "clip_std", "lsq", "moving_histogram", "pow2", "pow2_mode")
 
 
 class Plain(nn.Module):
@@ -36,7 +36,7 @@ def data() -> Tensor:
 
 def prepared(observer: str = "minmax", quantizer: str = "fixed") -> nn.Module:
     torch.manual_seed(0)
-    activation = qt.QuantSpec(observer=observer, quantizer=quantizer)
+    activation = qt.QuantSpec(observer=observer, quantizer=quantizer, pow2_scale=observer.startswith("pow2"))
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(axis=0, quantizer=quantizer)))
     return qt.prepare(Plain().train(), backend="onnxruntime", qconfig_mapping=mapping)
 

@@ -123,8 +123,8 @@ def test_cifar10_resnet20_codes_and_accuracy(
     result = cifar10_resnet20.run(DATA, "onnxruntime", tmp_path / "resnet20.onnx", images)
     codes = result.verification
     assert result.float_accuracy == pytest.approx(float_accuracy, abs=0.051)
-    assert result.ptq_accuracy >= result.float_accuracy - lost
-    assert abs(result.runtime_accuracy - result.ptq_accuracy) <= 100.1 / images
+    assert result.accuracy >= result.float_accuracy - lost
+    assert abs(result.runtime_accuracy - result.accuracy) <= 100.1 / images
     assert result.same_class >= 99.5
     assert codes.weight_codes.compared == 268_336
     assert codes.weight_codes.differing == 0
@@ -132,6 +132,20 @@ def test_cifar10_resnet20_codes_and_accuracy(
     assert codes.quantizer_codes.differing == 0
     assert codes.layer_codes.share < 1e-5
     assert codes.layer_codes.steps <= 1
+
+
+@needs_data
+@pytest.mark.data
+def test_cifar10_resnet20_trains(tmp_path, monkeypatch) -> None:
+    """Four bits without training have 77.5 %."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import cifar10_resnet20
+
+    torch.manual_seed(0)
+    result = cifar10_resnet20.run(DATA, "onnxruntime", tmp_path / "resnet20.onnx", 200, bits=4, steps=30)
+    assert result.accuracy > 82
+    assert abs(result.runtime_accuracy - result.accuracy) <= 1
+    assert result.verification.quantizer_codes.differing == 0
 
 
 @needs_data
@@ -166,3 +180,21 @@ def test_auto_replace_on_a_model_with_and_one_without_a_graph(tmp_path, monkeypa
             assert export.path == tmp_path / f"{name}_{step}.onnx"
         for step in ("ptq", "qat"):
             assert result.accuracies[f"{step}{ways[0]}"] >= result.float_accuracy - 1.001
+
+
+@needs_data
+@pytest.mark.data
+def test_mixed_precision_is_better_than_the_same_bits_everywhere(tmp_path, monkeypatch) -> None:
+    """One estimate of the three, and fewer images than the example itself takes."""
+    pytest.importorskip("scipy", reason="needs scipy, which is not installed")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = import_module("mixed_precision")
+    monkeypatch.setattr(example, "ESTIMATES", ("gradient",))
+    monkeypatch.setattr(example, "CHOICES", {name: example.CHOICES[name] for name in ("w2", "w3", "w4", "w8")})
+    result = example.run(DATA, 64, 200, 3)
+    at = result.accuracies["w3"]
+    assert at["gradient"] > at["uniform"] + 5
+    front = result.fronts["gradient"]
+    assert front.points[0].costs["size"] == result.sizes["w2"]
+    assert front.points[-1].costs["size"] == result.sizes["w8"]
+    assert front.scores[-1] >= result.float_accuracy - 1.001

@@ -227,7 +227,7 @@ def assert_equal_scales(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> 
         assert torch.equal(found[name], scale), name
 
 
-@pytest.mark.parametrize("observer", ["minmax", "histogram"])
+@pytest.mark.parametrize("observer", ["minmax", "histogram", "pow2", "pow2_mode"])
 def test_calibrate_all_ranks_agree(of_two_ranks, observer: str) -> None:
     """With each other, and with one process that has all the data."""
     wanted = ranks.calibrated_scales(observer, ranks.data())
@@ -235,10 +235,20 @@ def test_calibrate_all_ranks_agree(of_two_ranks, observer: str) -> None:
         assert_equal_scales(found[observer], wanted)
 
 
-def test_calibrate_moving_averages_are_averaged_over_the_ranks(of_two_ranks) -> None:
-    one, other = (found["moving_average"] for found in of_two_ranks)
+@pytest.mark.parametrize("observer", ["clip_std", "lsq"])
+def test_calibrate_means_are_those_of_all_data(of_two_ranks, observer: str) -> None:
+    """The last bit of a sum depends on the order of its terms."""
+    wanted = ranks.calibrated_scales(observer, ranks.data())
+    assert_equal_scales(*(found[observer] for found in of_two_ranks))
+    for name, scale in wanted.items():
+        torch.testing.assert_close(of_two_ranks[0][observer][name], scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("observer", ["moving_average", "moving_histogram"])
+def test_calibrate_moving_averages_are_averaged_over_the_ranks(of_two_ranks, observer: str) -> None:
+    one, other = (found[observer] for found in of_two_ranks)
     assert_equal_scales(one, other)
-    halves = [ranks.calibrated_scales("moving_average", ranks.data()[rank :: ranks.SIZE]) for rank in range(ranks.SIZE)]
+    halves = [ranks.calibrated_scales(observer, ranks.data()[rank :: ranks.SIZE]) for rank in range(ranks.SIZE)]
     name = "activation_quantizers.x"
     assert halves[0][name] != halves[1][name]
     assert min(half[name] for half in halves) <= one[name] <= max(half[name] for half in halves)

@@ -49,10 +49,14 @@ class QuantSpec:
             scale of a power of two, rounded down) or "nvfp4" (blocks of 16 e2m1, and scales in e4m3 relative to one of the
             tensor). These set bits, axis and group_size. A weight's scales follow it; those of an activation are computed from
             each input, without calibration.
-        observer: "minmax" (the range of all inputs), "moving_average", or "histogram" (the range that a method chooses from a
-            histogram of all inputs, per tensor or per channel).
-        observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average"; `bins` (2048),
-            `method` ("mse"; or "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram".
+        observer: How the range is found: "minmax" (the range of all inputs), "moving_average", "clip_std" (mean +- `deviations`
+            times the standard deviation), "lsq" (the start of LSQ), "histogram" (the range that a `method` chooses from a
+            histogram of all inputs), "moving_histogram" (the moving average of what a `method` chooses for each input);
+            with pow2_scale also "pow2" (the power of two with the least squared error) and "pow2_mode" (the one that is best
+            for the most inputs). docs/observers.md compares them.
+        observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average" and
+            "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
+            "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
             "minmax" it starts from 2 * mean|x| / sqrt(qmax), at most from the range), or another name of
             `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",

@@ -6,23 +6,34 @@ from qtoolkit.quantizers.kinds.apot import Levels
 from qtoolkit.quantizers.kinds.dorefa import OddCodes
 from qtoolkit.quantizers.kinds.qil import Interval
 from qtoolkit.quantizers.observers import (
+    ClipStdObserver,
+    EndsObserver,
     HistogramObserver,
     LSQStartObserver,
     MovingAverageObserver,
+    MovingHistogramObserver,
     Observer,
+    Pow2ModeObserver,
+    Pow2Observer,
     RangeObserver,
 )
 
 __all__ = [
+    "ClipStdObserver",
+    "EndsObserver",
     "HistogramObserver",
     "Interval",
     "LSQStartObserver",
     "Levels",
     "MovingAverageObserver",
+    "MovingHistogramObserver",
     "Observer",
     "OddCodes",
+    "Pow2ModeObserver",
+    "Pow2Observer",
     "RangeObserver",
     "ShapedActivation",
 ]
-publish(__name__, HistogramObserver, LSQStartObserver, MovingAverageObserver, Observer, RangeObserver)
+publish(__name__, ClipStdObserver, EndsObserver, HistogramObserver, LSQStartObserver, MovingAverageObserver)
+publish(__name__, MovingHistogramObserver, Observer, Pow2ModeObserver, Pow2Observer, RangeObserver)
 publish(__name__, Interval, Levels, OddCodes, ShapedActivation)

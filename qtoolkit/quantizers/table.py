@@ -40,9 +40,14 @@ from qtoolkit.quantizers.kinds.lsq_plus import LSQPlus
 from qtoolkit.quantizers.kinds.qil import QIL
 from qtoolkit.quantizers.kinds.tqt import TQT
 from qtoolkit.quantizers.observers import (
+    ClipStdObserver,
     HistogramObserver,
+    LSQStartObserver,
     MovingAverageObserver,
+    MovingHistogramObserver,
     Observer,
+    Pow2ModeObserver,
+    Pow2Observer,
     RangeObserver,
 )
 
@@ -61,5 +66,10 @@ QUANTIZERS: dict[str, QuantizerKind] = {
 OBSERVERS: dict[str, type[Observer]] = {
     "minmax": RangeObserver,
     "moving_average": MovingAverageObserver,
+    "clip_std": ClipStdObserver,
+    "lsq": LSQStartObserver,
     "histogram": HistogramObserver,
+    "moving_histogram": MovingHistogramObserver,
+    "pow2": Pow2Observer,
+    "pow2_mode": Pow2ModeObserver,
 }

@@ -1,19 +1,24 @@
-"""Post-training methods beyond ranges: of weights, biases and statistics, from a few batches without labels."""
+"""Beyond ranges: post-training methods for weights, biases and statistics; bits for each layer; schedule and distillation."""
 
 from qtoolkit.public import publish
+from qtoolkit.tuning import mixed_precision
 from qtoolkit.tuning.batch_norm import Reestimation, reestimate_batch_norm
 from qtoolkit.tuning.bias_correction import BiasCorrection, bias_correction
+from qtoolkit.tuning.distillation import Distillation
 from qtoolkit.tuning.equalize import Equalization, Pair, equalize
 from qtoolkit.tuning.gptq import GPTQ, LayerError, gptq
 from qtoolkit.tuning.reconstruct import Reconstruction, UnitResult, reconstruct
+from qtoolkit.tuning.schedule import QuantizationSchedule
 from qtoolkit.tuning.smooth_quant import Smoothed, SmoothQuant, smooth_quant
 
 __all__ = [
     "GPTQ",
     "BiasCorrection",
+    "Distillation",
     "Equalization",
     "LayerError",
     "Pair",
+    "QuantizationSchedule",
     "Reconstruction",
     "Reestimation",
     "SmoothQuant",
@@ -22,6 +27,7 @@ __all__ = [
     "bias_correction",
     "equalize",
     "gptq",
+    "mixed_precision",
     "reconstruct",
     "reestimate_batch_norm",
     "smooth_quant",

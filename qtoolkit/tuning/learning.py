@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.model_inputs import clone_tensors, tensors_of, with_tensors
+from qtoolkit.quantizers.spec_ops import fake_quant
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.tuning.cache import BatchCache
 from qtoolkit.tuning.rounding import CodeGrid, SoftRounding
@@ -169,8 +170,7 @@ class _LearnedScale:
     def __call__(self, x: Tensor) -> Tensor:
         quantizer, spec = self.quantizer, self.quantizer.spec
         scale = self.start * self.ratio.abs()
-        y: Tensor = quantizer.kind.fake_quant(spec, x, scale, self.zero_point, quantizer.group, spec.block_size, 1.0)
-        return y
+        return fake_quant(spec, x, scale, self.zero_point, quantizer.group, spec.block_size, 1.0)
 
     def store(self) -> None:
         """Give the quantizer the learned scale."""

@@ -1,8 +1,22 @@
 """Observers: they record the range of the tensors that a quantizer sees."""
 
 from qtoolkit.quantizers.observers.base import Observer
+from qtoolkit.quantizers.observers.clip_std import ClipStdObserver
 from qtoolkit.quantizers.observers.histogram import HistogramObserver
 from qtoolkit.quantizers.observers.lsq_start import LSQStartObserver
-from qtoolkit.quantizers.observers.minmax import MovingAverageObserver, RangeObserver
+from qtoolkit.quantizers.observers.minmax import EndsObserver, MovingAverageObserver, RangeObserver
+from qtoolkit.quantizers.observers.moving_histogram import MovingHistogramObserver
+from qtoolkit.quantizers.observers.pow2 import Pow2ModeObserver, Pow2Observer
 
-__all__ = ["HistogramObserver", "LSQStartObserver", "MovingAverageObserver", "Observer", "RangeObserver"]
+__all__ = [
+    "ClipStdObserver",
+    "EndsObserver",
+    "HistogramObserver",
+    "LSQStartObserver",
+    "MovingAverageObserver",
+    "MovingHistogramObserver",
+    "Observer",
+    "Pow2ModeObserver",
+    "Pow2Observer",
+    "RangeObserver",
+]

@@ -16,6 +16,51 @@ if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
 METHODS = ("percentile", "mse", "l2", "entropy")
 
 
+def check_histogram(spec: "QuantSpec", options: Mapping[str, Any]) -> None:
+    """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
+    bins, method, percentile = options["bins"], options["method"], options["percentile"]
+    if spec.format != "int" and method != "percentile":
+        raise ValueError(
+            f"QuantSpec: format={spec.format!r} needs another observer than {spec.observer!r}, whose methods other than "
+            f"'percentile' search the best integer grid; take 'minmax' or observer_args={{'method': 'percentile'}}."
+        )
+    check_no_groups(spec)
+    check_bins(bins)
+    check_known(f"method of observer {spec.observer!r}", method, METHODS)
+    if not isinstance(percentile, int | float) or not 0 < percentile <= 100:
+        raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
+
+
+def check_no_groups(spec: "QuantSpec") -> None:
+    """Raise ValueError for a scale per group: histograms are per tensor or per channel."""
+    if spec.group_size is not None:
+        raise ValueError(
+            f"QuantSpec: observer={spec.observer!r} needs group_size=None, got {spec.group_size}; take 'minmax' for a scale "
+            f"per group."
+        )
+
+
+def check_bins(bins: object) -> None:
+    """Raise ValueError for a number of bins that histograms do not have."""
+    if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
+        raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
+
+
+def empty_histogram(shape: tuple[int, ...], bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the counts and the ends of histograms without values."""
+    lo, hi = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
+    return torch.zeros(*shape, bins, dtype=torch.int64), lo, hi
+
+
+def histogram_of(
+    x: Tensor, shape: tuple[int, ...], bins: int, axis: int | None, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the counts and the ends of the histogram of one tensor."""
+    counts, lo, hi = (each.to(x.device) for each in empty_histogram(shape, bins))
+    ops.observe_histogram_(x, counts, lo, hi, axis, group)
+    return counts, lo, hi
+
+
 class HistogramObserver(Observer):
     """A running histogram, per tensor or per channel, and the range that a method chooses from it.
 
@@ -62,30 +107,13 @@ class HistogramObserver(Observer):
         self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
         self.method, self.percentile = method, percentile
         self.axis, self.group = axis, group
-        self.counts = torch.zeros(*shape, bins, dtype=torch.int64)
-        self.lo, self.hi = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
+        self.counts, self.lo, self.hi = empty_histogram(shape, bins)
         self.skipped = 0
 
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:
         """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
-        options = cls.options(spec)
-        bins, method, percentile = options["bins"], options["method"], options["percentile"]
-        if spec.format != "int" and method != "percentile":
-            raise ValueError(
-                f"QuantSpec: format={spec.format!r} needs another observer than 'histogram', whose methods other than "
-                f"'percentile' search the best integer grid; take 'minmax' or observer_args={{'method': 'percentile'}}."
-            )
-        if spec.group_size is not None:
-            raise ValueError(
-                f"QuantSpec: observer='histogram' needs group_size=None, got {spec.group_size}; take 'minmax' for a scale "
-                f"per group."
-            )
-        if type(bins) is not int or bins % 2 or not 2 <= bins <= 1 << 20:
-            raise ValueError(f"QuantSpec: bins must be an even number from 2 to {1 << 20}, got {bins!r}.")
-        check_known("method of observer 'histogram'", method, METHODS)
-        if not isinstance(percentile, int | float) or not 0 < percentile <= 100:
-            raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
+        check_histogram(spec, cls.options(spec))
 
     @classmethod
     def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
-from qtoolkit.quantizers.observers.minmax import RangeObserver
+from qtoolkit.quantizers.observers.minmax import EndsObserver
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
     from qtoolkit.config import QuantSpec
 
 
-class LSQStartObserver(RangeObserver):
+class LSQStartObserver(EndsObserver):
     """The range of the start of LSQ (arXiv 1902.08153, section 2.1): scale = 2 * mean|x| / sqrt(qmax).
 
     It is the range of all inputs, multiplied by a factor so that the scale is the paper's; the zero point is that of the
@@ -52,7 +52,7 @@ class LSQStartObserver(RangeObserver):
         super().__init__(shape, axis, group, block_size)
         self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
         self.register_buffer("total", torch.zeros(shape, dtype=torch.float64), persistent=False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("count", torch.zeros(shape, dtype=torch.int64), persistent=False)
 
     @classmethod
     def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
@@ -60,20 +60,12 @@ class LSQStartObserver(RangeObserver):
         return cls(spec.qmin, spec.qmax, spec.symmetric, shape, spec.axis, group, spec.block_size)
 
     def forward(self, x: Tensor) -> None:
-        """Observe the range and the magnitudes of x."""
+        """Observe the range and the magnitudes of x, where they are finite."""
         super().forward(x)
-        self.total += self._sums(x.detach().abs()).reshape(self.total.shape)
-        self.count += x.numel() // max(self.total.numel(), 1)
-
-    def _sums(self, x: Tensor) -> Tensor:
-        """Return the sum of the elements that share a range, in the order of the ranges."""
-        if self.axis is None:
-            return x.sum(dtype=torch.float64)
-        axis = self.axis % x.dim()
-        if self.block_size:
-            return torch.unflatten(x, axis, (-1, self.block_size)).sum(axis + 1, dtype=torch.float64)
-        groups = torch.unflatten(x, 0, (self.group, x.size(0) // self.group)).movedim(axis + 1, 1)
-        return groups.flatten(2).sum(2, dtype=torch.float64)
+        rows = self.by_range(x.detach().abs())
+        sums = rows.sum(1, dtype=torch.float64).reshape(self.total.shape)
+        self.total += torch.where(sums.isfinite(), sums, 0)
+        self.count += sums.isfinite() * rows.size(1)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range of the start, at most the observed one."""
@@ -95,7 +87,7 @@ class LSQStartObserver(RangeObserver):
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
-        self.total.data = self.total.data.new_zeros(shape)
+        self.total.data, self.count.data = self.total.data.new_zeros(shape), self.count.data.new_zeros(shape)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Set the range to the union of the ranges, and the mean to that of all inputs."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
     from qtoolkit.config import QuantSpec
 
 
-class RangeObserver(Observer):
-    """Running minimum and maximum, per tensor, per channel or per block.
+class EndsObserver(Observer):
+    """The base class of the observers that keep the lowest and the highest value, per tensor, per channel or per block.
 
     An input with NaN or infinities in a channel does not change that channel's range; it is counted in `skipped`.
 
@@ -25,12 +25,6 @@ class RangeObserver(Observer):
         group: Groups of dimension 0 (see `qtoolkit.ops`).
         block_size: Elements along the axis that share a range, or 0.
         momentum: Weight of each new range in a moving average; None for the range of all inputs.
-
-    Example:
-        >>> observer = RangeObserver()
-        >>> observer(torch.tensor([-1.0, 3.0]))
-        >>> observer.lo, observer.hi
-        (tensor(-1.), tensor(3.))
     """
 
     lo: Tensor
@@ -61,18 +55,16 @@ class RangeObserver(Observer):
         channels = (self.axis, self.group, self.block_size)
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, *channels, self.skipped)
 
-    def follow(self, x: Tensor) -> None:
-        """Set the range to that of x alone; NaN and infinities propagate."""
-        ops.observe_minmax_(x.detach(), self.lo, self.hi, 1.0, self.axis, self.group, self.block_size)
-
-    def observe_and_quantize(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", alone: bool
-    ) -> Tensor:
-        """Observe or follow x, set scale and zero point from the range, and return x quantized with them, in one op."""
-        codes = (spec.qmin, spec.qmax, 1.0 if alone else self.momentum, spec.pow2_scale)
-        channels = (self.axis, self.group, self.block_size)
-        skipped = None if alone else self.skipped
-        return ops.observe_fake_quant(x, self.lo, self.hi, scale, zero_point, *codes, *channels, skipped)
+    def by_range(self, x: Tensor) -> Tensor:
+        """Return the elements of x as (ranges, elements), in the order of the ranges."""
+        if self.axis is None:
+            return x.reshape(1, x.numel())
+        axis, count = self.axis % x.dim(), self.lo.numel()
+        if self.block_size:
+            rows = torch.unflatten(x, axis, (-1, self.block_size)).movedim(axis + 1, -1)
+        else:
+            rows = torch.unflatten(x, 0, (self.group, x.size(0) // self.group)).movedim(axis + 1, 1)
+        return rows.reshape(count, x.numel() // max(count, 1))
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values observed, or their moving averages."""
@@ -121,6 +113,32 @@ class RangeObserver(Observer):
         return "" if self.momentum is None else f"momentum={self.momentum}"
 
 
+class RangeObserver(EndsObserver):
+    """Running minimum and maximum, per tensor, per channel or per block.
+
+    Its range can follow one tensor, in the same read that quantizes it.
+
+    Example:
+        >>> observer = RangeObserver()
+        >>> observer(torch.tensor([-1.0, 3.0]))
+        >>> observer.range()
+        (tensor(-1.), tensor(3.))
+    """
+
+    def follow(self, x: Tensor) -> None:
+        """Set the range to that of x alone; NaN and infinities propagate."""
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, 1.0, self.axis, self.group, self.block_size)
+
+    def observe_and_quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", alone: bool
+    ) -> Tensor:
+        """Observe or follow x, set scale and zero point from the range, and return x quantized with them, in one op."""
+        codes = (spec.qmin, spec.qmax, 1.0 if alone else self.momentum, spec.pow2_scale)
+        channels = (self.axis, self.group, self.block_size)
+        skipped = None if alone else self.skipped
+        return ops.observe_fake_quant(x, self.lo, self.hi, scale, zero_point, *codes, *channels, skipped)
+
+
 class MovingAverageObserver(RangeObserver):
     """Moving average of the minimum and maximum; option `momentum` is the weight of each new range."""
 
@@ -129,6 +147,10 @@ class MovingAverageObserver(RangeObserver):
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:
         """Raise ValueError for a momentum outside (0, 1]."""
-        momentum = cls.options(spec)["momentum"]
-        if not isinstance(momentum, int | float) or not 0 < momentum <= 1:
-            raise ValueError(f"QuantSpec: momentum must lie in (0, 1], got {momentum!r}.")
+        check_momentum(cls.options(spec)["momentum"])
+
+
+def check_momentum(momentum: object) -> None:
+    """Raise ValueError for a momentum outside (0, 1]."""
+    if not isinstance(momentum, int | float) or not 0 < momentum <= 1:
+        raise ValueError(f"QuantSpec: momentum must lie in (0, 1], got {momentum!r}.")

@@ -1,0 +1,119 @@
+"""The observer of mean and standard deviation."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from qtoolkit.quantizers.observers.minmax import EndsObserver
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+
+class ClipStdObserver(EndsObserver):
+    """The range from mean - deviations * std to mean + deviations * std of all inputs, at most the observed range.
+
+    Values further out are clipped. `std` is the population's standard deviation. Batches and processes add up as by Chan,
+    Golub and LeVeque (1979), in float64. What the mean needs is not part of the state dict; after loading one, the range is
+    that of all inputs.
+
+    Args:
+        deviations: Standard deviations on each side of the mean.
+        shape: Shape of the ranges: () per tensor, otherwise one element per channel or block.
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        block_size: Elements along the axis that share a range, or 0.
+
+    Example:
+        >>> observer = ClipStdObserver(deviations=2)
+        >>> observer(torch.tensor([0.0] * 96 + [10.0] * 4))
+        >>> observer.range()
+        (tensor(0.), tensor(4.3192))
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"deviations": 2.6}
+
+    moments: Tensor  # count, mean, and sum of squared differences from it
+
+    def __init__(
+        self,
+        deviations: float = OPTIONS["deviations"],
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
+        block_size: int = 0,
+    ) -> None:
+        super().__init__(shape, axis, group, block_size)
+        self.deviations = deviations
+        self.register_buffer("moments", torch.zeros(3, *shape, dtype=torch.float64), persistent=False)
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for a number of deviations that is not positive."""
+        deviations = cls.options(spec)["deviations"]
+        if not isinstance(deviations, int | float) or not 0 < deviations < float("inf"):
+            raise ValueError(f"QuantSpec: deviations must be a positive number, got {deviations!r}.")
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        return cls(cls.options(spec)["deviations"], shape, spec.axis, group, spec.block_size)
+
+    def forward(self, x: Tensor) -> None:
+        """Observe x, where it is finite."""
+        super().forward(x)
+        x = x.detach()
+        if x.numel() == 0:
+            return
+        rows = self.by_range(x.to(torch.promote_types(x.dtype, torch.float32)))
+        variance, mean = (each.double().reshape(self.lo.shape) for each in torch.var_mean(rows, 1, correction=0))
+        count = torch.full_like(mean, rows.size(1))
+        seen = mean.isfinite() & variance.isfinite()
+        new = torch.where(seen, torch.stack((count, mean, variance * count)), 0)
+        self.moments.copy_(_sum_of(self.moments, new))
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the range around the mean, at most the observed one."""
+        count, mean, squares = self.moments
+        reach = self.deviations * (squares / count).sqrt()
+        known = count > 0
+        lo = torch.where(known, (mean - reach).to(self.lo.dtype), self.lo)
+        hi = torch.where(known, (mean + reach).to(self.hi.dtype), self.hi)
+        return lo.maximum(self.lo), hi.minimum(self.hi)
+
+    def observed(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values observed."""
+        return self.lo, self.hi
+
+    def reset(self) -> None:
+        """Discard what was observed."""
+        super().reset()
+        self.moments.zero_()
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of the ranges. Nothing must have been observed yet."""
+        super().resize(shape)
+        self.moments.data = self.moments.data.new_zeros(3, *shape)
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Set mean and standard deviation to those of all inputs."""
+        super().merge(states)
+        total = torch.zeros_like(states[0]["moments"])
+        for state in states:
+            total = _sum_of(total, state["moments"])
+        self.moments.copy_(total)
+
+    def extra_repr(self) -> str:
+        """Return the option."""
+        return f"deviations={self.deviations}"
+
+
+def _sum_of(one: Tensor, other: Tensor) -> Tensor:
+    """Return the moments of the values of both."""
+    (n, mean, squares), (m, other_mean, other_squares) = one, other
+    total = n + m
+    share = torch.where(total > 0, m / total, 0)
+    step = other_mean - mean
+    return torch.stack((total, mean + step * share, squares + other_squares + step * step * n * share))

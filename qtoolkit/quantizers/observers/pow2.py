@@ -1,0 +1,207 @@
+"""Observers that choose a power of two as the scale."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from qtoolkit import ops
+from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_bins, check_no_groups, histogram_of
+from qtoolkit.quantizers.observers.minmax import EndsObserver
+
+if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
+    from qtoolkit.config import QuantSpec
+
+FINER = 8  # the candidates: the smallest power of two that clips nothing, and its halves
+POINTS = 4  # the values of a bin count as if they were at this number of points of it
+SMALLEST = -126  # the exponent of the smallest scale
+
+
+class Pow2Observer(HistogramObserver):
+    """The power of two with the least squared error on the values of all inputs, as the scale.
+
+    The search starts with the smallest power of two that clips nothing, which `QuantSpec.pow2_scale` takes with the observer
+    "minmax", and goes down, so that few large values may be clipped. The error is that of a histogram, whose counts do not
+    depend on batches and processes.
+
+    Args:
+        qmin: Lowest code of the grid that the range is for.
+        qmax: Highest code.
+        bins: Number of bins, even.
+        shape: Shape of the ranges: () per tensor, (channels,) per channel.
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+    Example:
+        >>> observer = Pow2Observer(qmin=-8, qmax=7)
+        >>> observer(torch.linspace(-1, 1, 1000))
+        >>> observer.range()  # 7/8 of 1: a range of 14/8 would clip nothing, and round the others twice as far
+        (tensor(-0.8750), tensor(0.8750))
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048}
+
+    def __init__(
+        self,
+        qmin: int = -128,
+        qmax: int = 127,
+        bins: int = OPTIONS["bins"],
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
+    ) -> None:
+        super().__init__(qmin, qmax, symmetric=True, bins=bins, shape=shape, axis=axis, group=group)
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec without powers of two, or for an option out of its range."""
+        _check(spec, cls.options(spec)["bins"])
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        return cls(spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the range of the best scale. Synchronizes with the device."""
+        scale = best_power(self.counts, self.lo, self.hi, self.qmin, self.qmax)
+        unseen = self.hi <= self.lo
+        ends = (-scale * self.qmax if self.qmin < 0 else torch.zeros_like(scale)), scale * self.qmax
+        return torch.where(unseen, torch.inf, ends[0]), torch.where(unseen, -torch.inf, ends[1])
+
+    def extra_repr(self) -> str:
+        """Return the number of bins."""
+        return f"bins={self.counts.size(-1)}"
+
+
+class Pow2ModeObserver(EndsObserver):
+    """The power of two that is the best scale of the most inputs; the larger one of two that are equally frequent.
+
+    The best scale of an input is that of `Pow2Observer`. A few unusual inputs, however large, do not change the range. Each
+    input has one vote; the votes of processes add up. They are not part of the state dict; after loading one, the range is that
+    of all inputs.
+
+    Args:
+        qmin: Lowest code of the grid that the range is for.
+        qmax: Highest code.
+        bins: Number of bins, even.
+        shape: Shape of the ranges: () per tensor, (channels,) per channel.
+        axis: Channel axis of the inputs.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+
+    Example:
+        >>> observer = Pow2ModeObserver(qmin=-8, qmax=7)
+        >>> for largest in (1.0, 50.0, 1.0):
+        ...     observer(torch.linspace(-largest, largest, 1000))
+        >>> observer.range()
+        (tensor(-0.8750), tensor(0.8750))
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = Pow2Observer.OPTIONS
+
+    votes: Tensor  # for each power of two from 2^SMALLEST on
+
+    def __init__(
+        self,
+        qmin: int = -128,
+        qmax: int = 127,
+        bins: int = OPTIONS["bins"],
+        shape: tuple[int, ...] = (),
+        axis: int | None = None,
+        group: int = 1,
+    ) -> None:
+        super().__init__(shape, axis, group)
+        self.qmin, self.qmax, self.bins = qmin, qmax, bins
+        self.register_buffer("votes", torch.zeros(*shape, 1 - 2 * SMALLEST, dtype=torch.int64), persistent=False)
+
+    @classmethod
+    def check(cls, spec: "QuantSpec") -> None:
+        """Raise ValueError for a spec without powers of two, or for an option out of its range."""
+        _check(spec, cls.options(spec)["bins"])
+
+    @classmethod
+    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        return cls(spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
+
+    def forward(self, x: Tensor) -> None:
+        """Count the best power of two of x."""
+        super().forward(x)
+        counts, lo, hi = histogram_of(x.detach(), self.lo.shape, self.bins, self.axis, self.group)
+        scale = best_power(counts, lo, hi, self.qmin, self.qmax)
+        counted = (hi > lo) & scale.isfinite()
+        exponent = torch.where(counted, scale, 1).log2().round().long()
+        place = (exponent - SMALLEST).clamp(0, self.votes.size(-1) - 1).unsqueeze(-1)
+        self.votes.scatter_add_(-1, place, counted.long().unsqueeze(-1))
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the range of the most frequent scale."""
+        voted = self.votes.sum(-1) > 0
+        exponent = self.votes.size(-1) - 1 - self.votes.flip(-1).argmax(-1) + SMALLEST
+        hi = torch.exp2(exponent.to(self.lo.dtype)) * self.qmax
+        lo = -hi if self.qmin < 0 else torch.zeros_like(hi)
+        return torch.where(voted, lo, self.lo), torch.where(voted, hi, self.hi)
+
+    def observed(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values observed."""
+        return self.lo, self.hi
+
+    def reset(self) -> None:
+        """Discard what was observed."""
+        super().reset()
+        self.votes.zero_()
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Set the shape of the ranges. Nothing must have been observed yet."""
+        super().resize(shape)
+        self.votes.data = self.votes.data.new_zeros(*shape, self.votes.size(-1))
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add the votes."""
+        super().merge(states)
+        self.votes.copy_(torch.stack([state["votes"] for state in states]).sum(0))
+
+    def extra_repr(self) -> str:
+        """Return the number of bins."""
+        return f"bins={self.bins}"
+
+
+def best_power(counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int) -> Tensor:
+    """Return the power of two with the least squared error as the scale of a symmetric grid, for each histogram.
+
+    Args:
+        counts: int64, (bins,) or (channels, bins).
+        lo: Lower ends of the histograms, one per channel.
+        hi: Upper ends.
+        qmin: Lowest code.
+        qmax: Highest code.
+
+    Returns:
+        Scales of the shape of lo, NaN for a histogram of NaN or infinities. Of equal ones the largest.
+    """
+    bins = counts.size(-1)
+    steps = (torch.arange(bins * POINTS, device=lo.device) + 0.5) / (bins * POINTS)
+    points = lo.reshape(-1, 1) + (hi - lo).reshape(-1, 1) * steps
+    weights = counts.reshape(-1, bins).double().repeat_interleave(POINTS, 1)
+    filled = weights > 0
+    lowest, highest = (torch.where(filled, points, 0).amin(1), torch.where(filled, points, 0).amax(1))
+    largest, _ = ops.grid_of_range(lowest, highest, qmin, qmax, True, True)
+    candidates = largest * torch.exp2(-torch.arange(FINER, device=lo.device, dtype=largest.dtype)).unsqueeze(1)
+    usable = torch.where(candidates.isfinite(), candidates, 1).clamp(min=2.0**SMALLEST)
+    errors = torch.stack(
+        [(weights * (ops.fake_quant(points, scale, None, qmin, qmax, 0) - points).square()).sum(1) for scale in usable]
+    )
+    best = usable.gather(0, errors.argmin(0, keepdim=True))[0]
+    return torch.where(largest.isfinite() & lo.reshape(-1).isfinite(), best, torch.nan).reshape(lo.shape)
+
+
+def _check(spec: "QuantSpec", bins: object) -> None:
+    if spec.format != "int" or not (spec.symmetric and spec.pow2_scale):
+        raise ValueError(
+            f"QuantSpec: observer={spec.observer!r} chooses powers of two for integer grids without a zero point; it needs "
+            f"format='int', symmetric=True and pow2_scale=True, got {spec.format!r}, {spec.symmetric} and "
+            f"{spec.pow2_scale}. Take 'histogram' for other grids."
+        )
+    check_no_groups(spec)
+    check_bins(bins)

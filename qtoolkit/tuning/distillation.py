@@ -1,0 +1,195 @@
+"""Distillation: a loss that draws a quantized model towards the float model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qtoolkit.errors import check_known, check_sequence
+from qtoolkit.model_inputs import split
+from qtoolkit.model_state import check_module, evaluating
+
+
+class Distillation:
+    """The loss of a student's logits and features against those of a teacher, such as the float model.
+
+    loss = logits_weight * T^2 * KL(softmax(teacher / T) || softmax(student / T))
+         + feature_weight * mean over features of |student - teacher|^2 / |teacher|^2
+
+    (G. Hinton et al., arXiv 1503.02531, for the logits.) The teacher runs in eval mode without gradients; then each of its
+    modules is in its own mode again. The features are the outputs of modules, which hooks take in the student's forward:
+    call `close()`, or use a `with` block, to remove them. Copies of the student, such as averages, have none.
+
+    Args:
+        student: The model that is trained. Of a wrapper such as DistributedDataParallel pass the module in it.
+        teacher: The model to follow.
+        temperature: T, above 0.
+        features: Names of modules that both models have.
+        logits_weight: Weight of the logits' part.
+        feature_weight: Weight of the features' part.
+        logits_of: Returns the logits of a model's output; by default the output is the logits.
+
+    Raises:
+        TypeError: A model is not a module, or `features` is no sequence of names.
+        ValueError: Both models are the same, a model has no module of a name, or a value is out of its range.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> prepared, x = qt.prepare(model.train()), torch.randn(16, 8)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with qt.tuning.Distillation(prepared, model, temperature=2.0, features=["0"]) as distillation:
+        ...     logits = prepared(x)
+        ...     loss = distillation(x, logits)
+        >>> 0 < loss.item() < 0.1
+        True
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        temperature: float = 1.0,
+        features: Sequence[str] = (),
+        logits_weight: float = 1.0,
+        feature_weight: float = 1.0,
+        logits_of: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        check_sequence(features, "Distillation", "features")
+        for role, model in (("student", student), ("teacher", teacher)):
+            check_module(model, "Distillation", role)
+            known = [name for name, _ in model.named_modules() if name]
+            for name in features:
+                check_known(f"module of the {role} in features", name, known)
+        if student is teacher:
+            raise ValueError(
+                "Distillation: student and teacher must be two models; qtoolkit.prepare returns a copy, so pass the float "
+                "model as the teacher."
+            )
+        _check("temperature", temperature, temperature > 0, "above 0")
+        _check("logits_weight", logits_weight, logits_weight >= 0, "at least 0")
+        _check("feature_weight", feature_weight, feature_weight >= 0, "at least 0")
+        self.teacher, self.temperature, self.features = teacher, temperature, tuple(features)
+        self.logits_weight, self.feature_weight, self.logits_of = logits_weight, feature_weight, logits_of
+        self._of_student, self._handles = _hooked(student, self.features)
+
+    def __call__(self, inputs: Any, output: Any) -> Tensor:
+        """Return the loss of the student's latest forward.
+
+        Args:
+            inputs: The inputs of the student's forward: passed as teacher(*inputs) if a tuple or list, teacher(**inputs) if a
+                mapping, else teacher(inputs).
+            output: The student's output.
+
+        Raises:
+            RuntimeError: A module of `features` did not run in the student's or the teacher's forward since the last call.
+            ValueError: The logits or the features of both models differ in shape.
+        """
+        of_teacher, handles = _hooked(self.teacher, self.features)
+        try:
+            with torch.no_grad(), evaluating(self.teacher):
+                args, kwargs = split(tuple(inputs) if isinstance(inputs, list) else inputs)
+                target = self.teacher(*args, **kwargs)
+        finally:
+            _remove(handles)
+        logits, wanted = (each if self.logits_of is None else self.logits_of(each) for each in (output, target))
+        _check_logits(logits, wanted)
+        loss = self.logits_weight * kl_of_logits(logits, wanted, self.temperature)
+        parts = [
+            _relative_error(name, _taken(self._of_student, name, "student"), _taken(of_teacher, name, "teacher"))
+            for name in self.features
+        ]
+        self._of_student.clear()
+        return loss + self.feature_weight * torch.stack(parts).mean() if parts else loss
+
+    def close(self) -> None:
+        """Remove the hooks from the student."""
+        _remove(self._handles)
+        self._of_student.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def kl_of_logits(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return T^2 * KL(softmax(teacher / T) || softmax(student / T)), the mean over all but the last dimension, in float32.
+
+    Example:
+        >>> kl_of_logits(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0]]), temperature=4.0)
+        tensor(0.)
+    """
+    log_p, log_q = (F.log_softmax(logits.float() / temperature, -1) for logits in (teacher, student))
+    divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    return temperature**2 * divergence.mean()
+
+
+class _Kept:
+    """Keeps the output of a module in a dict: a forward hook. A copy of the module keeps nothing."""
+
+    def __init__(self, outputs: dict[str, Any] | None, name: str) -> None:
+        self.outputs, self.name = outputs, name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.outputs is not None:
+            self.outputs[self.name] = output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None, self.name)
+
+
+def _hooked(model: nn.Module, names: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
+    outputs: dict[str, Any] = {}
+    return outputs, [model.get_submodule(name).register_forward_hook(_Kept(outputs, name)) for name in names]
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _taken(outputs: Mapping[str, Any], name: str, role: str) -> Tensor:
+    output = outputs.get(name)
+    if not isinstance(output, Tensor):
+        state = "did not run in a forward" if output is None else f"returned a {type(output).__name__}, not a tensor,"
+        raise RuntimeError(
+            f"Distillation: the module {name!r} of the {role} {state} since the last call; run the model first, and name "
+            f"modules that return one tensor."
+        )
+    return output
+
+
+def _relative_error(name: str, student: Tensor, teacher: Tensor) -> Tensor:
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"Distillation: the outputs of the module {name!r} differ in shape: {tuple(student.shape)} of the student, "
+            f"{tuple(teacher.shape)} of the teacher."
+        )
+    wanted = teacher.float()
+    power = wanted.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return (student.float() - wanted).square().sum() / power
+
+
+def _check_logits(student: Any, teacher: Any) -> None:
+    for role, logits in (("student", student), ("teacher", teacher)):
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"Distillation: the logits of the {role} must be a tensor, got {type(logits).__name__}; pass logits_of, which "
+                f"returns the logits of a model's output."
+            )
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"Distillation: the logits differ in shape: {tuple(student.shape)} of the student, {tuple(teacher.shape)} of the "
+            f"teacher; call it with the inputs of the student's forward."
+        )
+
+
+def _check(name: str, value: float, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"Distillation: {name} must be {rule}, got {value}.")

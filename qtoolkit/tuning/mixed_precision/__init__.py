@@ -1,0 +1,8 @@
+"""Mixed precision: bits for each layer, so that a model meets a budget with the least error."""
+
+from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
+from qtoolkit.tuning.mixed_precision.costs import Layer
+from qtoolkit.tuning.mixed_precision.hessian import Trace, hessian_traces
+from qtoolkit.tuning.mixed_precision.search import MixedPrecision
+
+__all__ = ["Assignment", "Front", "Layer", "MixedPrecision", "Trace", "hessian_traces"]

@@ -1,0 +1,107 @@
+"""What a search for mixed precision finds: a choice for each layer, and the front of the best ones."""
+
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.files import write_atomically
+from qtoolkit.report.lines import table
+
+UNITS = {"size": "bytes", "bit_operations": "bit operations", "latency": "of the latency table"}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A choice for each layer; prints as a table.
+
+    Attributes:
+        choices: The name of the choice for each layer.
+        configs: The config of each layer, with the axis that its weight has; None leaves it in float.
+        error: The sum of the layers' errors.
+        costs: The sum of the layers' costs, by name: "size" in bytes, "bit_operations", and "latency" where there is a table.
+    """
+
+    choices: Mapping[str, str]
+    configs: Mapping[str, QConfig | None] = field(repr=False)
+    error: float
+    costs: Mapping[str, float]
+
+    def to_qconfig_mapping(self, base: QConfigMapping | None = None) -> QConfigMapping:
+        """Return the mapping for `qtoolkit.prepare` and `qtoolkit.quant_modules.replace`: a rule by name for each layer.
+
+        Args:
+            base: Rules for everything else, such as adds; it is not changed. Without it the backend's default holds.
+        """
+        mapping = QConfigMapping() if base is None else base.copy()
+        for name, config in self.configs.items():
+            mapping.set_module_name(name, config)
+        return mapping
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{name} {cost:,.6g} {UNITS[name]}" for name, cost in self.costs.items())
+        rows: list[tuple[str, ...]] = [("layer", "choice", "config")]
+        rows += [
+            (name, choice, "float" if self.configs[name] is None else self.configs[name].describe())  # type: ignore[union-attr]
+            for name, choice in self.choices.items()
+        ]
+        return "\n".join([f"error {self.error:.6g}; {costs}", "", *table(rows)])
+
+
+@dataclass(frozen=True)
+class Front:
+    """The assignments with the least error for one cost after the other, the cheapest first; prints as a table.
+
+    Attributes:
+        cost: "size", "bit_operations" or "latency".
+        points: The assignments.
+        scores: What `measured` found for each, such as an accuracy; empty before.
+    """
+
+    cost: str
+    points: tuple[Assignment, ...]
+    scores: tuple[float, ...] = ()
+
+    def measured(self, evaluate: Callable[[QConfigMapping], float], base: QConfigMapping | None = None) -> "Front":
+        """Return the front with the score of each point: evaluate(mapping) prepares, calibrates or trains, and scores."""
+        return Front(
+            self.cost, self.points, tuple(float(evaluate(point.to_qconfig_mapping(base))) for point in self.points)
+        )
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [(self.cost, "error", *(["score"] if self.scores else []))]
+        for i, point in enumerate(self.points):
+            score = [f"{self.scores[i]:.6g}"] if self.scores else []
+            rows.append((f"{point.costs[self.cost]:,.6g}", f"{point.error:.6g}", *score))
+        return "\n".join(table(rows))
+
+    def plot(self, path: str | os.PathLike[str], score: str = "score") -> None:
+        """Write a plot as SVG, PNG or PDF, by the path's ending: the scores, where they were measured, else the errors.
+
+        Args:
+            path: The file; its folder is created.
+            score: The name of the scores, for the axis.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: The ending is none of the three.
+        """
+        endings = (".svg", ".png", ".pdf")
+        ending = os.path.splitext(os.fspath(path))[1]
+        if ending not in endings:
+            raise ValueError(f"plot: the path must end in one of {', '.join(endings)}, got {os.fspath(path)!r}.")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(f"plot needs {error.name}; type: pip install qtoolkit[tuning]") from None
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        values: Sequence[float] = self.scores or [point.error for point in self.points]
+        axes.plot([point.costs[self.cost] for point in self.points], values, marker="o")
+        axes.set_xlabel(f"{self.cost} [{UNITS[self.cost]}]" if self.cost == "size" else self.cost)
+        axes.set_ylabel(score if self.scores else "predicted error")
+        axes.grid(alpha=0.3)
+        picture = io.BytesIO()
+        figure.savefig(picture, format=ending[1:])
+        write_atomically(picture.getvalue(), path)

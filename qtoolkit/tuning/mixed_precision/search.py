@@ -1,0 +1,297 @@
+"""MixedPrecision: the layers of a model, what each choice costs, and the choices with the least error within budgets."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from qtoolkit.backends import Backend, backend_of
+from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.errors import check_known
+from qtoolkit.layer_rules import LayerRules
+from qtoolkit.model_state import check_module
+from qtoolkit.tuning.mixed_precision import errors as estimates
+from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
+from qtoolkit.tuning.mixed_precision.costs import Layer, bit_product, count_macs, layers_of, own_config, size_of
+from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace
+from qtoolkit.tuning.mixed_precision.solve import Table, solve
+
+
+class MixedPrecision:
+    """Chooses a config for each layer of a float model, so that the sum of the layers' errors is the least within budgets.
+
+    The layers are those with one weight: convolutions, transposed convolutions, linear layers and embeddings. All else keeps
+    its config: see `Assignment.to_qconfig_mapping`.
+
+    The costs of a choice are its "size", in bytes, of the codes of the weights and a float32 for each scale and zero point;
+    its "bit_operations", macs * bits of the weight * bits of the activation, with 32 for float; and its "latency" by a table
+    of your own.
+
+    Args:
+        model: The float model.
+        example_inputs: Inputs of its forward, as for `qtoolkit.prepare`, of the batch size that bit operations are counted for.
+        choices: A config for each name of a choice; None leaves a layer in float. Axis 0 stands for the output channel, as in
+            a global rule.
+        backend: The target, as for `qtoolkit.prepare`.
+        fixed: The choice of layers that have no other, such as the first and the last.
+        latency: The latency of each choice of each layer, in any unit.
+
+    Raises:
+        TypeError: `model` is not a module, or a choice is no config.
+        ValueError: There is no layer or no choice, a name is unknown, or the table of latencies has no entry for a choice.
+
+    Attributes:
+        layers: The layers by name.
+        configs: The config of each choice of each layer, with the axis that the layer's weight has.
+        costs: The cost of each choice of each layer, by the name of the cost.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
+        >>> bits = {name: qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=n, axis=0)) for name, n in (("w4", 4), ("w8", 8))}
+        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits)
+        >>> search.layers["0"]
+        Layer(name='0', kind='linear', weights=128, macs=128)
+        >>> errors = {"0": {"w4": 0.1, "w8": 0.0}, "2": {"w4": 0.3, "w8": 0.0}}
+        >>> best = search.solve(errors, size=220)
+        >>> best.choices, best.costs["size"]
+        ({'0': 'w4', '2': 'w8'}, 208.0)
+        >>> prepared = qt.prepare(model, qconfig_mapping=best.to_qconfig_mapping())
+        >>> prepared.get_submodule("0.weight_quantizer").spec.bits
+        4
+        >>> search.solve(errors, size=100)
+        Traceback (most recent call last):
+        ...
+        ValueError: MixedPrecision: size=100 cannot be met: the smallest of these choices is 176 bytes...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        choices: Mapping[str, QConfig | None],
+        backend: str | Backend = "tensorrt",
+        fixed: Mapping[str, str] | None = None,
+        latency: Table | None = None,
+    ) -> None:
+        check_module(model, "MixedPrecision")
+        self.model, self.choices, self.fixed = model, dict(choices), dict(fixed or {})
+        self.modules = layers_of(model)
+        self._check()
+        macs = count_macs(model, self.modules, example_inputs)
+        self.layers = {name: Layer.of(name, module, macs[name]) for name, module in self.modules.items()}
+        rules = LayerRules(backend_of(backend))
+        self.configs = {
+            name: {choice: own_config(rules, module, self.choices[choice]) for choice in self.allowed(name)}
+            for name, module in self.modules.items()
+        }
+        self.costs: dict[str, dict[str, dict[str, float]]] = {
+            "size": self._table(lambda name, choice: size_of(self.modules[name], self.configs[name][choice], name)),
+            "bit_operations": self._table(
+                lambda name, choice: macs[name] * bit_product(self.configs[name][choice]),
+            ),
+        }
+        if latency is not None:
+            self.costs["latency"] = self._table(lambda name, choice: _latency(latency, name, choice))
+
+    def allowed(self, layer: str) -> Sequence[str]:
+        """Return the names of the choices that a layer has."""
+        return (self.fixed[layer],) if layer in self.fixed else tuple(self.choices)
+
+    # ---- errors of the choices
+
+    def measured_errors(
+        self,
+        build: Callable[[QConfigMapping], nn.Module],
+        evaluate: Callable[[nn.Module], float],
+        higher_is_better: bool = True,
+        progress: bool = True,
+    ) -> dict[str, dict[str, float]]:
+        """Measure each choice of each layer with all other layers in float, by `qtoolkit.debug.sensitivity`.
+
+        Args:
+            build: Returns the model with this mapping, prepared or replaced, and calibrated; called once for each choice.
+            evaluate: Returns the score of a model; called once for each choice of each layer, and twice more for each choice.
+            higher_is_better: Whether a higher score is better; False for a loss.
+            progress: Show a progress bar.
+
+        Returns:
+            By how much each choice of each layer alone worsens the score.
+
+        Raises:
+            ValueError: A layer is not quantized in the model that `build` returns, or as `qtoolkit.debug.sensitivity` does.
+        """
+        return estimates.measured(self.configs, self.choices, build, evaluate, higher_is_better, progress)
+
+    def hessian_errors(
+        self,
+        loss: Loss,
+        batches: Iterable[Any],
+        probes: int = 16,
+        seed: int = 0,
+        traces: Mapping[str, Trace] | None = None,
+    ) -> dict[str, dict[str, float]]:
+        """Estimate the increase of the loss by the curvature: trace / weights * |Q(w) - w|^2 / 2 (HAWQ-V2, arXiv 1911.03852).
+
+        The estimate sees weights alone. A trace counts as at least its standard error.
+
+        Args:
+            loss: loss(model, batch) returns a scalar, the mean over the batch.
+            batches: Batches for the traces.
+            probes: Probes of each batch (see `hessian_traces`).
+            seed: Of the probes.
+            traces: Traces that are known, by layer; then loss and batches are not used.
+
+        Raises:
+            ValueError: Choices of a layer differ in their activations; or as `hessian_traces` does.
+        """
+        return estimates.by_hessian(self.model, self.modules, self.configs, loss, batches, probes, seed, traces)
+
+    def gradient_errors(self, loss: Loss, batches: Iterable[Any]) -> dict[str, dict[str, float]]:
+        """Estimate the increase of the loss by squared gradients: N / 2 * sum (g * (Q(x) - x))^2 over weights and inputs.
+
+        The squares of the gradients of a batch of N samples stand for the Hessian's diagonal (the empirical Fisher
+        information). The estimate sees weights and activations; their ranges are those of all batches, by the specs' observers.
+
+        Args:
+            loss: loss(model, batch) returns a scalar, the mean over the batch.
+            batches: Batches, which are run twice: a list.
+
+        Raises:
+            ValueError: There is no batch, or the loss is not finite.
+        """
+        return estimates.by_gradients(self.model, self.modules, self.configs, loss, batches)
+
+    # ---- the search
+
+    def solve(
+        self,
+        errors: Table,
+        size: float | None = None,
+        bit_operations: float | None = None,
+        latency: float | None = None,
+    ) -> Assignment:
+        """Return the choices with the least sum of errors within all budgets that are given. The result is exact.
+
+        Args:
+            errors: The error of each choice of each layer.
+            size: The most bytes.
+            bit_operations: The most bit operations.
+            latency: The most by the table of latencies.
+
+        Raises:
+            ValueError: No choices meet the budgets; the sentence has the smallest value that can be reached. Or no budget is
+                given, or an error is missing or not finite.
+            ImportError: SciPy is not installed.
+        """
+        given = {"size": size, "bit_operations": bit_operations, "latency": latency}
+        budgets = {name: float(value) for name, value in given.items() if value is not None}
+        if not budgets:
+            raise ValueError(
+                f"MixedPrecision: give at least one budget: {', '.join(self.costs)}. Without one, the choice with the least "
+                f"error is the best for each layer."
+            )
+        self._check_costs(budgets)
+        chosen = solve(self._checked(errors), self.costs, budgets)
+        if chosen is None:
+            raise ValueError(self._cannot_be_met(budgets))
+        return self._assignment(chosen, errors)
+
+    def front(self, errors: Table, cost: str = "size", points: int = 16) -> Front:
+        """Return the best assignments for budgets of one cost, in equal steps from the smallest that can be reached.
+
+        Args:
+            errors: The error of each choice of each layer.
+            cost: "size", "bit_operations" or "latency".
+            points: The number of budgets; assignments that repeat are left out.
+        """
+        if points < 2:
+            raise ValueError(f"MixedPrecision: points must be at least 2, got {points}.")
+        self._check_costs([cost])
+        table = self._checked(errors)
+        least = self._least(cost, {})
+        most = sum(max(self.costs[cost][name][choice] for choice in table[name]) for name in table)
+        found = [self.solve(errors, **{cost: budget}) for budget in np.linspace(least or 0.0, most, points)]
+        unique = {tuple(point.choices.items()): point for point in found}
+        return Front(cost, tuple(sorted(unique.values(), key=lambda point: (point.costs[cost], -point.error))))
+
+    def _cannot_be_met(self, budgets: Mapping[str, float]) -> str:
+        for name, budget in budgets.items():
+            least = self._least(name, {})
+            if least is not None and least > budget:
+                return (
+                    f"MixedPrecision: {name}={budget:.12g} cannot be met: the smallest of these choices is "
+                    f"{least:.12g}{' bytes' if name == 'size' else ''}. Raise the budget, or add a choice of fewer bits."
+                )
+        (first, budget), *_ = budgets.items()
+        others = {name: value for name, value in budgets.items() if name != first}
+        return (
+            f"MixedPrecision: {', '.join(f'{name}={value:.12g}' for name, value in budgets.items())} cannot be met together: "
+            f"within the others, the smallest {first} is {self._least(first, others):.12g}. Raise a budget."
+        )
+
+    def _least(self, cost: str, within: Mapping[str, float]) -> float | None:
+        """Return the smallest sum of a cost within other budgets; None where these cannot be met."""
+        table = self.costs[cost]
+        chosen = solve(table, self.costs, within)
+        return None if chosen is None else sum(table[name][choice] for name, choice in chosen.items())
+
+    def _assignment(self, chosen: Mapping[str, str], errors: Table) -> Assignment:
+        pairs = list(chosen.items())
+        return Assignment(
+            dict(chosen),
+            {name: self.configs[name][choice] for name, choice in pairs},
+            sum(float(errors[name][choice]) for name, choice in pairs),
+            {cost: float(sum(table[name][choice] for name, choice in pairs)) for cost, table in self.costs.items()},
+        )
+
+    def _table(self, value: Callable[[str, str], float]) -> dict[str, dict[str, float]]:
+        return {name: {choice: value(name, choice) for choice in self.allowed(name)} for name in self.modules}
+
+    # ---- checks
+
+    def _check(self) -> None:
+        if not self.modules:
+            raise ValueError(
+                "MixedPrecision: the model has no convolution, linear layer or embedding; pass the float model, not a prepared "
+                "one."
+            )
+        if not self.choices:
+            raise ValueError("MixedPrecision: choices must have at least one config.")
+        for name, config in self.choices.items():
+            if config is not None and not isinstance(config, QConfig):
+                raise TypeError(f"MixedPrecision: the choice {name!r} must be a QConfig or None, got {config!r}.")
+        for name, choice in self.fixed.items():
+            check_known("layer in fixed", name, self.modules)
+            check_known(f"choice of layer {name!r} in fixed", choice, self.choices)
+
+    def _check_costs(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name == "latency" and "latency" not in self.costs:
+                raise ValueError(
+                    "MixedPrecision: a budget of latency needs a table: MixedPrecision(..., latency=table)."
+                )
+            check_known("cost", name, self.costs)
+
+    def _checked(self, errors: Table) -> dict[str, dict[str, float]]:
+        """Return the errors of the choices that the layers have."""
+        for name in self.modules:
+            if name not in errors:
+                raise ValueError(f"MixedPrecision: errors has no entry for the layer {name!r}.")
+            for choice in self.allowed(name):
+                if choice not in errors[name]:
+                    raise ValueError(
+                        f"MixedPrecision: errors has no entry for the choice {choice!r} of layer {name!r}."
+                    )
+                if not np.isfinite(errors[name][choice]):
+                    raise ValueError(
+                        f"MixedPrecision: the error of the choice {choice!r} of layer {name!r} must be finite, got "
+                        f"{errors[name][choice]}; leave the choice out by fixed, or give it a large error."
+                    )
+        return self._table(lambda name, choice: float(errors[name][choice]))
+
+
+def _latency(table: Table, name: str, choice: str) -> float:
+    if choice not in table.get(name, {}):
+        raise ValueError(f"MixedPrecision: latency has no entry for the choice {choice!r} of layer {name!r}.")
+    return float(table[name][choice])
