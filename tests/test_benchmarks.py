@@ -211,3 +211,37 @@ def test_accuracy_of_both_forwards_and_going_on_after_a_checkpoint(tmp_path) -> 
     assert "ResNet-20 in four bits" in printed
     again, _ = run_training("train_accuracy.py", *options)
     assert [row["trained"] for row in again["rows"]] == [row["trained"] for row in results["rows"]]
+
+
+@needs_data
+@pytest.mark.data
+def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
+    out, page = tmp_path / "accuracy.json", tmp_path / "accuracy.md"
+    options = [
+        "--only",
+        "lsq",
+        "apot",
+        "--bits",
+        "4",
+        "--seeds",
+        "0",
+        "--checkpoints",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
+    results, printed = run_training("accuracy.py", *options)
+    rows = {row["quantizer"]: row for row in results["rows"]}
+    assert set(rows) == {"lsq", "apot"}
+    assert results["float_model"] == 89
+    assert all(row["trained"] > 60 for row in rows.values())
+    assert "accuracy.py" in results["command"]
+    again, _ = run_training("accuracy.py", *options)
+    assert again["rows"] == results["rows"]  # nothing is trained twice
+    page.write_text("before\n<!-- begin: benchmarks/accuracy.py -->\nold\n<!-- end -->\nafter\n")
+    subprocess.run([sys.executable, str(FOLDER / "accuracy.py"), "--out", str(out), "--page", str(page)], check=True)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| 4 | lsq | 1 |" in text

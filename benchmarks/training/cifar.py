@@ -1,8 +1,8 @@
-"""ResNet-20 in four bits on CIFAR-10: the float weights, the images, the quantized model, its training and its accuracy."""
+"""ResNet-20 in few bits on CIFAR-10: the float weights, the images, the quantized model, its training and its accuracy."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import qtoolkit as qt
 
 PADDING = 4  # pixels around an image before the random crop
 CALIBRATION = 512  # images
-LEARNED_4_BITS = qt.QuantSpec(bits=4, quantizer="lsq")
+LEARNED_8_BITS = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0))
+LEARNED_4_BITS = qt.QConfig(qt.QuantSpec(bits=4, quantizer="lsq"), qt.QuantSpec(bits=4, quantizer="lsq", axis=0))
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,15 @@ def load(folder: Path, train: int, test: int) -> Data:
     return Data(jpeg_images(folder, "train", train), jpeg_images(folder, "test", test))
 
 
-def quantized(folder: Path, data: Data, forward: str) -> nn.Module:
-    """Return the float network prepared in four bits with learned scales; the first and last layers have eight."""
-    academic = qt.backends["academic"]
-    specs = (LEARNED_4_BITS, replace(LEARNED_4_BITS, axis=0))
-    backend = replace(academic, qconfig=qt.QConfig(*specs))
+def quantized(folder: Path, data: Data, forward: str = "auto", qconfig: qt.QConfig = LEARNED_4_BITS) -> nn.Module:
+    """Return the float network prepared with a config and calibrated; the first and last layers have eight bits."""
+    model = resnet20_of(folder).train()
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    mapping = qt.QConfigMapping().set_global(qconfig)
+    for name in (layers[0], layers[-1]):
+        mapping.set_module_name(name, LEARNED_8_BITS)
     images = data.train[0][:CALIBRATION]
-    prepared = qt.prepare(resnet20_of(folder).train(), (images[:2],), backend=backend, forward=forward)
+    prepared = qt.prepare(model, (images[:2],), backend="academic", qconfig_mapping=mapping, forward=forward)
     qt.calibrate(prepared, images.split(64), progress=False)
     return prepared
 
