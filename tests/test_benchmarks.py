@@ -230,7 +230,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
         "--out",
         str(out),
     ]
-    results, printed = run_training("accuracy.py", *options)
+    results, _ = run_training("accuracy.py", *options)
     rows = {row["quantizer"]: row for row in results["rows"]}
     assert set(rows) == {"lsq", "apot"}
     assert results["float_model"] == 89
