@@ -221,3 +221,22 @@ def test_nan_stays_nan(name: str) -> None:
         quantizer = qt.TensorQuantizer(qt.QuantSpec(quantizer=name, **fields), of_weight=of_weight)
         quantizer.amax = 1.0
         assert bool(quantizer(torch.tensor([0.3, torch.nan]))[1].isnan())
+
+
+@pytest.mark.parametrize("value", [-1e3, -3.0, 0.0, 1e-9, 3.0, 1e3])
+@pytest.mark.parametrize("name", [name for name in SPECS if QUANTIZERS[name].LEARNED])
+def test_scales_are_positive_and_values_finite_whatever_the_parameters(name: str, value: float) -> None:
+    for of_weight, fields in zip((False, True), SPECS[name], strict=True):
+        quantizer = qt.TensorQuantizer(qt.QuantSpec(quantizer=name, **fields), of_weight=of_weight)
+        quantizer.set_range(torch.tensor(-1.0), torch.tensor(1.7))
+        for parameter in quantizer.parameters():
+            nn.init.constant_(parameter, value)
+        assert bool((quantizer.scale > 0).all())
+        assert bool(quantizer.scale.isfinite().all())
+        x = torch.linspace(-2, 2, 9, requires_grad=True)
+        y = quantizer(x)
+        y.sum().backward()
+        assert bool(y.isfinite().all())
+        assert all(bool(t.grad.isfinite().all()) for t in (x, *quantizer.parameters()))
+        converted = quantizer.to_grid()
+        torch.testing.assert_close(converted(x), y, rtol=0, atol=0)

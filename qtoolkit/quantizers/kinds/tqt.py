@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 LN2 = math.log(2)
+LEAST, MOST = -100, 127  # of the logarithm of a threshold: its scale is a normal float32
 SAME = 1e-5  # logarithms this near to a whole number are those of a power of two, up to the rounding of a scale
 
 
@@ -56,7 +57,7 @@ class TQT(QuantizerKind):
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the trained scale."""
         threshold = quantizer._log2_threshold.reshape(quantizer._scale.shape)
-        scale = torch.exp2(threshold.detach().ceil()) / (quantizer.spec.qmax + 1)
+        scale = torch.exp2(threshold.detach().ceil().clamp(LEAST, MOST)) / (quantizer.spec.qmax + 1)
         return straight_through(scale, scale * LN2 * threshold), None
 
     def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
