@@ -129,7 +129,7 @@ def reconstruct(
             than one of 1,024. They are read once for each unit; an iterator is stored.
         method: "adaround", "brecq" or "qdrop".
         granularity: "layer" or "block"; None takes the method's own.
-        steps: Steps of Adam for each unit. The papers take 10,000 to 20,000; most of the gain is there after 1,000.
+        steps: Steps of Adam for each unit. The papers take 10,000 to 20,000.
         layers: Dotted names of the layers to take; None takes all that can be.
         forward: forward(model, batch), for batches that the model does not take.
         learning_rate: Of the rounding.
