@@ -126,10 +126,10 @@ def reconstruct(
     Args:
         prepared: A calibrated model from `qtoolkit.prepare`, in training or eval mode.
         batches: As for `qtoolkit.calibrate`; some hundred samples. Each step takes one batch, so that batches of 32 are better
-            than one of 1,024. They are read twice for each unit.
+            than one of 1,024. They are read once for each unit; an iterator is stored.
         method: "adaround", "brecq" or "qdrop".
         granularity: "layer" or "block"; None takes the method's own.
-        steps: Steps of Adam for each unit. The papers take 10,000 to 20,000; most of the gain is there after 1,000.
+        steps: Steps of Adam for each unit. The papers take 10,000 to 20,000.
         layers: Dotted names of the layers to take; None takes all that can be.
         forward: forward(model, batch), for batches that the model does not take.
         learning_rate: Of the rounding.

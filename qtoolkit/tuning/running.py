@@ -58,10 +58,14 @@ class Batches:
             ReachedError: A hook of the model says that it has run far enough.
             TypeError: The batch does not match the signature of the model's forward.
             ValueError: The model cannot run on the batch.
+            RuntimeError: A quantizer has no range yet.
         """
         try:
             return run_batch(model, batch, self.what) if self.forward is None else self.forward(model, batch)
         except RuntimeError as error:
+            without = any(q.quantizing and not q.ready for q in quantizers_of(model).values())
+            if type(error) is not RuntimeError or without:  # no memory is left, or a quantizer names itself
+                raise
             where = f" up to {up_to!r}" if up_to else ""
             raise ValueError(
                 f"{self.what}: the model does not run on a batch{where}: {error}. Pass the batches on which "

@@ -19,9 +19,9 @@ from qtoolkit.errors import check_known
 from qtoolkit.graph.block_calls import ROOT, ancestors
 from qtoolkit.graph.block_code import free_nodes
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
-from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, module_of
+from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, kind_of_module, module_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import names_by_module
 
@@ -80,6 +80,9 @@ def find_units(
             reasons[name] = f"the model calls it {count} times, so it has no one output"
         elif not count:
             reasons[name] = "the graph does not call it: it is inside a leaf module, or nothing uses it"
+    for node in filter(is_weight_quantizer, gm.graph.nodes):
+        for function in node.users:
+            reasons[function.name] = "it is a function that takes a weight; make it a layer, which owns the weight"
     wanted = chosen(reasons, layers, what)
     free = {str(node.target): node for node in graph.nodes if node.op == "call_module" and str(node.target) in wanted}
     units = _blocks(graph, free) if blocks else []
@@ -120,7 +123,7 @@ def chosen(reasons: Mapping[str, str], layers: Sequence[str] | None, what: str) 
 
 
 def obstacles(model: nn.Module) -> dict[str, str]:
-    """Return for each layer with one weight why its rounding cannot be chosen, by its first name; "" where it can.
+    """Return for each layer with a quantized weight why its rounding cannot be chosen, by its first name; "" where it can.
 
     Convolutions and linear layers that stayed float are among them.
     """
@@ -133,17 +136,16 @@ def obstacles(model: nn.Module) -> dict[str, str]:
     return {
         aliases[0]: _obstacle(layer, aliases[0], owners)
         for layer, aliases in names.items()
-        if isinstance(layer, QuantWeighted) or kind_of_module(layer).name in KINDS
+        if kind_of_module(layer).name in KINDS or (isinstance(layer, QuantModule) and layer.weight_quantizers())
     }
 
 
 def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) -> str:
-    if not isinstance(layer, QuantWeighted):
-        return "its weight is not quantized; give it a config in the QConfigMapping"
-    quantizer = layer.weight_quantizer
-    if layer.KIND not in KINDS:
-        return f"it is of kind {layer.KIND!r}; only convolutions, transposed convolutions and linear layers can be"
-    if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
+    kind = kind_of_module(layer).name
+    if kind not in KINDS:
+        return f"it is of kind {kind!r}; only convolutions, transposed convolutions and linear layers can be taken"
+    quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
+    if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
         return "its weight is not quantized; give it a config in the QConfigMapping"
     if not quantizer.has_integer_grid:
         return f"its weight is quantized as {quantizer.spec.describe()}, which is no plain grid of integers"
