@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -329,6 +330,15 @@ def test_passing_twice_changes_nothing() -> None:
     before, rules = str(prepared.graph), LayerRules(qt.backends["tensorrt"], table=qt.nn.QAT_MODULES)
     insert.run(swap.run(prepared, rules), rules)
     assert str(prepared.graph) == before
+
+
+@pytest.mark.parametrize("name", ["plan", "kept", "products", "code", "graph", "meta"])
+def test_a_submodule_of_the_name_of_an_attribute_is_refused(name: str) -> None:
+    model = nn.Sequential(OrderedDict({name: nn.Conv2d(3, 4, 3)})).train()
+    with pytest.raises(
+        ValueError, match=f"^prepare: the model must not have a submodule, .* named '{name}', .*rename it"
+    ):
+        qt.prepare(model, (torch.randn(1, 3, 8, 8),))
 
 
 def test_preparing_twice_is_refused() -> None:

@@ -88,7 +88,12 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         calls: tuple[BlockCall, ...] = (),
         arithmetic: TrainingArithmetic = DEFAULT,
     ) -> Self:
-        """Return one for a module and a graph that uses its submodules, parameters and buffers."""
+        """Return one for a module and a graph that uses its submodules, parameters and buffers.
+
+        Raises:
+            ValueError: The module has a submodule, parameter or buffer of the name of an attribute of this class.
+        """
+        _check_names(root)
         result = cls(root, graph, name)
         _take_over(result, root)
         result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
@@ -314,6 +319,17 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if len(names) > 1
     )
     return {name: names for names in shared for name in names}
+
+
+def _check_names(root: nn.Module) -> None:
+    """Raise ValueError for a model whose parts have names that a prepared model uses itself."""
+    own = {*dir(QuantizedGraphModule), *QuantizedGraphModule.__annotations__, "graph", "meta"}
+    for name in (*root._modules, *root._parameters, *root._buffers):
+        if name in own and not isinstance(root, QuantizedGraphModule):
+            raise ValueError(
+                f"prepare: the model must not have a submodule, parameter or buffer named {name!r}, since prepared models have "
+                f"an attribute of that name; rename it in the model, for example to '{name}_', and in the state dicts it loads."
+            )
 
 
 def _take_over(target: nn.Module, source: nn.Module) -> None:
