@@ -13,6 +13,7 @@
 #include "layer_ops.h"
 #include "layer_weight.h"
 #include "onednn.h"
+#include "sub_pixel.h"
 
 namespace qtoolkit {
 namespace {
@@ -90,6 +91,20 @@ Tensor by_int8_kernels(const Tensor& codes, int64_t zero_point, const Tensor& we
   return layer(bytes, zero_point + (is_signed ? 128 : 0));
 }
 
+// torch has int8 kernels for convolutions alone; undefined where a transposed one is none with stride 1.
+Tensor transposed_by_int8_kernels(const Tensor& codes, int64_t zero_point, const Tensor& weight, const Tensor& steps,
+                                  const optional<Tensor>& bias, const Geometry& g) {
+  if (weight.dim() != 4 || g.groups != 1 || g.dilation[0] != 1 || g.dilation[1] != 1) return {};
+  const std::vector<c10::SymInt> size = output_size(codes.sym_sizes(), weight, g);
+  const std::vector<int64_t> out = c10::asIntArrayRefSlow(size, __FILE__, __LINE__).vec();
+  const Tensor kernel = sub_pixel::kernel(weight, g.stride);
+  if (!sub_pixel::reaches_all(codes.sizes(), out, kernel, g)) return {};
+  const auto per_phase = [&](const Tensor& values) { return sub_pixel::per_phase(values, g.stride); };
+  const optional<Tensor> biases = bias.has_value() ? optional<Tensor>(per_phase(*bias)) : std::nullopt;
+  const Geometry of_phases = {{1, 1}, sub_pixel::padding(kernel), {1, 1}, {0, 0}, false, 1};
+  return sub_pixel::output(by_int8_kernels(codes, zero_point, kernel, per_phase(steps), biases, of_phases), out, g);
+}
+
 Tensor in_float(const Tensor& codes, const Tensor& weight, const Tensor& steps, const optional<Tensor>& bias,
                 const Layer& l, bool wide) {
   const auto type = wide ? at::kDouble : at::kFloat;
@@ -114,12 +129,11 @@ Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer&
   const optional<int64_t> zero_point = x.is_cpu() ? code_of_zero(l) : optional<int64_t>(0);
   const bool fits = 255 * bounds_of(l).weights <= kInt32;
   Tensor y;
-  if (x.is_cpu() && zero_point && fits && x.numel() > 0 && type == at::kFloat && !l.geometry.transposed &&
-      onednn::is_exact()) {
-    y = by_int8_kernels(codes, *zero_point, weight, steps, b, l.geometry);
-  } else {
-    y = in_float(codes, weight, steps, b, l, !zero_point.has_value());
+  if (x.is_cpu() && zero_point && fits && x.numel() > 0 && type == at::kFloat && onednn::is_exact()) {
+    const auto by_kernels = l.geometry.transposed ? &transposed_by_int8_kernels : &by_int8_kernels;
+    y = by_kernels(codes, *zero_point, weight, steps, b, l.geometry);
   }
+  if (!y.defined()) y = in_float(codes, weight, steps, b, l, !zero_point.has_value());
   return y.contiguous(output_format(x, l)).to(dtype);
 }
 

@@ -10,12 +10,12 @@
 #include <array>
 
 #include "call_op.h"
-#include "input_gradient.h"
 #include "integer_layer.h"
 #include "layer_checks.h"
 #include "layer_ops.h"
 #include "layer_weight.h"
 #include "registration.h"
+#include "sub_pixel.h"
 
 namespace qtoolkit {
 namespace {
@@ -54,9 +54,9 @@ using Wanted = std::array<bool, 6>;
 std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                   const Geometry& g, std::array<bool, 3> wanted) {
   if (!g.is_linear()) {
-    if (wanted[0] && has_few_channels(weight, g)) {
+    if (wanted[0] && sub_pixel::has_few_channels(weight, g)) {
       const auto others = layer_backward(grad, x, weight, g, {false, wanted[1], wanted[2]});
-      return {input_gradient(grad, x.sizes(), weight, g), std::get<1>(others), std::get<2>(others)};
+      return {sub_pixel::input_gradient(grad, x.sizes(), weight, g), std::get<1>(others), std::get<2>(others)};
     }
     const std::vector<c10::SymInt> channels = {grad.sym_size(1)};
     return at::convolution_backward_symint(grad, x, weight, c10::SymIntArrayRef(channels),

@@ -168,9 +168,17 @@ def why_in_float(layer: "QuantWeighted") -> str | None:
     forward = layer.training_arithmetic.forward
     if forward == "float":
         return "as asked"
-    if forward == "auto" and not (HAS_INT8 and layer.KIND in ON_INT8):
+    if forward == "auto" and not (HAS_INT8 and _has_kernel(layer)):
         return "no int8 kernel"
     return integer_obstacle(layer)
+
+
+def _has_kernel(layer: "QuantWeighted") -> bool:
+    """Return whether torch's int8 kernels compute a layer: a transposed convolution as one with stride 1 (csrc/sub_pixel.h)."""
+    if layer.KIND in ON_INT8:
+        return True
+    transposed, groups = layer.weight_groups()
+    return transposed and groups == 1 and layer.weight.dim() == 4 and max(layer.dilation) == 1
 
 
 def integer_obstacle(layer: "QuantWeighted") -> str | None:

@@ -344,6 +344,33 @@ def test_sums_are_those_of_integers(shape: Shape, codes: tuple[int, int], zero_p
             assert_same(packed.run(integer=True), g.run(integer=True))
 
 
+DECONVOLUTIONS = {
+    "one_channel": transposed((2, 5, 6, 5), (5, 1, 9, 9), 2, 4, 1),
+    "upsample": transposed((2, 5, 4, 4), (5, 6, 2, 2), 2, 0),
+    "no_stride": transposed((2, 5, 6, 5), (5, 3, 3, 3), 1, 1),
+    "unequal": Shape((2, 5, 6, 5), (5, 3, 5, 4), Geometry((3, 2), (2, 1), (1, 1), (2, 0), transposed=True)),
+    "gaps": transposed((2, 5, 4, 4), (5, 3, 2, 2), 3, 0),
+    "not_reached": transposed((2, 5, 4, 4), (5, 3, 2, 2), 2, 0, 1),  # by any input: the bias alone
+    "far_padding": transposed((2, 5, 6, 6), (5, 3, 3, 3), 2, 2, 1),
+}
+
+
+@pytest.mark.parametrize("shape", DECONVOLUTIONS.values(), ids=DECONVOLUTIONS)
+@pytest.mark.parametrize(("codes", "zero_point"), [((-128, 127), 17.0), ((0, 255), 255.0), ((0, 255), None)])
+def test_sums_of_transposed_convolutions(shape: Shape, codes: tuple[int, int], zero_point: float | None) -> None:
+    for bias, per_output in ((True, True), (False, False)):
+        assert_is_exact(given(shape, codes=codes, x_zero_point=zero_point, bias=bias, per_output=per_output), shape)
+
+
+@pytest.mark.skipif(not library.int8_is_exact(), reason="torch has no exact int8 kernels on this processor")
+@pytest.mark.parametrize("name", [name for name in DECONVOLUTIONS if name != "not_reached"])
+def test_transposed_convolutions_have_int8_kernels(name: str) -> None:
+    g = given(DECONVOLUTIONS[name])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        g.run(integer=True)
+    assert "onednn::qconv_pointwise" in {event.name for event in profile.events()}
+
+
 @shapes
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 def test_integers_and_floats_agree(shape: Shape, learned: bool) -> None:
