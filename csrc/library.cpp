@@ -15,11 +15,11 @@
 
 // What quant_weight and quant_layer are told about a weight, and quant_layer about a layer; layer.h reads it in this
 // order.
-#define QT_WEIGHT                                                                                               \
-  "Tensor weight, Tensor? factor, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis, int group, " \
+#define QT_WEIGHT                                                                                         \
+  " weight, Tensor? factor, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis, int group, " \
   "int block_size, float grad_factor"
-#define QT_LAYER                                                                           \
-  "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int x_qmin, int x_qmax, " QT_WEIGHT \
+#define QT_LAYER                                                                                 \
+  "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int x_qmin, int x_qmax, Tensor" QT_WEIGHT \
   ", int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
 
 TORCH_LIBRARY(qtoolkit, m) {
@@ -111,10 +111,10 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns fake_quant(weight * factor, scale, zero_point, ...) for the weight of a layer; factor: one element per
   // output channel. transposed, groups: of a transposed convolution. Differentiable in weight, factor, scale and
   // zero_point.
-  m.def("quant_weight(" QT_WEIGHT ", bool transposed=False, int groups=1) -> Tensor");
+  m.def("quant_weight(Tensor" QT_WEIGHT ", bool transposed=False, int groups=1) -> Tensor");
 
   // Returns its gradients in weight, factor, scale and zero_point; empty where one is not wanted or there is none.
-  m.def("quant_weight_backward(Tensor grad, " QT_WEIGHT
+  m.def("quant_weight_backward(Tensor grad, Tensor" QT_WEIGHT
         ", bool transposed, int groups, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with

@@ -56,9 +56,10 @@ Int8Layer::Int8Layer(const Tensor& weight, const Tensor& steps, const optional<T
       geometry_(geometry) {
   const Geometry& g = geometry;
   const Tensor one = at::ones({1}, steps.options());  // the layout depends on no scale, and each one would be read
-  packed_ = g.is_linear() ? call("onednn::qlinear_prepack", {weight, size})
+  const Tensor dense = weight.contiguous(weight.suggest_memory_format());  // others are read in a wrong order
+  packed_ = g.is_linear() ? call("onednn::qlinear_prepack", {dense, size})
                           : call("onednn::qconv_prepack",
-                                 {weight, one, 1.0, int64_t{0}, g.stride, g.padding, g.dilation, g.groups, size});
+                                 {dense, one, 1.0, int64_t{0}, g.stride, g.padding, g.dilation, g.groups, size});
 }
 
 Tensor Int8Layer::operator()(const Tensor& codes, int64_t zero_point) const {

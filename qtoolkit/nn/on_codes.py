@@ -178,7 +178,8 @@ def _has_kernel(layer: "QuantWeighted") -> bool:
     if layer.KIND in ON_INT8:
         return True
     transposed, groups = layer.weight_groups()
-    return transposed and groups == 1 and layer.weight.dim() == 4 and max(layer.dilation) == 1
+    dilation: Any = layer.dilation if transposed else ()
+    return transposed and groups == 1 and layer.weight.dim() == 4 and max(dilation) == 1
 
 
 def integer_obstacle(layer: "QuantWeighted") -> str | None:

@@ -1,6 +1,7 @@
 """quant_layer: against fake_quant and torch's layers in float, and against sums of integers on codes."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -342,6 +343,17 @@ def test_sums_are_those_of_integers(shape: Shape, codes: tuple[int, int], zero_p
         if codes[1] - codes[0] < 16:
             packed = given(shape, codes=codes, x_zero_point=zero_point, bias=bias, per_output=per_output, packed=True)
             assert_same(packed.run(integer=True), g.run(integer=True))
+
+
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "conv3d", "transposed2d", "linear2d", "linear3d"])
+def test_weights_of_any_memory_order(name: str) -> None:
+    shape = SHAPES[name]
+    g = given(shape)
+    dense = g.weight.detach()
+    for order in itertools.permutations(range(dense.dim())):
+        back = sorted(range(dense.dim()), key=lambda d: order[d])
+        g.weight = leaf(dense.permute(order).contiguous().permute(back))
+        assert_is_exact(g, shape)
 
 
 DECONVOLUTIONS = {
