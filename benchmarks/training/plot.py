@@ -35,7 +35,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str], pa
 
 def _panel(axis: Any, ratios: Ratios, titles: Mapping[str, str]) -> None:
     subjects = list(dict.fromkeys(name for of in ratios.values() for name in of if name != "float"))
-    width = GROUP / len(subjects)
+    width = GROUP / max(len(subjects), 1)
     for place, subject in enumerate(subjects):
         left = [(index - GROUP / 2 + place * width) for index, of in enumerate(ratios.values()) if subject in of]
         heights = [of[subject] for of in ratios.values() if subject in of]
