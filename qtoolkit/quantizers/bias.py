@@ -1,7 +1,7 @@
 """The grid of a bias: that of the integer sums to which a runtime adds it."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -64,8 +64,8 @@ def _axis(steps: Tensor) -> int | None:
     return 0 if steps.numel() > 1 else None
 
 
-def gives_sums(quantizer: Quantizer | None) -> bool:
+def gives_sums(quantizer: nn.Module | None) -> bool:
     """Return whether a quantizer gives codes that are multiplied and summed in int32: integers of at most 8 bits."""
-    if quantizer is None or not (quantizer.ready and quantizer.quantizing):
+    if not isinstance(quantizer, Quantizer) or not (quantizer.ready and quantizer.quantizing):  # or a ShapedActivation
         return False
     return fits_a_byte(quantizer.grid_spec) and (quantizer.of_weight or quantizer.rounds_only)

@@ -29,7 +29,7 @@ def test_training_converges_with_the_factor_and_not_without_it(monkeypatch: pyte
         prepared = qt.prepare(model.train(), backend="onnxruntime", qconfig_mapping=mapping, forward="float")
         qt.calibrate(prepared, [x[:1200]], progress=False)
         torch.manual_seed(0)
-        train(prepared, x[:1200], y[:1200], 4, 0.05)
+        train(prepared, x[:1200], y[:1200], 4, 0.1)
         found[name] = (prepared.eval()(x[1200:]).argmax(1) == y[1200:]).float().mean().item()
     assert found["lsq"] > 0.8, found
     assert found["lsq_without_factor"] < 0.5, found
