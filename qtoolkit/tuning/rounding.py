@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import divisor_of
+from qtoolkit.quantizers.spec_ops import clip
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # The rectified sigmoid of AdaRound (arXiv 2004.10568, section 3.3): it reaches 0 and 1.
@@ -52,7 +53,7 @@ class CodeGrid:
 
     def clamp(self, codes: Tensor) -> Tensor:
         """Return codes, with the zero point, within the range of the spec."""
-        return codes.clamp(self.quantizer.spec.qmin, self.quantizer.spec.qmax)
+        return clip(codes, float(self.quantizer.spec.qmin), float(self.quantizer.spec.qmax))
 
     def nearest(self) -> Tensor:
         """Return the codes of ordinary rounding."""
@@ -102,7 +103,7 @@ class SoftRounding(nn.Module):
 
     def up(self) -> Tensor:
         """Return how far each weight is rounded up, from 0 to 1."""
-        return (torch.sigmoid(self.variable) * (HIGH - LOW) + LOW).clamp(0, 1)
+        return clip(torch.sigmoid(self.variable) * (HIGH - LOW) + LOW, 0.0, 1.0)
 
     def forward(self) -> Tensor:
         """Return the soft weights."""
