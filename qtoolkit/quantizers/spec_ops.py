@@ -155,7 +155,10 @@ def per_element(values: Tensor, x: Tensor, spec: "QuantSpec", group: int = 1) ->
 
 
 def clip(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """Return x within [low, high]. The gradient at an end is that of x, whatever torch.clamp's is. NaN stays NaN."""
+    """Return x within [low, high]. NaN stays NaN.
+
+    The gradient at an end is that of x; torch.clamp's depends on torch's version.
+    """
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 

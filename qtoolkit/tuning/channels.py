@@ -1,4 +1,4 @@
-"""The weight of a layer by its output and input channels, whatever its type."""
+"""The weight of a layer by its output and input channels, for any type of layer."""
 
 from typing import Any
 

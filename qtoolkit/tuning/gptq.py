@@ -67,7 +67,7 @@ def gptq(
     """Choose the codes of linear layers column by column, where each column makes up for the errors of those before it.
 
     The layers are taken in the order in which they run; the inputs of each come from the quantized model so far. Only the sums
-    of products of its inputs are stored, (in, in) in float64, whatever the number of batches. The scales stay those of the
+    of products of its inputs are stored, (in, in) in float64, for any number of batches. The scales stay those of the
     quantizers, one for each row or each group of columns (`QuantSpec(axis=1, group_size=128)`), with `act_order` too. The
     result is in the weights, as after `qtoolkit.tuning.reconstruct`; where it is not better, weights stay rounded to nearest.
 

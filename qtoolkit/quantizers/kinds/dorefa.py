@@ -46,7 +46,7 @@ class DoReFa(Shaped):
             )
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Keep the scale 1 / N, whatever the range; NaN stays NaN."""
+        """Keep the scale 1 / N for any range; NaN stays NaN."""
         most = (1 << quantizer.spec.bits) - 1
         fixed = torch.where(scale.isnan(), scale, torch.ones_like(scale) / most)
         super().set_grid(quantizer, fixed, zero_point)
