@@ -63,13 +63,10 @@ Tensor exact_sums(Tensor x, const Tensor& weight, const Geometry& g, const Bound
 
 // ---- the layer
 
-// The magnitude of a scale that counts, as grid.h has it.
-Tensor usable(const Tensor& scale, at::ScalarType type) { return scale.to(type).abs().clamp_min(0x1p-126); }
-
 // The steps of the sums, one per output channel.
 Tensor steps_of(const Layer& l, at::ScalarType type) {
   const int64_t channels = output_channels(l.weight, l.geometry).guard_int(__FILE__, __LINE__);
-  const Tensor steps = at::mul(usable(l.scale, type).reshape({-1}), usable(l.x_scale, type).reshape({1}));
+  const Tensor steps = at::mul(usable_scales(l.scale, type).reshape({-1}), usable_scales(l.x_scale, type).reshape({1}));
   return steps.expand({channels}).contiguous();
 }
 

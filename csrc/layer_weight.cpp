@@ -1,6 +1,5 @@
 #include "layer_weight.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -8,7 +7,6 @@
 #include <ATen/ops/sum.h>
 
 #include "call_op.h"
-#include "grid.h"
 #include "launch.h"
 #include "weight_rows.h"
 
@@ -108,7 +106,7 @@ class Rows {
     args_.weight = w.weight.const_data_ptr();
     args_.bounds = representable(w.qmin, w.qmax, w.weight);
     if (w.factor.has_value()) factor_ = per_row(*w.factor);
-    scale_ = usable(per_row(w.scale));
+    scale_ = per_row(usable_scales(w.scale, args_.f64 ? at::kDouble : at::kFloat));
     args_.factor = w.factor.has_value() ? factor_.const_data_ptr() : nullptr;
     args_.scale = scale_.const_data_ptr();
     valid_ = true;
@@ -174,16 +172,6 @@ class Rows {
     return in_arithmetic(values.reshape({-1}), args_.f64).expand({args_.rows}).contiguous();
   }
 
-  static Tensor usable(const Tensor& scale) {
-    const Tensor result = at::empty_like(scale);
-    AT_DISPATCH_FLOATING_TYPES(scale.scalar_type(), "usable", [&] {
-      const scalar_t* from = scale.const_data_ptr<scalar_t>();
-      scalar_t* to = result.mutable_data_ptr<scalar_t>();
-      for (int64_t i = 0; i < scale.numel(); ++i) to[i] = usable_scale(from[i]);
-    });
-    return result;
-  }
-
   const LayerWeight& w_;
   bool valid_ = false;
   MemoryFormat format_ = MemoryFormat::Contiguous;
@@ -192,6 +180,8 @@ class Rows {
 };
 
 }  // namespace
+
+Tensor usable_scales(const Tensor& scale, at::ScalarType type) { return scale.to(type).abs().clamp_min(0x1p-126); }
 
 Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format) {
   if (Rows rows{w, g}) return rows.values(format);

@@ -55,8 +55,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tens
                                                   const Geometry& g, std::array<bool, 3> wanted) {
   if (!g.is_linear()) {
     if (wanted[0] && sub_pixel::has_few_channels(weight, g)) {
+      const Tensor dx = sub_pixel::input_gradient(grad, x.sizes(), weight, g);
+      if (!wanted[1] && !wanted[2]) return {dx, {}, {}};
       const auto others = layer_backward(grad, x, weight, g, {false, wanted[1], wanted[2]});
-      return {sub_pixel::input_gradient(grad, x.sizes(), weight, g), std::get<1>(others), std::get<2>(others)};
+      return {dx, std::get<1>(others), std::get<2>(others)};
     }
     const std::vector<c10::SymInt> channels = {grad.sym_size(1)};
     return at::convolution_backward_symint(grad, x, weight, c10::SymIntArrayRef(channels),

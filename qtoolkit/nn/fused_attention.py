@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend
 
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.nn.product import Product, is_known
+from qtoolkit.nn.product import Product
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of_values, values_of
+from qtoolkit.quantizers.handed_over import codes_of_values, knows_codes, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _choice = getattr(torch, "_fused_sdp_choice", None)
@@ -69,7 +69,7 @@ def attention(
 
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
     """Return what the attention keeps for backward, in words."""
-    keeps = arithmetic.save == "codes" and HAS_FUSED and any(map(is_known, sources))
+    keeps = arithmetic.save == "codes" and HAS_FUSED and any(map(knows_codes, sources))
     return f"float, keeps {'codes on a CPU' if keeps else 'floats'}"
 
 

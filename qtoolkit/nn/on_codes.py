@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HAS_INT8 = is_exact()
 ON_INT8 = ("conv", "linear")  # the kinds of layers for which torch has int8 kernels
+NO_KERNEL = "no int8 kernel"
 MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit codes that fits in int32 for certain
 
 
@@ -169,7 +170,7 @@ def why_in_float(layer: "QuantWeighted") -> str | None:
     if forward == "float":
         return "as asked"
     if forward == "auto" and not (HAS_INT8 and _has_kernel(layer)):
-        return "no int8 kernel"
+        return NO_KERNEL
     return integer_obstacle(layer)
 
 

@@ -9,13 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.hooks import is_ordinary
-from qtoolkit.nn.on_codes import DEFAULT, Source, TrainingArithmetic
+from qtoolkit.nn.on_codes import DEFAULT, NO_KERNEL, Source, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of_values, values_of
+from qtoolkit.quantizers.handed_over import codes_of_values, knows_codes, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import has_codes
-
-NO_KERNEL = "no int8 kernel"
 
 
 class Product:
@@ -89,7 +86,7 @@ def product(
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
     """Return how a product computes in training and what it keeps for backward, in words."""
     grids = list(sources)
-    known = [is_known(grid) for grid in grids]
+    known = [knows_codes(grid) for grid in grids]
     if not any(known):
         return "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
     integer = all(known) and arithmetic.forward == "integer"
@@ -98,11 +95,6 @@ def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmeti
     keeps = "codes" if all(known) else "codes of one operand"
     forward = "on codes" if integer else f"float ({reason})"
     return f"{forward}, keeps {'floats' if arithmetic.save == 'float' and not integer else keeps}"
-
-
-def is_known(quantizer: Quantizer | None) -> bool:
-    """Return whether values on a quantizer's grid have codes of one byte and one scale."""
-    return quantizer is not None and has_codes(quantizer.spec)
 
 
 def _on_integers(arithmetic: TrainingArithmetic, sources: Iterable[Quantizer | None]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from qtoolkit import ops
@@ -16,6 +16,7 @@ from qtoolkit.ops.layer import Codes
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import code_dtype
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.spec_ops import has_codes
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
     if codes is not found.codes and not torch.compiler.is_compiling() and not y.is_inference():
         _handed[y] = replace(found, codes=codes)
     return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
+
+
+def knows_codes(quantizer: nn.Module | None) -> bool:
+    """Return whether values on a quantizer's grid have codes of at most 8 bits with one scale, once there is a range."""
+    return isinstance(quantizer, Quantizer) and quantizer.rounds_only and has_codes(quantizer.spec)
 
 
 def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None) -> Codes | None:

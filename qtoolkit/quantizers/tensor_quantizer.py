@@ -11,12 +11,12 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import WeightGrid
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
-from qtoolkit.quantizers.handed_over import hand_over
+from qtoolkit.quantizers.handed_over import hand_over, knows_codes
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.recomputation import check_not_recomputing
-from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range, has_codes
+from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
 
@@ -286,7 +286,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """
         self.check_ready()
         y = self.kind.quantize(self, x)
-        gives_codes = not self.of_weight and has_codes(self.spec) and self.rounds_only
+        gives_codes = not self.of_weight and knows_codes(self)
         if gives_codes and isinstance(y, Tensor) and y.requires_grad:
             hand_over(y, None, *self.kind.grid(self), self.spec)
         return y

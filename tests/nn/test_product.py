@@ -316,3 +316,27 @@ def test_fused_attention_compiles_and_reports() -> None:
     assert line.training == ("float, keeps codes on a CPU" if HAS_FUSED else "float, keeps floats")
     with torch.autocast("cpu", torch.bfloat16):
         assert model(leaf(sequences())).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "spec", [qt.QuantSpec(bits=4, quantizer="apot"), qt.QuantSpec(dynamic=True)], ids=["apot", "dynamic"]
+)
+def test_the_report_knows_operands_without_codes(spec: qt.QuantSpec) -> None:
+    """Shaped values and those with scales of their own have none, in training and after conversion."""
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec()))
+    model = qt.quant_modules.replace(nn.Sequential(Square()).train(), mapping)
+    qt.calibrate(model, [torch.randn(2, 4, 4)], progress=False)
+    for each in (model, qt.convert(model)):
+        (line,) = (line for line in qt.quantization_report(each).layers if line.kind == "matmul")
+        assert line.training == "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
+
+
+class Square(nn.Module):
+    """A product of a tensor with itself, by a module that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = qt.nn.MatMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, x)
