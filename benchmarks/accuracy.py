@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from export_models import DATA, resnet20_of
+from export_models import resnet20_of
+from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
 from tqdm import tqdm
@@ -187,9 +188,8 @@ def main() -> None:
     if args.page is not None:
         return write_page(args.page, json.loads(args.out.read_text()))
     torch.set_num_threads(args.threads)
-    folder = next((place for place in DATA if place.is_dir()), None)
-    if folder is None:
-        parser.error(f"The images and weights are missing: none of {', '.join(map(str, DATA))} is a folder.")
+    if DATA is None:
+        parser.error(MISSING)
     schedule = QUICK if args.quick else FULL
     schedule = replace(schedule, images=args.images or schedule.images, epochs=args.epochs or schedule.epochs)
     test_images = QUICK_TEST_IMAGES if args.quick else TEST_IMAGES
@@ -197,18 +197,18 @@ def main() -> None:
     done = {Training(row.quantizer, row.bits, row.seed) for row in rows}
     wanted = (Training(*of) for seed in args.seeds for of in itertools.product(args.only, args.bits, [seed]))
     missing = [training for training in wanted if training not in done]
-    data = load(folder, schedule.images, test_images)
+    data = load(DATA, schedule.images, test_images)
     results: dict[str, Any] = {
         **facts("cpu"),
         "command": shlex.join(["python", *sys.argv]),
         "threads": args.threads,
         "schedule": asdict(schedule),
         "test_images": test_images,
-        "float_model": accuracy(resnet20_of(folder), data),
+        "float_model": accuracy(resnet20_of(DATA), data),
     }
     args.checkpoints.mkdir(parents=True, exist_ok=True)
     for training in tqdm(missing, desc="trainings"):
-        rows.append(train(training, folder, data, schedule, args.checkpoints))
+        rows.append(train(training, DATA, data, schedule, args.checkpoints))
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**results, "rows": [asdict(row) for row in rows]}, indent=1))
     show(Console(width=140), *table({**results, "rows": [asdict(row) for row in rows]}))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import timm
 import torch
+from real_data import DATA
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -55,9 +56,9 @@ def with_statistics(model: nn.Module, x: Tensor) -> nn.Module:
     return model.eval()
 
 
-def networks(names: tuple[str, ...], data: Path, size: int) -> Iterator[tuple[str, nn.Module, Tensor, Tensor]]:
+def networks(names: tuple[str, ...], data: Path | None, size: int) -> Iterator[tuple[str, nn.Module, Tensor, Tensor]]:
     """Return name, network, calibration data and inputs of each."""
-    if data.is_dir():
+    if data is not None:
         sys.path.insert(0, str(ROOT / "examples"))
         from cifar10_resnet20 import load_images, load_model
 
@@ -90,11 +91,10 @@ def rows_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Iter
 def main() -> None:
     """Run, print, and write what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    chosen = networks(QUICK, Path("/nonexistent"), 64) if args.quick else networks(NETWORKS, args.data, 96)
+    chosen = networks(QUICK, None, 64) if args.quick else networks(NETWORKS, DATA, 96)
     rows = [row for network in tqdm(chosen, desc="networks") for row in rows_of(*network)]
     table = Table(title="codes that differ in the deployed file, end to end")
     for column in ("network", "runtime", "codes", "float arithmetic", "integer arithmetic", "layers in float there"):

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from export_models import DATA, SUBJECTS, Subject
+from export_models import SUBJECTS, Subject
 from measure import ROOF, Case, Pace, measure
+from real_data import DATA
 from report import facts
 from rich.console import Console
 from rich.table import Table
@@ -172,12 +173,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    data = next((place for place in DATA if place.is_dir()), None)
     pace = Pace(10 if args.quick else 200, 2 if args.quick else 10, lambda: None)
     rows: list[Row] = []
     for name in args.only:
         torch.manual_seed(0)
-        subject = SUBJECTS[name](data, args.quick)
+        subject = SUBJECTS[name](DATA, args.quick)
         for runtime in args.runtimes:
             with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
                 warnings.simplefilter("ignore")

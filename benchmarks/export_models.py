@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[1]
-DATA = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
 Forward = Callable[[Tensor], Tensor]

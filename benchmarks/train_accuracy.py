@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from export_models import DATA, resnet20_of
+from export_models import resnet20_of
+from real_data import DATA, MISSING
 from report import facts, show
 from rich.console import Console
 from tqdm import tqdm
@@ -82,19 +83,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder = next((place for place in DATA if place.is_dir()), None)
-    if folder is None:
-        parser.error(f"The images and weights are missing: none of {', '.join(map(str, DATA))} is a folder.")
+    if DATA is None:
+        parser.error(MISSING)
     schedule = QUICK if args.quick else FULL
     schedule = replace(schedule, epochs=args.epochs or schedule.epochs)
     test_images = QUICK_TEST_IMAGES if args.quick else TEST_IMAGES
-    data = load(folder, schedule.images, test_images)
+    data = load(DATA, schedule.images, test_images)
     args.checkpoints.mkdir(parents=True, exist_ok=True)
-    float_model = accuracy(resnet20_of(folder), data)
+    float_model = accuracy(resnet20_of(DATA), data)
     rows: list[Row] = []
     for seed in args.seeds:
         for forward in FORWARDS:
-            rows.append(train(folder, data, schedule, forward, seed, args.checkpoints))
+            rows.append(train(DATA, data, schedule, forward, seed, args.checkpoints))
             results = write(args.out, rows, schedule, float_model, test_images)
     for title, names, cells in accuracy_tables(results):
         show(Console(width=120), title, names, cells)

@@ -1,16 +1,9 @@
-"""Where the real weights and images are: shared/data beside the checkout, or the folder that QTOOLKIT_DATA names."""
-
-import os
-from pathlib import Path
+"""The real weights and images of the benchmarks, and the mark of tests that need them."""
 
 import pytest
 
-PLACES = [
-    Path(os.environ.get("QTOOLKIT_DATA", "/nonexistent")),
-    *(p / "shared" / "data" for p in Path(__file__).parents),
-]
-DATA = next((place for place in PLACES if place.is_dir()), None)
+from benchmarks.real_data import DATA, MISSING
 
-needs_data = pytest.mark.skipif(
-    DATA is None, reason="needs the real weights and images of shared/data beside the checkout, which is missing"
-)
+__all__ = ["DATA", "needs_data"]
+
+needs_data = pytest.mark.skipif(DATA is None, reason=MISSING)
