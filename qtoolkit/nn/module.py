@@ -115,6 +115,10 @@ class QuantModule(nn.Module):
         pairs = ((name, getattr(self, name), weight) for name, weight in self.weights_to_quantize().items())
         return {name: (quantizer, weight) for name, quantizer, weight in pairs if quantizer is not None}
 
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """Return the parameters, by the same names, of tensors that are a parameter times constants: by default none."""
+        return {}
+
     def weight_quantizers(self) -> Mapping[str, Quantizer]:
         """Return each weight quantizer by its attribute name, without computing the weights."""
         return {name: quantizer for name, (quantizer, _) in self.quantized_weights().items()}
@@ -122,9 +126,10 @@ class QuantModule(nn.Module):
     def reset_weight_range(self) -> None:
         """Set the ranges of the weight quantizers to those of the weights as they are now."""
         refresh(self)
-        for quantizer, weight in self.quantized_weights().values():
+        trained = self.trained_weights()
+        for name, (quantizer, weight) in self.quantized_weights().items():
             if isinstance(quantizer, TensorQuantizer):
-                set_weight_range(quantizer, weight)
+                set_weight_range(quantizer, weight, trained.get(name))
         self.note_weights()
 
     def note_weights(self) -> None:

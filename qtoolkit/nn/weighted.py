@@ -94,6 +94,10 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         """Return the weight's quantizer with the tensor that it quantizes."""
         return {name: (quantizer, self.effective_weight()) for name, quantizer in self.weight_quantizers().items()}
 
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """Return the weight, if a linked batch norm multiplies it."""
+        return {} if self.batch_norm is None else {"weight_quantizer": self.weight}
+
     def weight_quantizers(self) -> Mapping[str, Quantizer]:
         """Return the weight's quantizer."""
         return {} if self.weight_quantizer is None else {"weight_quantizer": self.weight_quantizer}

@@ -7,16 +7,17 @@ from qtoolkit._native import library
 _positive_scale = library.positive_scale.default
 
 
-def positive_scale(start: Tensor, ratio: Tensor) -> Tensor:
+def positive_scale(start: Tensor, ratio: Tensor, rate: Tensor | None = None) -> Tensor:
     """Return start * max(|ratio|, 2**-24), positive for every ratio, to train a scale by its ratio to a start.
 
     An optimizer with steps of a fixed size, such as Adam, changes scales of all sizes by the same factor. The gradient of
     ratio is divided by start squared, so that a step of SGD changes the scale as if the scale itself were the parameter
-    (with momentum and weight decay too).
+    (with momentum and weight decay too), or as if scale / sqrt(rate) were.
 
     Args:
         start: Scales at the start of training, positive; float32 or float64, any shape.
         ratio: Ratios of the scales to `start`, of the same dtype and number of elements.
+        rate: Factors of the gradients of `ratio`, of the same dtype and number of elements; None: 1.
 
     Returns:
         A tensor of start's shape.
@@ -24,7 +25,7 @@ def positive_scale(start: Tensor, ratio: Tensor) -> Tensor:
     Raises:
         ValueError: The number of elements or the device differs.
         TypeError: A dtype does not fit.
-        NotImplementedError: start requires grad.
+        NotImplementedError: start or rate requires grad.
 
     Example:
         >>> ratio = torch.tensor([1.0], requires_grad=True)
@@ -35,5 +36,5 @@ def positive_scale(start: Tensor, ratio: Tensor) -> Tensor:
         >>> positive_scale(torch.tensor(0.5), torch.tensor([-0.1]))
         tensor(0.0500)
     """
-    scale: Tensor = _positive_scale(start, ratio)
+    scale: Tensor = _positive_scale(start, ratio, rate)
     return scale

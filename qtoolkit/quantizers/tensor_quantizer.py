@@ -65,7 +65,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     """
 
     MODES = ("quantizing", "observing", "following", "stale")
-    _version = 2  # of the state dict: 1 had the learned scale itself as a parameter
+    _version = 3  # of the state dict: 1 had the learned scale itself as a parameter, 2 had no rates
 
     stopping = False
     _scale: Tensor
@@ -240,6 +240,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
+        self.train_as(self.kind.trained_scale(self, lo, hi))
         if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
             warnings.warn(
                 f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
@@ -247,6 +248,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 stacklevel=2,
             )
         return lo, hi
+
+    def train_as(self, scale: Tensor) -> None:
+        """Train the scale as if this one, of the same shape, were the parameter."""
+        with torch.no_grad():
+            self.kind.set_rate(self, scale)
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Replace what was observed by what the observers of several processes did, each given by its `observer.state()`."""
@@ -428,7 +434,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        if local_metadata.get("version", self._version) < 2:
+        if local_metadata.get("version", self._version) < 3:
             self.kind.upgrade(state_dict, prefix)
         scale = state_dict.get(prefix + "_scale")
         if scale is not None and not self._shape_is_known:

@@ -49,12 +49,26 @@ def weight_quantizer(
     return quantizer
 
 
-def set_weight_range(quantizer: TensorQuantizer, weight: Tensor) -> None:
-    """Set a quantizer's range to that of a weight as it is now; a weight on the meta device leaves it unchanged."""
-    if weight.device.type != "meta":
+def set_weight_range(quantizer: TensorQuantizer, weight: Tensor, trained: Tensor | None = None) -> None:
+    """Set a quantizer's range to that of a weight as it is now; a weight on the meta device leaves it unchanged.
+
+    Args:
+        quantizer: The quantizer.
+        weight: What it quantizes.
+        trained: The parameter, where a batch norm multiplies it: the scale is trained as if it were this tensor's.
+    """
+    if weight.device.type == "meta":
+        return
+    scale = None
+    if trained is not None and quantizer.kind.LEARNED:
         quantizer.observer.reset()
-        quantizer.observer(weight)
-        quantizer.load_observed()
+        quantizer.observer(trained)
+        scale = quantizer.kind.trained_scale(quantizer, *quantizer.observer.range())
+    quantizer.observer.reset()
+    quantizer.observer(weight)
+    quantizer.load_observed()
+    if scale is not None:
+        quantizer.train_as(scale)
 
 
 def is_stale(quantizer: Quantizer, changed: bool = False) -> TypeGuard[TensorQuantizer]:

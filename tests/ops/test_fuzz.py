@@ -771,7 +771,7 @@ def check_snapshot(drawn: Drawn, found: Results, x: Tensor) -> None:
     assert found[0].contiguous().untyped_storage().tolist() == x.clone().contiguous().untyped_storage().tolist()
 
 
-def check_positive_scale(drawn: Drawn, found: Results, start: Tensor, ratio: Tensor) -> None:
+def check_positive_scale(drawn: Drawn, found: Results, start: Tensor, ratio: Tensor, rate: Tensor | None) -> None:
     assert_same(found[0], start * ratio.abs().clamp(min=2**-24).reshape(start.shape))
 
 

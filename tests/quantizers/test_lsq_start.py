@@ -137,3 +137,92 @@ def test_two_bits_train_further_than_from_the_observed_range() -> None:
         train(prepared, x[:1200], y[:1200], 3, 0.01)
         found[observer] = (prepared.eval()(x[1200:]).argmax(1) == y[1200:]).float().mean().item()
     assert found["minmax"] > found["moving_average"] + 0.05, found
+
+
+def paper_step(x: Tensor, g: Tensor, spec: qt.QuantSpec, multiplier: float, rate: float) -> tuple[Tensor, Tensor]:
+    """Return the scale before and after a step of SGD on the paper's parameter, a scale for x, in float64.
+
+    x times the multiplier is quantized, with a scale that is a constant times the parameter; g is the gradient of the result.
+    """
+    x, g = x.double(), g.double()
+    parameter = 2 * x.abs().mean() / spec.qmax**0.5
+    whole = (x * multiplier).abs().max() / spec.qmax
+    constant = torch.minimum(whole / parameter, torch.tensor(multiplier))
+    scale = constant * parameter
+    ratio = x * multiplier / scale
+    codes = ratio.round().clamp(spec.qmin, spec.qmax)
+    inside = (ratio.round() >= spec.qmin) & (ratio.round() <= spec.qmax)
+    gradient = (g * torch.where(inside, codes - ratio, codes)).sum() * (x.numel() * spec.qmax) ** -0.5
+    return scale, constant * (parameter - rate * constant * gradient)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_start_below_the_papers_trains_as_the_papers_scale(bits: int) -> None:
+    x, g, spec = torch.randn(4, 30), torch.randn(4, 30), lsq(bits)
+    quantizer = qt.TensorQuantizer(spec, of_weight=True)
+    with qt.calibrating(quantizer):
+        quantizer(x)
+    quantizer.load_observed()
+    before, after = paper_step(x, g, spec, 1.0, 0.01)
+    assert torch.allclose(quantizer.scale.double(), before, rtol=1e-5)
+    optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.01)
+    quantizer.train()(x).backward(g)
+    optimizer.step()
+    torch.testing.assert_close((quantizer.scale - before).double(), after - before, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("gamma", [0.03, 5.0])
+def test_a_weight_that_a_batch_norm_multiplies_trains_as_the_weight_itself(bits: int, gamma: float) -> None:
+    conv, bn = nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2)
+    nn.init.constant_(bn.weight, gamma)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, lsq(bits, axis=0)))
+    model = qt.prepare(nn.Sequential(conv, bn), (torch.randn(2, 3, 8, 8),), qconfig_mapping=mapping).train()
+    quantizer, x = model.get_submodule("0").weight_quantizer, torch.randn(4, 3, 8, 8)
+    optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.5)
+    before = quantizer.scale.detach().clone()
+    model(x).square().sin().sum().backward()
+    optimizer.step()
+
+    w, qmax, factor = conv.weight.detach(), quantizer.spec.qmax, gamma / (1 + bn.eps) ** 0.5
+    parameter = (2 * w.abs().mean((1, 2, 3)) / qmax**0.5).requires_grad_()
+    constant = torch.minimum(w.abs().amax((1, 2, 3)) / qmax / parameter.detach(), torch.tensor(1.0)) * factor
+    scale = constant * parameter
+    torch.testing.assert_close(before, scale.detach(), rtol=1e-5, atol=0)
+    quantized = qt.ops.fake_quant(w * factor, scale, None, -qmax - 1, qmax, 0, grad_factor=(27 * qmax) ** -0.5)
+    y = F.batch_norm(F.conv2d(x, quantized / factor), None, None, bn.weight, bn.bias, training=True)
+    y.square().sin().sum().backward()
+    wanted = constant * (parameter.detach() - 0.5 * parameter.grad)
+    torch.testing.assert_close(quantizer.scale - before, wanted.abs() - before, rtol=2e-3, atol=1e-7)
+
+
+def growths_and_loss(rates: bool) -> tuple[Tensor, float]:
+    """Train a net of eight bits on digits; return how many times their start the scales are, and the last loss."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    x, y = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(256, 10)),
+    )
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(lsq(8), lsq(8, axis=0)))
+    model = qt.prepare(net, (x[:2],), qconfig_mapping=mapping)
+    qt.calibrate(model, x[:256].split(64), progress=False)
+    quantizers = list(qt.quantizers_of(model).values())
+    if not rates:
+        for quantizer in quantizers:
+            quantizer.get_buffer("_rate").fill_(1)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.05, momentum=0.9)
+    for batch in torch.randperm(len(x))[:1600].split(64):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[batch]), y[batch])
+        loss.backward()
+        optimizer.step()
+    return torch.cat([quantizer.kind.growth(quantizer).flatten() for quantizer in quantizers]), float(loss.detach())
+
+
+def test_scales_stay_near_a_good_start_at_a_high_learning_rate() -> None:
+    (growth, loss), (wild, worse) = growths_and_loss(rates=True), growths_and_loss(rates=False)
+    assert growth.max() < 30
+    assert wild.max() > 300
+    assert loss < worse / 2

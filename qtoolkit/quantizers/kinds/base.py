@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.quantizers.observers import Observer
-from qtoolkit.quantizers.spec_ops import ends_of, fake_quant
+from qtoolkit.quantizers.spec_ops import ends_of, fake_quant, grid_of_range
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
@@ -64,13 +64,23 @@ class QuantizerKind:
         return {"_scale": torch.full(shape, torch.nan, dtype=scale_dtype()), "_zero_point": zero_point}
 
     def upgrade(self, state: dict[str, Any], prefix: str) -> None:
-        """Change the entries of a state dict from before `TensorQuantizer`'s version 2 to those of today."""
+        """Change the entries of a state dict from before `TensorQuantizer`'s version 3 to those of today."""
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale and the zero point of a range; called under torch.no_grad."""
         quantizer._scale.copy_(scale)
         if quantizer._zero_point is not None and zero_point is not None:
             quantizer._zero_point.copy_(zero_point)
+
+    def set_rate(self, quantizer: "TensorQuantizer", trained: Tensor) -> None:
+        """Train the scale of the grid as if this scale, of the same shape, were the parameter; under torch.no_grad.
+
+        The default has no such parameter.
+        """
+
+    def trained_scale(self, quantizer: "TensorQuantizer", lo: Tensor, hi: Tensor) -> Tensor:
+        """Return the scale that is the parameter for what the observer has observed, with this range: by default its scale."""
+        return grid_of_range(lo, hi, quantizer.spec)[0]
 
     def load_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store a scale and zero point that `grid` once returned; called under torch.no_grad."""

@@ -21,7 +21,9 @@ class LSQ(QuantizerKind):
 
     It starts as in the paper where the spec's observer is the default, "minmax", and from the range of another observer.
     The parameter is the ratio of the scale to its start (see `qtoolkit.ops.positive_scale`): the scale stays positive, and
-    SGD trains it as in the paper.
+    SGD trains it as in the paper. The paper's factor suits a scale of the paper's size, for the weight that is trained.
+    A start below it (`LSQStartObserver`), or the scale of a weight that a batch norm multiplies, would take steps many
+    times its size: it is a constant times the paper's scale, and SGD trains it as if the paper's scale were the parameter.
     """
 
     label = "lsq"
@@ -36,18 +38,31 @@ class LSQ(QuantizerKind):
         return LSQStartObserver if spec.observer == "minmax" else super().observer_type(spec)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the start and the zero point as buffers, and the ratio as a parameter of at least one dimension."""
+        """Return start, rate and zero point as buffers, and the ratio as a parameter of at least one dimension."""
         ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
-        return {**super().tensors(spec, shape), "_relative_scale": ratio}
+        rate = torch.ones(shape, dtype=scale_dtype())
+        return {**super().tensors(spec, shape), "_rate": rate, "_relative_scale": ratio}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale as the start, and the zero point."""
         super().set_grid(quantizer, scale, zero_point)
         quantizer._relative_scale.fill_(1)
+        quantizer._rate.fill_(1)
+
+    def set_rate(self, quantizer: "TensorQuantizer", trained: Tensor) -> None:
+        """Store the square of the constant between the scale and the parameter, which is positive or, of zeros, 0."""
+        quantizer._rate.copy_(torch.where(trained > 0, quantizer._scale / trained, 1).square())
+
+    def trained_scale(self, quantizer: "TensorQuantizer", lo: Tensor, hi: Tensor) -> Tensor:
+        """Return the paper's scale at the start, where the observer knows it."""
+        observer = quantizer.observer
+        if isinstance(observer, LSQStartObserver):
+            return observer.paper_scale()
+        return super().trained_scale(quantizer, lo, hi)
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the trained scale, and the zero point."""
-        return ops.positive_scale(quantizer._scale, quantizer._relative_scale), quantizer._zero_point
+        return ops.positive_scale(quantizer._scale, quantizer._relative_scale, quantizer._rate), quantizer._zero_point
 
     def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
         """Return the magnitude of the ratio."""
@@ -55,11 +70,12 @@ class LSQ(QuantizerKind):
         return growth
 
     def upgrade(self, state: dict[str, Any], prefix: str) -> None:
-        """Take the scale, which was the parameter, of either sign, as the start."""
+        """Take the scale, which was the parameter, of either sign, as the start; rates were 1."""
         scale = state.get(prefix + "_scale")
         if scale is not None:
             state[prefix + "_scale"] = scale.abs()
             state.setdefault(prefix + "_relative_scale", torch.ones_like(scale).reshape(scale.shape or (1,)))
+            state.setdefault(prefix + "_rate", torch.ones_like(scale))
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return 1 / sqrt(N * qmax), section 2.2 of the paper.

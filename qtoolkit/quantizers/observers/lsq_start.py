@@ -69,10 +69,16 @@ class LSQStartObserver(EndsObserver):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range of the start, at most the observed one."""
-        whole = ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
-        start = 2 * self.total / self.count / self.qmax**0.5
-        factor = torch.where(self.count > 0, (start / whole).clamp(max=1), 1).to(self.lo.dtype)
+        factor = (self.paper_scale() / self._whole_scale()).clamp(max=1).to(self.lo.dtype)
         return self.lo * factor, self.hi * factor
+
+    def paper_scale(self) -> Tensor:
+        """Return the paper's scale, also where it exceeds that of the observed range, of the shape of the ranges."""
+        start = (2 * self.total / self.count / self.qmax**0.5).to(self.lo.dtype)
+        return torch.where(self.count > 0, start, self._whole_scale())
+
+    def _whole_scale(self) -> Tensor:
+        return ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
 
     def observed(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values observed."""
