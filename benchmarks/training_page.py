@@ -1,8 +1,8 @@
 """Writes the results of training into docs/performance.md, and the plot beside it.
 
-python benchmarks/training_page.py    takes train_step.json, memory.json and train_accuracy.json of benchmarks/results
+python benchmarks/training_page.py    takes train_step.json and memory.json of benchmarks/results
 
-Needs matplotlib. Run it after benchmarks/train_step.py, benchmarks/memory.py or benchmarks/train_accuracy.py.
+Needs matplotlib. Run it after benchmarks/train_step.py or benchmarks/memory.py.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from training.demands import COLUMNS, demand_lines, ratios_of
 from training.networks import NETWORKS
 from training.options import rows_of
 from training.plot import draw
-from training.tables import accuracy_tables, failures, most_threads, overview, profile_tables
+from training.tables import failures, most_threads, overview, profile_tables
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- Written by benchmarks/training_page.py: change nothing up to the next mark. -->"
@@ -65,12 +65,6 @@ def _of_memory(results: Results) -> Iterator[str]:
     yield from _without_figure(results)
 
 
-def _of_accuracy(results: Results) -> Iterator[str]:
-    for title, names, lines in accuracy_tables(results):
-        command = "`python benchmarks/train_accuracy.py`"
-        yield from ("### Accuracy by each forward", "", f"{title}. {command}.", "", *markdown_lines(names, lines), "")
-
-
 def _where(results: Results) -> str:
     where = results["device"] if results["device"] != "CPU" else f"{results['cpu']}, {results['cores']} cores"
     commands = dict.fromkeys(f"`{of['command']}`" for of in results["networks"].values())
@@ -85,7 +79,7 @@ def _without_figure(results: Results) -> Iterator[str]:
         yield from ("Without a figure:", "", *(f"- {reason}" for reason in reasons), "")
 
 
-PARTS = {"train_step": _of_steps, "memory": _of_memory, "train_accuracy": _of_accuracy}
+PARTS = {"train_step": _of_steps, "memory": _of_memory}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -193,55 +194,27 @@ def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
 
 @needs_data
 @pytest.mark.data
-def test_accuracy_of_both_forwards_and_going_on_after_a_checkpoint(tmp_path) -> None:
-    pytest.importorskip("timm")
-    options = [
-        "--seeds",
-        "0",
-        "--checkpoints",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "accuracy.json"),
-    ]
-    results, printed = run_training("train_accuracy.py", *options)
-    rows = {row["forward"]: row for row in results["rows"]}
-    assert set(rows) == {"float", "integer"}
-    assert results["float_model"] == 89
-    assert all(row["trained"] > 60 for row in rows.values())
-    assert "ResNet-20 in four bits" in printed
-    again, _ = run_training("train_accuracy.py", *options)
-    assert [row["trained"] for row in again["rows"]] == [row["trained"] for row in results["rows"]]
-
-
-@needs_data
-@pytest.mark.data
 def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     out, page = tmp_path / "accuracy.json", tmp_path / "accuracy.md"
-    options = [
-        "--only",
-        "lsq",
-        "apot",
-        "--bits",
-        "4",
-        "--seeds",
-        "0",
-        "--checkpoints",
-        str(tmp_path),
-        "--out",
-        str(out),
-    ]
-    results, _ = run_training("accuracy.py", *options)
-    rows = {row["quantizer"]: row for row in results["rows"]}
-    assert set(rows) == {"lsq", "apot"}
-    assert results["float_model"] == 89
-    assert all(row["trained"] > 60 for row in rows.values())
+    options = ["--bits", "4", "--seeds", "0", "--checkpoints", str(tmp_path), "--out", str(out)]
+    every = ["--only", "float", "lsq", "dsq", "torch.ao", "torch.ao, learnable", "Brevitas", *options]
+    results, _ = run_training("accuracy.py", *every)
+    rows = {row["training"]["subject"]: row for row in results["rows"]}
+    assert set(rows) == {"float", "lsq", "dsq", "torch.ao", "torch.ao, learnable", "Brevitas"}
+    assert results["float_weights"] == 89
+    for subject, row in rows.items():
+        missing = subject == "Brevitas" and find_spec("brevitas") is None
+        assert (row["failure"] != "") if missing else (row["trained"] > 60)
+    assert rows["float"]["training"]["bits"] == 32
     assert "accuracy.py" in results["command"]
-    again, _ = run_training("accuracy.py", *options)
-    assert again["rows"] == results["rows"]  # nothing is trained twice
+    results, _ = run_training("accuracy.py", "--only", "lsq", "--forward", "float", "integer", "--teacher", *options)
+    assert results["rows"][: len(rows)] == list(rows.values())  # nothing is trained twice
+    assert [row["training"]["forward"] for row in results["rows"][len(rows) :]] == ["float", "integer"]
     page.write_text("before\n<!-- begin: benchmarks/accuracy.py -->\nold\n<!-- end -->\nafter\n")
     subprocess.run([sys.executable, str(FOLDER / "accuracy.py"), "--out", str(out), "--page", str(page)], check=True)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| 4 | lsq | 1 |" in text
+    assert "| 1 |  | 4 | lsq | 1 |" in text
+    assert "| 1 | yes | 4 | lsq, integer forward | 1 |" in text

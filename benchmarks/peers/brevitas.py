@@ -9,6 +9,8 @@ from brevitas.core.scaling import ConstScaling, IntScaling, ParameterScaling
 from brevitas.core.zero_point import ZeroZeroPoint
 from brevitas.graph.calibrate import calibration_mode
 from brevitas.graph.quantize import layerwise_quantize, preprocess_for_quantize, quantize
+from brevitas.nn import QuantConv2d, QuantLinear
+from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerChannelFloat, Uint8ActPerTensorFloat
 from op_cases.subjects import QMIN, Subject
 from tools import Forward, Learned, Tool
 from torch import Tensor, nn
@@ -42,3 +44,21 @@ def qat_model(model: nn.Module, x: Tensor) -> nn.Module:
     with torch.no_grad(), calibration_mode(quantized):
         quantized(x)
     return quantized.train()
+
+
+def few_bit_layer(layer: nn.Conv2d | nn.Linear, bits: int, signed: bool) -> nn.Module:
+    """Its layer with a quantized input: learned scales of activations, scales of weights from their ranges."""
+    options = {
+        "bias": layer.bias is not None,
+        "weight_quant": Int8WeightPerChannelFloat,
+        "weight_bit_width": bits,
+        "input_quant": Int8ActPerTensorFloat if signed else Uint8ActPerTensorFloat,
+        "input_bit_width": bits,
+    }
+    if isinstance(layer, nn.Conv2d):
+        shape = {"kernel_size": layer.kernel_size, "stride": layer.stride, "padding": layer.padding}
+        quantized = QuantConv2d(layer.in_channels, layer.out_channels, **shape, **options)
+    else:
+        quantized = QuantLinear(layer.in_features, layer.out_features, **options)
+    quantized.load_state_dict(layer.state_dict(), strict=False)
+    return quantized

@@ -1,4 +1,4 @@
-"""ResNet-20 in few bits on CIFAR-10: the float weights, the images, the quantized model, its training and its accuracy."""
+"""Training of a network on CIFAR-10: the images, the schedule, the checkpoints and the accuracy."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from export_models import jpeg_images, resnet20_of
+from export_models import jpeg_images
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,8 +15,7 @@ import qtoolkit as qt
 
 PADDING = 4  # pixels around an image before the random crop
 CALIBRATION = 512  # images
-LEARNED_8_BITS = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0))
-LEARNED_4_BITS = qt.QConfig(qt.QuantSpec(bits=4, quantizer="lsq"), qt.QuantSpec(bits=4, quantizer="lsq", axis=0))
+WEIGHT_DECAY = 1e-4
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class Schedule:
 
     images: int
     epochs: int
-    batch: int
-    rate: float
+    batch: int = 100
+    rate: float = 0.02
 
     @property
     def steps(self) -> int:
@@ -47,27 +46,24 @@ def load(folder: Path, train: int, test: int) -> Data:
     return Data(jpeg_images(folder, "train", train), jpeg_images(folder, "test", test))
 
 
-def quantized(folder: Path, data: Data, forward: str = "auto", qconfig: qt.QConfig = LEARNED_4_BITS) -> nn.Module:
-    """Return the float network prepared with a config and calibrated; the first and last layers have eight bits."""
-    model = resnet20_of(folder).train()
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    mapping = qt.QConfigMapping().set_global(qconfig)
-    for name in (layers[0], layers[-1]):
-        mapping.set_module_name(name, LEARNED_8_BITS)
-    images = data.train[0][:CALIBRATION]
-    prepared = qt.prepare(model, (images[:2],), backend="academic", qconfig_mapping=mapping, forward=forward)
-    qt.calibrate(prepared, images.split(64), progress=False)
-    return prepared
-
-
 class Run:
-    """A training with a seed, which goes on where its checkpoint ends."""
+    """A training with a seed, which goes on where its checkpoint ends; a teacher's classes count as much as the labels."""
 
-    def __init__(self, model: nn.Module, data: Data, schedule: Schedule, seed: int, checkpoint: Path) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        schedule: Schedule,
+        seed: int,
+        checkpoint: Path,
+        teacher: nn.Module | None = None,
+    ) -> None:
         self.model, self.data, self.schedule, self.checkpoint = model.train(), data, schedule, checkpoint
+        self.teacher = qt.tuning.Distillation(model, teacher) if teacher is not None else None
         self.generator = torch.Generator().manual_seed(seed)
         self.step = 0
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=schedule.rate, momentum=0.9, weight_decay=1e-4)
+        groups = qt.parameter_groups(model, lr=schedule.rate, weight_decay=WEIGHT_DECAY)
+        self.optimizer = torch.optim.SGD(groups, momentum=0.9)
         if checkpoint.exists():
             self._load(torch.load(checkpoint, weights_only=True))
 
@@ -105,8 +101,13 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         images, labels = (part[index] for part in self.data.train)
+        images = _augmented(images, self.generator)
         self.optimizer.zero_grad()
-        F.cross_entropy(self.model(_augmented(images, self.generator)), labels).backward()
+        logits = self.model(images)
+        loss = F.cross_entropy(logits, labels)
+        if self.teacher is not None:
+            loss = loss + self.teacher(images, logits)
+        loss.backward()
         self.optimizer.step()
         self.step += 1
 

@@ -1,6 +1,5 @@
 """The tables of the results, as the console and the page show them: title, names of columns, cells."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,25 +80,6 @@ def failures(rows: Rows) -> list[str]:
     """Return a line for each subject that has no figure, with the reason."""
     found = {(row["network"], row["subject"]): row["failure"] for row in rows if row["failure"]}
     return [f"{NETWORKS[network].title}, {subject}: {reason}" for (network, subject), reason in found.items()]
-
-
-def accuracy_tables(results: Mapping[str, Any]) -> Iterator[Table]:
-    """Return the table of train_accuracy.json."""
-    schedule, seeds = results["schedule"], list(dict.fromkeys(row["seed"] for row in results["rows"]))
-    lines = []
-    for forward in dict.fromkeys(row["forward"] for row in results["rows"]):
-        rows = [row for row in results["rows"] if row["forward"] == forward]
-        of = [row["trained"] for row in rows]
-        deviation = f"{statistics.stdev(of):.2f}" if len(of) > 1 else ""
-        calibrated = f"{statistics.mean(row['calibrated'] for row in rows):.2f}"
-        cells = [*(f"{value:.2f}" for value in of), *[""] * (len(seeds) - len(of))]
-        lines.append([forward, calibrated, *cells, f"{statistics.mean(of):.2f}", deviation])
-    names = ["forward", "calibrated", *(f"seed {seed}" for seed in seeds), "mean", "standard deviation"]
-    title = (
-        f"ResNet-20 in four bits, CIFAR-10: accuracy on {results['test_images']:,} images, %; {schedule['epochs']} epochs of "
-        f"{schedule['images']:,} images; float model {results['float_model']:.2f}"
-    )
-    yield title, names, lines
 
 
 def profile_tables(results: Mapping[str, Any]) -> Iterator[Table]:

@@ -1,0 +1,93 @@
+"""What benchmarks/accuracy.py trains: ResNet-20 in float, by each quantizer of the library, and by other tools."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+
+# Quantizer of activations, quantizer of weights: "lsq" where the first is for activations alone.
+QUANTIZERS: Mapping[str, tuple[str, str]] = {
+    "fixed": ("fixed", "fixed"),
+    "lsq": ("lsq", "lsq"),
+    "lsq_plus": ("lsq_plus", "lsq"),
+    "pact": ("pact", "lsq"),
+    "learned_range": ("learned_range", "lsq"),
+    "dsq": ("dsq", "dsq"),
+    "tqt": ("tqt", "tqt"),
+    "dorefa": ("dorefa", "dorefa"),
+    "apot": ("apot", "apot"),
+    "qil": ("qil", "qil"),
+}
+AFFINE = ("lsq_plus", "learned_range")
+POWERS_OF_TWO = ("tqt",)
+# Other tools: the file in peers that builds the model, and the options of its `few_bit_model`.
+PEERS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
+    "torch.ao": ("torch_ao", {"learned": False}),
+    "torch.ao, learnable": ("torch_ao", {"learned": True}),
+    "Brevitas": ("brevitas", {}),
+}
+FLOAT, FLOAT_BITS = "float", 32
+SUBJECTS = (FLOAT, *QUANTIZERS, *PEERS)
+LEARNED_8_BITS = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0))
+
+
+def bits_of(subject: str, bits: Sequence[int]) -> Sequence[int]:
+    """Return the numbers of bits that a subject is trained in."""
+    return [FLOAT_BITS] if subject == FLOAT else bits
+
+
+def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, forward: str = "auto") -> nn.Module:
+    """Return what is trained of a float model, calibrated on batches; its first and last layers have eight bits.
+
+    Raises:
+        ValueError: The subject does not take these bits.
+        ModuleNotFoundError: The other tool is not installed.
+    """
+    if subject == FLOAT:
+        return model
+    if subject in PEERS:
+        file, options = PEERS[subject]
+        wrap: Callable[..., nn.Module] = partial(import_module(f"peers.{file}").few_bit_layer, **options)
+        return _with_layers(model, batches, bits, wrap)
+    activation, weight = QUANTIZERS[subject]
+    config = qt.QConfig(_spec(activation, bits), replace(_spec(weight, bits), axis=0))
+    mapping = qt.QConfigMapping().set_global(config)
+    for name in _ends(model):
+        mapping.set_module_name(name, LEARNED_8_BITS)
+    prepared = qt.prepare(model, (batches[0][:2],), backend="academic", qconfig_mapping=mapping, forward=forward)
+    qt.calibrate(prepared, batches, progress=False)
+    return prepared
+
+
+def _spec(quantizer: str, bits: int) -> qt.QuantSpec:
+    return qt.QuantSpec(
+        bits=bits, quantizer=quantizer, symmetric=quantizer not in AFFINE, pow2_scale=quantizer in POWERS_OF_TWO
+    )
+
+
+def _layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+
+
+def _ends(model: nn.Module) -> tuple[str, str]:
+    names = _layers(model)
+    return names[0], names[-1]
+
+
+def _with_layers(model: nn.Module, batches: Sequence[Tensor], bits: int, wrap: Callable[..., nn.Module]) -> nn.Module:
+    """Put another tool's layer in the place of each layer: the same tensors are quantized as by the backend "academic"."""
+    first, last = _ends(model)
+    for name in _layers(model):
+        layer = wrap(model.get_submodule(name), 8 if name in (first, last) else bits, signed=name == first)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    model.train()
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    return model
