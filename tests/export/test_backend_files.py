@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.export.backend_files.targets import TARGETS
+from qtoolkit.export.backend_files.targets import TARGETS, FloatModel
 from qtoolkit.quantizers.frozen import Grid
 
 SHAPE = (2, 3, 8, 8)
@@ -236,9 +236,6 @@ def test_ppl_has_16_bits_and_channels(tmp_path) -> None:
 
 def test_nnie_has_the_inputs_of_each_layer(tmp_path) -> None:
     prepared = prepared_for("nnie")
-    with pytest.warns(UserWarning, match="no entry for .*: the target takes none for the ops that read them") as caught:
-        written(nnie_with_pool(), "nnie", tmp_path)
-    assert len(caught) == 1
     files = written(prepared, "nnie", tmp_path)
     layers = json.loads(files.files[0].read_text())["nnie"]["gfpq_param_dict"]
     assert {len(values) for name, values in layers.items() if "conv" in name} == {1}
@@ -247,11 +244,13 @@ def test_nnie_has_the_inputs_of_each_layer(tmp_path) -> None:
     assert any(values == [pytest.approx(amax)] for values in layers.values())
 
 
-def nnie_with_pool() -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+def test_nnie_has_no_entry_for_grouped_convolutions(tmp_path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, groups=4)).eval()
     prepared = qt.prepare(model, torch.randn(SHAPE), backend="nnie")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
-    return prepared
+    with pytest.warns(UserWarning, match="no entry for conv2d: the target takes none for the ops that read them"):
+        files = written(prepared, "nnie", tmp_path)
+    assert len(files.encodings) == 1
 
 
 def test_vitis_has_powers_of_two(tmp_path) -> None:
@@ -269,48 +268,74 @@ def test_stpu_has_weights_by_node_and_steps_of_biases(tmp_path) -> None:
     assert ranges[f"{node.name}_bias"]["alpha"] == scales[node.input[0]] * scales["fc.weight"]
 
 
+class Moves(nn.Module):
+    """A max pool and a reshape between a quantizer and the op that takes its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4 * 4 * 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(nn.functional.max_pool2d(torch.relu(self.conv(x)), 2).flatten(1))
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tengine", "nnie"])
+def test_tensors_behind_moved_values_have_their_grid(backend: str, tmp_path) -> None:
+    prepared = qt.prepare(Moves().eval(), torch.randn(SHAPE), backend=backend)
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    files = written(prepared, backend, tmp_path)
+    found = {encoding.tensor: encoding for encoding in files.encodings}
+    made_by = {node.output[0]: node for node in onnx.load(files.model).graph.node}
+    layer = next(node for node in made_by.values() if node.op_type in ("Gemm", "MatMul"))
+    moved = made_by[layer.input[0]]
+    pooled = made_by[moved.input[0]]
+    assert found[layer.input[0]].scale == found[pooled.input[0]].scale
+    assert (pooled.output[0] in found) == (backend != "nnie")  # which has an entry for ops with parameters
+    relu = made_by[pooled.input[0]]
+    assert (relu.input[0] in found) == (backend == "tengine")  # which computes the convolution and the ReLU as one
+
+
 # ---- what a format cannot hold
 
 AFFINE, SIGNED = qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec()
+ONE, CHANNELS = Encoding("x", (0.5,), (0,), -128, 127), Encoding("x", (0.5, 0.3), (0, 0), -128, 127, axis=1)
 REFUSED = {
-    "tensorrt-zero-point": ("tensorrt", qt.QConfig(AFFINE, SIGNED), "signed codes without a zero point"),
-    "tensorrt-4-bits": ("tensorrt", qt.QConfig(qt.QuantSpec(bits=4), SIGNED), "codes of 8 bits, got 4"),
-    "tensorrt-channels": ("tensorrt", qt.QConfig(qt.QuantSpec(axis=1), SIGNED), "one scale for an activation"),
-    "tengine-signed": ("tengine", qt.QConfig(SIGNED, AFFINE), "unsigned codes with a zero point"),
-    "vitis-scale": ("vitis", qt.QConfig(SIGNED, SIGNED), "powers of two, got the scale"),
-    "vitis-channels": ("vitis", qt.QConfig(qt.QuantSpec(pow2_scale=True), qt.QuantSpec(pow2_scale=True, axis=0)), "one scale"),
-    "stpu-zero-point": ("stpu", qt.QConfig(AFFINE, SIGNED), "signed codes without a zero point"),
-    "nnie-integers": ("nnie", qt.QConfig(SIGNED, SIGNED), "logarithmic grids only"),
-    "snpe-6-bits": ("snpe", qt.QConfig(qt.QuantSpec(bits=6), SIGNED), "4 or 8 or 16 bits, got 6"),
-    "snpe-logarithmic": ("snpe", qt.QConfig(qt.QuantSpec(format="nnie"), SIGNED), "integer grids only"),
-    "snpe-narrow": (
-        "snpe", qt.QConfig(qt.QuantSpec(signed=False, symmetric=False, narrow=True), SIGNED), "without the lowest"
-    ),
-    "openvino-logarithmic": ("openvino", qt.QConfig(qt.QuantSpec(format="nnie"), SIGNED), "integer grids only"),
-    "float-formats": ("snpe", qt.QConfig(qt.QuantSpec(format="e4m3"), SIGNED), "numbers of a small float format"),
-    "groups": ("qnn", qt.QConfig(SIGNED, qt.QuantSpec(axis=1, group_size=1)), "scales of blocks"),
-}  # fmt: skip
+    "tensorrt-4-bits": ("tensorrt", replace(ONE, qmin=-8, qmax=7), "codes of 8 bits, got 4"),
+    "tensorrt-channels": ("tensorrt", CHANNELS, "one scale for an activation"),
+    "tengine-signed": ("tengine", ONE, "unsigned codes with a zero point"),
+    "vitis-scale": ("vitis", replace(ONE, scale=(0.3,)), "powers of two, got the scale 0.3"),
+    "vitis-channels": ("vitis", replace(CHANNELS, is_weight=True), "one scale for a tensor"),
+    "stpu-zero-point": ("stpu", replace(ONE, zero_point=(3,)), "signed codes without a zero point"),
+    "nnie-integers": ("nnie", ONE, "logarithmic grids only"),
+    "snpe-6-bits": ("snpe", replace(ONE, qmin=-32, qmax=31), "4 or 8 or 16 bits, got 6"),
+    "snpe-logarithmic": ("snpe", replace(ONE, format="nnie"), "integer grids only"),
+    "snpe-narrow": ("snpe", replace(ONE, qmin=1, qmax=255, zero_point=(7,)), "without the lowest"),
+    "qnn-groups": ("qnn", replace(CHANNELS, is_weight=True, group=2), "the groups of a transposed convolution"),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_file_cannot_hold_is_refused_before_anything_is_written(case: str, tmp_path) -> None:
-    backend, config, message = REFUSED[case]
-    names = ("conv", "next", "up", "fc")
-    mapping = qt.QConfigMapping().set_global(config)
-    if case == "groups":
-        for name in names:
-            mapping.set_module_name(name, None if name == "up" else config)
-    prepared = prepared_for(backend, mapping)
+def test_what_a_format_cannot_hold_is_refused(case: str) -> None:
+    backend, encoding, message = REFUSED[case]
+    target = TARGETS[backend]
+    assert isinstance(target, FloatModel)
+    with pytest.raises(ValueError, match=message):
+        target.formats[0].check(replace(encoding, quantizer="q"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "activation", "message"),
+    [
+        ("tensorrt", AFFINE, "cannot hold the grid of the activation 'x' .*signed codes without a zero point"),
+        ("openvino", qt.QuantSpec(format="nnie"), "integer grids only"),
+        ("snpe", qt.QuantSpec(format="e4m3"), "numbers of a small float format"),
+    ],
+)
+def test_nothing_is_written_then(backend: str, activation: qt.QuantSpec, message: str, tmp_path) -> None:
+    prepared = prepared_for(backend, qt.QConfigMapping().set_global(qt.QConfig(activation, SIGNED)))
     with pytest.raises(ValueError, match=message):
         written(prepared, backend, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_channels_of_groups_have_no_axis(tmp_path) -> None:
-    config = qt.QConfig(AFFINE, replace(AFFINE, axis=0))
-    prepared = prepared_for("qnn", qt.QConfigMapping().set_global(config), groups=2)
-    with pytest.raises(ValueError, match="the groups of a transposed convolution"):
-        written(prepared, "qnn", tmp_path)
 
 
 def test_weights_whose_scales_the_target_would_not_find_are_named(tmp_path) -> None:
@@ -344,7 +369,7 @@ def test_a_quantized_input_that_is_an_output_has_a_node(tmp_path) -> None:
     files = qt.export.encodings(model, "tensorrt", torch.rand(2, 3), tmp_path / "net", output_names=["y"])
     graph = onnx.load(files.model).graph
     assert [(node.op_type, node.output[0]) for node in graph.node] == [("Identity", "y")]
-    assert [encoding.tensor for encoding in files.encodings] == [graph.input[0].name]
+    assert [encoding.tensor for encoding in files.encodings] == [graph.input[0].name, "y"]
 
 
 def test_backends_of_qdq_files_say_so(tmp_path) -> None:
@@ -393,7 +418,9 @@ MALFORMED = {
 @pytest.mark.parametrize("case", MALFORMED)
 def test_a_malformed_file_is_an_error_that_names_the_place(case: str, tmp_path) -> None:
     backend, ending, text, message = MALFORMED[case]
-    written(prepared_for(backend), backend, tmp_path)
+    target = TARGETS[backend]
+    model = helper.make_model(helper.make_graph([], "empty", [], []))
+    onnx.save(model, tmp_path / f"net{target.suffix}" if isinstance(target, FloatModel) else tmp_path / "model.onnx")
     (tmp_path / f"net{ending}").write_text(text)
     with pytest.raises(ValueError, match=message):
         qt.export.read_encodings(backend, tmp_path / "net")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qtoolkit.export.backend_files import nnie, ppl, qualcomm, stpu, tengine, tensorrt, vitis
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.format import Format
+from qtoolkit.export.backend_files.moves import spread
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files import check_file, free_name, replace_model, save, weights_of
@@ -28,17 +29,20 @@ class FloatModel(Target):
     Attributes:
         formats: The files of the grids, which all hold the same.
         suffix: The end of the model's name.
+        joins_relu: Whether the target computes a layer and a ReLU as one op, and looks up the layer's output.
     """
 
     formats: tuple[Format, ...]
     suffix: str = "_deploy_model.onnx"
+    joins_relu: bool = False
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
         """Write the files, after each has been read again in memory."""
         from qtoolkit.export.backend_files import placeholders
 
-        found: list[Encoding] = []
-        exported = export(lambda graph: found.extend(placeholders.remove(graph)))
+        removed: list[Encoding] = []
+        exported = export(lambda graph: removed.extend(placeholders.remove(graph)))
+        found = spread(exported, removed, self.joins_relu)
         for encoding in found:
             for format in self.formats:
                 format.check(encoding)
@@ -98,7 +102,8 @@ def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: "onnx
 
 
 def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Sequence[Encoding]) -> None:
-    left = [encoding.tensor for encoding in encodings if format.holds(encoding) and encoding not in held]
+    kept = {encoding.quantizer for encoding in held}
+    left = [one.tensor for one in encodings if format.holds(one) and one.quantizer not in kept]
     if left:
         warnings.warn(
             f"encodings: {format.title} has no entry for {', '.join(left)}: the target takes none for the ops that read them.",
@@ -119,8 +124,8 @@ TARGETS: Mapping[str, Target] = {
     "qnn": _QUALCOMM,
     "ppl": _PPL,
     "ppl-w8a16": _PPL,
-    "tengine": FloatModel((tengine.TABLE,), "_for_tengine.onnx"),
+    "tengine": FloatModel((tengine.TABLE,), "_for_tengine.onnx", joins_relu=True),
     "nnie": FloatModel((nnie.PARAMETERS,)),
-    "stpu": FloatModel((stpu.RANGES,), "_for_stpu.onnx"),
+    "stpu": FloatModel((stpu.RANGES,), "_for_stpu.onnx", joins_relu=True),
     "vitis": FloatModel((vitis.SCALES,)),
 }
