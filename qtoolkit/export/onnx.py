@@ -157,7 +157,7 @@ def export_onnx(
     from qtoolkit.export.verify import verify_onnx
 
     converted = convert(model) if quantizers_of(model) else model
-    check_grids(converted)
+    check_grids(converted, "export_onnx")
     _check_formats(converted)
     _warn_of_layers_put_in(converted)
     inputs = Inputs.of(converted, example_inputs, input_names)
@@ -252,12 +252,12 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         )
 
 
-def check_grids(converted: nn.Module) -> None:
-    """Raise ValueError for a converted model without a quantizer, or with one that no file can have."""
+def check_grids(converted: nn.Module, what: str) -> None:
+    """Raise ValueError, which begins with `what`, for a converted model without a quantizer, or with one that no file can have."""
     if not any(isinstance(module, Grid) for module in converted.modules()):
         raise ValueError(
-            "export_onnx: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
-            "To export the float model, use torch.onnx.export."
+            f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
+            f"To export the float model, use torch.onnx.export."
         )
     check_shapes(converted)
 

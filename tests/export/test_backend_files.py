@@ -372,13 +372,20 @@ def test_a_quantized_input_that_is_an_output_has_a_node(tmp_path) -> None:
     assert [encoding.tensor for encoding in files.encodings] == [graph.input[0].name, "y"]
 
 
-def test_backends_of_qdq_files_say_so(tmp_path) -> None:
+def test_other_arguments_are_errors(tmp_path) -> None:
+    qdq, snpe, mapping = prepared_for("onnxruntime"), prepared_for("snpe"), qt.QConfigMapping().set_global(None)
+    floating = qt.prepare(Block(), torch.randn(SHAPE), backend="snpe", qconfig_mapping=mapping)
     with pytest.raises(
         ValueError, match="'onnxruntime' has no files of its own, it takes the Q/DQ file of export_onnx"
     ):
-        written(prepared_for("onnxruntime"), "onnxruntime", tmp_path)
+        written(qdq, "onnxruntime", tmp_path)
     with pytest.raises(ValueError, match=r"opset must be a whole number in \[13"):
-        written(prepared_for("snpe"), "snpe", tmp_path, opset=9)
+        written(snpe, "snpe", tmp_path, opset=9)
+    with pytest.raises(ValueError, match="encodings: nothing in the model is quantized"):
+        written(floating, "snpe", tmp_path)
+    model = Block()
+    with pytest.raises(TypeError, match="encodings: the model must be what qtoolkit.prepare"):
+        written(model, "snpe", tmp_path)
 
 
 # ---- files that are not of the form

@@ -114,7 +114,9 @@ def qconfig_of(platform: Platform, backend: Backend, extra: Mapping[str, Any]) -
 def _spec(platform: Platform, base: QuantSpec, side: int, extra: Mapping[str, Any]) -> QuantSpec:
     given = {kind: extra.get(f"{'wa'[side]}_{kind}") for kind in _KINDS}
     grid, options = replace(base, narrow=platform.narrow or base.narrow), dict(given["observer_extra_args"] or {})
-    if given["qscheme"] is not None and base.format == "int":
+    if given["qscheme"] is not None and base.format == "nnie":
+        raise ValueError(f"{'wa'[side]}_qscheme must be left out for the backend 'nnie', whose grid is logarithmic.")
+    if given["qscheme"] is not None:
         scheme = given["qscheme"]
         scheme = scheme if isinstance(scheme, QuantizeScheme) else QuantizeScheme(**scheme)
         grid, options = scheme.spec(base, is_weight=side == 0), {**scheme.kwargs, **options}

@@ -74,7 +74,7 @@ def encodings(
     require_extra("encodings")
     check_opset("encodings", opset)
     converted = convert(model) if quantizers_of(model) else model
-    check_grids(converted)
+    check_grids(converted, "encodings")
     inputs = Inputs.of(converted, example_inputs, input_names)
     check_dtypes(converted, inputs)
     request = Request(converted, inputs, native(opset, "dynamo"), output_names, None)

@@ -126,7 +126,8 @@ def test_every_fake_quantizer_has_a_quantizer() -> None:
     for name, row in FAKE_QUANTIZERS.items():
         scheme = {"bit": 4, "pot_scale": name == "TqtFakeQuantize"}
         backend = BackendType.NNIE if name == "NNIEFakeQuantize" else BackendType.Tensorrt
-        extra = {"w_fakequantize": name, "w_qscheme": scheme}
+        extra = {"w_fakequantize": name}
+        extra |= {} if backend is BackendType.NNIE else {"w_qscheme": scheme}
         assert specs(prepared_with(backend, extra_qconfig_dict=extra))[0].quantizer == row.name
 
 
@@ -359,6 +360,10 @@ WRONG = {
     "nnie": (
         lambda _: prepared_with(BackendType.NNIE, extra_qconfig_dict={"w_fakequantize": "FixedFakeQuantize"}),
         "does not fit the backend 'nnie'",
+    ),
+    "nnie scheme": (
+        lambda _: prepared_with(BackendType.NNIE, extra_qconfig_dict={"a_qscheme": {"bit": 8}}),
+        "a_qscheme must be left out for the backend 'nnie'",
     ),
     "tracer": (lambda _: prepare_by_platform(Net(), "Tensorrt", custom_tracer=object()), "custom_tracer must be None"),
 }
