@@ -253,7 +253,7 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
 
 
 def check_grids(converted: nn.Module, what: str) -> None:
-    """Raise ValueError, which begins with `what`, for a converted model without a quantizer, or with one that no file can have."""
+    """Raise ValueError, which begins with `what`, for a model without a quantizer, or with one that no file can have."""
     if not any(isinstance(module, Grid) for module in converted.modules()):
         raise ValueError(
             f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
