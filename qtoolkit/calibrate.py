@@ -177,14 +177,8 @@ def merged_over_ranks(quantizers: Mapping[str, TensorQuantizer], count: int) -> 
 
 
 def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int) -> CalibrationReport:
-    for name, quantizer in quantizers.items():
-        quantizer.name = name
-    reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}
-    loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
-    calibrated = set(reached.values())
-    for module in prepared.modules():
-        if isinstance(module, QuantModule) and calibrated.isdisjoint(module.weight_quantizers().values()):
-            module.reset_weight_range()  # a layer that no batch ran through has a weight too
+    loaded = load_ranges(prepared, quantizers)
+    reached = {name: quantizers[name] for name in loaded}
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
     grids = {name: _whole(grid_ends(quantizer)) for name, quantizer in reached.items()}
     clipped = {name: _share_clipped(quantizer) for name, quantizer in reached.items()}
@@ -192,6 +186,28 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     unreached = tuple(name for name, quantizer in quantizers.items() if name not in reached and not quantizer.dynamic)
     _warn_of_clipping(reached, clipped)
     return CalibrationReport(count, ranges, unreached, observed, grids, clipped)
+
+
+def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Set the grids of these quantizers of a model from what they have observed; return the range of each that has.
+
+    A layer that no batch ran through has a weight too, whose range is taken.
+
+    Raises:
+        ValueError: A quantizer has observed NaN or infinities.
+    """
+    for name, quantizer in quantizers.items():
+        quantizer.name = name
+    reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}
+    loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
+    chosen, calibrated = set(quantizers.values()), set(reached.values())
+    for module in prepared.modules():
+        if not isinstance(module, QuantModule):
+            continue
+        own = module.weight_quantizers().values()
+        if chosen.issuperset(own) and calibrated.isdisjoint(own):
+            module.reset_weight_range()
+    return loaded
 
 
 def _warn_of_clipping(quantizers: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None]) -> None:

@@ -1,6 +1,6 @@
 """Adapters for scripts and checkpoints of other tools."""
 
-from qtoolkit.compat import pytorch_quantization
+from qtoolkit.compat import mqbench, pytorch_quantization
 from qtoolkit.compat.checkpoints import load_amax
 
-__all__ = ["load_amax", "pytorch_quantization"]
+__all__ = ["load_amax", "mqbench", "pytorch_quantization"]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from qtoolkit.files import write_atomically
+
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
@@ -52,6 +54,15 @@ def free_name(path: Path, used: Set[str]) -> str:
 
 def _weight_names(path: Path) -> tuple[str, str]:
     return f"{path.name}.data", f"{path.name}.1.data"
+
+
+def replace_model(file: Path, weights: Path | None, path: Path, old: Set[str]) -> None:
+    """Write a saved model at a path, first its weights, and then remove those of the model that was there."""
+    if weights is not None:
+        write_atomically(weights, path.with_name(weights.name))
+    write_atomically(file, path)
+    for name in old:
+        path.with_name(name).unlink(missing_ok=True)
 
 
 def check_file(path: Path, opset: int) -> None:

@@ -4,8 +4,8 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.export.exporters import EXPORTERS, Request
-from qtoolkit.export.files import check_file, free_name, save, weights_of
+from qtoolkit.export.files import check_file, free_name, replace_model, save, weights_of
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.opsets import choose, convert_opset, native
 from qtoolkit.export.passes.fusible import write_fusible_forms
@@ -26,7 +26,6 @@ from qtoolkit.export.passes.repeated_pairs import repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
-from qtoolkit.files import write_atomically
 from qtoolkit.graph.plan import Cause
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from qtoolkit.export.verify import Verification
 
 # torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
-_ONE_AT_A_TIME = threading.Lock()
+ONE_AT_A_TIME = threading.Lock()
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -154,28 +153,22 @@ def export_onnx(
             "by one; pass only one of them."
         )
     check_quantized(model, "export_onnx")
-    _require_extra()
+    require_extra("export_onnx")
     from qtoolkit.export.verify import verify_onnx
 
     converted = convert(model) if quantizers_of(model) else model
-    _check_grids(converted)
+    check_grids(converted, "export_onnx")
+    _check_formats(converted)
     _warn_of_layers_put_in(converted)
     inputs = Inputs.of(converted, example_inputs, input_names)
     check_dtypes(converted, inputs)
     chosen = choose(opset, converted)
-    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
-        with evaluating(converted), torch.no_grad():
-            check_outputs(converted(*inputs.args, **inputs.kwargs), output_names)
-        shaped = shaped_weights(converted, partial(_run, converted, inputs))
-        if dynamic_batch:
-            inputs, dynamic_shapes = inputs.with_dynamic_batch()
-        request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
-        with evaluating(converted), in_float(converted), without_noise(), shaped:
-            exported = EXPORTERS[exporter](request)
-            if integer_weights is None:
-                integer_weights = _backend_of(converted).integer_weights
-            exported = _finish(exported, chosen, exporter, integer_weights)
-            repeat_pairs(exported, _backend_of(converted).repeated_pairs)
+    if integer_weights is None:
+        integer_weights = _backend_of(converted).integer_weights
+    finish = partial(_finish, backend=_backend_of(converted), opset=chosen, integer_weights=integer_weights)
+    request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
+    with ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
+        exported = written(request, chosen, exporter, finish, dynamic_batch)
         old = weights_of(Path(path))
         file, weights = save(exported, Path(folder), free_name(Path(path), old))
         check_file(file, chosen)
@@ -183,15 +176,49 @@ def export_onnx(
             verification = verify_onnx(converted, file, example_inputs) if verify else None
         if verification is not None:
             verification.check()
-        if weights is not None:
-            write_atomically(weights, Path(path).with_name(weights.name))
-        write_atomically(file, path)
-        for name in old:
-            Path(path).with_name(name).unlink(missing_ok=True)
+        replace_model(file, weights, Path(path), old)
         size = sum(part.stat().st_size for part in (file, weights) if part is not None)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
     return ExportResult(Path(path), chosen, *counts, size, verification)
+
+
+def written(
+    request: Request,
+    opset: int,
+    exporter: Exporter,
+    finish: Callable[["onnx_ir.Model"], None],
+    dynamic_batch: bool = False,
+) -> "onnx_ir.Model":
+    """Return a converted model as one of torch's exporters writes it.
+
+    Args:
+        request: The model, its inputs and its outputs' names. `ONE_AT_A_TIME` must be held.
+        opset: ONNX opset of the result.
+        exporter: A name of `EXPORTERS`.
+        finish: Replaces the placeholders of quantizers, each with the constants of its grid, in a model of this opset.
+        dynamic_batch: Make dimension 0 of all inputs dynamic.
+    """
+    import onnxscript.optimizer
+
+    from qtoolkit.export.translation import DOMAIN
+
+    model, inputs = request.model, request.inputs
+    with evaluating(model), torch.no_grad():
+        check_outputs(model(*inputs.args, **inputs.kwargs), request.output_names)
+    shaped = shaped_weights(model, partial(_run, model, inputs))
+    if dynamic_batch:
+        inputs, shapes = inputs.with_dynamic_batch()
+        request = replace(request, inputs=inputs, dynamic_shapes=shapes)
+    with evaluating(model), in_float(model), without_noise(), shaped:
+        exported = convert_opset(EXPORTERS[exporter](request), opset, exporter)
+        # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
+        onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)
+        finish(exported)
+        for node in exported.graph:
+            node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
+        _make_names_unique(exported)
+    return exported
 
 
 def _backend_of(model: nn.Module) -> Backend:
@@ -205,13 +232,14 @@ def _run(model: nn.Module, inputs: Inputs) -> None:
     model(*inputs.args, **inputs.kwargs)
 
 
-def _require_extra() -> None:
+def require_extra(what: str) -> None:
+    """Raise ImportError, which says what to install, where the packages for ONNX are missing."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"export_onnx needs {error.name}; run: pip install qtoolkit[onnx].") from None
+        raise ImportError(f"{what} needs {error.name}; run: pip install qtoolkit[onnx].") from None
 
 
 def _warn_of_layers_put_in(model: nn.Module) -> None:
@@ -224,42 +252,38 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         )
 
 
-def _check_grids(converted: nn.Module) -> None:
-    grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
-    if not grids:
+def check_grids(converted: nn.Module, what: str) -> None:
+    """Raise ValueError, which begins with `what`, for a model without a quantizer, or with one that no file can have."""
+    if not any(isinstance(module, Grid) for module in converted.modules()):
         raise ValueError(
-            "export_onnx: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
-            "To export the float model, use torch.onnx.export."
+            f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
+            f"To export the float model, use torch.onnx.export."
         )
     check_shapes(converted)
-    for name, grid in grids.items():
-        if grid.spec.format == "nnie":
+
+
+def _check_formats(converted: nn.Module) -> None:
+    for name, grid in converted.named_modules():
+        if isinstance(grid, Grid) and grid.spec.format == "nnie":
             raise ValueError(
-                f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; give the "
-                f"target's own compiler the float model and the ranges (each quantizer's amax)."
+                f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; "
+                f"qtoolkit.export.encodings writes the float model and the ranges for the target's own compiler."
             )
 
 
-def _finish(model: "onnx_ir.Model", opset: int, exporter: Exporter, integer_weights: bool) -> "onnx_ir.Model":
-    """Write the Q/DQ pairs in the opset, and what runtimes have kernels for, and make the names of nodes unique."""
+def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weights: bool) -> None:
+    """Write the Q/DQ pairs in the opset, and what runtimes have kernels for."""
     import onnxscript.optimizer
 
     from qtoolkit.export.lowering import lower
-    from qtoolkit.export.translation import DOMAIN
 
-    model = convert_opset(model, opset, exporter)
-    # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
-    onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.domain != DOMAIN)
     lower(model, opset, integer_weights)
     drop_saturated_clips(model)
     write_fusible_forms(model)
     quantize_moved_codes(model, opset)
     keep_products_of_codes(model, opset)
     onnxscript.optimizer.remove_unused_nodes(model)
-    for node in model.graph:
-        node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
-    _make_names_unique(model)
-    return model
+    repeat_pairs(model, backend.repeated_pairs)
 
 
 def _make_names_unique(model: "onnx_ir.Model") -> None:

@@ -24,8 +24,6 @@ def choose(opset: int | None, converted: nn.Module) -> int:
     Raises:
         ValueError: ONNX does not have it, or it cannot express the model's codes.
     """
-    import onnx
-
     from qtoolkit.export.storage import smallest_opset
 
     grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
@@ -36,20 +34,27 @@ def choose(opset: int | None, converted: nn.Module) -> int:
     }
     most = max(needed, key=lambda name: needed[name], default=None)
     least = LOWEST if most is None else needed[most]
-    newest = onnx.defs.onnx_opset_version()
     if opset is None:
         preferred = BFLOAT16 if any(p.dtype == torch.bfloat16 for p in converted.parameters()) else DEFAULT
         return max(preferred, least)
-    if type(opset) is not int or not LOWEST <= opset <= newest:
-        raise ValueError(
-            f"export_onnx: opset must be a whole number in [{LOWEST}, {newest}], which this onnx has, got {opset!r}."
-        )
+    check_opset("export_onnx", opset)
     if opset < least:
         raise ValueError(
             f"export_onnx: opset must be at least {least} for {most!r}, which quantizes to {grids[most].spec.describe()}, "
             f"got {opset}."
         )
     return opset
+
+
+def check_opset(what: str, opset: object) -> None:
+    """Raise ValueError for anything but an opset that the installed onnx has, from LOWEST on."""
+    import onnx
+
+    newest = onnx.defs.onnx_opset_version()
+    if type(opset) is not int or not LOWEST <= opset <= newest:
+        raise ValueError(
+            f"{what}: opset must be a whole number in [{LOWEST}, {newest}], which this onnx has, got {opset!r}."
+        )
 
 
 def native(opset: int, exporter: str) -> int:

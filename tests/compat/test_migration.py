@@ -1,6 +1,7 @@
 """docs/migration.md: the new names exist, and each row has one or says that there is none."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,12 @@ def test_each_old_name_has_a_new_one_or_none():
         assert len(rows) > 15
         for old, new, _ in rows[1:]:
             assert "`qtoolkit." in new or new.strip() == "none", old
+
+
+@pytest.mark.parametrize("program", re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), ids=["first", "mqbench"])
+def test_the_programs_run(program: str, tmp_path) -> None:
+    root = str(Path(__file__).parents[2])  # in a process of their own, because they register modules under other names
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root})
 
 
 def test_the_adapters_are_imported_when_they_are_asked_for() -> None:

@@ -6,6 +6,7 @@ Scripts change one line: `import qtoolkit.compat.pytorch_quantization as pytorch
 
 import sys
 
+from qtoolkit.compat.installing import install_as
 from qtoolkit.compat.pytorch_quantization import (
     calib,
     cuda_ext,
@@ -23,7 +24,6 @@ from qtoolkit.compat.pytorch_quantization.quant_modules import deactivate, enabl
 __version__ = "2.2.1"  # the release whose behaviour this is
 
 utils = reduction
-_NAME = "pytorch_quantization"
 _ALIASES = {  # pytorch-quantization's file -> the module that has its names
     "calib.max": calib.calibrator,
     "nn.modules._utils": mixins,
@@ -58,14 +58,7 @@ def install() -> None:
         >>> quant_nn.QuantConv2d.__module__
         'qtoolkit.compat.pytorch_quantization.nn.modules.layers'
     """
-    ours = {name: module for name, module in sys.modules.items() if name == __name__ or name.startswith(f"{__name__}.")}
-    imported = sys.modules.get(_NAME)
-    if imported is not None and imported is not ours[__name__]:
-        raise RuntimeError(
-            f"install: {_NAME} is imported already, from {getattr(imported, '__file__', None)}; call install() before its "
-            f"import."
-        )
-    sys.modules.update({_NAME + name.removeprefix(__name__): module for name, module in ours.items()})
+    install_as(__name__, "pytorch_quantization")
 
 
 __all__ = [

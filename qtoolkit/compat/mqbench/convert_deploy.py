@@ -1,0 +1,130 @@
+"""convert_deploy(): the files that MQBench writes for a backend."""
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtoolkit.compat.mqbench.platforms import BackendType, platform_of
+from qtoolkit.eager.record import plan_of
+from qtoolkit.errors import check_known
+from qtoolkit.export.backend_files import encodings
+from qtoolkit.export.onnx import export_onnx
+from qtoolkit.graph.passes import freeze
+from qtoolkit.prepare import check_quantized
+
+_OPTIONS = ("input_names", "output_names", "dynamic_axes", "opset_version")
+
+
+def convert_deploy(
+    model: nn.Module,
+    backend_type: BackendType | str,
+    input_shape_dict: Mapping[str, Sequence[int]] | None = None,
+    dummy_input: Any = None,
+    output_path: str | os.PathLike[str] = "./",
+    model_name: str = "mqbench_qmodel",
+    deploy_to_qlinear: bool = False,
+    **extra_kwargs: Any,
+) -> tuple[Path, ...]:
+    """Write a calibrated or trained model for a backend. The model does not change.
+
+    All but NNIE get `<model_name>.onnx` with Q/DQ nodes, verified in onnxruntime. Backends with a compiler of their own get its
+    files too (`qtoolkit.export.encodings`), under MQBench's names.
+
+    Args:
+        model: What `prepare_by_platform` returned.
+        backend_type: The backend that it was prepared for.
+        input_shape_dict: The shape of each input.
+        dummy_input: Example inputs instead: a tensor, a tuple, a mapping of keyword inputs, or the mapping that the model
+            takes.
+        output_path: The folder.
+        model_name: The start of the files' names.
+        deploy_to_qlinear: False.
+        **extra_kwargs: `input_names`, `output_names`, `dynamic_axes` (axis 0 of all inputs) and `opset_version`.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ValueError: An option is not known or has no equivalent, the model was prepared for another backend, or a file cannot
+            hold a grid of the model.
+        TypeError: The model is not quantized.
+
+    Example:
+        >>> import tempfile
+        >>> from qtoolkit.compat import mqbench
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> model = mqbench.prepare_by_platform.prepare_by_platform(model, BackendType.SNPE)
+        >>> mqbench.utils.state.enable_calibration(model)
+        >>> _ = model(torch.rand(2, 3, 8, 8))
+        >>> mqbench.utils.state.enable_quantization(model)
+        >>> shapes = {"x": [1, 3, 8, 8]}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     files = convert_deploy(model.eval(), BackendType.SNPE, shapes, output_path=folder, model_name="net")
+        >>> [file.name for file in files]
+        ['net.onnx', 'net_deploy_model.onnx', 'net_clip_ranges.json']
+    """
+    platform, options = platform_of(backend_type), _options(extra_kwargs)
+    if deploy_to_qlinear:
+        raise ValueError(
+            "convert_deploy: deploy_to_qlinear must be False; onnxruntime makes integer ops of the Q/DQ nodes itself."
+        )
+    _check_backend(model, platform.backend)
+    inputs, names = _inputs(model, input_shape_dict, dummy_input)
+    options.setdefault("input_names", names)
+    stem, files = Path(output_path) / model_name, []
+    if platform.qdq:
+        files.append(export_onnx(model, inputs, stem.with_name(f"{model_name}.onnx"), **options).path)
+    if platform.own_files:
+        written = encodings(model, platform.backend, inputs, stem, **options)
+        files += [written.model, *written.files]
+    return tuple(files)
+
+
+def convert_merge_bn(model: nn.Module) -> None:
+    """Fold the batch norms of a prepared model, and freeze its scales, in place."""
+    check_quantized(model, "convert_merge_bn")
+    freeze.run(model)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of torch.onnx.export that qtoolkit's exports have."""
+    for name in given:
+        check_known("option of convert_deploy", name, _OPTIONS)
+    options = {name: given[name] for name in ("input_names", "output_names") if given.get(name) is not None}
+    if given.get("opset_version") is not None:
+        options["opset"] = given["opset_version"]
+    axes = given.get("dynamic_axes") or {}
+    if any(list(dims) != [0] for dims in axes.values()):
+        raise ValueError(
+            f"convert_deploy: dynamic_axes may name axis 0 alone, got {axes!r}; qtoolkit.export_onnx takes dynamic_shapes for "
+            f"others."
+        )
+    return {**options, "dynamic_batch": True} if axes else options
+
+
+def _check_backend(model: nn.Module, backend: str) -> None:
+    check_quantized(model, "convert_deploy")
+    plan = plan_of(model)
+    if plan is not None and plan.backend.name != backend:
+        raise ValueError(
+            f"convert_deploy: the model was prepared for {plan.backend.name!r}, got a backend_type that stands for "
+            f"{backend!r}; pass the BackendType that it was prepared for."
+        )
+
+
+def _inputs(model: nn.Module, shapes: Mapping[str, Sequence[int]] | None, dummy: Any) -> tuple[Any, list[str] | None]:
+    """Return example inputs, and their names in the file."""
+    if (shapes is None) == (dummy is None):
+        raise ValueError("convert_deploy: pass either input_shape_dict or dummy_input.")
+    if shapes is not None:
+        return tuple(torch.rand(*shape) for shape in shapes.values()), list(shapes)
+    by_keyword = isinstance(dummy, Mapping) and set(dummy) <= set(inspect.signature(model.forward).parameters)
+    return dummy if by_keyword or not isinstance(dummy, Mapping) else (dummy,), None
+
+
+__all__ = ["convert_deploy", "convert_merge_bn"]

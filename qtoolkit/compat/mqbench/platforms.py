@@ -1,0 +1,131 @@
+"""MQBench's backends, as backends of qtoolkit, with the observers and fake quantizers that they have by default."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from qtoolkit.backends import Backend, backends
+from qtoolkit.compat.mqbench.scheme import QuantizeScheme, spec_of
+from qtoolkit.config import QConfig, QuantSpec
+from qtoolkit.errors import check_known, check_mapping
+
+BackendType = Enum(  # type: ignore[misc]  # mypy asks for a literal; the class statement would repeat each name
+    "BackendType",
+    {
+        name: name
+        for name in (
+            *("Academic", "Academic_NLP", "Tensorrt", "Tensorrt_NLP", "QDQ", "NNIE", "OPENVINO", "SNPE", "PPLW8A16"),
+            *("PPLCUDA", "STPU", "ONNX_QNN", "Tengine_u8", "Vitis"),
+        )
+    },
+    module=__name__,
+)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A backend of MQBench.
+
+    Attributes:
+        backend: The name of qtoolkit's.
+        fake_quantize: The fake quantizers of weights and activations.
+        observer: Their observers.
+        narrow: Whether codes are symmetric around zero.
+        defaults: Whether there are defaults; without, the config must name everything.
+        qdq: Whether convert_deploy writes a file with Q/DQ nodes, which the logarithmic grids of NNIE do not have.
+        own_files: Whether it writes the files of the target's own compiler.
+    """
+
+    backend: str
+    fake_quantize: tuple[str, str] = ("LearnableFakeQuantize", "LearnableFakeQuantize")
+    observer: tuple[str, str] = ("MinMaxObserver", "EMAMinMaxObserver")
+    narrow: bool = False
+    defaults: bool = True
+    qdq: bool = True
+    own_files: bool = True
+
+
+_MINMAX = ("MinMaxObserver", "MinMaxObserver")
+PLATFORMS: Mapping[str, Platform] = {
+    "Academic": Platform("academic", defaults=False, own_files=False),
+    "Academic_NLP": Platform("academic-nlp", defaults=False, own_files=False),
+    "Tensorrt": Platform("tensorrt", narrow=True),
+    "Tensorrt_NLP": Platform("tensorrt-nlp", narrow=True, own_files=False),
+    "QDQ": Platform("tensorrt", narrow=True, own_files=False),
+    "NNIE": Platform("nnie", ("NNIEFakeQuantize", "NNIEFakeQuantize"), qdq=False),
+    "OPENVINO": Platform("openvino"),
+    "SNPE": Platform("snpe"),
+    "PPLW8A16": Platform("ppl-w8a16"),
+    "PPLCUDA": Platform("ppl", observer=_MINMAX),
+    "STPU": Platform("stpu", ("FixedFakeQuantize", "FixedFakeQuantize")),
+    "ONNX_QNN": Platform("qnn", observer=_MINMAX),
+    "Tengine_u8": Platform("tengine"),
+    "Vitis": Platform("vitis", ("TqtFakeQuantize", "TqtFakeQuantize"), ("MinMaxFloorObserver", "PoTModeObserver")),
+}
+_KINDS = ("observer", "fakequantize", "qscheme", "fakeq_params", "observer_extra_args")
+QCONFIG_KEYS = tuple(f"{side}_{kind}" for side in "wa" for kind in _KINDS)
+
+
+def platform_of(deploy_backend: object) -> Platform:
+    """Return a backend by its BackendType, or by its name.
+
+    Raises:
+        ValueError: It is not known.
+    """
+    name = deploy_backend.value if isinstance(deploy_backend, BackendType) else deploy_backend
+    check_known("backend", name, PLATFORMS)
+    return PLATFORMS[str(name)]
+
+
+def backend_of(platform: Platform, academic_mode: bool) -> Backend:
+    """Return qtoolkit's backend; in academic mode it quantizes what the academic setting does, with weights of 8 bits."""
+    backend = backends[platform.backend]
+    if not academic_mode:
+        return backend
+    weight = replace(present_weight(backend), bits=8)
+    return replace(backend, roles=backends["academic"].roles, qconfig=replace(backend.qconfig, weight=weight))
+
+
+def present_weight(backend: Backend) -> QuantSpec:
+    """Return the spec of weights, which every backend has."""
+    return backend.qconfig.weight or QuantSpec()
+
+
+def qconfig_of(platform: Platform, backend: Backend, extra: Mapping[str, Any]) -> QConfig:
+    """Return the config for an `extra_qconfig_dict`.
+
+    Raises:
+        ValueError: A key, a name or an option is not known, a required key is missing, or they do not fit together.
+    """
+    check_mapping("extra_qconfig_dict", extra)
+    for key in extra:
+        check_known("key of extra_qconfig_dict", key, QCONFIG_KEYS)
+    missing = [f"{side}_{kind}" for side in "wa" for kind in _KINDS[:3] if f"{side}_{kind}" not in extra]
+    if missing and not platform.defaults:
+        raise ValueError(
+            f"extra_qconfig_dict must have {', '.join(missing)}: the backend {platform.backend!r} has no defaults."
+        )
+    base = (present_weight(backend), backend.qconfig.activation or QuantSpec())
+    weight, activation = (_spec(platform, base[side], side, extra) for side in (0, 1))
+    return QConfig(activation=activation, weight=weight)
+
+
+def _spec(platform: Platform, base: QuantSpec, side: int, extra: Mapping[str, Any]) -> QuantSpec:
+    given = {kind: extra.get(f"{'wa'[side]}_{kind}") for kind in _KINDS}
+    grid, options = replace(base, narrow=platform.narrow or base.narrow), dict(given["observer_extra_args"] or {})
+    if given["qscheme"] is not None and base.format == "nnie":
+        raise ValueError(f"{'wa'[side]}_qscheme must be left out for the backend 'nnie', whose grid is logarithmic.")
+    if given["qscheme"] is not None:
+        scheme = given["qscheme"]
+        scheme = scheme if isinstance(scheme, QuantizeScheme) else QuantizeScheme(**scheme)
+        grid, options = scheme.spec(base, is_weight=side == 0), {**scheme.kwargs, **options}
+        if (
+            side == 0 and platform.backend == "openvino" and base.bits == 7
+        ):  # sums of 8-bit weights overflow on its CPUs
+            grid = replace(grid, bits=min(grid.bits, 7))
+    fake_quantize = given["fakequantize"] or platform.fake_quantize[side]
+    if (base.format == "nnie") != (fake_quantize == "NNIEFakeQuantize"):
+        raise ValueError(f"fake quantizer {fake_quantize!r} does not fit the backend {platform.backend!r}.")
+    observer = given["observer"] or platform.observer[side]
+    return spec_of(grid, observer, fake_quantize, options, given["fakeq_params"] or {})

@@ -1,0 +1,140 @@
+"""prepare_by_platform(): MQBench's way to a prepared model."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from qtoolkit.compat.mqbench.platforms import BackendType, backend_of, platform_of, qconfig_of
+from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.errors import check_known, check_mapping
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_state import deepcopy_model
+from qtoolkit.nn import LinkedBatchNorm, freeze_batch_norm
+from qtoolkit.prepare import prepare
+
+_QUANTIZER_KEYS = (
+    *("additional_function_type", "additional_module_type", "additional_node_name"),
+    *("exclude_module_name", "exclude_function_type", "exclude_node_name", "academic_mode"),
+)
+_FUSE_KEYS = ("additional_fuser_method_mapping", "additional_fusion_pattern", "additional_qat_module_mapping")
+_KEYS = (
+    "extra_qconfig_dict",
+    "extra_quantizer_dict",
+    "extra_fuse_dict",
+    "preserve_attr",
+    "concrete_args",
+    "leaf_module",
+)
+
+
+def prepare_by_platform(
+    model: nn.Module,
+    deploy_backend: BackendType | str,
+    prepare_custom_config_dict: Mapping[str, Any] | None = None,
+    custom_tracer: object = None,
+    is_qat: bool = True,
+    freeze_bn: bool = True,
+) -> QuantizedGraphModule:
+    """Turn a float model into a prepared one, by MQBench's options. The model itself does not change.
+
+    Args:
+        model: The float model; in training mode for QAT.
+        deploy_backend: A BackendType, or its name.
+        prepare_custom_config_dict: `extra_qconfig_dict`, `extra_quantizer_dict`, `extra_fuse_dict`, `preserve_attr`,
+            `concrete_args` and `leaf_module`, as in MQBench.
+        custom_tracer: None.
+        is_qat: False folds batch norms at once, as for a model in eval mode.
+        freeze_bn: Freeze the statistics of batch norms in training.
+
+    Returns:
+        What `qtoolkit.prepare` returns.
+
+    Raises:
+        ValueError: A key, a name or an option is not known, does not fit the backend, or has no equivalent.
+        UntraceableError: The model cannot be traced.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> prepared = prepare_by_platform(model, BackendType.Tensorrt)
+        >>> prepared.get_submodule("0.weight_quantizer").spec.describe()
+        'int8 narrow per-channel(0) lsq'
+    """
+    if custom_tracer is not None:
+        raise ValueError(
+            f"prepare_by_platform: custom_tracer must be None, got {custom_tracer!r}; qtoolkit has one tracer: name modules "
+            f"that it should not enter in leaf_module, and fix arguments in concrete_args."
+        )
+    config = _checked("prepare_custom_config_dict", prepare_custom_config_dict or {}, _KEYS)
+    quantizer = _checked("extra_quantizer_dict", config.get("extra_quantizer_dict", {}), _QUANTIZER_KEYS)
+    fuse = _checked("extra_fuse_dict", config.get("extra_fuse_dict", {}), _FUSE_KEYS)
+    platform = platform_of(deploy_backend)
+    backend = backend_of(platform, bool(quantizer.get("academic_mode")))
+    qconfig = qconfig_of(platform, backend, config.get("extra_qconfig_dict", {}))
+    training = model.training and is_qat
+    own = deepcopy_model(model).train(training) if training != model.training else model
+    prepared = prepare(
+        own,
+        backend=backend,
+        qconfig_mapping=_mapping(qconfig, quantizer),
+        leaf_modules=tuple(config.get("leaf_module") or ()),
+        concrete_args=config.get("concrete_args"),
+        preserve_attributes=_preserved(config.get("preserve_attr") or {}),
+        qat_modules=fuse.get("additional_qat_module_mapping"),
+        fuse_patterns=_patterns(fuse, training),
+    )
+    if freeze_bn and any(isinstance(module, LinkedBatchNorm) for module in prepared.modules()):
+        freeze_batch_norm(prepared)
+    return prepared
+
+
+def prepare_qat_fx_by_platform(
+    model: nn.Module, deploy_backend: BackendType | str, prepare_custom_config_dict: Mapping[str, Any] | None = None
+) -> QuantizedGraphModule:
+    """Prepare by the name, and with the trained batch norms, of MQBench's first releases."""
+    return prepare_by_platform(model, deploy_backend, prepare_custom_config_dict, freeze_bn=False)
+
+
+def _checked(what: str, value: Any, keys: Iterable[str]) -> Mapping[str, Any]:
+    check_mapping(what, value)
+    for key in value:
+        check_known(f"key of {what}", key, keys)
+    return value  # type: ignore[no-any-return]  # check_mapping has looked
+
+
+def _mapping(qconfig: QConfig, options: Mapping[str, Any]) -> QConfigMapping:
+    """Return the rules: the config for all, and for what is added; none for what is excluded."""
+    mapping = QConfigMapping().set_global(qconfig)
+    for prefix, config in (("additional", qconfig), ("exclude", None)):
+        for kind in (*options.get(f"{prefix}_function_type", ()), *options.get(f"{prefix}_module_type", ())):
+            mapping.set_object_type(kind, config)
+        for name in (*options.get(f"{prefix}_node_name", ()), *options.get(f"{prefix}_module_name", ())):
+            mapping.set_module_name(name, config)
+    return mapping
+
+
+def _preserved(attributes: Mapping[str, Iterable[str]]) -> list[str]:
+    return [f"{child}.{name}" if child else name for child, names in attributes.items() for name in names]
+
+
+def _patterns(fuse: Mapping[str, Any], training: bool) -> dict[tuple[Any, ...], Callable[..., nn.Module]]:
+    """Return the fusers by their types in the order of forward; torch's take the mode as their first argument."""
+    fusers = fuse.get("additional_fuser_method_mapping") or {}
+    for pattern in fuse.get("additional_fusion_pattern") or {}:
+        if _in_order(pattern) not in fusers:
+            raise ValueError(
+                f"additional_fusion_pattern: {pattern!r} has no fuser; add the types, in the order of forward, to "
+                f"additional_fuser_method_mapping."
+            )
+    return {tuple(types): partial(fuser, training) for types, fuser in fusers.items()}
+
+
+def _in_order(pattern: Any) -> tuple[Any, ...]:
+    """Return the types of a pattern of torch.ao, (last, (..., first)) or (last, ..., first), in the order of forward."""
+    if not isinstance(pattern, tuple):
+        return (pattern,)
+    return tuple(kind for part in reversed(pattern) for kind in _in_order(part))
+
+
+__all__ = ["BackendType", "prepare_by_platform", "prepare_qat_fx_by_platform"]

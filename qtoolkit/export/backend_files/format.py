@@ -1,0 +1,147 @@
+"""Format: one kind of file that stands beside a float model and gives the grids of its tensors."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtoolkit.errors import check_mapping
+from qtoolkit.export.backend_files.encoding import Encoding
+
+if TYPE_CHECKING:
+    import onnx
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of file.
+
+    Attributes:
+        title: Its name in errors.
+        suffix: What its name has behind the model's.
+        write: Returns the text of a file for the encodings that the format holds, with the model they belong to.
+        read: Returns the encodings of a text, without names of quantizers. Raises ValueError for anything else.
+        bits: Widths of codes that it holds.
+        asymmetric: Whether it holds zero points.
+        symmetric: Whether it holds signed codes without a zero point.
+        channels: Whether it holds a scale for each channel of a weight.
+        powers: Whether its scales are powers of two.
+        logarithmic: Whether its grids are logarithmic, not integers.
+        placed: The tensors that a model gives a place in the file; None if it has one for every tensor.
+        derive: For a format without weights: the scales that the target computes from the values of a weight, over the axes
+            of a channel.
+    """
+
+    title: str
+    suffix: str
+    write: Callable[[Sequence[Encoding], "onnx.ModelProto"], str]
+    read: Callable[[str, "onnx.ModelProto"], list[Encoding]]
+    bits: tuple[int, ...] = (8,)
+    asymmetric: bool = True
+    symmetric: bool = True
+    channels: bool = False
+    powers: bool = False
+    logarithmic: bool = False
+    placed: Callable[[Sequence[Encoding], "onnx.ModelProto"], set[str]] | None = None
+    derive: Callable[[Array, tuple[int, ...]], Array] | None = None
+
+    def holds(self, encoding: Encoding) -> bool:
+        """Return whether the file has an entry for a tensor: all but the weights whose grids the target derives."""
+        return not encoding.is_weight or self.derive is None
+
+    def held(self, encodings: Sequence[Encoding], model: "onnx.ModelProto") -> list[Encoding]:
+        """Return the encodings that have an entry in the file of a model."""
+        own = [encoding for encoding in encodings if self.holds(encoding)]
+        placed = None if self.placed is None else self.placed(own, model)
+        return [encoding for encoding in own if placed is None or encoding.tensor in placed]
+
+    def check(self, encoding: Encoding) -> None:
+        """Raise ValueError for a grid that neither the file nor the target, for a weight, can have."""
+        reason = self._why_not(encoding)
+        if reason:
+            kind = "weight" if encoding.is_weight else "activation"
+            raise ValueError(
+                f"encodings: {self.title} cannot hold the grid of the {kind} {encoding.tensor!r} (quantizer "
+                f"{encoding.quantizer!r}): {reason}; prepare with a config that it holds, or deploy the Q/DQ file of "
+                f"export_onnx."
+            )
+
+    def _why_not(self, encoding: Encoding) -> str:
+        if (encoding.format == "nnie") != self.logarithmic:
+            return f"it holds {'logarithmic' if self.logarithmic else 'integer'} grids only"
+        if encoding.bits not in self.bits:
+            return f"it holds codes of {' or '.join(map(str, self.bits))} bits, got {encoding.bits}"
+        if encoding.axis is not None and not encoding.is_weight:
+            return "it holds one scale for an activation, got one for each channel"
+        held = self.channels or self.derive is not None
+        if encoding.axis is not None and not held:
+            return "it holds one scale for a tensor, got one for each channel"
+        if encoding.group > 1 and encoding.axis is not None and self.holds(encoding):
+            return "its channels are those of one axis, got the groups of a transposed convolution"
+        if not encoding.is_symmetric and not self.asymmetric:
+            return "it holds signed codes without a zero point"
+        if encoding.is_symmetric and not self.symmetric:
+            return "it holds unsigned codes with a zero point"
+        if not encoding.is_symmetric and encoding.qmin != encoding.lowest:
+            return "it holds all codes of a grid with a zero point, got one without the lowest"
+        if self.powers and any(math.frexp(scale)[0] != 0.5 for scale in encoding.scale):
+            return f"it holds powers of two, got the scale {encoding.scale[0]:g}"
+        return ""
+
+    def is_derived(self, encoding: Encoding, values: Array) -> bool:
+        """Return whether the target computes the trained scales of a weight from its values, to a millionth."""
+        if self.derive is None:
+            return True
+        if encoding.group > 1:
+            values = values.reshape(encoding.group, -1, *values.shape[1:]).swapaxes(1, 2)
+            values = values.reshape(-1, *values.shape[2:])
+        axis = 0 if encoding.group > 1 else encoding.axis
+        scales = self.derive(values, tuple(a for a in range(values.ndim) if a != axis))
+        return bool(np.allclose(scales, encoding.scale, rtol=1e-6, atol=0))
+
+
+def as_json(value: object) -> str:
+    """Return the text of a JSON file."""
+    return json.dumps(value, indent=4) + "\n"
+
+
+def from_json(text: str, *keys: str) -> Mapping[str, Any]:
+    """Return the mapping that a JSON file has under these keys.
+
+    Raises:
+        ValueError: The text is no JSON, or has no mapping there.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the file must be JSON: {error}.") from None
+    place = "the file"
+    check_mapping(place, value)
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"{place} must have the key {key!r}, got {', '.join(map(repr, value)) or 'none'}.")
+        value, place = value[key], f"{place}'s {key!r}"
+        check_mapping(place, value)
+    return value  # type: ignore[no-any-return]  # check_mapping has looked
+
+
+def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
+    """Return a number of a JSON file: the value itself, or that of a key.
+
+    Raises:
+        ValueError: There is none, or it is no finite number, or no whole one where it must be.
+    """
+    if key is not None:
+        check_mapping("an entry", entry)
+        if key not in entry:  # type: ignore[operator]  # a mapping
+            raise ValueError(f"an entry must have the key {key!r}, got {', '.join(map(repr, entry)) or 'none'}.")  # type: ignore[call-overload]
+        entry = entry[key]  # type: ignore[index]
+    kinds = int if whole else int | float
+    if not isinstance(entry, kinds) or isinstance(entry, bool) or not math.isfinite(entry):
+        raise ValueError(f"{key or 'an entry'} must be a {'whole' if whole else 'finite'} number, got {entry!r}.")
+    return entry

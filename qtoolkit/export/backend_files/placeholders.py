@@ -1,0 +1,137 @@
+"""The placeholders of quantizers in an exported graph: the encodings of their tensors, and the graph without them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir
+
+from qtoolkit.errors import present
+from qtoolkit.export.backend_files.encoding import Encoding
+from qtoolkit.export.storage import SUMS
+from qtoolkit.export.translation import DOMAIN, QUANTIZER
+
+
+def encoding_of(node: onnx_ir.Node) -> Encoding | None:
+    """Return the encoding of the tensor that a placeholder quantizes; None for a bias, which has the grid of the sums.
+
+    Raises:
+        ValueError: Its grid is computed from the input, or is one of small floats or of blocks.
+    """
+    given = {key: attribute.value for key, attribute in node.attributes.items()}
+    if (given["qmin"], given["qmax"]) == SUMS:
+        return None
+    name, tensor = given.get(QUANTIZER, ""), present(node.inputs[0], f"the input of {node.name!r}")
+    scale, zero_point = (_constant(node, index) for index in (1, 2))
+    if scale is None or given["format"] not in ("int", "nnie") or given.get("block_size", 0) > 0:
+        raise ValueError(
+            f"encodings: {name or tensor.name!r} has scales of blocks or of each input, or numbers of a small float format, "
+            f"which no backend file can hold; export_onnx writes them where ONNX has them."
+        )
+    ends = (-127, 127) if given["format"] == "nnie" else (given["qmin"], given["qmax"])
+    scales = tuple(float(one) for one in scale.reshape(-1))
+    zeros = (0,) * len(scales) if zero_point is None else tuple(int(one) for one in zero_point.reshape(-1))
+    axis = given.get("axis") if len(scales) > 1 else None
+    constant = onnx_ir.convenience.get_const_tensor(tensor) is not None and not tensor.is_graph_input()
+    return Encoding(
+        tensor.name or "",
+        scales,
+        zeros,
+        ends[0],
+        ends[1],
+        is_weight=constant,
+        axis=axis,
+        group=given.get("group", 1),
+        format=given["format"],
+        quantizer=name,
+    )
+
+
+def remove(model: onnx_ir.Model) -> list[Encoding]:
+    """Remove the placeholders, and return the encodings by the names that their tensors then have.
+
+    Weights are clipped to the ends of their grids, as the target would. Values within half a step of an affine grid's end stay,
+    so that a target that computes the grid from the values finds the same.
+
+    Raises:
+        ValueError: A grid has no encoding, or a tensor has two.
+    """
+    import onnxscript.optimizer
+
+    found: dict[onnx_ir.Value, Encoding] = {}
+    for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.domain != DOMAIN:
+            continue
+        encoding, source = encoding_of(node), present(node.inputs[0], f"the input of {node.name!r}")
+        source = _take_out(node, source)
+        if encoding is not None:
+            _check_only(found.get(source), encoding)
+            found.setdefault(source, encoding)
+    for source, encoding in found.items():
+        if source.is_initializer():
+            clip(source, encoding, slack=0.0 if encoding.is_symmetric else 0.5)
+    model.opset_imports.pop(DOMAIN, None)
+    onnxscript.optimizer.remove_unused_nodes(model)
+    return [replace(encoding, tensor=source.name or "") for source, encoding in found.items()]
+
+
+def _take_out(node: onnx_ir.Node, source: onnx_ir.Value) -> onnx_ir.Value:
+    """Give the input of a placeholder to all that take its output; return the tensor that then has the encoding."""
+    graph, output = present(node.graph, f"the graph of {node.name!r}"), node.outputs[0]
+    for user, index in tuple(output.uses()):
+        user.replace_input_with(index, source)
+    if output.is_graph_output():
+        given = output.name
+        graph.remove(node)
+        if source.producer() is None or source.is_graph_output():  # an input, a constant or another output
+            identity = onnx_ir.node("Identity", [source], outputs=[onnx_ir.Value(name=given)])
+            identity.outputs[0].shape, identity.outputs[0].type = output.shape, output.type
+            graph.append(identity)
+            new = identity.outputs[0]
+        else:
+            source.name, new = given, source
+        for index, value in enumerate(graph.outputs):
+            if value is output:
+                graph.outputs[index] = new
+        return source
+    graph.remove(node, safe=True)
+    return source
+
+
+def _check_only(known: Encoding | None, new: Encoding) -> None:
+    if known is not None and not known.has_grid_of(new):
+        raise ValueError(
+            f"encodings: tensor {new.tensor!r} is quantized by {known.quantizer!r} and again by {new.quantizer!r} on another "
+            f"grid, and a backend file holds one grid for a tensor; give both one config by a QConfigMapping, or prepare for "
+            f"a backend with dataclasses.replace(backend, shared_concat=False)."
+        )
+
+
+def clip(source: onnx_ir.Value, encoding: Encoding, slack: float) -> None:
+    """Clip a constant to the ends of its grid, where it lies more than `slack` steps beyond them."""
+    tensor = present(onnx_ir.convenience.get_const_tensor(source), f"the constant {encoding.tensor!r}")
+    array = tensor.numpy()
+    low, high, step = (
+        along_axis(np.array(n), encoding, array.shape) for n in (encoding.low, encoding.high, encoding.scale)
+    )
+    above = np.where(array < low - slack * step, low, array)
+    clipped = np.where(array > high + slack * step, high, above).astype(array.dtype)
+    source.const_value = onnx_ir.Tensor(clipped, tensor.dtype, name=source.name)
+
+
+def along_axis(values: "np.ndarray[Any, Any]", encoding: Encoding, shape: Any) -> "np.ndarray[Any, Any]":
+    """Return values, one or one for each channel, in a shape that broadcasts to a tensor of this shape."""
+    sizes = [1] * len(shape)
+    if encoding.axis is None:
+        return values.reshape(sizes)
+    if encoding.group > 1:  # of a weight (in, out / groups, k...)
+        values = values.reshape(encoding.group, shape[1]).repeat(shape[0] // encoding.group, 0)
+        return values.reshape(shape[0], shape[1], *sizes[2:])
+    sizes[encoding.axis] = -1
+    return values.reshape(sizes)
+
+
+def _constant(node: onnx_ir.Node, index: int) -> "np.ndarray[Any, Any] | None":
+    value = node.inputs[index] if len(node.inputs) > index else None
+    tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
+    return None if tensor is None else np.asarray(tensor.numpy(), np.float32)

@@ -1,0 +1,131 @@
+"""The files of each backend."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtoolkit.export.backend_files import nnie, ppl, qualcomm, stpu, tengine, tensorrt, vitis
+from qtoolkit.export.backend_files.encoding import Encoding
+from qtoolkit.export.backend_files.format import Format
+from qtoolkit.export.backend_files.moves import spread
+from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
+from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
+from qtoolkit.export.files import check_file, free_name, replace_model, save, weights_of
+from qtoolkit.files import write_atomically
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir
+
+
+@dataclass(frozen=True)
+class FloatModel(Target):
+    """An ONNX file in float, and files with the grids of its tensors.
+
+    Attributes:
+        formats: The files of the grids, which all hold the same.
+        suffix: The end of the model's name.
+        joins_relu: Whether the target computes a layer and a ReLU as one op, and looks up the layer's output.
+    """
+
+    formats: tuple[Format, ...]
+    suffix: str = "_deploy_model.onnx"
+    joins_relu: bool = False
+
+    def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
+        """Write the files, after each has been read again in memory."""
+        from qtoolkit.export.backend_files import placeholders
+
+        removed: list[Encoding] = []
+        exported = export(lambda graph: removed.extend(placeholders.remove(graph)))
+        found = spread(exported, removed, self.joins_relu)
+        for encoding in found:
+            for format in self.formats:
+                format.check(encoding)
+        model_path = with_ending(path, self.suffix)
+        with tempfile.TemporaryDirectory() as folder:
+            old = weights_of(model_path)
+            file, weights = save(exported, Path(folder), free_name(model_path, old))
+            check_file(file, opset)
+            model = _graph_of(file)
+            _warn_of_derived(self.formats[0], found, exported)
+            texts = {with_ending(path, f.suffix): _checked_text(f, found, model) for f in self.formats}
+            replace_model(file, weights, model_path, old)
+        for name, text in texts.items():
+            write_atomically(text.encode(), name)
+        held = self.formats[0].held(found, model)
+        _warn_of_left_out(self.formats[0], found, held)
+        return BackendFiles(model_path, tuple(texts), tuple(held))
+
+    def read(self, path: Path) -> list[Encoding]:
+        """Read the first of the files."""
+        model = _graph_of(with_ending(path, self.suffix))
+        return self.formats[0].read(with_ending(path, self.formats[0].suffix).read_text(), model)
+
+
+def _graph_of(path: str | os.PathLike[str]) -> "onnx.ModelProto":
+    import onnx
+
+    return onnx.load(str(path), load_external_data=False)
+
+
+def _checked_text(format: Format, encodings: Sequence[Encoding], model: "onnx.ModelProto") -> str:
+    """Return the text of a file whose reader finds what was written."""
+    held = format.held(encodings, model)
+    text = format.write(held, model)
+    check_same(format.title, held, format.read(text, model))
+    return text
+
+
+def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: "onnx_ir.Model") -> None:
+    """Warn of weights for which a target that computes their scales itself finds others."""
+    import numpy as np
+
+    values: dict[str, Any] = {name: value.const_value for name, value in model.graph.initializers.items()}
+    other = [
+        encoding.tensor
+        for encoding in encodings
+        if encoding.is_weight and values.get(encoding.tensor) is not None
+        if not format.is_derived(encoding, np.asarray(values[encoding.tensor].numpy(), np.float32))
+    ]
+    if other:
+        warnings.warn(
+            f"encodings: {format.title} has no scales of weights; the target computes them from the values, and finds others "
+            f"than the trained ones for {len(other)} weights: {', '.join(other[:5])}{', ...' if len(other) > 5 else ''}. The "
+            f"Q/DQ file of export_onnx holds the trained ones.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Sequence[Encoding]) -> None:
+    kept = {encoding.quantizer for encoding in held}
+    left = [one.tensor for one in encodings if format.holds(one) and one.quantizer not in kept]
+    if left:
+        warnings.warn(
+            f"encodings: {format.title} has no entry for {', '.join(left)}: the target takes none for the ops that read them.",
+            stacklevel=4,
+        )
+
+
+_TENSORRT = FloatModel((tensorrt.CACHE, tensorrt.RANGES))
+_QUALCOMM = FloatModel((qualcomm.ENCODINGS,))
+_PPL = FloatModel((ppl.RANGES,))
+
+TARGETS: Mapping[str, Target] = {
+    "tensorrt": _TENSORRT,
+    "tensorrt8": _TENSORRT,
+    "tensorrt-nlp": _TENSORRT,
+    "openvino": FakeQuantizeIR(),
+    "snpe": _QUALCOMM,
+    "qnn": _QUALCOMM,
+    "ppl": _PPL,
+    "ppl-w8a16": _PPL,
+    "tengine": FloatModel((tengine.TABLE,), "_for_tengine.onnx", joins_relu=True),
+    "nnie": FloatModel((nnie.PARAMETERS,)),
+    "stpu": FloatModel((stpu.RANGES,), "_for_stpu.onnx", joins_relu=True),
+    "vitis": FloatModel((vitis.SCALES,)),
+}
