@@ -127,10 +127,11 @@ def _biases_by_batch_norms(network: Network, bits: Bits) -> Forward:
     return result
 
 
-def _reconstructed(method: str, granularity: Any) -> Callable[[Network, Bits], Forward]:
+def _reconstructed(method: str, granularity: Any, **options: Any) -> Callable[[Network, Bits], Forward]:
     def quantize(network: Network, bits: Bits) -> Forward:
         result = prepared(network, bits)
-        qt.tuning.reconstruct(result, network.batches(32), method, granularity, steps=network.steps, progress=False)
+        given = {"steps": network.steps, "progress": False, **options}
+        qt.tuning.reconstruct(result, network.batches(32), method, granularity, **given)
         return result
 
     return quantize
@@ -166,6 +167,7 @@ OURS: Mapping[str, Method] = {
     "adaround": Method(TUNING, _reconstructed("adaround", "layer")),
     "adaround, block": Method(TUNING, _reconstructed("adaround", "block")),
     "brecq": Method(TUNING, _reconstructed("brecq", "block")),
+    'brecq, loss="kl"': Method(TUNING, _reconstructed("brecq", "block", loss="kl")),
     "brecq, layer": Method(TUNING, _reconstructed("brecq", "layer")),
     "qdrop": Method(TUNING, _reconstructed("qdrop", "block")),
     "qdrop, layer": Method(TUNING, _reconstructed("qdrop", "layer")),
