@@ -25,7 +25,10 @@ def _static(calibration: str, like_ours: bool = True) -> Callable[[Network, Bits
 
 
 def quantized_file(network: Network, bits: Bits, calibration: str, like_ours: bool, folder: Path) -> Path:
-    """Return the file of quantize_static, which quantizes where our backend "academic" does, or where it does by itself."""
+    """Return the file of quantize_static, which quantizes where our backend "academic" does, or where it does by itself.
+
+    It quantizes a tensor for all ops that take it: residual adds take the codes of their shortcuts, too.
+    """
     from onnxruntime import quantization
 
     source, target = folder / "float.onnx", folder / "quantized.onnx"
