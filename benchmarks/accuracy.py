@@ -29,7 +29,9 @@ from export_models import resnet20_of
 from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
+from stored import rows_before, write_part, write_rows
 from tqdm import tqdm
+from training.accuracy_plot import draw
 from training.algorithms import FLOAT, SUBJECTS, bits_of, build
 from training.cifar import CALIBRATION, Data, Run, Schedule, accuracy, load
 
@@ -113,16 +115,6 @@ def train(training: Training, folder: Path, data: Data, schedule: Schedule, chec
     return replace(row, calibrated=before, trained=accuracy(model, data), minutes=minutes)
 
 
-def rows_before(out: Path, images: Mapping[str, int]) -> list[Row]:
-    """Return the results of a file that were made with as many images."""
-    if not out.exists():
-        return []
-    found = json.loads(out.read_text())
-    if found["images"] != images:
-        raise SystemExit(f"{out} has results of other images, {found['images']}; pass another file as --out.")
-    return [Row.of(row) for row in found["rows"]]
-
-
 def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the names of columns and the lines: a line for each quantizer, number of bits and schedule."""
     images = results["images"]
@@ -159,13 +151,28 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [*head, str(len(trained)), *figures, ""]
 
 
+def plotted(rows: Sequence[Row]) -> tuple[dict[tuple[str, int], list[float]], float | None]:
+    """Return the accuracies of the shortest schedule by subject and bits, and the mean of the float model's."""
+    epochs = min(row.training.epochs for row in rows)
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in sorted(rows, key=lambda row: row.training.line):
+        training = row.training
+        if row.trained is not None and (training.epochs, training.teacher, training.forward) == (epochs, False, "auto"):
+            found.setdefault((training.subject, training.bits), []).append(row.trained)
+    of_float = [value for (subject, _), of in found.items() if subject == FLOAT for value in of]
+    accuracies = {key: of for key, of in found.items() if key[0] != FLOAT}
+    return accuracies, statistics.mean(of_float) if of_float else None
+
+
 def write_page(page: Path, results: Mapping[str, Any]) -> None:
-    """Replace the part of a page between the marks by the table."""
-    before, rest = page.read_text().split(BEGIN)
+    """Replace the part of a page between the marks by the table and the plot."""
     title, names, lines = table(results)
-    part = ["", f"{title}. Made by `{results['command']}` ({results['cpu']}, torch {results['torch']}).", ""]
-    part += [*markdown_lines(names, lines), ""]
-    page.write_text(before + BEGIN + "\n".join(part) + END + rest.split(END, 1)[1])
+    made = f"{title}. Made by `{results['command']}` ({results['cpu']}, torch {results['torch']})."
+    picture = page.with_name("qat.svg")
+    accuracies, float_model = plotted([Row.of(row) for row in results["rows"]])
+    draw(picture, accuracies, float_model)
+    shown = f"![Accuracy against bits, for each quantizer]({picture.name})"
+    write_part(page, BEGIN, END, [made, "", shown, "", *markdown_lines(names, lines)])
 
 
 def main() -> None:
@@ -194,7 +201,7 @@ def main() -> None:
         "train": QUICK_IMAGES if args.quick else IMAGES,
         "test": QUICK_TEST_IMAGES if args.quick else TEST_IMAGES,
     }
-    rows = rows_before(args.out, images)
+    rows = [Row.of(row) for row in rows_before(args.out, {"images": images})]
     done = {row.training for row in rows}
     wanted = (
         Training(subject, bits, seed, args.epochs, args.teacher, forward)
@@ -216,8 +223,7 @@ def main() -> None:
     args.checkpoints.mkdir(parents=True, exist_ok=True)
     for training in tqdm(missing, desc="trainings"):
         rows.append(train(training, DATA, data, Schedule(images["train"], training.epochs), args.checkpoints))
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**results, "rows": [asdict(row) for row in rows]}, indent=1))
+        write_rows(args.out, results, [asdict(row) for row in rows])
     show(Console(width=160), *table({**results, "rows": [asdict(row) for row in rows]}))
     return None
 

@@ -78,8 +78,8 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> dict[str, Path]
     return paths
 
 
-def quantize_static(source: Path, target: Path, batches: Sequence[Tensor]) -> None:
-    """Quantize a float file by onnxruntime's own tool, after the preparation that it asks for."""
+def quantize_static(source: Path, target: Path, batches: Sequence[Tensor], **options: Any) -> None:
+    """Quantize a float file by onnxruntime's own tool, after the preparation that it asks for; options are the tool's."""
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -95,7 +95,7 @@ def quantize_static(source: Path, target: Path, batches: Sequence[Tensor]) -> No
     quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
     (name,) = (value.name for value in onnxruntime_session(prepared, 1).get_inputs())
     types = {"activation_type": quantization.QuantType.QUInt8, "weight_type": quantization.QuantType.QInt8}
-    quantization.quantize_static(str(prepared), str(target), Reader(), per_channel=True, **types)
+    quantization.quantize_static(str(prepared), str(target), Reader(), per_channel=True, **{**types, **options})
 
 
 def onnxruntime_session(path: Path, threads: int) -> Any:
@@ -139,7 +139,7 @@ def rows_of(subject: Subject, runtime: str, folder: Path, pace: Pace, threads: i
         ratio = timed.ratios.get(name, 1.0)
         layers = RUNTIMES[runtime](files[name], [subject.example], [], {}, True).layers
         integer = sum(layer.integer for layer in layers)
-        accuracy = None if subject.measure is None else subject.measure(_on_tensors(run))
+        accuracy = None if subject.measure is None else subject.measure(on_tensors(run))
         figures = (1e-3 * timed.roof_us * ratio, ratio, timed.spread, integer, len(layers) - integer, accuracy)
         yield Row(subject.name, runtime, name, *figures, subject.unit)
 
@@ -148,7 +148,8 @@ def _timed(run: Callable[[Any], Any], x: "np.ndarray[Any, Any]") -> Callable[[],
     return lambda: run(x)
 
 
-def _on_tensors(run: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+def on_tensors(run: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+    """Return what runs a function of arrays on tensors."""
     return lambda x: torch.from_numpy(np.array(run(x.numpy())))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from report import markdown_lines
+from stored import write_part
 from training.demands import COLUMNS, demand_lines, ratios_of
 from training.networks import NETWORKS
 from training.options import rows_of
@@ -90,13 +91,9 @@ def main() -> None:
     args = parser.parse_args()
     files = {name: args.results / f"{name}.json" for name in PARTS}
     results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    page = args.page.read_text()
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        parser.error(f"{args.page} must have each of these lines once:\n{BEGIN}\n{END}")
     plot = args.page.with_name("training.svg")
+    write_part(args.page, BEGIN, END, ["", section(results, plot.name)])
     draw(results, {name: network.title for name, network in NETWORKS.items()}, plot)
-    head, tail = page.split(BEGIN)[0], page.split(END)[1]
-    args.page.write_text(f"{head}{BEGIN}\n\n{section(results, plot.name)}\n{END}{tail}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import qtoolkit as qt
 from qtoolkit import ops
 from tests.data import needs_data
 
@@ -195,6 +196,7 @@ def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
 @needs_data
 @pytest.mark.data
 def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
     out, page = tmp_path / "accuracy.json", tmp_path / "accuracy.md"
     options = ["--bits", "4", "--seeds", "0", "--checkpoints", str(tmp_path), "--out", str(out)]
     every = ["--only", "float", "lsq", "dsq", "torch.ao", "torch.ao, learnable", "Brevitas", *options]
@@ -218,3 +220,95 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     assert "old" not in text
     assert "| 1 |  | 4 | lsq | 1 |" in text
     assert "| 1 | yes | 4 | lsq, integer forward | 1 |" in text
+    assert "learnable" in (tmp_path / "qat.svg").read_text()
+
+
+def test_rows_of_other_settings_are_refused(tmp_path) -> None:
+    from stored import rows_before, write_rows
+
+    out = tmp_path / "results" / "ptq.json"
+    assert rows_before(out, {"images": 64}) == []
+    write_rows(out, {"images": 64, "cpu": "any"}, [{"method": "minmax"}])
+    assert rows_before(out, {"images": 64}) == [{"method": "minmax"}]
+    with pytest.raises(SystemExit, match=r"ptq.json has results with images = 64, and this run has 512; pass another"):
+        rows_before(out, {"images": 512})
+
+
+def test_a_page_without_the_marks_stays_as_it_is(tmp_path) -> None:
+    from stored import write_part
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n<begin>\nold\n<end>\nbetween\n<end>\nafter\n")
+    write_part(page, "<begin>", "<end>", ["new", "lines"])
+    text = "before\n<begin>\nnew\nlines\n<end>\nbetween\n<end>\nafter\n"
+    assert page.read_text() == text
+    with pytest.raises(SystemExit, match="must have the line '<start>' once, and the line '<end>' after it"):
+        write_part(page, "<start>", "<end>", [])
+    assert page.read_text() == text
+
+
+def test_hits_are_kept_and_compared_image_by_image() -> None:
+    from post_training.hits import accuracy, difference, packed, unpacked
+
+    of, to = torch.rand(1001) < 0.9, torch.rand(1001) < 0.9
+    assert torch.equal(unpacked(packed(of), 1001), of)
+    assert accuracy(torch.tensor([True, False, True, True])) == 75
+    only_of, only_to = int((of & ~to).sum()), int((to & ~of).sum())
+    found = difference(of, to)
+    assert found.points == pytest.approx(100 * (only_of - only_to) / 1001)
+    variance = (only_of + only_to) / 1001 - ((only_of - only_to) / 1001) ** 2  # of each image's difference
+    assert found.error == pytest.approx(100 * (variance / 1000) ** 0.5)
+    assert not difference(of, of).decided
+    with pytest.raises(ValueError, match="hits are of 1001 and of 5 images; compare models on the same images"):
+        difference(of, to[:5])
+
+
+@needs_data
+@pytest.mark.data
+def test_accuracy_of_post_training_methods_beside_others_and_its_page(tmp_path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("matplotlib")
+    out, page = tmp_path / "ptq.json", tmp_path / "accuracy.md"
+    options = ["--only", "minmax", "qdrop", "smooth_quant", "quantize_static, minmax", "--out", str(out)]
+    results, printed = run_training("ptq.py", *options)
+    rows = {(row["method"], row["bits"]): row for row in results["rows"]}
+    assert {name for name, _ in rows} == {"minmax", "qdrop", "smooth_quant", "quantize_static, minmax"}
+    assert {bits for _, bits in rows} == {"W8A8", "W4A8", "W4A4"}
+    assert all(bool(row["hits"]) != bool(row["failure"]) for row in rows.values())
+    assert "there is none here" in rows["smooth_quant", "W8A8"]["failure"]
+    assert "qtoolkit less the other tool" in printed
+    assert results["test_images"] == 100
+    again, _ = run_training("ptq.py", *options)
+    measured = [row for row in results["rows"] if row["hits"]]
+    assert [row for row in again["rows"] if row["hits"]] == measured  # nothing is measured twice
+    page.write_text("before\n<!-- begin: benchmarks/ptq.py -->\nold\n<!-- end -->\nafter\n")
+    subprocess.run([sys.executable, str(FOLDER / "ptq.py"), "--out", str(out), "--page", str(page)], check=True)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text
+    assert "| minmax | 89.00 (+0.00 ± 0.00 ~) |" in text
+    assert "- smooth_quant: it takes norms" in text
+    assert "W4A4" in (tmp_path / "ptq.svg").read_text()
+    (other,) = (line for line in text.splitlines() if line.startswith("| minmax | quantize_static, minmax |"))
+    assert other.count("±") == 3
+
+
+@needs_data
+@pytest.mark.data
+def test_both_tools_quantize_the_same_tensors(tmp_path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    from export_models import resnet20_of
+    from post_training.methods import PLAIN, W4A4, Network, prepared
+    from post_training.others import quantized_file
+
+    network = Network(resnet20_of(None), torch.randn(64, 3, 32, 32), 1)
+    graph = onnx.load(quantized_file(network, W4A4, "MinMax", True, tmp_path)).graph
+    types = {each.name: each.data_type for each in graph.initializer}
+    zeros = {node.input[0]: types[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"}
+    four, eight = onnx.TensorProto.UINT4, onnx.TensorProto.UINT8
+    assert sorted(zeros.values()) == sorted([four] * 18 + [eight] * 2)
+    ours = qt.quantizers_of(prepared(network, W4A4, PLAIN, PLAIN))
+    bits = [q.spec.bits for q in ours.values() if not q.of_weight]
+    assert sorted(bits) == [4] * 18 + [8] * 2

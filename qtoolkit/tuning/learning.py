@@ -1,7 +1,7 @@
 """Learning the rounding of a unit's weights, and the scales of its activations."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +49,8 @@ def learn(
         module: The unit, on the values of its inputs.
         grids: The grid of each weight, by its layer.
         activations: The quantizers of activations in the unit.
-        cache: For each batch the inputs, the float inputs (empty without drop) and the float output.
+        cache: For each batch the inputs, the float inputs (empty without drop), the float output, and the importance of the
+            elements of its tensors, or None.
         options: How.
         place: The place of the unit, which with the seed gives the random numbers.
         error: The mean squared error with weights rounded to nearest, by which the loss is divided.
@@ -73,10 +74,11 @@ def learn(
         for name, quantizer in activations.items():
             stack.enter_context(_answering(quantizer, _Activation(scales.get(name), options.drop, random)))
         for step in range(options.steps):
-            inputs, in_float, expected = cache[int(torch.randint(len(cache), (1,), generator=order))]
+            inputs, in_float, expected, importance = cache[int(torch.randint(len(cache), (1,), generator=order))]
             if options.drop:
                 inputs = _mixed(inputs, in_float, options.drop, random)
-            loss = _distance(module(*clone_tensors(inputs)), expected) / max(error, 1e-30)
+            apart = distances(module(*clone_tensors(inputs)), expected, importance)
+            loss = torch.stack([each.mean() for each in apart]).mean() / max(error, 1e-30)
             beta = _beta(step / options.steps)
             if beta is not None:
                 undecided = torch.stack([rounding.undecided(beta) for rounding in roundings.values()])
@@ -122,10 +124,13 @@ def _step(
         of_scales.step()
 
 
-def _distance(output: Any, expected: Any) -> Tensor:
-    """Return the mean squared difference."""
-    pairs = zip(tensors_of(output), tensors_of(expected), strict=True)
-    return torch.stack([(a.float() - b.float()).square().mean() for a, b in pairs]).mean()
+def distances(
+    output: Any, expected: Any, importance: Sequence[Tensor] | None, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return the squared differences of the elements of each tensor, times their importance."""
+    pairs = list(zip(tensors_of(output), tensors_of(expected), strict=True))
+    squares = [(a.to(dtype) - b.to(dtype)).square() for a, b in pairs]
+    return squares if importance is None else [s * w for s, w in zip(squares, importance, strict=True)]
 
 
 def _mixed(inputs: Any, in_float: Any, drop: float, random: torch.Generator) -> Any:

@@ -13,12 +13,13 @@ from tqdm import tqdm
 
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_inputs import clone_tensors, tensors_of
+from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import deepcopy_model
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.learning import Options, learn
+from qtoolkit.tuning.importance import Importance, Loss
+from qtoolkit.tuning.learning import Options, distances, learn
 from qtoolkit.tuning.rounding import CodeGrid
 from qtoolkit.tuning.running import Batches, Forward, Part, device_of, part_between, tuning
 from qtoolkit.tuning.saved import SavedUnits
@@ -54,7 +55,8 @@ class UnitResult:
     Attributes:
         name: Its name.
         layers: The layers in it.
-        before: The mean squared difference of its output from that of the float model, with weights rounded to nearest.
+        before: The mean squared difference of its output from that of the float model, with weights rounded to nearest; with a
+            loss, of elements that are weighted by the squares of its gradients.
         after: The same at the end.
         moved: The share of its codes that are another one than the nearest.
         kept: Whether nothing was better than rounding to nearest, which was kept.
@@ -110,6 +112,7 @@ def reconstruct(
     path: str | os.PathLike[str] | None = None,
     cache_gib: float = 2.0,
     progress: bool = True,
+    loss: Loss | None = None,
 ) -> Reconstruction:
     """Learn whether each weight is rounded down or up, so that the outputs of layers or blocks are those of the float model.
 
@@ -119,7 +122,7 @@ def reconstruct(
     of these weights no longer follow them.
 
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
-    and trains the scales of their activations as well; its error is the plain squared one, as by default in the authors' code.
+    and trains the scales of their activations as well; the paper's weights of errors are those of `loss`.
     "qdrop" (arXiv 2203.05740) moreover leaves half of the activations in float at random. Blocks are found by the graph and
     the hierarchy of modules (`qtoolkit.tuning.units`).
 
@@ -141,6 +144,11 @@ def reconstruct(
             with the same result as a call that was not interrupted.
         cache_gib: GiB of memory for the inputs and outputs of the unit at hand; what exceeds it is in temporary files.
         progress: Show a progress bar.
+        loss: Weights the squared error of each element of a unit's output by the square of the gradient of a loss there, in the
+            float model (the Fisher diagonal of BRECQ). Either loss(output, batch), the loss of the task, where `output` is what
+            the model or `forward` returns; or "kl", which takes no labels: the KL divergence from the distribution of the
+            float model's own logits (N, classes, ...). It costs a backward pass for each batch and unit, and as much memory as
+            the outputs of the unit. None counts all elements the same.
 
     Returns:
         The errors of each unit before and after, and the layers that were left out, with the reason.
@@ -161,7 +169,7 @@ def reconstruct(
         >>> [unit.name for unit in report.units], all(unit.after < unit.before for unit in report.units)
         (['0', '2'], True)
     """
-    chosen = _check(prepared, method, granularity, steps, cache_gib)
+    chosen = _check(prepared, method, granularity, steps, cache_gib, loss)
     options = Options(
         steps, learning_rate, scale_learning_rate, rounding_weight, chosen.learn_scales, chosen.drop, seed
     )
@@ -173,11 +181,12 @@ def reconstruct(
         stack.enter_context(tuning(prepared))
         reference = deepcopy_model(prepared, what="reconstruct")
         disable_quantization(reference).apply()
-        saved = SavedUnits(path, prepared, f"{method} {options} {[unit.layers for unit in units]}")
+        of_loss = getattr(loss, "__qualname__", loss)
+        saved = SavedUnits(path, prepared, f"{method} {options} {[unit.layers for unit in units]} {of_loss}")
         bar = stack.enter_context(tqdm(total=steps * len(units), desc="reconstruct", disable=not progress, leave=False))
         for place, unit in enumerate(units):
             bar.set_postfix_str(unit.name)
-            task = _Task(prepared, reference, unit, data, options)
+            task = _Task(prepared, reference, unit, data, options, loss)
             content = saved.load(place)
             if content is None:
                 content = task.run(place, cache_gib * 2**30, bar)
@@ -189,7 +198,9 @@ def reconstruct(
     return Reconstruction(method, tuple(results), skipped)
 
 
-def _check(prepared: object, method: str, granularity: str | None, steps: int, cache_gib: float) -> Method:
+def _check(
+    prepared: object, method: str, granularity: str | None, steps: int, cache_gib: float, loss: object
+) -> Method:
     if not isinstance(prepared, QuantizedGraphModule):
         raise TypeError(
             f"reconstruct: prepared must be what qtoolkit.prepare returned, whose graph gives the layers and blocks, got "
@@ -203,6 +214,10 @@ def _check(prepared: object, method: str, granularity: str | None, steps: int, c
         raise ValueError(f"reconstruct: steps must be a whole number of at least 1, got {steps!r}.")
     if not cache_gib >= 0:
         raise ValueError(f"reconstruct: cache_gib must not be negative, got {cache_gib}.")
+    if loss is not None and loss != "kl" and not callable(loss):
+        raise TypeError(
+            f"reconstruct: loss must be a function of the output and the batch, 'kl' or None, got {loss!r}."
+        )
     return METHODS[method]
 
 
@@ -210,9 +225,16 @@ class _Task:
     """The reconstruction of one unit."""
 
     def __init__(
-        self, gm: QuantizedGraphModule, reference: QuantizedGraphModule, unit: Unit, data: Batches, options: Options
+        self,
+        gm: QuantizedGraphModule,
+        reference: QuantizedGraphModule,
+        unit: Unit,
+        data: Batches,
+        options: Options,
+        loss: Loss | None,
     ) -> None:
         self.gm, self.reference, self.unit, self.data, self.options = gm, reference, unit, data, options
+        self.loss = loss
         names = {module: name for name, module in gm.named_modules()}
         self.grids = {name: CodeGrid(gm.get_submodule(name), name) for name in unit.layers}
         found = unit.activation_quantizers() if options.learn_scales or options.drop else []
@@ -222,7 +244,7 @@ class _Task:
         """Learn, store the better of the roundings, and return the result, with what `load` takes."""
         module = part_between(self.gm, self.unit.inputs, self.unit.nodes)
         with BatchCache(limit, device_of(self.gm)) as cache:
-            self._fill(cache)
+            self._fill(cache, place)
             before = _error(module, cache)
             original = self._state()
             nearest = {name: grid.nearest() for name, grid in self.grids.items()}
@@ -237,17 +259,22 @@ class _Task:
         result = UnitResult(self.unit.name, self.unit.layers, before, after, moved, kept)
         return {"result": asdict(result), **self._state()}
 
-    def _fill(self, cache: BatchCache) -> None:
-        """Cache for each batch the inputs in the quantized and the float model, and the float output."""
+    def _fill(self, cache: BatchCache, place: int) -> None:
+        """Cache for each batch the inputs in the quantized and the float model, the float output, and its importance."""
         unit = self.unit
         twins = {node.name: node for node in self.reference.graph.nodes}
         quantized = Part(self.gm, unit.inputs)
         of_float = Part(self.reference, [twins[node.name] for node in (*unit.inputs, unit.output)])
+        weighting = None
+        if self.loss is not None:
+            seed = self.options.seed * 100_003 + place
+            weighting = Importance(self.reference, twins[unit.output.name], self.loss, seed)
         with torch.no_grad():
             for batch in self.data:
                 *expected, output = of_float.of(self.data, batch, unit.name)
                 inputs = quantized.of(self.data, batch, unit.name)
-                cache.append((list(inputs), expected if self.options.drop else [], output))
+                importance = None if weighting is None else weighting.of(self.data, batch)
+                cache.append((list(inputs), expected if self.options.drop else [], output, importance))
 
     def _store(self, codes: Mapping[str, Tensor], module: fx.GraphModule, cache: BatchCache) -> float:
         """Move the weights to some codes, and return the error."""
@@ -273,13 +300,13 @@ class _Task:
 
 
 def _error(module: fx.GraphModule, cache: BatchCache) -> float:
-    """Return the mean squared difference of a unit's output from the float one over all batches."""
+    """Return the mean squared difference of a unit's output from the float one over all batches, weighted by importance."""
     total, count = 0.0, 0
     with torch.no_grad():
         for place in range(len(cache)):
-            inputs, _, expected = cache[place]
-            for one, other in zip(tensors_of(module(*clone_tensors(inputs))), tensors_of(expected), strict=True):
-                total += float((one.double() - other.double()).square().sum())
-                count += one.numel()
+            inputs, _, expected, importance = cache[place]
+            for each in distances(module(*clone_tensors(inputs)), expected, importance, torch.float64):
+                total += float(each.sum())
+                count += each.numel()
     error = total / max(count, 1)
     return error if math.isfinite(error) else math.inf

@@ -438,3 +438,132 @@ def test_models_without_ranges_or_without_a_graph() -> None:
     for layers in (["0"], ["1"]):
         with pytest.raises(RuntimeError, match="has no range yet: call qtoolkit.calibrate"):
             qt.tuning.reconstruct(qt.prepare(model), x, layers=layers, **small(2))
+
+
+# ---- errors weighted by a loss
+
+
+def with_labels(count: int = 3) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], qt.graph.QuantizedGraphModule]:
+    model = nets.trained(Residual(), 8, 3, 8, 8).eval()
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 3, 8, 8), torch.randint(5, (8,))) for _ in range(count)]
+    return model, batches, prepared_on(model, [x for x, _ in batches], W3)
+
+
+def cross_entropy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def of_images(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(batch[0])
+
+
+def test_the_error_is_weighted_by_the_squared_gradient_of_the_loss() -> None:
+    model, batches, prepared = with_labels()
+    quantized, total, count = copy.deepcopy(prepared), 0.0, 0
+    for x, labels in batches:
+        first = model.stage[0](model.stem(x)).detach().requires_grad_()  # plain torch, without the graph
+        (gradient,) = torch.autograd.grad(cross_entropy(rest(model, first), (x, labels)), first)
+        kept: list[Tensor] = []
+        handle = quantized.stage[1].register_forward_pre_hook(lambda m, args, kept=kept: kept.append(args[0]))
+        quantized(x)
+        handle.remove()
+        total += float((gradient * (kept[0] - first)).detach().double().square().sum())
+        count += first.numel()
+    layers = ["stage.0.conv1", "stage.0.conv2"]
+    options = {"layers": layers, "forward": of_images, "granularity": "block", "loss": cross_entropy, **small(60)}
+    report = qt.tuning.reconstruct(prepared, batches, "brecq", **options)
+    assert [unit.layers for unit in report.units] == [tuple(layers)]
+    assert report.units[0].before == pytest.approx(total / count, rel=1e-3)
+    assert report.units[0].after < report.units[0].before
+
+
+def rest(model: nn.Module, x: Tensor) -> Tensor:
+    return model.head(model.neck(model.stage[1](x)).mean((2, 3)))
+
+
+def test_elements_without_influence_on_the_loss_do_not_count() -> None:
+    w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2))
+
+    def error_of_first(seed: int, **options: object) -> float:
+        torch.manual_seed(seed)
+        model, x = nn.Sequential(nn.Sequential(nn.Linear(16, 3), nn.Linear(3, 12))).eval(), correlated(64, 16)
+        prepared = prepared_on(model, [x], w2)
+        qt.tuning.reconstruct(prepared, [x], "brecq", **small(150), **options)
+        return float((prepared(x) - model(x))[:, 0].detach().square().mean())
+
+    weighted = sum(error_of_first(seed, loss=lambda output, batch: output[:, 0].sum()) for seed in range(5))
+    assert weighted < 0.7 * sum(error_of_first(seed) for seed in range(5))
+
+
+def test_a_unit_without_influence_on_the_loss_stays_rounded_to_nearest() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 4), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.second(x)
+
+    x = correlated(64, 16)
+    prepared = prepared_on(TwoHeads().eval(), [x])
+    report = qt.tuning.reconstruct(prepared, [x], loss=lambda output, batch: output[0].square().sum(), **small())
+    first, second = report.units
+    assert first.after < first.before
+    assert second.kept
+    assert second.before == second.after == 0
+
+
+def test_without_labels_the_importance_is_that_of_the_kl_divergence() -> None:
+    from qtoolkit.tuning.importance import Importance
+    from qtoolkit.tuning.running import Batches
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    x = torch.randn(1, 4).expand(40_000, 4)
+    prepared = prepared_on(model, [x[:1]], W3)
+    qt.disable_quantization(prepared).apply()
+    nodes = {str(node.target): node for node in prepared.graph.nodes if node.op == "call_module"}
+    hidden, logits = torch.relu(model[0](x[0])), model(x[0])
+
+    def divergence(z: Tensor) -> Tensor:
+        return nn.functional.kl_div(model[2](z).log_softmax(0), logits.log_softmax(0), reduction="sum", log_target=True)
+
+    second = torch.autograd.functional.hessian(divergence, hidden.detach()).diagonal()
+    (found,) = Importance(prepared, nodes["1"], "kl", seed=0).of(Batches([x], None, "reconstruct"), x)
+    torch.testing.assert_close(found.mean(0), second, rtol=0.05, atol=1e-4)
+
+
+def test_a_weighted_reconstruction_goes_on_after_an_interruption(tmp_path) -> None:
+    _, batches, prepared = with_labels()
+    options = {"forward": of_images, "loss": "kl", "cache_gib": 0.0, **small(10)}
+    whole, resumed, other = prepared, copy.deepcopy(prepared), copy.deepcopy(prepared)
+    qt.tuning.reconstruct(whole, batches, "brecq", **options, path=tmp_path)
+    for file in sorted(tmp_path.iterdir())[2:]:
+        file.unlink()
+    qt.tuning.reconstruct(resumed, batches, "brecq", **options, path=tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(codes_of(whole).values(), codes_of(resumed).values(), strict=True))
+    with pytest.raises(ValueError, match="is from another model, calibration or set of options"):
+        qt.tuning.reconstruct(other, batches, "brecq", **{**options, "loss": cross_entropy}, path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        ("fisher", TypeError, "loss must be a function of the output and the batch, 'kl' or None, got 'fisher'"),
+        (lambda output, batch: output.detach().sum(), ValueError, r"got a tensor of shape \(\) without a gradient"),
+        (lambda output, batch: output, ValueError, r"must return a tensor with one element .* got a tensor of shape"),
+        (lambda output, batch: 1.0, ValueError, "got a float; write a function such as lambda output, batch"),
+    ],
+)
+def test_a_loss_that_gives_no_gradient(loss: object, error: type[Exception], words: str) -> None:
+    _, batches, prepared = with_labels(1)
+    before = codes_of(prepared)
+    with pytest.raises(error, match=words):
+        qt.tuning.reconstruct(prepared, batches, "brecq", forward=of_images, loss=loss, **small(2))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), codes_of(prepared).values(), strict=True))
+
+
+def test_no_logits_for_the_divergence() -> None:
+    _, batches, prepared = with_labels(1)
+    with pytest.raises(ValueError, match=r"loss='kl' takes models that return logits as one tensor .* got a list"):
+        qt.tuning.reconstruct(prepared, batches, forward=lambda m, b: [m(b[0])], loss="kl", **small(2))

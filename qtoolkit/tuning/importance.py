@@ -1,0 +1,109 @@
+"""How much each element of a unit's output counts: the squared gradient of a loss (BRECQ, arXiv 2102.05426, section 3.3)."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.model_inputs import clone_tensors, tensors_of
+from qtoolkit.tuning.running import Batches, device_of
+
+Loss = Callable[[Any, Any], Tensor] | Literal["kl"]
+
+
+class Importance:
+    """The importance of the elements of a node's value: the diagonal of the Fisher information of a loss there.
+
+    Args:
+        model: The model whose gradients are taken. Its parameters stop requiring gradients.
+        node: The node.
+        loss: loss(output, batch), a scalar; or "kl": labels are drawn from the distribution that the model's own logits give,
+            and the loss is the cross entropy. The mean of its squared gradients is the second derivative of the KL divergence
+            from that distribution.
+        seed: Of the labels that are drawn.
+    """
+
+    def __init__(self, model: QuantizedGraphModule, node: fx.Node, loss: Loss, seed: int) -> None:
+        self.model = _Watched(model.requires_grad_(False), node)
+        self.random = torch.Generator(device_of(model)).manual_seed(seed)
+        self.loss: Callable[[Any, Any], Tensor] = self._kl if loss == "kl" else loss
+
+    def of(self, data: Batches, batch: Any) -> list[Tensor]:
+        """Return the importance of each element of the node's tensors for a batch.
+
+        Raises:
+            ValueError: The loss is no scalar that depends on the model's output, or "kl" gets no logits.
+        """
+        with torch.enable_grad():
+            loss = self.loss(data.run(self.model, batch), batch)
+            watched = tensors_of(self.model.watched)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    f"{data.what}: loss(output, batch) must return a tensor with one element that depends on the model's "
+                    f"output, got {_described(loss)}; write a function such as lambda output, batch: "
+                    f"torch.nn.functional.cross_entropy(output, batch[1]), and return the output from forward(model, batch)."
+                )
+            floating = [value for value in watched if value.requires_grad]
+            found = iter(torch.autograd.grad(loss.sum(), floating, allow_unused=True))
+        gradients = [next(found) if value.requires_grad else None for value in watched]
+        return [
+            torch.zeros_like(value) if gradient is None else gradient.float().square()
+            for value, gradient in zip(watched, gradients, strict=True)
+        ]
+
+    def _kl(self, output: Any, batch: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.dim() < 2 or not output.is_floating_point():
+            raise ValueError(
+                f"reconstruct: loss='kl' takes models that return logits as one tensor (N, classes, ...), got "
+                f"{_described(output)}; pass loss=lambda output, batch: ..., the loss of the task."
+            )
+        logits = output.movedim(1, -1).flatten(0, -2).float()
+        drawn = torch.multinomial(logits.detach().softmax(1), 1, generator=self.random)[:, 0]
+        return F.cross_entropy(logits, drawn, reduction="sum")
+
+
+class _Watched(nn.Module):
+    """A model that keeps the value of a node as a tensor with a gradient.
+
+    Args:
+        gm: The model.
+        node: The node.
+    """
+
+    def __init__(self, gm: QuantizedGraphModule, node: fx.Node) -> None:
+        super().__init__()
+        graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.set_codegen(gm.graph._codegen)
+        watched = None
+        for each in gm.graph.nodes:
+            if each.op == "output":
+                graph.output((fx.node.map_arg(each.args[0], written.__getitem__), watched))
+                break
+            written[each] = graph.node_copy(each, written.__getitem__)
+            if each is node:
+                watched = graph.call_function(as_leaves, (written[each],))
+                written[each] = graph.call_function(clone_tensors, (watched,))  # a later op may change it in place
+        self.inner = fx.GraphModule(gm, graph, type(gm).__name__)
+        self.watched: Any = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output; what does not depend on the node has a gradient too, so that any loss has one."""
+        output, self.watched = self.inner(*args, **kwargs)
+        return fx.node.map_aggregate(output, lambda v: v if getattr(v, "requires_grad", False) else as_leaves(v))
+
+
+def as_leaves(value: Any) -> Any:
+    """Return a value with its floating-point tensors as leaves of a new autograd graph."""
+    return fx.node.map_aggregate(
+        value,
+        lambda v: v.detach().requires_grad_(v.is_floating_point()) if isinstance(v, Tensor) else v,
+    )
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)} {'with' if value.requires_grad else 'without'} a gradient"
