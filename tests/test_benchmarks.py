@@ -312,3 +312,68 @@ def test_both_tools_quantize_the_same_tensors(tmp_path) -> None:
     ours = qt.quantizers_of(prepared(network, W4A4, PLAIN, PLAIN))
     bits = [q.spec.bits for q in ours.values() if not q.of_weight]
     assert sorted(bits) == [4] * 18 + [8] * 2
+
+
+@needs_data
+@pytest.mark.data
+def test_super_resolution_and_its_page(tmp_path) -> None:
+    out, page = tmp_path / "super_resolution.json", tmp_path / "accuracy.md"
+    options = [
+        "--only",
+        "float",
+        "mse",
+        "mse, equalized",
+        "lsq_plus",
+        "--bits",
+        "W8A8",
+        "--seeds",
+        "0",
+        "--out",
+        str(out),
+    ]
+    results, printed = run_training("super_resolution.py", *options)
+    rows = {row["method"]: row for row in results["rows"]}
+    assert set(rows) == {"float", "mse", "mse, equalized", "lsq_plus"}
+    assert results["float_model"]["y"] == pytest.approx(36.890, abs=0.001)  # shared/data has this figure of "baby"
+    assert rows["float"]["calibrated"] == results["float_model"]["y"]
+    assert results["float_model"]["y"] - 1.5 < rows["mse"]["y"] < results["float_model"]["y"]
+    assert rows["mse"]["calibrated"] == rows["mse"]["y"]
+    assert rows["lsq_plus"]["calibrated"] != rows["lsq_plus"]["y"]
+    assert "FSRCNN x2, Set5, trained" in printed
+    again, _ = run_training("super_resolution.py", *options)
+    assert again["rows"] == results["rows"]  # nothing is measured twice
+    assert "| mse | -" in written_page("super_resolution.py", out, page)
+
+
+@needs_data
+@pytest.mark.data
+def test_text_encoder_and_its_page(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    encoder = transformers.BertModel(transformers.BertConfig(**sizes), add_pooling_layer=False)
+    encoder.config.to_json_file(tmp_path / "config.json")
+    safetensors.save_file(dict(encoder.state_dict()), tmp_path / "model.safetensors")
+    out, page = tmp_path / "text_encoder.json", tmp_path / "accuracy.md"
+    methods = ["minmax", "traced, minmax", "groups of 32, per token, gptq", "per channel, lsq, distilled"]
+    options = ["--weights", str(tmp_path), "--only", *methods, "--out", str(out)]
+    results, printed = run_training("text_encoder.py", *options)
+    assert [row["method"] for row in results["rows"]] == methods
+    of_float = results["float_model"]["spearman"]
+    assert all(0 < abs(row["spearman"] - of_float) < 10 for row in results["rows"])  # of an encoder with random weights
+    assert "all-MiniLM-L6-v2, STS-B dev, 60 pairs" in printed
+    again, _ = run_training("text_encoder.py", *options)
+    assert again["rows"] == results["rows"]
+    assert "| W8A8 | minmax |" in written_page("text_encoder.py", out, page)
+
+
+def written_page(script: str, out: Path, page: Path) -> str:
+    """Return the page that a benchmark writes its results into, which must keep what is around its part."""
+    page.write_text(f"before\n<!-- begin: benchmarks/{script} -->\nold\n<!-- end -->\nafter\n")
+    subprocess.run([sys.executable, str(FOLDER / script), "--out", str(out), "--page", str(page)], check=True)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    return text

@@ -12,7 +12,12 @@ PROGRAMS = {
     if page.name != "migration.md"  # its program registers modules under another package's name
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 }
-NEEDS = {"mixed_precision.md-0": "scipy", "training.md-2": "accelerate", "training.md-3": "lightning"}
+NEEDS = {
+    "mixed_precision.md-0": "scipy",
+    "training.md-2": "accelerate",
+    "training.md-3": "lightning",
+    "training.md-4": "transformers",
+}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

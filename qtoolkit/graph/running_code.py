@@ -19,7 +19,7 @@ from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
 from qtoolkit.graph.chains import Chain, find_chains, is_max_pool_call
 from qtoolkit.graph.products import function_of
-from qtoolkit.graph.traced_blocks import TracedBlock, find_block
+from qtoolkit.graph.traced_blocks import TracedBlock, find_block, node_name
 from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
 from qtoolkit.nn.hooks import all_watched, has_hooks
 from qtoolkit.nn.product import Product
@@ -195,7 +195,8 @@ class _Writer:
 
     def _module(self, node: fx.Node) -> fx.Node:
         """Return a node that reads the module that a node calls."""
-        return self.graph.get_attr(self._target(str(node.target)))
+        target = self._target(str(node.target))
+        return self.graph.create_node("get_attr", target, name=node_name(target))
 
     # ---- blocks
 
@@ -215,7 +216,8 @@ class _Writer:
 
     def _write_call(self, part: Part) -> None:
         args, kwargs = self._built((part.args, part.kwargs), self._known)
-        result = self.graph.call_module(self._target(part.call.block), args, kwargs)
+        target = self._target(part.call.block)
+        result = self.graph.create_node("call_module", target, args, kwargs, node_name(target))
         self._write_items(part.result, result)
 
     def _write_items(self, tree: Any, whole: fx.Node) -> None:

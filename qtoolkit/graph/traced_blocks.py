@@ -277,6 +277,14 @@ def name_in_graph(root: nn.Module, name: str) -> str:
     return ".".join(result)
 
 
+def node_name(target: str) -> str | None:
+    """Return the name that the node of a submodule or a tensor must have; None leaves the choice to torch.fx.
+
+    torch.fx names a node after its target. A node called "self" would replace the model in the code of the graph.
+    """
+    return "self_1" if target == "self" else None
+
+
 def find_block(root: nn.Module, name: str) -> TracedBlock | None:
     """Return the block of a dotted name, inside its wrappers; None if there is none."""
     module: nn.Module | None = root

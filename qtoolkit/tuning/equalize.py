@@ -24,6 +24,9 @@ M = TypeVar("M", bound=nn.Module)
 HOMOGENEOUS = ("relu", "leaky_relu", "prelu", "max_pool", "avg_pool", "mean", "upsample_nearest", "upsample_linear",
                "zero_pad", "edge_pad", "identity")  # fmt: skip
 ROUNDS, CLOSE = 40, 1e-3
+LEAST = (
+    0.01  # a channel of activations counts as at least this part of the widest: other data may need more of its range
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Pair:
         first: The dotted name of the layer whose output channels are divided.
         second: That of the layer whose input channels are multiplied.
         batch_norm: That of the batch norm between them, whose scale and shift are divided instead; "" for none.
-        before: How much wider the widest channel of both is than the median one, before.
+        before: How much wider the widest channel is than the median one, before: of the weights of both layers, or of the
+            activations.
         after: The same at the end.
     """
 
@@ -69,26 +73,37 @@ class Equalization(Generic[M]):
         return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.skipped.items()])
 
 
-def equalize(model: M, example_inputs: Any, skip: Sequence[str] = (), inplace: bool = False) -> Equalization[M]:
-    """Scale the channels between consecutive layers so that all have weights of about the same range.
+def equalize(
+    model: M,
+    example_inputs: Any,
+    skip: Sequence[str] = (),
+    inplace: bool = False,
+    activations: float | None = None,
+) -> Equalization[M]:
+    """Scale the channels between consecutive layers so that all have about the same range.
 
     A channel that leaves a layer is divided by a factor, and multiplied by it where it enters the next one: the function of the
-    model stays the same, in training mode too, which is checked. Per-tensor weights lose far less after it; with one scale for
-    each output channel there is little to gain. Layers are convolutions, transposed convolutions and linear layers of every
+    model stays the same, in training mode too, which is checked. By default the weights get the same ranges: per-tensor weights
+    lose far less after it; with one scale for each output channel there is little to gain. With `activations` the tensors
+    between the layers get them, which have one scale for all channels: at the weights' cost, which training makes up for.
+    Layers are convolutions, transposed convolutions and linear layers of every
     dimension, with groups; between them may be a batch norm, ReLU, LeakyReLU, PReLU, pools, padding and dropout.
 
     Args:
         model: A float model, before `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        example_inputs: As for `qtoolkit.prepare`: the model is traced with them, and run for the check.
+        example_inputs: As for `qtoolkit.prepare`: the model is traced with them, and run for the check. The ranges of
+            activations are those of these inputs: pass a batch of real data.
         skip: Dotted names of layers that stay as they are.
         inplace: Change the model itself; otherwise a copy.
+        activations: None for the weights. Or the power of its range, relative to the widest, that a channel is divided by: 1
+            makes all channels of the activations equally wide, 0.5 shares the work with the weights.
 
     Returns:
         The model, the pairs, and why other layers stay as they were.
 
     Raises:
         TypeError: `model` is no module, or has quantizers.
-        ValueError: A name in `skip` is unknown.
+        ValueError: A name in `skip` is unknown, or `activations` is not above 0 and at most 1.
         UntraceableError: The model cannot be traced.
         RuntimeError: The outputs would change; the model is then unchanged.
 
@@ -102,6 +117,8 @@ def equalize(model: M, example_inputs: Any, skip: Sequence[str] = (), inplace: b
     if any(isinstance(module, QuantModule) for module in model.modules()):
         raise TypeError("equalize: the model must be a float model; equalize it before it is prepared or replaced.")
     check_sequence(skip, "equalize", "skip")
+    if activations is not None and not 0 < activations <= 1:
+        raise ValueError(f"equalize: activations must be None, or above 0 and at most 1, got {activations!r}.")
     own = model if inplace else deepcopy_model(model, what="equalize")
     names = names_by_module(own)
     layers = {aliases[0]: module for module, aliases in names.items() if type(module) in LAYERS}
@@ -110,10 +127,10 @@ def equalize(model: M, example_inputs: Any, skip: Sequence[str] = (), inplace: b
     before = outputs_of(own, example_inputs)
     links, skipped = _links(own, example_inputs, skip)
     state = [tensor.detach().clone() for tensor in (*own.parameters(), *own.buffers())]
-    widths = [link.width() for link in links]
-    for _ in range(ROUNDS):
-        if max((link.equalize() for link in links), default=0.0) < CLOSE:
-            break
+    if activations is None:
+        widths = _equalize_weights(links)
+    else:
+        widths = _equalize_activations(links, _ranges_of_inputs(own, links, example_inputs), activations)
     try:
         change = largest_change(before, outputs_of(own, example_inputs), "equalize")
     except RuntimeError:
@@ -121,7 +138,7 @@ def equalize(model: M, example_inputs: Any, skip: Sequence[str] = (), inplace: b
             for tensor, old in zip((*own.parameters(), *own.buffers()), state, strict=True):
                 tensor.copy_(old)
         raise
-    pairs = tuple(link.pair(width) for link, width in zip(links, widths, strict=True))
+    pairs = tuple(Pair(*link.names, *width) for link, width in zip(links, widths, strict=True))
     return Equalization(own, pairs, skipped, change)
 
 
@@ -130,7 +147,8 @@ class _Link:
 
     def __init__(self, first: fx.Node, second: fx.Node, batch_norm: fx.Node | None) -> None:
         self.names = str(first.target), str(second.target), "" if batch_norm is None else str(batch_norm.target)
-        self.first, self.second = ChannelView(module_of(first)), ChannelView(module_of(second))
+        self.taken_by = module_of(second)
+        self.first, self.second = ChannelView(module_of(first)), ChannelView(self.taken_by)
         self.batch_norm: Any = None if batch_norm is None else module_of(batch_norm)
 
     def _ranges(self) -> tuple[Tensor, Tensor]:
@@ -141,8 +159,7 @@ class _Link:
 
     def width(self) -> float:
         """Return how much wider the widest channel of both layers is than the median one."""
-        ratios = [float(r.max() / r[r > 0].median()) for r in self._ranges() if bool((r > 0).any())]
-        return max(ratios, default=1.0)
+        return max(map(_width, self._ranges()))
 
     def equalize(self) -> float:
         """Equalize the two layers; return how far the largest factor was from 1."""
@@ -150,6 +167,11 @@ class _Link:
         usable = (first > 0) & (second > 0)
         factor = torch.where(usable, torch.sqrt(first / second), torch.ones_like(first))
         factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, torch.ones_like(factor))
+        self.divide(factor)
+        return float((factor.log()).abs().max())
+
+    def divide(self, factor: Tensor) -> None:
+        """Divide the channels between the two layers by factors."""
         with torch.no_grad():
             if self.batch_norm is None:
                 self.first.multiply_outputs(1 / factor)
@@ -160,11 +182,51 @@ class _Link:
             if shift is not None:
                 shift.div_(factor)
             self.second.multiply_inputs(factor)
-        return float((factor.log()).abs().max())
 
-    def pair(self, before: float) -> Pair:
-        """Return what is said of it."""
-        return Pair(*self.names, before, self.width())
+
+def _width(ranges: Tensor) -> float:
+    """Return how much wider the widest channel is than the median one."""
+    used = ranges[ranges > 0]
+    return float(used.max() / used.median()) if len(used) else 1.0
+
+
+def _equalize_weights(links: Sequence[_Link]) -> list[tuple[float, float]]:
+    """Equalize all pairs of layers; return their widths before and after."""
+    before = [link.width() for link in links]
+    for _ in range(ROUNDS):
+        if max((link.equalize() for link in links), default=0.0) < CLOSE:
+            break
+    return [(width, link.width()) for width, link in zip(before, links, strict=True)]
+
+
+def _equalize_activations(links: Sequence[_Link], ranges: Sequence[Tensor], power: float) -> list[tuple[float, float]]:
+    """Divide the channels of all pairs by a power of their ranges; return how wide they were and are."""
+    widths = []
+    for link, observed in zip(links, ranges, strict=True):
+        share = (observed / observed.max()).nan_to_num(1.0).clamp(min=LEAST)
+        factor = torch.where(observed > 0, share**power, torch.ones_like(share))
+        link.divide(factor)
+        widths.append((_width(observed), _width(observed / factor)))
+    return widths
+
+
+def _ranges_of_inputs(model: nn.Module, links: Sequence[_Link], example_inputs: Any) -> list[Tensor]:
+    """Return the range of each channel that the second layer of each pair takes, zero included."""
+    ranges: dict[nn.Module, Tensor] = {}
+
+    def observe(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        channels = x.detach().movedim(-1 - dims[layer], 0).flatten(1)
+        ranges[layer] = channels.amax(1).clamp(min=0) - channels.amin(1).clamp(max=0)
+
+    dims = {link.taken_by: link.second.dims for link in links}
+    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in dims]
+    try:
+        outputs_of(model, example_inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [ranges[link.taken_by] for link in links]
 
 
 def _links(model: nn.Module, example_inputs: Any, skip: Sequence[str]) -> tuple[list[_Link], dict[str, str]]:

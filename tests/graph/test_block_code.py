@@ -377,3 +377,32 @@ def test_code_that_is_compiled_again_is_not_wrapped_again() -> None:
         model.divide(model.calls)
         converted = type(model).forward  # to channels_last
         assert not hasattr(converted.__wrapped__, "__wrapped__")
+
+
+class Named(nn.Module):
+    """A block whose layers have the given names, as attention blocks of transformers have `self` and `output`."""
+
+    def __init__(self, inner: nn.Module, name: str = "self") -> None:
+        super().__init__()
+        self.first = name
+        self.add_module(name, inner)
+        self.output = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.get_submodule(self.first)(x))
+
+
+@pytest.mark.parametrize("where", ["layer", "block", "layer of a block", "block of a block", "batch norm"])
+def test_a_module_may_be_named_self(where: str) -> None:
+    inner = {"layer": nn.Conv2d(4, 4, 1), "block": Block(), "batch norm": nn.Conv2d(4, 4, 1)}[where.split(" of")[0]]
+
+    def named(name: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = Named(copy.deepcopy(inner), name)
+        if where == "batch norm":
+            model.output = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())
+        return nn.Sequential(model) if where.endswith("of a block") or where == "batch norm" else model
+
+    got, wanted = (prepared_of(named(name)) for name in ("self", "other"))
+    assert_equal(step(got, (X,)), step(wanted, (X,)))
+    assert torch.equal(qt.convert(got)(X), qt.convert(wanted)(X))

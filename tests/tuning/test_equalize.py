@@ -160,3 +160,45 @@ def test_bad_arguments() -> None:
         qt.tuning.equalize(model, x, skip=["1"])
     with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
         qt.tuning.equalize(len, x)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_channels_of_activations_become_equally_wide(name: str) -> None:
+    torch.manual_seed(0)
+    build, shape = CHAINS[name]
+    model, x = uneven(build()).eval(), torch.randn(shape)
+    y = model(x)
+    result = qt.tuning.equalize(model, x, activations=1.0)
+    torch.testing.assert_close(result.model(x), y, rtol=1e-4, atol=1e-5)
+    assert result.pairs
+    assert all(pair.after < max(1.01, pair.before) for pair in result.pairs)
+    half = qt.tuning.equalize(model, x, activations=0.5)
+    assert all(one.after <= two.after + 1e-3 for one, two in zip(result.pairs, half.pairs, strict=True))
+
+
+def test_one_scale_for_all_channels_of_activations_needs_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.PReLU(32), nn.Linear(32, 8)).eval()
+    x = torch.randn(512, 16)
+    with torch.no_grad():
+        sizes = torch.logspace(-1.5, 0, 32)
+        model[0].weight.mul_(sizes[:, None])
+        model[0].bias.mul_(sizes)
+        model[2].weight.div_(sizes)  # all channels count the same at the end
+    y = model(x).detach()
+
+    def error(network: nn.Module) -> float:
+        a4 = qt.QConfig(qt.QuantSpec(bits=4, signed=False, symmetric=False), qt.QuantSpec(bits=16, axis=0))
+        prepared = qt.quant_modules.replace(network, qt.QConfigMapping().set_module_name("2", a4), ignore="0")
+        qt.calibrate(prepared, [x], progress=False)
+        with torch.no_grad():
+            return float((prepared(x) - y).square().mean())
+
+    assert error(qt.tuning.equalize(model, x, activations=1.0).model) < error(model) / 10
+
+
+def test_a_power_of_activations_is_a_share() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    for wrong in (0.0, -0.5, 1.5):
+        with pytest.raises(ValueError, match="equalize: activations must be None, or above 0 and at most 1, got"):
+            qt.tuning.equalize(model, torch.randn(4, 4), activations=wrong)

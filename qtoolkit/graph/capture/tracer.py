@@ -26,7 +26,7 @@ from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.subclasses import equivalent_type
 from qtoolkit.graph.capture.torch_modes import TorchModes
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
-from qtoolkit.graph.traced_blocks import name_in_graph
+from qtoolkit.graph.traced_blocks import name_in_graph, node_name
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.facts import set_facts
@@ -268,7 +268,9 @@ class ModelTracer(fx.Tracer):
             )
         return super().create_arg(a)
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Node:
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+    ) -> fx.Node:
         """Make a node, and propagate shapes through it if there are example inputs.
 
         Raises:
@@ -280,9 +282,10 @@ class ModelTracer(fx.Tracer):
         self.checkpointed = self.checkpointed or is_checkpointed()
         if kind in ("call_module", "get_attr"):
             target = name_in_graph(self.root, target)
+            name = name or node_name(target)
         if kind == "call_function":
             target, args = self._picklable_call(target, args)
-        node = super().create_node(kind, target, args, kwargs, *rest, **more)
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
         set_facts(node, call=self.blocks.open[-1])
         if self.shapes is not None and kind != "output":
             self.propagating = True
