@@ -11,7 +11,7 @@ from qtoolkit.backends import backends
 from qtoolkit.export.file_ops import ops_of
 from qtoolkit.export.reading import open_graph
 from qtoolkit.lint.file_facts import FileNode
-from qtoolkit.lint.ops import Op, is_on_grid
+from qtoolkit.lint.ops import Op, find_quantizers
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -97,6 +97,7 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
     """
     model = open_graph(path)
     ops = ops_of(model)
+    find_quantizers(ops, _MOVES)
     facts = [(op, op.node) for op in ops if isinstance(op.node, FileNode)]
     kinds = Counter(node.op_type for node in model.graph)
     return FileDescription(
@@ -115,7 +116,7 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
 
 
 def _described(op: Op, node: FileNode) -> FileLayer:
-    reasons = [f"{source.name!r} is not quantized" for source in op.inputs if not is_on_grid(source, _MOVES)]
+    reasons = [f"{source.name!r} is not quantized" for source in op.inputs if source.quantizer is None]
     if op.has_float_weight:
         reasons.append("its weight is not quantized")
     weight = "" if node.weight is None else node.weight.dtype

@@ -7,13 +7,18 @@ import numpy as np
 from qtoolkit.backends import Backend
 from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of
 from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, quantizer_behind
-from qtoolkit.lint.placement import TENSORRT_DOCS
+from qtoolkit.lint.ops import Op, users_behind
+from qtoolkit.lint.targets import (
+    IMPORTER,
+    ONNX,
+    OPENVINO_LPT,
+    SELECTORS,
+    TENSORRT_DOCS,
+    on_onnxruntime,
+    on_openvino,
+    on_tensorrt,
+)
 
-IMPORTER = "onnx-tensorrt, the importer of QuantizeLinear and DequantizeLinear"
-SELECTORS = "onnxruntime qdq_selectors.cc; measured with 1.30, docs/runtimes.md"
-ONNX = "ONNX, the operators QuantizeLinear and DequantizeLinear"
-OPENVINO_LPT = "OpenVINO CPU plugin, low precision transformations"
 # The types of activations that TensorRT computes with, and those that it takes of weights too.
 TENSORRT_TYPES, TENSORRT_WEIGHT_TYPES = ("INT8", "FLOAT8E4M3FN"), ("INT4", "FLOAT4E2M1")
 # The first opset whose QuantizeLinear has a type.
@@ -21,21 +26,6 @@ OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLO
 PER_AXIS_OPSET, BLOCKS_OPSET = 13, 21
 BIAS_TOLERANCE = 0.01  # onnxruntime's, of a bias's scale
 INT4_BLOCKS = (64, 128)
-
-
-def on_tensorrt(backend: Backend) -> bool:
-    """Return whether a target has TensorRT's integer arithmetic."""
-    return backend.runtime == "tensorrt"
-
-
-def on_onnxruntime(backend: Backend) -> bool:
-    """Return whether a target has onnxruntime's integer arithmetic."""
-    return backend.runtime == "onnxruntime"
-
-
-def on_openvino(backend: Backend) -> bool:
-    """Return whether a target has OpenVINO's integer arithmetic."""
-    return backend.runtime == "openvino"
 
 
 def stored(op: Op) -> Iterator[tuple[str, Codes]]:
@@ -88,12 +78,18 @@ def _scale(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _activation_axis(op: Op, backend: Backend) -> Iterator[Finding]:
     codes = codes_of(op)
+    if on_openvino(backend) and all(map(_is_depthwise, users_behind(op, backend))):  # its channels are not summed
+        return
     if codes is not None and (codes.axis is not None or codes.block_size):
         yield Finding(
             op.name,
             "an activation has more than one scale; integer kernels sum over its channels, and need one.",
             "Quantize activations per tensor, and weights per channel.",
         )
+
+
+def _is_depthwise(op: Op) -> bool:
+    return op.kind.name == "conv" and op.layer is not None and op.layer.groups == op.layer.inputs > 1
 
 
 def _weight_axis(op: Op, backend: Backend) -> Iterator[Finding]:
@@ -122,7 +118,7 @@ def _bias_scale(op: Op, backend: Backend) -> Iterator[Finding]:
     facts = op.node
     if not isinstance(facts, FileNode) or facts.bias is None or facts.weight is None or not op.inputs:
         return
-    source = quantizer_behind(op.inputs[0], backend)
+    source = op.inputs[0].quantizer
     codes = None if source is None else codes_of(source)
     scales = [c.scale for c in (codes, facts.weight, facts.bias) if c is not None and c.scale is not None]
     if facts.bias.dtype != "INT32":
@@ -185,7 +181,7 @@ def _casts(op: Op, backend: Backend) -> Iterator[Finding]:
 def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
     if op.kind.name != "conv_transpose" or op.layer is None or op.layer.weight is None or not op.inputs:
         return
-    source = quantizer_behind(op.inputs[0], backend)
+    source = op.inputs[0].quantizer
     of_input = None if source is None else codes_of(source)
     found = [what for what, c in (("input", of_input), ("weight", op.node.weight)) if c is not None and c.is_asymmetric]
     if found:

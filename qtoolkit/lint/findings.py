@@ -1,10 +1,10 @@
 """Findings, and rules that make them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.ops import Op
+from qtoolkit.lint.ops import Op, find_quantizers
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Rule:
     applies: Callable[[Backend], bool] = lambda backend: True
 
 
-def broken(rules: Iterable[Rule], ops: Iterable[Op], backend: Backend) -> tuple[Finding, ...]:
+def broken(rules: Iterable[Rule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:
     """Return what breaks these rules, as far as the target has them, in the order of the ops."""
     rules = [rule for rule in rules if rule.applies(backend)]
+    find_quantizers(ops, backend)
     return tuple(
         replace(found, name=rule.name, source=rule.source)
         for op in ops

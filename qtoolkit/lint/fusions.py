@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import QUANTIZED_ROLES, Backend
-from qtoolkit.lint.codes import ONNX, SELECTORS, on_onnxruntime, on_tensorrt
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
 from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, is_on_grid, origin, quantizer_behind, serves_others, users_behind
-from qtoolkit.lint.placement import MODEL_OPTIMIZER, TENSORRT_DOCS
+from qtoolkit.lint.ops import Op, origin, serves_others, users_behind
+from qtoolkit.lint.targets import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, on_onnxruntime, on_tensorrt
 
 CLIP_FUSION = "onnxruntime clip_quantizelinear.cc and qdq_util.cc; measured with 1.30"
 CLIP_ERROR = 1.19e-7  # by which onnxruntime's ClipQuantFusion lets a bound differ
@@ -17,7 +16,7 @@ CLIP_ERROR = 1.19e-7  # by which onnxruntime's ClipQuantFusion lets a bound diff
 
 def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
     """Find ops that are fused only if everything that takes their output takes it quantized."""
-    takes = [is_on_grid(source, backend) for source in op.inputs]
+    takes = [source.quantizer is not None for source in op.inputs]
     if op.kind.name not in backend.needs_quantized_output or not takes or not all(takes) or op.has_float_weight:
         return
     if not op.kind.multiplies and all(serves_others(source, op, backend) for source in op.inputs):
@@ -44,7 +43,7 @@ def _end_of_unit(op: Op, backend: Backend) -> Op:
 def _mixed_types(op: Op, backend: Backend) -> Iterator[Finding]:
     if op.kind.name not in backend.needs_quantized_output and backend.role(op.kind) != "concat":
         return
-    behind = [quantizer_behind(source, backend) for source in op.inputs]
+    behind = [source.quantizer for source in op.inputs]
     after = [user for user in _end_of_unit(op, backend).users if user.is_quantizer]
     types = {_type_as_run(codes) for q in (*behind, *after) if q is not None and (codes := codes_of(q)) is not None}
     if len(types) > 1:
@@ -74,7 +73,7 @@ def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
         )
         return
     layer = before.inputs[0] if before.inputs else None
-    in_integers = layer is not None and any(is_on_grid(source, backend) for source in layer.inputs)
+    in_integers = layer is not None and any(source.quantizer is not None for source in layer.inputs)
     if layer is None or not in_integers or layer.kind.name not in backend.needs_quantized_output:
         return
     wrong = _unsaturated(before, op)
@@ -135,7 +134,7 @@ def _inside_silu(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _masked_scores(op: Op, backend: Backend) -> Iterator[Finding]:
-    if not op.kind.sums or not any(is_on_grid(source, backend) for source in op.inputs) or len(op.users) != 1:
+    if not op.kind.sums or not any(source.quantizer is not None for source in op.inputs) or len(op.users) != 1:
         return
     scores = [origin(source, ("scale", "identity", "reshape", "shift")) for source in op.inputs]
     taker = op.users[0]
@@ -154,7 +153,7 @@ def _unknown_op(op: Op, backend: Backend) -> Iterator[Finding]:
     facts = op.node
     if not isinstance(facts, FileNode) or facts.domain in ("", "ai.onnx.ml", "com.microsoft"):
         return
-    if any(is_on_grid(source, backend) for source in op.inputs):
+    if any(source.quantizer is not None for source in op.inputs):
         yield Finding(
             op.name,
             f"{facts.op_type!r} of domain {facts.domain!r} takes quantized values; a plugin computes in integers only if it "

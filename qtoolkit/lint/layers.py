@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from qtoolkit.backends import Backend
 from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import AFTER_A_LAYER, Op, origin
-from qtoolkit.lint.placement import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS
+from qtoolkit.lint.targets import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS
 
 LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels
 LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."

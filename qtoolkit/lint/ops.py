@@ -1,6 +1,6 @@
 """The ops that rules read: those of a model's graph and those of a file, in one form."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,9 @@ class Op:
         of_weight: Whether it is the quantizer of a weight that a function takes.
         layer: Of a layer with a weight of its own, what is known about it.
         returned: Whether the graph returns its output.
-        node: Its node in a file, as `qtoolkit.export.file_ops` describes it.
+        node: Its node: in a file, as `qtoolkit.export.file_ops` describes it.
+        quantizer: The quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a
+            concat whose inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Op:
     layer: Layer | None = None
     returned: bool = False
     node: Any = None
+    quantizer: "Op | None" = None
 
     @property
     def is_quantizer(self) -> bool:
@@ -101,26 +104,20 @@ def origin(op: Op, through: tuple[str, ...] = AFTER_A_LAYER, sole_user: bool = F
     return None
 
 
-def quantizer_behind(op: Op, backend: Backend) -> Op | None:
-    """Return the quantizer that a tensor comes from, through ops that only move values; None where it is float.
-
-    For a concat whose inputs share a scale, it is the first input's.
-    """
-    while not op.is_quantizer:
-        role = backend.role(op.kind)
-        if role == "concat":
-            found = [quantizer_behind(source, backend) for source in op.inputs]
-            one_grid = all(found) and len({quantizer.grid for quantizer in found if quantizer is not None}) == 1
-            return found[0] if one_grid else None
-        if role != "transparent" or not op.inputs:
-            return None
-        op = op.inputs[0]
-    return op
-
-
-def is_on_grid(op: Op, backend: Backend) -> bool:
-    """Return whether a tensor comes from a quantizer."""
-    return quantizer_behind(op, backend) is not None
+def find_quantizers(ops: Iterable[Op], backend: Backend) -> None:
+    """Set `quantizer` of all ops of a graph, given in order: through ops that only move values on a target."""
+    for op in ops:
+        role = "" if op.is_quantizer else backend.role(op.kind)
+        if op.is_quantizer:
+            op.quantizer = op
+        elif role == "transparent" and op.inputs:
+            op.quantizer = op.inputs[0].quantizer
+        elif role == "concat":
+            found = [source.quantizer for source in op.inputs]
+            one_grid = len({None if quantizer is None else quantizer.grid for quantizer in found}) == 1
+            op.quantizer = found[0] if one_grid else None
+        else:
+            op.quantizer = None
 
 
 def fusing_layer(op: Op) -> Op | None:
@@ -131,9 +128,12 @@ def fusing_layer(op: Op) -> Op | None:
 
 def users_behind(op: Op, backend: Backend) -> list[Op]:
     """Return the ops that take a tensor's values, moved or not: quantizers too."""
-    found, waiting = [], list(op.users)
+    found, waiting, seen = [], list(op.users), set[Op]()
     while waiting:
         user = waiting.pop()
+        if user in seen:
+            continue
+        seen.add(user)
         if not user.is_quantizer and backend.role(user.kind) in ("transparent", "concat"):
             waiting += user.users
         else:
@@ -143,7 +143,7 @@ def users_behind(op: Op, backend: Backend) -> list[Op]:
 
 def serves_others(source: Op, op: Op, backend: Backend) -> bool:
     """Return whether a tensor that an op takes is quantized for other ops, or for the op that computes it, or not at all."""
-    quantizer = quantizer_behind(source, backend)
+    quantizer = source.quantizer
     if quantizer is None:
         return True
     maker = origin(quantizer)

@@ -8,19 +8,16 @@ from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, fusing_layer, is_on_grid, origin, quantizer_behind, serves_others, users_behind
+from qtoolkit.lint.ops import Op, fusing_layer, origin, serves_others, users_behind
+from qtoolkit.lint.targets import MODEL_OPTIMIZER, TENSORRT_DOCS, on_tensorrt
 from qtoolkit.op_kinds.table import KINDS
-
-TENSORRT_DOCS = "TensorRT documentation, Working with Quantized Types"
-MODEL_OPTIMIZER = "NVIDIA Model Optimizer, modelopt.onnx.quantization"
-TABLE = "qtoolkit/backends.py, with the sources of each target"
 
 
 def _residual_add(op: Op, backend: Backend) -> Iterator[Finding]:
     if op.kind.name != "add":
         return
     layers = [layer for source in op.inputs if (layer := fusing_layer(source)) is not None]
-    on_grid = [is_on_grid(source, backend) for source in op.inputs]
+    on_grid = [source.quantizer is not None for source in op.inputs]
     if layers and all(on_grid):
         yield Finding(
             op.name,
@@ -36,7 +33,7 @@ def _residual_add(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _shorter_branch(op: Op, backend: Backend) -> Iterator[Finding]:
-    quantized = [source for source in op.inputs if is_on_grid(source, backend)]
+    quantized = [source for source in op.inputs if source.quantizer is not None]
     if op.kind.name != "add" or len(op.inputs) != 2 or len(quantized) != 1:
         return
     main, free = quantized[0], next(source for source in op.inputs if source is not quantized[0])
@@ -69,7 +66,7 @@ def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     source, user = op.inputs[0], op.users[0]
     layer = origin(source) or source
-    joins = (user.kind.activation and backend.joins(layer.kind, user.kind)) or user.kind.name == "batch_norm"
+    joins = _joins(layer, user, backend) or user.kind.name == "batch_norm"
     if joins and len(source.users) == 1 and (source.kind.layer or source.kind.name == "batch_norm"):
         yield Finding(
             op.name,
@@ -78,13 +75,20 @@ def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
         )
 
 
+def _joins(layer: Op, activation: Op, backend: Backend) -> bool:
+    kind = activation.kind
+    if not kind.activation or kind.name not in backend.joined_activations or not backend.joins(layer.kind, kind):
+        return False
+    return kind.name != "hardswish" or not on_tensorrt(backend)  # of the gates, it fuses the sigmoid's only
+
+
 def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
     if not op.kind.multiplies or backend.role(op.kind) == "float":
         return
     weight = None if op.layer is None else op.layer.weight
     if weight is not None and weight.block_size:  # the target expands the weight, and computes in float
         return
-    inputs = {source: is_on_grid(source, backend) for source in op.inputs if not _inside_attention(source, backend)}
+    inputs = {source: source.quantizer is not None for source in op.inputs if not _inside_attention(source, backend)}
     if not backend.quantize_graph_inputs:
         inputs = {source: on_grid for source, on_grid in inputs.items() if source.kind.name != "placeholder"}
     quantized = [*inputs.values(), *([] if op.layer is None else [weight is not None])]
@@ -109,7 +113,7 @@ def _inside_attention(source: Op, backend: Backend) -> bool:
 def _concat(op: Op, backend: Backend) -> Iterator[Finding]:
     if backend.role(op.kind) != "concat":
         return
-    behind = [quantizer_behind(source, backend) for source in op.inputs]
+    behind = [source.quantizer for source in op.inputs]
     if any(behind) and len({q and q.grid for q in behind}) > 1 and _is_taken_by_codes(op, backend):
         yield Finding(
             op.name,
@@ -121,7 +125,7 @@ def _concat(op: Op, backend: Backend) -> Iterator[Finding]:
 def _requantized(op: Op, backend: Backend) -> Iterator[Finding]:
     if not op.is_quantizer or op.of_weight or not op.inputs:
         return
-    before = quantizer_behind(op.inputs[0], backend)
+    before = op.inputs[0].quantizer
     if before is not None and before.grid != op.grid:
         yield Finding(
             op.name,
@@ -135,7 +139,7 @@ def _in_and_out(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     if op.kind.multiplies or any(fusing_layer(source) is not None for source in op.inputs):
         return
-    takes = any(is_on_grid(source, backend) for source in op.inputs)
+    takes = any(source.quantizer is not None for source in op.inputs)
     if takes and not _output_is_quantized(op, backend):
         yield Finding(
             op.name,
@@ -148,7 +152,7 @@ def _pad_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
     if not op.is_quantizer or not op.inputs or op.inputs[0].kind.name != "zero_pad":
         return
     pad = op.inputs[0]
-    before = quantizer_behind(pad, backend)
+    before = pad.quantizer
     if before is None or before.grid != op.grid:
         yield Finding(
             op.name,
@@ -169,9 +173,12 @@ def _two_quantizers(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _output_is_quantized(op: Op, backend: Backend) -> bool:
     """Return whether a quantizer takes an op's output, after its activation and ops that move values."""
-    waiting = list(op.users)
+    waiting, seen = list(op.users), set[Op]()
     while waiting:
         user = waiting.pop()
+        if user in seen:
+            continue
+        seen.add(user)
         if user.is_quantizer:
             return True
         joins = user.kind.activation and op in user.inputs[:1] and len(op.users) == 1

@@ -539,6 +539,25 @@ def test_pairs_as_model_optimizer_writes_them_from_torch(tmp_path) -> None:
     assert lint(file.save(tmp_path), "tensorrt") == ()
 
 
+def test_scales_for_each_channel_of_a_depthwise_convolution_as_nncf_writes_them(tmp_path) -> None:
+    file = File(opset=17)
+    x = file.pair(image(file), np.linspace(0.1, 0.2, 16), axis=1, name="q_x")
+    file.output(file.node("Conv", x, file.weight(16, 1, 3, 3), group=16, name="depthwise"))
+    path = file.save(tmp_path)
+    assert lint(path, "openvino") == ()
+    assert {each.name for each in lint(path, "tensorrt")} == {"activation-axis"}
+
+
+@pytest.mark.parametrize(
+    ("gate", "backend"), [("HardSwish", "tensorrt"), ("HardSwish", "onnxruntime"), ("Gelu", "onnxruntime")]
+)
+def test_quantizers_before_activations_that_a_target_does_not_fuse(gate: str, backend: str, tmp_path) -> None:
+    file = File()
+    y = file.node("Gemm", uint8(file, file.input("x", 2, 16), zero=0), file.weight(32, 16), transB=1, name="linear")
+    file.output(file.node(gate, uint8(file, y, "q_y", zero=0), name="gate"))
+    assert "inside-a-unit" not in {each.name for each in lint(file.save(tmp_path), backend)}
+
+
 def test_pairs_as_nncf_writes_them(tmp_path) -> None:
     """Signed codes before the first layer and unsigned ones behind ReLUs; onnxruntime shifts the signed ones."""
     file = File(opset=17)
@@ -554,6 +573,22 @@ def test_weights_behind_a_transpose_keep_their_axis(tmp_path) -> None:
     file = File()
     weight = file.node("Transpose", file.weight(24, 8, axis=0), perm=[1, 0])
     file.output(file.node("MatMul", file.pair(image(file)), weight, name="linear"))
+    assert lint(file.save(tmp_path), "tensorrt") == ()
+
+
+def test_long_chains_of_concats_take_no_long_time(tmp_path) -> None:
+    file = File()
+    x = file.pair(image(file, channels=1))
+    for _ in range(1500):
+        x = file.node("Concat", x, file.node("Relu", x), axis=1)
+        x = file.node("Slice", x, *(file.constant(np.array([v])) for v in (0, 1, 1)))
+    file.output(file.conv(x, inputs=1))
+    assert {each.name for each in lint(file.save(tmp_path), "tensorrt")} == {"all-inputs", "shared-concat"}
+    file = File()
+    x = file.pair(image(file))
+    for _ in range(60):
+        x = file.node("Concat", x, file.node("Transpose", x, perm=[0, 1, 2, 3]), axis=2)
+    file.output(file.node("Exp", x))
     assert lint(file.save(tmp_path), "tensorrt") == ()
 
 
