@@ -1,12 +1,12 @@
 """The ops of an ONNX file with Q/DQ nodes, in the form that the rules of `qtoolkit.lint` read."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.passes.saturation import constant_input
+from qtoolkit.export.file_kinds import BINARY, DECIDED, OF_OP, bounds_of
 from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
@@ -15,53 +15,6 @@ from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER, OpKind
 if TYPE_CHECKING:
     import onnx_ir
 
-# Kinds by the name of the op. Ops whose attributes or inputs decide are in `_DECIDED`.
-OF_OP: Mapping[str, str] = {
-    "Conv": "conv",
-    "ConvTranspose": "conv_transpose",
-    "Gemm": "linear",
-    "Concat": "cat",
-    "MaxPool": "max_pool",
-    "GlobalMaxPool": "max_pool",
-    "AveragePool": "avg_pool",
-    "GlobalAveragePool": "avg_pool",
-    **dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile"), "reshape"),
-    "Flatten": "flatten",
-    "Transpose": "transpose",
-    "Split": "split",
-    "Slice": "slice",
-    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), "pixel_shuffle"),
-    **dict.fromkeys(("Identity", "Dropout", "Cast"), "identity"),
-    "BatchNormalization": "batch_norm",
-    "LayerNormalization": "layer_norm",
-    "RMSNormalization": "rms_norm",
-    "GroupNormalization": "group_norm",
-    "InstanceNormalization": "instance_norm",
-    "Relu": "relu",
-    "LeakyRelu": "leaky_relu",
-    "PRelu": "prelu",
-    "Mish": "mish",
-    "Gelu": "gelu",
-    "Swish": "silu",
-    **dict.fromkeys(("Elu", "Celu", "Selu"), "elu"),
-    "HardSwish": "hardswish",
-    "HardSigmoid": "hardsigmoid",
-    "Sigmoid": "sigmoid",
-    "Tanh": "tanh",
-    "Softplus": "softplus",
-    "Softmax": "softmax",
-    "LogSoftmax": "log_softmax",
-    "Attention": "dot_product_attention",
-    **dict.fromkeys(("LSTM", "GRU"), "recurrent"),
-}
-# Of x + y, x * y, ...: the kind for two tensors, and for a tensor and a constant.
-BINARY: Mapping[str, tuple[str, str]] = {
-    "Add": ("add", "shift"),
-    "Sub": ("sub", "shift"),
-    "Mul": ("mul", "scale"),
-    "Div": ("div", "scale"),
-}
-RESIZED = {"nearest": "upsample_nearest", "linear": "upsample_linear", "cubic": "upsample_cubic"}
 GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SIZES = ("Shape", "Size")  # they read no values
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -147,7 +100,7 @@ class _Reader:
             taken = node.inputs if weighted is None else [v for v in node.inputs[:2] if v is not weighted]
             sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
         if weighted is None:
-            return Op(_name(node), kind, sources, node=self._facts(node, bounds=_bounds(node)))
+            return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node)))
         weight = _Weight.of(weighted)
         bias = _Weight.of(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
         facts = self._facts(node, weight=weight.codes, bias=None if bias is None else bias.codes)
@@ -176,7 +129,7 @@ class _Reader:
             return KINDS["linear" if weighted else "matmul"]
         if node.op_type == "Gather":
             return KINDS["embedding"] if weighted else (OTHER if node.inputs[1] in self.made else KINDS["slice"])
-        decide = _DECIDED.get(node.op_type)
+        decide = DECIDED.get(node.op_type)
         name = OF_OP.get(node.op_type) if decide is None else decide(node)
         return KINDS.get(name or "", OTHER)
 
@@ -327,48 +280,3 @@ def _layer(node: "onnx_ir.Node", weight: _Weight) -> Layer:
         output_axis = 0 if rows_are_outputs else 1
         return Layer(grid, shape[1 - output_axis], shape[output_axis], output_axis=output_axis)
     return Layer(grid, groups=groups, output_axis=max(len(shape) - 1, 0))
-
-
-def _bounds(node: "onnx_ir.Node") -> tuple[float, float] | None:
-    if node.op_type != "Clip":
-        return None
-    ends = []
-    for index, absent in ((1, -np.inf), (2, np.inf)):
-        given = len(node.inputs) > index and node.inputs[index] is not None
-        value = constant_input(node, index) if given else np.array(absent)
-        if value is None or value.size != 1:
-            return None
-        ends.append(float(value.item()))
-    return ends[0], ends[1]
-
-
-def _clip(node: "onnx_ir.Node") -> str:
-    bounds = _bounds(node)
-    return "relu6" if bounds is not None and bounds[0] >= 0 else "clamp"
-
-
-def _resize(node: "onnx_ir.Node") -> str:
-    return RESIZED.get(node.attributes.get_string("mode", "nearest") or "", "")
-
-
-def _pad(node: "onnx_ir.Node") -> str:
-    if node.attributes.get_string("mode", "constant") != "constant":
-        return "edge_pad"
-    given = len(node.inputs) > 2 and node.inputs[2] is not None
-    value = constant_input(node, 2) if given else np.zeros(())
-    return "zero_pad" if value is not None and not value.any() else "pad"
-
-
-def _mean(node: "onnx_ir.Node") -> str:
-    axes = constant_input(node, 1)
-    given = (node.attributes.get_ints("axes") or ()) if axes is None else axes.tolist()
-    return "avg_pool" if sorted(given) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1]) else "mean"
-
-
-_DECIDED: Mapping[str, Callable[[Any], str]] = {
-    "Clip": _clip,
-    "Resize": _resize,
-    "Upsample": _resize,
-    "Pad": _pad,
-    "ReduceMean": _mean,
-}
