@@ -1,8 +1,12 @@
 """Export to deployment formats. Needs the extra: pip install qtoolkit[onnx]."""
 
 from qtoolkit.export.backend_files import BackendFiles, Encoding, encodings, read_encodings
+from qtoolkit.export.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes
+from qtoolkit.export.description import FileDescription, describe
+from qtoolkit.export.lint import lint
 from qtoolkit.export.onnx import ExportResult, export_onnx
+from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.export.verify import Verification, verify, verify_onnx
 
 __all__ = [
@@ -10,10 +14,16 @@ __all__ = [
     "DeployedVerification",
     "Encoding",
     "ExportResult",
+    "FileDescription",
     "RuntimeCodes",
+    "RuntimeComparison",
+    "UnreadableFileError",
     "Verification",
+    "compare_runtimes",
+    "describe",
     "encodings",
     "export_onnx",
+    "lint",
     "read_encodings",
     "verify",
     "verify_onnx",

@@ -1,6 +1,6 @@
 """The quantizers of an exported file: their nodes, and the layers that their weights belong to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qtoolkit.graph.passes.insert import WEIGHT_HOLDER
@@ -34,12 +34,18 @@ class QuantizerNode:
 
 def quantizer_nodes(graph: Any) -> list[QuantizerNode]:
     """Return the quantizers of a file in the order of its nodes: one for each DequantizeLinear that has a quantizer's name."""
+    named = ((node, node.name.rpartition(".dequantize")[0]) for node in graph.node)
+    found = {node.output[0]: name for node, name in named if node.op_type == "DequantizeLinear" and name}
+    return [replace(pair, quantizer=found[pair.values]) for pair in pairs(graph) if pair.values in found]
+
+
+def pairs(graph: Any) -> list[QuantizerNode]:
+    """Return all DequantizeLinear nodes of a file, of any tool, by the names of their QuantizeLinear nodes, or their own."""
     made_by = {output: node for node in graph.node for output in node.output}
     varying = varying_tensors(graph)
     found = []
     for node in graph.node:
-        quantizer, _, _ = node.name.rpartition(".dequantize")
-        if node.op_type != "DequantizeLinear" or not quantizer:
+        if node.op_type != "DequantizeLinear":
             continue
         codes = node.input[0]
         origin = made_by.get(codes)
@@ -47,7 +53,8 @@ def quantizer_nodes(graph: Any) -> list[QuantizerNode]:
             origin = made_by.get(origin.input[0])
         quantizes = origin is not None and origin.op_type == "QuantizeLinear"
         source, quantize = (origin.input[0], origin.name) if origin is not None and quantizes else (codes, "")
-        found.append(QuantizerNode(quantizer, source, codes, node.output[0], codes not in varying, quantize))
+        name = quantize or node.name or codes
+        found.append(QuantizerNode(name, source, codes, node.output[0], codes not in varying, quantize))
     return found
 
 

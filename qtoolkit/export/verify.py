@@ -189,7 +189,7 @@ def verify(
     """
     for runtime in runtimes:
         check_known("runtime of verify:", runtime, RUNTIMES)
-        _check_installed(runtime)
+        check_installed(runtime)
         if not optimized and runtime != "onnxruntime":
             raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
@@ -206,7 +206,8 @@ def verify(
     return DeployedVerification({name: compare_execution(codes, run, nodes) for name, run in executed.items()})
 
 
-def _check_installed(runtime: str) -> None:
+def check_installed(runtime: str) -> None:
+    """Raise ImportError, with the command that installs it, for a runtime that is missing."""
     if find_spec(runtime) is None:
         extra = "onnx" if runtime == "onnxruntime" else runtime
         raise ImportError(f"verify needs {runtime}; run: pip install qtoolkit[{extra}].")

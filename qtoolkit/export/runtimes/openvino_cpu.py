@@ -39,10 +39,11 @@ def execute(
     outputs = list(plain(arrays).values())
     read = {node.values: node for node in nodes}
     reading, names = _compiled_with(path, tuple(read))
-    results = list(reading(arrays).values())
+    values = reading(arrays)
+    results = list(values.values())
     codes = {}
-    for name, value in zip(names, results[len(outputs) :], strict=True):
-        codes[read[name].codes] = grids[read[name].quantizer].codes(torch.tensor(value)).numpy()
+    for name in names:
+        codes[read[name].codes] = grids[read[name].quantizer].codes(torch.tensor(values[name])).numpy()
     labels = layer_names(OpenedFile.of(path).proto.graph)
     layers, conversions = _layers(plain, labels)
     change = largest_difference(outputs, results[: len(outputs)])

@@ -1,0 +1,139 @@
+"""What each command finds, as JSON and as tables."""
+
+import argparse
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from qtoolkit.backends import backends
+from qtoolkit.cli import tables
+from qtoolkit.cli.environment import environment
+from qtoolkit.export.between_runtimes import RuntimeComparison, compare_runtimes
+from qtoolkit.export.description import FileDescription, describe
+from qtoolkit.export.lint import lint as lint_file
+from qtoolkit.export.lint import rules_of
+from qtoolkit.export.runtimes import RUNTIMES
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command prints.
+
+    Attributes:
+        data: What it prints as JSON.
+        table: Returns what it prints for people.
+        found: Whether it found something.
+    """
+
+    data: dict[str, Any]
+    table: Callable[[], str]
+    found: bool = False
+
+    def json(self) -> str:
+        """Return the data as JSON, on several lines."""
+        return json.dumps(self.data, indent=2)
+
+
+def lint(arguments: argparse.Namespace) -> Answer:
+    """Check a file against the rules of a target."""
+    backend = backends[arguments.backend]
+    findings = lint_file(arguments.file, backend, arguments.advice)
+    rules = [rule.name for rule in rules_of(backend, arguments.advice)]
+    listed = [
+        {"node": each.where, "rule": each.name, "message": each.rule, "source": each.source, "remedy": each.remedy}
+        for each in findings
+    ]
+    data = {"file": arguments.file, "backend": backend.name, "rules": rules, "findings": listed}
+    return Answer(data, lambda: tables.findings(data), bool(findings))
+
+
+def verify(arguments: argparse.Namespace) -> Answer:
+    """Compare the codes that runtimes compute from a file."""
+    if not 0 <= arguments.allow <= 1:
+        raise ValueError(f"--allow must be a share between 0 and 1, got {arguments.allow}.")
+    runtimes = tuple(arguments.runtime or (name for name in RUNTIMES if find_spec(name) is not None))
+    found = compare_runtimes(
+        arguments.file, _arrays(arguments.inputs), runtimes, _program(arguments.model), arguments.seed
+    )
+    data = {"file": arguments.file, "allowed": arguments.allow, "runtimes": _codes(found)}
+    return Answer(data, lambda: tables.codes(data), found.share > arguments.allow)
+
+
+def info(arguments: argparse.Namespace) -> Answer:
+    """Describe a file, or this installation."""
+    if arguments.file is None:
+        found = environment()
+        return Answer(found, lambda: tables.environment(found))
+    data = _description(describe(arguments.file))
+    return Answer(data, lambda: tables.description(data))
+
+
+def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
+    listed = []
+    for name, codes in found.runtimes.items():
+        first = codes.first_difference
+        quantizers = [
+            {"quantizer": q, "compared": n.compared, "differing": n.differing, "steps": n.steps}
+            for q, n in codes.by_quantizer.items()
+        ]
+        entry: dict[str, Any] = {"runtime": name, "version": codes.runtime, "compared": codes.codes.compared}
+        entry |= {"differing": codes.codes.differing, "steps": codes.codes.steps, "first_difference": first}
+        entry |= {"output_difference": codes.output_difference, "not_compared": list(codes.not_compared)}
+        entry |= {"program_difference": found.program.get(name), "quantizers": quantizers}
+        entry["integer_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.integer_layers]
+        entry["float_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.float_layers]
+        listed.append(entry)
+    return listed
+
+
+def _description(found: FileDescription) -> dict[str, Any]:
+    tensors = {
+        side: [{"name": t.name, "dtype": t.dtype, "shape": None if t.shape is None else list(t.shape)} for t in given]
+        for side, given in (("inputs", found.inputs), ("outputs", found.outputs))
+    }
+    layers = [
+        {"layer": each.name, "op": each.op, "quantized": each.quantized, "reason": each.reason, "weight": each.weight}
+        for each in found.layers
+    ]
+    return {
+        "file": found.path,
+        "bytes": found.bytes,
+        "producer": found.producer,
+        "opsets": dict(found.opsets),
+        **tensors,
+        "quantize_nodes": found.quantize_nodes,
+        "dequantize_nodes": found.dequantize_nodes,
+        "activations": dict(found.activations),
+        "weights": dict(found.weights),
+        "layers": layers,
+    }
+
+
+def _arrays(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays.items())
+    except FileNotFoundError:
+        raise ValueError(f"--inputs: {path!r} does not exist; write it with numpy.savez.") from None
+    except (ValueError, OSError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"--inputs: {path!r} is no .npz file of arrays; write it with numpy.savez.") from error
+
+
+def _program(path: str | None) -> Any:
+    if path is None:
+        return None
+    refused = f"--model: {path!r} is no program of torch.export; write it with torch.export.save."
+    if not zipfile.is_zipfile(path):
+        raise ValueError(refused)
+    try:
+        return torch.export.load(path).module()
+    except Exception as error:  # of any type, for an archive of something else
+        raise ValueError(refused) from error

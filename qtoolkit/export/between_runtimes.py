@@ -1,0 +1,206 @@
+"""compare_runtimes(): whether runtimes compute the codes that a file says, without the model that it was written from."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qtoolkit.config import QuantSpec
+from qtoolkit.errors import check_known
+from qtoolkit.export.codes import CodeCount, largest_difference
+from qtoolkit.export.deployed import RuntimeCodes
+from qtoolkit.export.quantizer_nodes import QuantizerNode, pairs
+from qtoolkit.export.reading import UnreadableFileError, open_model
+from qtoolkit.export.runtimes import RUNTIMES, Executed
+from qtoolkit.export.verify import check_installed
+from qtoolkit.model_inputs import tensors_of
+from qtoolkit.quantizers.frozen import Grid
+
+INTEGERS = (np.int8, np.uint8, np.int16, np.uint16)
+
+
+@dataclass(frozen=True)
+class RuntimeComparison:
+    """What `compare_runtimes` returns.
+
+    Attributes:
+        runtimes: For each runtime, how its codes and outputs compare with those of the file's evaluation.
+        program: For each runtime, the largest difference of its outputs from those of the program; {} without one.
+    """
+
+    runtimes: Mapping[str, RuntimeCodes]
+    program: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """The largest share of differing codes of a runtime."""
+        return max((codes.codes.share for codes in self.runtimes.values()), default=0.0)
+
+    def __str__(self) -> str:
+        lines = [str(codes) for codes in self.runtimes.values()]
+        lines += [f"{name}, outputs: largest difference from the program {d:.3g}" for name, d in self.program.items()]
+        return "\n".join(lines)
+
+
+def compare_runtimes(
+    path: str | os.PathLike[str],
+    inputs: Mapping[str, Any] | None = None,
+    runtimes: Sequence[str] = ("onnxruntime",),
+    program: Any = None,
+    seed: int = 0,
+) -> RuntimeComparison:
+    """Run a file with Q/DQ pairs, of any tool, in runtimes at their default settings, and compare all its codes end to end.
+
+    They are compared with the file's evaluation as it stands, node by node: that of onnxruntime without graph optimizations.
+    Runtimes fuse nodes into integer kernels, which round in another order. A difference therefore does not tell who is right;
+    it tells where one begins. With the model at hand, `verify` compares its own codes.
+
+    Args:
+        path: The file.
+        inputs: Arrays by the name of the file's input. Without them: random ones, with 1 for each size that varies.
+        runtimes: "onnxruntime", "openvino" or both, on the CPU.
+        program: A callable with the file's inputs and outputs, such as `torch.export.load("model.pt2").module()`, whose
+            outputs are compared too.
+        seed: Of the random inputs.
+
+    Returns:
+        For each runtime: the codes compared and differing at each QuantizeLinear, the first that differs, the difference of the
+        outputs, and the nodes that compute in integers and in float.
+
+    Raises:
+        ValueError: A runtime is not known; the inputs do not fit; or, as `UnreadableFileError`, the file cannot be read or has
+            no Q/DQ nodes.
+        ImportError: A runtime is not installed.
+        RuntimeError: A runtime cannot run the file.
+    """
+    for runtime in runtimes:
+        check_known("runtime of compare_runtimes:", runtime, RUNTIMES)
+    for runtime in ("onnxruntime", *runtimes):
+        check_installed(runtime)
+    graph = open_model(path).graph
+    grids = _grids(graph, Path(path).resolve().parent)
+    nodes = [node for node in pairs(graph) if node.quantizer in grids and not node.is_constant]
+    if not nodes:
+        raise UnreadableFileError(
+            f"{str(path)!r} has no QuantizeLinear of an activation with a constant scale and integer codes of 8 or 16 bits; "
+            f"there are no codes to compare."
+        )
+    tensors = _inputs(graph, inputs, seed)
+    reference = _run("onnxruntime", Path(path), tensors, nodes, grids, optimized=False)
+    executed = {name: _run(name, Path(path), tensors, nodes, grids, optimized=True) for name in runtimes}
+    expected = _results(program, tensors)
+    return RuntimeComparison(
+        {name: _compare(reference, run, nodes) for name, run in executed.items()},
+        {name: _difference(expected, run.outputs) for name, run in executed.items() if expected is not None},
+    )
+
+
+def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: Any, *, optimized: bool) -> Executed:
+    try:
+        return RUNTIMES[name](path, tensors, nodes, grids, optimized)
+    except Exception as error:  # runtimes' errors have no base class of their own
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise RuntimeError(f"{name} cannot run {str(path)!r} on these inputs: {reason}.") from error
+
+
+def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode]) -> RuntimeCodes:
+    read = {node.quantizer: node.codes for node in nodes if node.codes in reference.codes and node.codes in run.codes}
+    counts = {name: CodeCount.of(run.codes[codes], reference.codes[codes]) for name, codes in read.items()}
+    return RuntimeCodes(
+        run.runtime,
+        counts,
+        largest_difference(run.outputs, reference.outputs),
+        run.layers,
+        run.conversions,
+        tuple(dict.fromkeys(node.quantizer for node in nodes if node.quantizer not in counts)),
+        run.changed_by_reading,
+        run.share,
+    )
+
+
+def _results(program: Any, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    if program is None:
+        return None
+    with torch.no_grad():
+        return tensors_of(program(*tensors))
+
+
+def _difference(expected: Sequence[Tensor], outputs: Sequence[Any]) -> float:
+    shapes = [tuple(tensor.shape) for tensor in expected], [tuple(np.shape(output)) for output in outputs]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the program returns tensors of shapes {shapes[0]}, and the file {shapes[1]}; pass its own program."
+        )
+    return largest_difference(expected, outputs)
+
+
+def _grids(graph: Any, folder: Path) -> dict[str, Grid]:
+    """Return the grid of each quantizer with integer codes and a constant scale, by its name."""
+    constants = _Constants(graph, folder)
+    by_output = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
+    found = {}
+    for pair in pairs(graph):
+        node = by_output[pair.values]
+        scale = constants.get(node.input[1])
+        zero = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
+        if scale is None or zero is None or zero.dtype not in INTEGERS or scale.size != 1:
+            continue
+        info = np.iinfo(zero.dtype)
+        spec = QuantSpec(bits=info.bits, signed=info.min < 0, symmetric=info.min < 0 and not zero.any())
+        codes_of_zero = None if spec.symmetric else torch.tensor(float(zero.item()))
+        found[pair.quantizer] = Grid(torch.tensor(float(scale.item())), codes_of_zero, spec, name=pair.quantizer)
+    return found
+
+
+class _Constants:
+    """Reads initializers and the outputs of Constant nodes by name."""
+
+    def __init__(self, graph: Any, folder: Path) -> None:
+        self.folder = str(folder)
+        self.tensors = {tensor.name: tensor for tensor in graph.initializer}
+        for node in graph.node:
+            if node.op_type == "Constant" and node.attribute[0].name == "value":
+                self.tensors[node.output[0]] = node.attribute[0].t
+
+    def get(self, name: str) -> Any:
+        """Return the array; None where it is computed."""
+        from onnx import numpy_helper
+
+        return numpy_helper.to_array(self.tensors[name], self.folder) if name in self.tensors else None
+
+
+def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tensor]:
+    constants = {tensor.name for tensor in graph.initializer}
+    values = [value for value in graph.input if value.name not in constants]
+    names = ", ".join(value.name for value in values)
+    if given is None:
+        generator = np.random.default_rng(seed)
+        return [torch.from_numpy(_random(value, generator)) for value in values]
+    if missing := [value.name for value in values if value.name not in given]:
+        raise ValueError(
+            f"the inputs must have an array for each input of the file ({names}); {missing[0]!r} is missing."
+        )
+    return [torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values]
+
+
+def _random(value: Any, generator: np.random.Generator) -> Any:
+    from onnx import helper
+
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or not kind.elem_type:
+        raise ValueError(f"input {value.name!r} of the file is no tensor of a known type; pass inputs.")
+    shape = [max(dim.dim_value, 1) for dim in kind.shape.dim]
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
+    if dtype.kind in "iu":  # indices: the first ones are valid wherever any is
+        return generator.integers(0, 2, shape).astype(dtype)
+    if dtype.kind not in "fb":
+        raise ValueError(
+            f"input {value.name!r} of the file has type {dtype}, for which there are no random values; pass inputs."
+        )
+    numbers = generator.standard_normal(shape)
+    return numbers.astype(dtype) if dtype.kind == "f" else numbers > 0

@@ -1,0 +1,135 @@
+"""describe(): what an ONNX file holds: its inputs, its Q/DQ nodes, and which of its layers are quantized."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qtoolkit.backends import backends
+from qtoolkit.export.file_ops import ops_of
+from qtoolkit.export.reading import open_graph
+from qtoolkit.lint.file_facts import FileNode
+from qtoolkit.lint.ops import Op, find_quantizers
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+_MOVES = backends["tensorrt"]  # which ops only move values is the same on all targets
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """An input or an output of a file: its name, its type, and its sizes, those that vary by their name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}" + ("" if self.shape is None else f" [{', '.join(map(str, self.shape))}]")
+
+
+@dataclass(frozen=True)
+class FileLayer:
+    """A layer or a matrix product of a file.
+
+    Attributes:
+        name: The name of its node.
+        op: Its op.
+        quantized: Whether all that it multiplies is quantized.
+        reason: Why it is float; "" if it is quantized.
+        weight: The type of its weight's codes; "" of a float one.
+    """
+
+    name: str
+    op: str
+    quantized: bool
+    reason: str
+    weight: str
+
+
+@dataclass(frozen=True)
+class FileDescription:
+    """What `describe` returns.
+
+    Attributes:
+        path: The file.
+        bytes: Its size, with the files of its weights.
+        producer: The tool that wrote it, and its version.
+        opsets: The version of each domain, "ai.onnx" for ONNX's own.
+        inputs: Its inputs.
+        outputs: Its outputs.
+        quantize_nodes: The number of QuantizeLinear nodes.
+        dequantize_nodes: The number of DequantizeLinear nodes.
+        activations: How many quantizers of activations have codes of each type.
+        weights: How many layers have weights with codes of each type.
+        layers: Its layers and matrix products, in order.
+    """
+
+    path: str
+    bytes: int
+    producer: str
+    opsets: Mapping[str, int]
+    inputs: tuple[FileTensor, ...]
+    outputs: tuple[FileTensor, ...]
+    quantize_nodes: int
+    dequantize_nodes: int
+    activations: Mapping[str, int]
+    weights: Mapping[str, int]
+    layers: tuple[FileLayer, ...]
+
+
+def describe(path: str | os.PathLike[str]) -> FileDescription:
+    """Describe an ONNX file, of any tool, quantized or not.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its inputs and outputs, the numbers and types of its codes, and its layers, quantized or float and why.
+
+    Raises:
+        ValueError: As `UnreadableFileError`: the file is not ONNX, is truncated or invalid, has ops that ONNX does not know, or
+            lacks the file of its weights.
+        ImportError: onnx or onnxscript is not installed.
+    """
+    model = open_graph(path)
+    ops = ops_of(model)
+    find_quantizers(ops, _MOVES)
+    facts = [(op, op.node) for op in ops if isinstance(op.node, FileNode)]
+    kinds = Counter(node.op_type for node in model.graph)
+    return FileDescription(
+        str(path),
+        Path(path).stat().st_size + sum(file.stat().st_size for file in _weight_files(model, Path(path))),
+        f"{model.producer_name or 'unknown'} {model.producer_version or ''}".strip(),
+        {domain or "ai.onnx": version or 0 for domain, version in model.graph.opset_imports.items()},
+        tuple(_tensor(value) for value in model.graph.inputs if not value.is_initializer()),
+        tuple(_tensor(value) for value in model.graph.outputs),
+        kinds["QuantizeLinear"],
+        kinds["DequantizeLinear"],
+        dict(Counter(node.codes.dtype for _, node in facts if node.codes is not None)),
+        dict(Counter(node.weight.dtype for _, node in facts if node.weight is not None)),
+        tuple(_described(op, node) for op, node in facts if op.kind.multiplies),
+    )
+
+
+def _described(op: Op, node: FileNode) -> FileLayer:
+    reasons = [f"{source.name!r} is not quantized" for source in op.inputs if source.quantizer is None]
+    if op.has_float_weight:
+        reasons.append("its weight is not quantized")
+    weight = "" if node.weight is None else node.weight.dtype
+    return FileLayer(op.name, node.op_type, not reasons, "; ".join(reasons), weight)
+
+
+def _tensor(value: "onnx_ir.Value") -> FileTensor:
+    shape = None if value.shape is None else tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    return FileTensor(value.name or "", "unknown" if value.dtype is None else value.dtype.name, shape)
+
+
+def _weight_files(model: "onnx_ir.Model", path: Path) -> set[Path]:
+    import onnx_ir
+
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return {path.parent / tensor.location for tensor in tensors if isinstance(tensor, onnx_ir.ExternalTensor)}

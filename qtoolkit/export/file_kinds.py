@@ -1,0 +1,105 @@
+"""Kinds of ONNX's ops, by their names, attributes and constant inputs."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtoolkit.export.passes.saturation import constant_input
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+# Kinds by the name of the op. Ops whose attributes or inputs decide are in `DECIDED`.
+OF_OP: Mapping[str, str] = {
+    "Conv": "conv",
+    "ConvTranspose": "conv_transpose",
+    "Gemm": "linear",
+    "Concat": "cat",
+    "MaxPool": "max_pool",
+    "GlobalMaxPool": "max_pool",
+    "AveragePool": "avg_pool",
+    "GlobalAveragePool": "avg_pool",
+    **dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile"), "reshape"),
+    "Flatten": "flatten",
+    "Transpose": "transpose",
+    "Split": "split",
+    "Slice": "slice",
+    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), "pixel_shuffle"),
+    **dict.fromkeys(("Identity", "Dropout", "Cast"), "identity"),
+    "BatchNormalization": "batch_norm",
+    "LayerNormalization": "layer_norm",
+    "RMSNormalization": "rms_norm",
+    "GroupNormalization": "group_norm",
+    "InstanceNormalization": "instance_norm",
+    "Relu": "relu",
+    "LeakyRelu": "leaky_relu",
+    "PRelu": "prelu",
+    "Mish": "mish",
+    "Gelu": "gelu",
+    "Swish": "silu",
+    **dict.fromkeys(("Elu", "Celu", "Selu"), "elu"),
+    "HardSwish": "hardswish",
+    "HardSigmoid": "hardsigmoid",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+    "Softplus": "softplus",
+    "Softmax": "softmax",
+    "LogSoftmax": "log_softmax",
+    "Attention": "dot_product_attention",
+    **dict.fromkeys(("LSTM", "GRU"), "recurrent"),
+}
+# Of x + y, x * y, ...: the kind for two tensors, and for a tensor and a constant.
+BINARY: Mapping[str, tuple[str, str]] = {
+    "Add": ("add", "shift"),
+    "Sub": ("sub", "shift"),
+    "Mul": ("mul", "scale"),
+    "Div": ("div", "scale"),
+}
+RESIZED = {"nearest": "upsample_nearest", "linear": "upsample_linear", "cubic": "upsample_cubic"}
+
+
+def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
+    """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
+    if node.op_type != "Clip":
+        return None
+    ends = []
+    for index, absent in ((1, -np.inf), (2, np.inf)):
+        given = len(node.inputs) > index and node.inputs[index] is not None
+        value = constant_input(node, index) if given else np.array(absent)
+        if value is None or value.size != 1:
+            return None
+        ends.append(float(value.item()))
+    return ends[0], ends[1]
+
+
+def _clip(node: "onnx_ir.Node") -> str:
+    bounds = bounds_of(node)
+    return "relu6" if bounds is not None and bounds[0] >= 0 else "clamp"
+
+
+def _resize(node: "onnx_ir.Node") -> str:
+    return RESIZED.get(node.attributes.get_string("mode", "nearest") or "", "")
+
+
+def _pad(node: "onnx_ir.Node") -> str:
+    if node.attributes.get_string("mode", "constant") != "constant":
+        return "edge_pad"
+    given = len(node.inputs) > 2 and node.inputs[2] is not None
+    value = constant_input(node, 2) if given else np.zeros(())
+    return "zero_pad" if value is not None and not value.any() else "pad"
+
+
+def _mean(node: "onnx_ir.Node") -> str:
+    axes = constant_input(node, 1)
+    given = (node.attributes.get_ints("axes") or ()) if axes is None else axes.tolist()
+    return "avg_pool" if sorted(given) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1]) else "mean"
+
+
+DECIDED: Mapping[str, Callable[[Any], str]] = {
+    "Clip": _clip,
+    "Resize": _resize,
+    "Upsample": _resize,
+    "Pad": _pad,
+    "ReduceMean": _mean,
+}

@@ -1,0 +1,282 @@
+"""The ops of an ONNX file with Q/DQ nodes, in the form that the rules of `qtoolkit.lint` read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtoolkit.export.file_kinds import BINARY, DECIDED, OF_OP, bounds_of
+from qtoolkit.export.reading import UnreadableFileError
+from qtoolkit.lint.file_facts import Codes, FileNode
+from qtoolkit.lint.ops import Layer, Op, WeightGrid
+from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER, OpKind
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
+SIZES = ("Shape", "Size")  # they read no values
+WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def ops_of(model: "onnx_ir.Model") -> list[Op]:
+    """Return the ops of the main graph, in order; not those in the bodies of If, Loop and Scan.
+
+    A QuantizeLinear is a quantizer; the DequantizeLinear nodes behind it, and what clips its codes, belong to it. What is
+    computed from constants alone belongs to the node that takes it.
+
+    Raises:
+        UnreadableFileError: A node lacks an input or an attribute.
+    """
+    try:
+        return _Reader(model).ops
+    except Exception as error:  # onnx_ir raises errors of all types, assertions too
+        raise UnreadableFileError(
+            f"a node of the file lacks an input or an attribute, or has one of another type ({type(error).__name__}: {error})."
+        ) from error
+
+
+class _Reader:
+    """Reads the nodes in order.
+
+    Attributes:
+        ops: The ops, in order.
+        made: The op that computes each tensor that depends on the inputs.
+    """
+
+    def __init__(self, model: "onnx_ir.Model") -> None:
+        self.opset = model.graph.opset_imports.get("", 0)
+        self.ops: list[Op] = []
+        self.made: dict[Any, Op] = {}
+        self.gates = set(_gates(model.graph))
+        for value in model.graph.inputs:
+            if not value.is_initializer():
+                self._add(Op(value.name or "", NO_OPS["placeholder"]), [value])
+        for node in model.graph:
+            self._read(node)
+        for value in model.graph.outputs:
+            if value in self.made:
+                self.made[value].returned = True
+
+    def _add(self, op: Op, outputs: Any) -> None:
+        self.ops.append(op)
+        for source in op.inputs:
+            source.users.append(op)
+        self.made.update(dict.fromkeys(outputs, op))
+
+    def _read(self, node: "onnx_ir.Node") -> None:
+        sources = list(dict.fromkeys(self.made[value] for value in node.inputs if value in self.made))
+        if (not sources and not _has_body(node)) or node in self.gates or node.op_type in SIZES:
+            return
+        first = self.made.get(node.inputs[0]) if node.inputs else None
+        if first is not None and _stays_with_quantizer(node, first):
+            self.made.update(dict.fromkeys(node.outputs, first))
+            return
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            quantize = node.op_type == "QuantizeLinear"
+            codes = _codes(node) if quantize or (first is not None and first.kind.name == "placeholder") else None
+            if codes is not None:
+                op = Op(
+                    _name(node), OTHER, [first] if first else [], grid=codes.grid, node=self._facts(node, codes=codes)
+                )
+                self._add(op, node.outputs)
+            elif first is not None:
+                self.made.update(dict.fromkeys(node.outputs, first))
+            return
+        gate = _gate(node)
+        if gate is not None:
+            sources = [self.made[gate.inputs[0]]]
+            self._add(Op(_name(node), KINDS[GATED[gate.op_type]], sources, node=self._facts(node)), node.outputs)
+            return
+        self._add(self._op(node), node.outputs)
+
+    def _op(self, node: "onnx_ir.Node") -> Op:
+        weighted = self._weight(node)
+        kind = self._kind(node, weighted is not None)
+        if kind.moves and first_input(node) in self.made:  # sizes, indices and positions are no data
+            sources = [self.made[first_input(node)]]
+        else:
+            taken = node.inputs if weighted is None else [v for v in node.inputs[:2] if v is not weighted]
+            sources = list(dict.fromkeys(self.made[value] for value in taken if value in self.made))
+        if weighted is None:
+            return Op(_name(node), kind, sources, node=self._facts(node, bounds=bounds_of(node)))
+        weight = _Weight.of(weighted)
+        bias = _Weight.of(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
+        facts = self._facts(node, weight=weight.codes, bias=None if bias is None else bias.codes)
+        return Op(_name(node), kind, sources, layer=_layer(node, weight), node=facts)
+
+    def _facts(self, node: "onnx_ir.Node", **facts: Any) -> FileNode:
+        return FileNode(node.op_type, "" if node.domain == "ai.onnx" else node.domain, self.opset, **facts)
+
+    def _weight(self, node: "onnx_ir.Node") -> Any:
+        """Return the constant weight of a layer; None of other nodes."""
+        if node.domain not in ("", "ai.onnx"):
+            return None
+        if node.op_type == "Gather" and node.inputs[0] not in self.made:
+            return node.inputs[0]
+        if node.op_type not in WEIGHTED or len(node.inputs) < 2:
+            return None
+        places = (1, 0) if node.op_type in ("Gemm", "MatMul") else (1,)
+        return next((node.inputs[i] for i in places if node.inputs[i] not in self.made), None)
+
+    def _kind(self, node: "onnx_ir.Node", weighted: bool) -> OpKind:
+        if node.domain not in ("", "ai.onnx"):
+            return OTHER
+        if node.op_type in BINARY:
+            return KINDS[BINARY[node.op_type][sum(value in self.made for value in node.inputs) < 2]]
+        if node.op_type == "MatMul":
+            return KINDS["linear" if weighted else "matmul"]
+        if node.op_type == "Gather":
+            return KINDS["embedding"] if weighted else (OTHER if node.inputs[1] in self.made else KINDS["slice"])
+        decide = DECIDED.get(node.op_type)
+        name = OF_OP.get(node.op_type) if decide is None else decide(node)
+        return KINDS.get(name or "", OTHER)
+
+
+def first_input(node: "onnx_ir.Node") -> Any:
+    """Return the first input of a node; None where it has none."""
+    return node.inputs[0] if node.inputs else None
+
+
+def _stays_with_quantizer(node: "onnx_ir.Node", source: Op) -> bool:
+    """Return whether a node belongs to the quantizer before it: its DequantizeLinear, and clips and casts of codes."""
+    facts = source.node
+    if not source.is_quantizer or not isinstance(facts, FileNode):
+        return False
+    if node.op_type == "DequantizeLinear":
+        return True
+    maker = node.inputs[0].producer() if node.inputs[0] is not None else None
+    on_codes = maker is not None and maker.op_type != "DequantizeLinear"
+    return on_codes and facts.op_type == "QuantizeLinear" and node.op_type in ("Clip", "Cast")
+
+
+def _has_body(node: "onnx_ir.Node") -> bool:
+    import onnx_ir
+
+    kinds = (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS)
+    return any(attribute.type in kinds for attribute in node.attributes.values())
+
+
+def _name(node: "onnx_ir.Node") -> str:
+    return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
+
+
+def _gate(product: "onnx_ir.Node") -> Any:
+    """Return the gate of x * gate(x), where nothing else takes it; None of other nodes."""
+    if product.op_type != "Mul" or len(product.inputs) != 2:
+        return None
+    for x, other in (product.inputs, reversed(product.inputs)):
+        gate = None if other is None else other.producer()
+        if gate is None or gate.op_type not in GATED or gate.inputs[0] is not x or x is None:
+            continue
+        if len(gate.outputs[0].uses()) == 1 and not gate.outputs[0].is_graph_output():
+            return gate
+    return None
+
+
+def _gates(graph: Any) -> Iterator[Any]:
+    for node in graph:
+        gate = _gate(node)
+        if gate is not None:
+            yield gate
+
+
+def _codes(node: "onnx_ir.Node") -> Codes:
+    """Return the codes of a QuantizeLinear or DequantizeLinear."""
+    quantize = node.op_type == "QuantizeLinear"
+    given = node.inputs[2] if len(node.inputs) > 2 else None
+    scale, zero = _constant(node.inputs[1]), _constant(given)
+    shared = scale is not None and scale.size == 1
+    axis = None if shared else node.attributes.get_int("axis", 1)
+    zero_point = np.zeros((), np.float32) if given is None else zero
+    block_size, takers = node.attributes.get_int("block_size", 0) or 0, len(node.outputs[0].uses()) if quantize else 1
+    return Codes(_dtype(node, zero), scale, zero_point, given is not None, axis, block_size, takers)
+
+
+def _dtype(node: "onnx_ir.Node", zero_point: Any) -> str:
+    """Return ONNX's name of the type of the codes: that of the zero point, else of the codes, else ONNX's default."""
+    import onnx_ir
+
+    quantize = node.op_type == "QuantizeLinear"
+    values = [node.inputs[2]] if len(node.inputs) > 2 else []
+    values.append(node.outputs[0] if quantize else node.inputs[0])
+    known = [onnx_ir.DataType.from_numpy(zero_point.dtype)] if zero_point is not None else []
+    known += [value.dtype for value in values if value is not None and value.dtype is not None]
+    asked = node.attributes.get_int("output_dtype", 0) if quantize else 0
+    return (known[0] if known else onnx_ir.DataType(asked or onnx_ir.DataType.UINT8)).name
+
+
+def _constant(value: Any) -> Any:
+    """Return the array of a constant, also behind Identity and Cast, as exporters write zero points; None of other values."""
+    import onnx_ir
+
+    tensor = None if value is None else onnx_ir.convenience.get_const_tensor(value)
+    if tensor is not None:
+        return tensor.numpy()
+    node = None if value is None else value.producer()
+    if node is None or node.op_type not in ("Identity", "Cast"):
+        return None
+    array = _constant(node.inputs[0])
+    cast = node.op_type == "Cast" and array is not None
+    return array.astype(onnx_ir.DataType(node.attributes.get_int("to", 1)).numpy()) if cast else array
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A constant, back to how its codes are stored.
+
+    Attributes:
+        codes: Its codes; None where it stays float.
+        shape: Its shape; () where it is not known.
+        axis: The axis that its scales run along; None for one scale, or where it is not known.
+    """
+
+    codes: Codes | None
+    shape: tuple[int, ...]
+    axis: int | None
+
+    @classmethod
+    def of(cls, value: Any) -> "_Weight":
+        node = value.producer()
+        if node is None or not node.inputs or node.inputs[0] is None:
+            return cls(None, _shape(value), None)
+        if node.op_type in ("DequantizeLinear", "QuantizeLinear"):
+            source = cls.of(node.inputs[0])
+            codes = _codes(node)
+            axis = None if codes.axis is None else codes.axis % max(len(source.shape), 1)
+            return cls(codes, source.shape, axis)
+        source = cls.of(node.inputs[0])
+        if node.op_type == "Transpose" and source.shape:
+            order = node.attributes.get_ints("perm") or list(reversed(range(len(source.shape))))
+            if sorted(order) != list(range(len(source.shape))):
+                return cls(source.codes, (), None)
+            axis = None if source.axis is None else list(order).index(source.axis)
+            return cls(source.codes, tuple(source.shape[i] for i in order), axis)
+        if node.op_type in ("Identity", "Cast"):
+            return source
+        return cls(source.codes, _shape(value), None)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    import onnx_ir
+
+    tensor = onnx_ir.convenience.get_const_tensor(value)
+    shape = value.shape if tensor is None else tensor.shape
+    sizes = tuple(shape or ())
+    return sizes if all(isinstance(size, int) for size in sizes) else ()
+
+
+def _layer(node: "onnx_ir.Node", weight: _Weight) -> Layer:
+    codes, shape = weight.codes, weight.shape
+    grid = None if codes is None else WeightGrid(codes.bits, weight.axis, codes.block_size > 0, codes.block_size)
+    groups = max(node.attributes.get_int("group", 1) or 1, 1)
+    if node.op_type == "Conv" and len(shape) > 2:
+        return Layer(grid, shape[1] * groups, shape[0], groups, shape[2:])
+    if node.op_type == "ConvTranspose" and len(shape) > 2:
+        return Layer(grid, shape[0], shape[1] * groups, groups, shape[2:], output_axis=1)
+    if len(shape) == 2 and node.op_type in ("Gemm", "MatMul"):
+        rows_are_outputs = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+        output_axis = 0 if rows_are_outputs else 1
+        return Layer(grid, shape[1 - output_axis], shape[output_axis], output_axis=output_axis)
+    return Layer(grid, groups=groups, output_axis=max(len(shape) - 1, 0))

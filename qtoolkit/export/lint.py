@@ -1,0 +1,65 @@
+"""lint(): which nodes of a file with Q/DQ pairs, of any tool, break a rule of a target."""
+
+import os
+
+from qtoolkit.backends import Backend, backend_of
+from qtoolkit.export.file_ops import ops_of
+from qtoolkit.export.reading import UnreadableFileError, open_graph
+from qtoolkit.lint.codes import CODES
+from qtoolkit.lint.findings import Finding, Rule, broken
+from qtoolkit.lint.fusions import FILE_ADVICE, FUSIONS
+from qtoolkit.lint.layers import ADVICE, LAYERS
+from qtoolkit.lint.placement import PLACEMENT
+
+FILE_RULES = (*PLACEMENT, *LAYERS, *CODES, *FUSIONS)
+
+
+def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = False) -> tuple[Finding, ...]:
+    """Check the Q/DQ nodes of an ONNX file against the rules of a target.
+
+    The file may come from any tool. Ops in the bodies of If, Loop and Scan are not checked. `rules_of` lists the rules.
+
+    Args:
+        path: The file.
+        backend: The target: a name in `qt.backends`, or a Backend.
+        advice: Also list what the target computes, and no faster than in float.
+
+    Returns:
+        One finding for each node that breaks a rule, in the order of the file, with the rule's name, its source and a remedy.
+
+    Raises:
+        ValueError: The backend is not known; or, as `UnreadableFileError`, the file is not ONNX, is truncated or invalid, has
+            ops that ONNX does not know, lacks the file of its weights, or has no Q/DQ nodes.
+        ImportError: onnx or onnxscript is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> x = torch.rand(8, 3, 8, 8)
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval(), backend="tensorrt")
+        >>> report = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx")
+        ...     found = qt.export.lint(result.path, "tensorrt")
+        >>> found
+        ()
+    """
+    backend = backend_of(backend)
+    model = open_graph(path)
+    kinds = {node.op_type for node in model.graph}
+    if not kinds.intersection(("QuantizeLinear", "DequantizeLinear")):
+        raise UnreadableFileError(
+            f"{str(path)!r} has no QuantizeLinear and no DequantizeLinear node: it is a float model, or its integer ops are "
+            f"written in another form. Quantize it, and write it in the QDQ format."
+        )
+    return broken(rules_of(backend, advice), ops_of(model), backend)
+
+
+def rules_of(backend: Backend, advice: bool = False) -> tuple[Rule, ...]:
+    """Return the rules that `lint` checks for a target.
+
+    Example:
+        >>> "residual-add" in [rule.name for rule in rules_of(qt.backends["tensorrt"])]
+        True
+    """
+    rules = (*FILE_RULES, *((*(ADVICE[name] for name in backend.advice), *FILE_ADVICE) if advice else ()))
+    return tuple(rule for rule in rules if rule.applies(backend))

@@ -1,0 +1,136 @@
+"""Files that anybody may have written: opened and checked, or refused in a sentence."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir
+
+
+class UnreadableFileError(ValueError):
+    """A file is not what the caller needs; the message says why, and what to do."""
+
+
+def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
+    """Return the model of an ONNX file, without weights that are in files of their own.
+
+    Raises:
+        UnreadableFileError: There is no such file; it is not ONNX, is truncated or invalid; it has ops that ONNX does not know;
+            or the file of its weights is missing.
+        ImportError: onnx is not installed.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise ImportError("reading ONNX files needs onnx; run: pip install qtoolkit[onnx].") from error
+    file = Path(path)
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "does not exist"
+        raise UnreadableFileError(f"{str(path)!r} {what}; pass the path of an ONNX file.")
+    try:
+        model = onnx.load(str(file), load_external_data=False, format="protobuf")
+    except OSError as error:
+        raise UnreadableFileError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # protobuf's errors have no base class of their own
+        raise UnreadableFileError(
+            f"{str(path)!r} is not an ONNX file, or is truncated: {_first_line(error)}. Write it again, or copy it again."
+        ) from error
+    if not model.ir_version or not model.graph.node:
+        raise UnreadableFileError(
+            f"{str(path)!r} is not an ONNX file, or is truncated: it has no graph. Write it again, or copy it again."
+        )
+    _check_weights(model, file)
+    _check(model, file)
+    return model
+
+
+def open_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
+    """Return a file's model as a graph, with the functions of the file in place of their calls.
+
+    Raises:
+        UnreadableFileError: As `open_model`.
+        ImportError: onnx or onnxscript is not installed.
+    """
+    open_model(path)
+    import onnx_ir
+    from onnx_ir.passes.common import InlinePass
+
+    try:
+        model = onnx_ir.load(path)
+        if model.functions:
+            InlinePass()(model)
+    except Exception as error:  # any, for a file that contradicts itself
+        raise UnreadableFileError(f"{str(path)!r} is no valid ONNX model: {_first_line(error)}.") from error
+    return model
+
+
+def _check_weights(model: "onnx.ModelProto", file: Path) -> None:
+    """Check that the files with weights are there, and as long as the model says."""
+    from onnx import TensorProto
+
+    folder = file.resolve().parent
+    for tensor in model.graph.initializer:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        weights = (folder / entries.get("location", "")).resolve()
+        where = f"the weight {tensor.name!r} of {str(file)!r}"
+        if not weights.is_relative_to(folder):
+            raise UnreadableFileError(
+                f"{where} is in {entries['location']!r}, outside the folder of the model; ONNX allows files beside it only."
+            )
+        if not weights.is_file():
+            raise UnreadableFileError(
+                f"{where} is in {entries.get('location', '')!r}, which is missing; copy that file beside the model."
+            )
+        try:
+            end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+        except ValueError:
+            end = -1
+        if not 0 <= end <= weights.stat().st_size:
+            raise UnreadableFileError(
+                f"{where} is not whole: {entries['location']!r} has {weights.stat().st_size} bytes; copy that file again."
+            )
+
+
+def _check(model: "onnx.ModelProto", file: Path) -> None:
+    import onnx
+
+    names = [
+        text for node in model.graph.node for text in (node.name, node.op_type, node.domain, *node.input, *node.output)
+    ]
+    names += [each.name for each in (*model.graph.initializer, *model.graph.input, *model.graph.output)]
+    if not all(isinstance(name, str) for name in names):  # protobuf returns other names as bytes
+        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: a name in it is no UTF-8 text.")
+    known = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
+    functions = {(function.domain, function.name) for function in model.functions}
+    for node in model.graph.node:
+        domain = node.domain or "ai.onnx"
+        is_known = (node.domain, node.op_type) in functions or (
+            domain in known and not _is_unknown(node, known[domain])
+        )
+        if not is_known:
+            raise UnreadableFileError(
+                f"{str(file)!r} has an op that ONNX does not know: {node.op_type!r} of domain {domain!r} (node {node.name!r}). "
+                f"Declare the opset of its domain, or write the file without it."
+            )
+    values = (*model.graph.input, *model.graph.output)
+    if not all(value.type.tensor_type.HasField("shape") for value in values):
+        return  # the checker refuses values without a shape, which runtimes take
+    try:
+        onnx.checker.check_model(str(file))
+    except Exception as error:  # the checker raises errors of several types
+        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: {_first_line(error)}.") from error
+
+
+def _is_unknown(node: "onnx.NodeProto", version: int) -> bool:
+    """Return whether an op is of ONNX's own domain, in which this version does not have it."""
+    from onnx import defs
+
+    return node.domain in ("", "ai.onnx") and not (version > 0 and defs.has(node.op_type, version, ""))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

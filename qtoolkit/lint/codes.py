@@ -1,0 +1,210 @@
+"""How a file stores codes: types, scales, zero points, axes and biases. Rules of files alone."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from qtoolkit.backends import Backend
+from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of
+from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.ops import Op, users_behind
+from qtoolkit.lint.targets import (
+    IMPORTER,
+    ONNX,
+    OPENVINO_LPT,
+    SELECTORS,
+    TENSORRT_DOCS,
+    on_onnxruntime,
+    on_openvino,
+    on_tensorrt,
+)
+
+# The types of activations that TensorRT computes with, and those that it takes of weights too.
+TENSORRT_TYPES, TENSORRT_WEIGHT_TYPES = ("INT8", "FLOAT8E4M3FN"), ("INT4", "FLOAT4E2M1")
+# The first opset whose QuantizeLinear has a type.
+OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLOAT4": 23, "INT2": 25, "UINT2": 25}
+PER_AXIS_OPSET, BLOCKS_OPSET = 13, 21
+BIAS_TOLERANCE = 0.01  # onnxruntime's, of a bias's scale
+INT4_BLOCKS = (64, 128)
+
+
+def stored(op: Op) -> Iterator[tuple[str, Codes]]:
+    """Return the codes of a quantizer, or of a layer's weight, each with what it is."""
+    facts = op.node
+    if isinstance(facts, FileNode) and facts.codes is not None:
+        yield "it", facts.codes
+    if isinstance(facts, FileNode) and facts.weight is not None:
+        yield "its weight", facts.weight
+
+
+def _zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
+    for what, codes in stored(op):
+        if codes.is_asymmetric or (codes.has_zero_point and codes.zero_point is None):
+            yield Finding(
+                op.name,
+                f"{what} has a zero point that is not the constant 0; {backend.name} computes symmetric codes only.",
+                "Quantize with symmetric=True.",
+            )
+
+
+def _code_type(op: Op, backend: Backend) -> Iterator[Finding]:
+    for what, codes in stored(op):
+        known = _types(backend, of_weight=what != "it")
+        if codes.dtype not in known:
+            yield Finding(
+                op.name,
+                f"{what} has codes of type {codes.dtype}; {backend.name} computes in integers with {', '.join(known)}.",
+                f"Store {known[0]} codes, or leave the op in float.",
+            )
+
+
+def _types(backend: Backend, *, of_weight: bool) -> tuple[str, ...]:
+    if on_tensorrt(backend):
+        return TENSORRT_TYPES + (TENSORRT_WEIGHT_TYPES if of_weight else ())
+    return ("INT8", "UINT8")
+
+
+def _scale(op: Op, backend: Backend) -> Iterator[Finding]:
+    for what, codes in stored(op):
+        values = None if codes.scale is None else np.asarray(codes.scale, np.float32)
+        if values is None:
+            text = "has a scale that is computed in the graph; the target needs a constant."
+        elif not np.isfinite(values).all() or (values <= 0).any():
+            text = "has a scale that is not positive and finite."
+        else:
+            continue
+        yield Finding(op.name, f"{what} {text}", "Calibrate it, and write the scale as a constant.")
+
+
+def _activation_axis(op: Op, backend: Backend) -> Iterator[Finding]:
+    codes = codes_of(op)
+    if on_openvino(backend) and all(map(_is_depthwise, users_behind(op, backend))):  # its channels are not summed
+        return
+    if codes is not None and (codes.axis is not None or codes.block_size):
+        yield Finding(
+            op.name,
+            "an activation has more than one scale; integer kernels sum over its channels, and need one.",
+            "Quantize activations per tensor, and weights per channel.",
+        )
+
+
+def _is_depthwise(op: Op) -> bool:
+    return op.kind.name == "conv" and op.layer is not None and op.layer.groups == op.layer.inputs > 1
+
+
+def _weight_axis(op: Op, backend: Backend) -> Iterator[Finding]:
+    layer = op.layer
+    if layer is None or layer.weight is None or layer.weight.blocks or op.kind.name not in ("conv", "linear"):
+        return
+    if layer.weight.axis is not None and layer.weight.axis != layer.output_axis:
+        yield Finding(
+            op.name,
+            f"its weight has a scale along axis {layer.weight.axis}, which is summed over; the output channels are axis "
+            f"{layer.output_axis}.",
+            f"Write the scales along axis {layer.output_axis}.",
+        )
+
+
+def _bias(op: Op, backend: Backend) -> Iterator[Finding]:
+    if isinstance(op.node, FileNode) and op.node.bias is not None:
+        yield Finding(
+            op.name,
+            f"its bias is quantized; {backend.name} adds biases in float.",
+            "Store the bias in float, without DequantizeLinear.",
+        )
+
+
+def _bias_scale(op: Op, backend: Backend) -> Iterator[Finding]:
+    facts = op.node
+    if not isinstance(facts, FileNode) or facts.bias is None or facts.weight is None or not op.inputs:
+        return
+    source = op.inputs[0].quantizer
+    codes = None if source is None else codes_of(source)
+    scales = [c.scale for c in (codes, facts.weight, facts.bias) if c is not None and c.scale is not None]
+    if facts.bias.dtype != "INT32":
+        text = f"its bias has codes of type {facts.bias.dtype}; integer kernels add INT32."
+    elif len(scales) < 3 or not _is_product(*scales):
+        text = "the scale of its bias is not the product of the scales of its input and its weight."
+    else:
+        return
+    yield Finding(op.name, text, "Store the bias in float, or as INT32 with that scale.")
+
+
+def _is_product(x: Array, weight: Array, bias: Array) -> bool:
+    with np.errstate(all="ignore"):
+        expected = np.asarray(x, np.float64).ravel() * np.asarray(weight, np.float64).ravel()
+        if expected.size == 1 or bias.size in (1, expected.size):
+            return bool(np.allclose(np.asarray(bias, np.float64).ravel(), expected, rtol=BIAS_TOLERANCE, atol=0.0))
+    return False
+
+
+def _opset(op: Op, backend: Backend) -> Iterator[Finding]:
+    facts = op.node
+    for what, codes in stored(op):
+        needed = next((opset for name, opset in OPSETS.items() if codes.dtype.startswith(name)), 10)
+        needed = max(needed, PER_AXIS_OPSET if codes.axis is not None else 0, BLOCKS_OPSET if codes.block_size else 0)
+        needed = max(needed, PER_AXIS_OPSET if on_onnxruntime(backend) else 0)
+        if facts.opset < needed:
+            yield Finding(
+                op.name,
+                f"{what} needs opset {needed}, and the file has {facts.opset}.",
+                f"Write the file with opset {needed} or newer.",
+            )
+
+
+def _blocks(op: Op, backend: Backend) -> Iterator[Finding]:
+    weight = None if op.layer is None else op.layer.weight
+    if weight is None or not weight.block_size or weight.bits != 4 or op.node.weight.dtype != "INT4":
+        return
+    if op.kind.name != "linear" or weight.block_size not in INT4_BLOCKS:
+        yield Finding(
+            op.name,
+            f"its weight has INT4 codes in blocks of {weight.block_size}; {backend.name} takes blocks of "
+            f"{' or '.join(map(str, INT4_BLOCKS))}, in linear layers.",
+            f"Quantize with group_size={INT4_BLOCKS[0]}.",
+        )
+
+
+def _casts(op: Op, backend: Backend) -> Iterator[Finding]:
+    facts = op.node
+    if not isinstance(facts, FileNode) or facts.op_type != "Cast" or not op.inputs or not op.inputs[0].is_quantizer:
+        return
+    taken = next((user for user in op.users if user.kind.multiplies), None)
+    if taken is not None:
+        yield Finding(
+            op.name,
+            f"a Cast stands between the quantizer {op.inputs[0].name!r} and {taken.name!r}, which then computes in float.",
+            "Give scales the type of the float tensors, so that DequantizeLinear returns it.",
+        )
+
+
+def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
+    if op.kind.name != "conv_transpose" or op.layer is None or op.layer.weight is None or not op.inputs:
+        return
+    source = op.inputs[0].quantizer
+    of_input = None if source is None else codes_of(source)
+    found = [what for what, c in (("input", of_input), ("weight", op.node.weight)) if c is not None and c.is_asymmetric]
+    if found:
+        yield Finding(
+            op.name,
+            f"the {' and the '.join(found)} of a transposed convolution has a zero point, so that {backend.name} computes it "
+            f"in float.",
+            "Quantize it with symmetric=True.",
+        )
+
+
+CODES = (
+    Rule("symmetric", _zero_point, f"{TENSORRT_DOCS}; {IMPORTER}", on_tensorrt),
+    Rule("code-type", _code_type, TENSORRT_DOCS, on_tensorrt),
+    Rule("code-type", _code_type, SELECTORS, on_onnxruntime),
+    Rule("code-type", _code_type, OPENVINO_LPT, on_openvino),
+    Rule("constant-scale", _scale, f"{TENSORRT_DOCS}; {SELECTORS}"),
+    Rule("activation-axis", _activation_axis, f"{TENSORRT_DOCS}; {SELECTORS}; {OPENVINO_LPT}"),
+    Rule("weight-axis", _weight_axis, f"{TENSORRT_DOCS}; {IMPORTER}"),
+    Rule("float-bias", _bias, f"{TENSORRT_DOCS}; {IMPORTER}", on_tensorrt),
+    Rule("bias-scale", _bias_scale, f"{SELECTORS}; onnxruntime PR 28229", lambda b: b.integer_bias),
+    Rule("opset", _opset, ONNX),
+    Rule("int4-blocks", _blocks, TENSORRT_DOCS, on_tensorrt),
+    Rule("cast", _casts, TENSORRT_DOCS, on_tensorrt),
+    Rule("deconvolution-zero-point", _deconvolution_zero_point, OPENVINO_LPT, on_openvino),
+)

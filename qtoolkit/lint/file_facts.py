@@ -1,0 +1,91 @@
+"""What rules of files read of a node beyond its op: how a file stores codes, and the bounds of a clip."""
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from qtoolkit.lint.ops import Op
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A QuantizeLinear, or a DequantizeLinear whose codes the file stores.
+
+    Attributes:
+        dtype: ONNX's name of the type of the codes: "INT8", "UINT8", "FLOAT8E4M3FN".
+        scale: The scale; None where it is computed.
+        zero_point: The zero point, 0 where the node has none; None where it is computed.
+        has_zero_point: Whether the node has a zero point.
+        axis: The axis that the scales run along; None for one scale.
+        block_size: The number of elements along the axis that share a scale; 0 without blocks.
+        takers: How many nodes take the codes.
+    """
+
+    dtype: str
+    scale: Array | None
+    zero_point: Array | None
+    has_zero_point: bool
+    axis: int | None
+    block_size: int
+    takers: int = 1
+
+    @property
+    def bits(self) -> int:
+        """The width of the codes."""
+        found = re.search(r"\d+", self.dtype)
+        return int(found.group()) if found else 0
+
+    @property
+    def is_asymmetric(self) -> bool:
+        """Whether a zero point is known and is not 0."""
+        return self.zero_point is not None and bool(np.any(np.asarray(self.zero_point, np.float32) != 0))
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The lowest and the highest code of the type; (0, 0) of a type that is no integer."""
+        if self.dtype not in ("INT8", "UINT8", "INT16", "UINT16", "INT4", "UINT4"):
+            return 0, 0
+        half = 1 << self.bits - 1
+        return (0, 2 * half - 1) if self.dtype.startswith("U") else (-half, half - 1)
+
+    @property
+    def grid(self) -> Hashable:
+        """What distinguishes this grid from others."""
+        scale, zero = (
+            None if a is None else np.asarray(a, np.float32).tobytes() for a in (self.scale, self.zero_point)
+        )
+        return (self.dtype, scale, zero, self.axis, self.block_size)
+
+
+@dataclass(frozen=True)
+class FileNode:
+    """A node of a file.
+
+    Attributes:
+        op_type: Its op.
+        domain: The domain of its op, "" for ONNX's own.
+        opset: The opset of the file.
+        codes: Of a quantizer, its codes.
+        weight: Of a layer, the codes of its weight; None where it stays float.
+        bias: Of a layer, the codes of its bias; None where it stays float or has none.
+        bounds: Of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed.
+    """
+
+    op_type: str
+    domain: str
+    opset: int
+    codes: Codes | None = None
+    weight: Codes | None = None
+    bias: Codes | None = None
+    bounds: tuple[float, float] | None = None
+
+
+def codes_of(op: "Op") -> Codes | None:
+    """Return the codes of a quantizer of a file."""
+    return op.node.codes if isinstance(op.node, FileNode) else None

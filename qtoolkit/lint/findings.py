@@ -1,0 +1,62 @@
+"""Findings, and rules that make them."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from qtoolkit.backends import Backend
+from qtoolkit.lint.ops import Op, find_quantizers
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An edge or op that the target would not compute as planned.
+
+    Attributes:
+        where: The name of the op: of a model's graph, as a QConfigMapping takes it, and of a quantizer, the name of its
+            submodule; of a file, the name of the node, or of its output where the node has none.
+        rule: What the target asks for, and what is found instead.
+        remedy: What to change.
+        name: The name of the rule.
+        source: Where the rule is documented or was measured.
+    """
+
+    where: str
+    rule: str
+    remedy: str
+    name: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.rule} {self.remedy}"
+
+
+Check = Callable[[Op, Backend], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of one or more targets.
+
+    Attributes:
+        name: Its name in reports.
+        check: Finds what breaks the rule at an op.
+        source: Where the rule is documented or was measured.
+        applies: Whether a target has the rule.
+    """
+
+    name: str
+    check: Check
+    source: str
+    applies: Callable[[Backend], bool] = lambda backend: True
+
+
+def broken(rules: Iterable[Rule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:
+    """Return what breaks these rules, as far as the target has them, in the order of the ops."""
+    rules = [rule for rule in rules if rule.applies(backend)]
+    find_quantizers(ops, backend)
+    return tuple(
+        replace(found, name=rule.name, source=rule.source)
+        for op in ops
+        for rule in rules
+        for found in rule.check(op, backend)
+    )

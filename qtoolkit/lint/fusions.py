@@ -1,0 +1,190 @@
+"""What keeps a runtime from fusing the nodes of a file into integer kernels. Rules of files alone."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from qtoolkit.backends import QUANTIZED_ROLES, Backend
+from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
+from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.ops import Op, origin, serves_others, users_behind
+from qtoolkit.lint.targets import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, on_onnxruntime, on_tensorrt
+
+CLIP_FUSION = "onnxruntime clip_quantizelinear.cc and qdq_util.cc; measured with 1.30"
+CLIP_ERROR = 1.19e-7  # by which onnxruntime's ClipQuantFusion lets a bound differ
+
+
+def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
+    """Find ops that are fused only if everything that takes their output takes it quantized."""
+    takes = [source.quantizer is not None for source in op.inputs]
+    if op.kind.name not in backend.needs_quantized_output or not takes or not all(takes) or op.has_float_weight:
+        return
+    if not op.kind.multiplies and all(serves_others(source, op, backend) for source in op.inputs):
+        return  # it is float between ops on codes
+    last = _end_of_unit(op, backend)
+    floats = [user for user in last.users if not user.is_quantizer]
+    if not users_behind(last, backend):  # only the graph returns it: it keeps its precision
+        return
+    if floats or last.returned:
+        taker = repr(floats[0].name) if floats else "the graph's output"
+        yield Finding(
+            op.name,
+            f"a {op.kind} is computed in integers only if all that take its output take it quantized, and {taker} does not.",
+            f"Quantize the output of {last.name!r} once for all that take it, or none of its inputs.",
+        )
+
+
+def _end_of_unit(op: Op, backend: Backend) -> Op:
+    """Return the activation that an op computes with it, or the op."""
+    user = op.users[0] if len(op.users) == 1 and not op.returned else None
+    return user if user is not None and user.kind.activation and backend.joins(op.kind, user.kind) else op
+
+
+def _mixed_types(op: Op, backend: Backend) -> Iterator[Finding]:
+    if op.kind.name not in backend.needs_quantized_output and backend.role(op.kind) != "concat":
+        return
+    behind = [source.quantizer for source in op.inputs]
+    after = [user for user in _end_of_unit(op, backend).users if user.is_quantizer]
+    types = {_type_as_run(codes) for q in (*behind, *after) if q is not None and (codes := codes_of(q)) is not None}
+    if len(types) > 1:
+        yield Finding(
+            op.name,
+            f"its inputs and its output have codes of different types ({', '.join(sorted(types))}); integer kernels need one.",
+            "Quantize all of them as UINT8.",
+        )
+
+
+def _type_as_run(codes: Codes) -> str:
+    """Return the type of codes after onnxruntime has shifted INT8 to UINT8, which it does where one node takes them."""
+    return "UINT8" if codes.dtype == "INT8" and codes.takers == 1 else codes.dtype
+
+
+def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
+    """Find the ReLUs and clips that saturation does not replace, behind layers that would be fused without them."""
+    codes = codes_of(op)
+    before = op.inputs[0] if codes is not None and op.inputs else None
+    if codes is None or before is None or before.kind.name not in ("relu", "relu6", "clamp"):
+        return
+    if not codes.has_zero_point:
+        yield Finding(
+            op.name,
+            f"it has no zero point and follows {before.name!r}; {backend.name} does not load such files.",
+            "Give QuantizeLinear a zero point of 0.",
+        )
+        return
+    layer = before.inputs[0] if before.inputs else None
+    in_integers = layer is not None and any(source.quantizer is not None for source in layer.inputs)
+    if layer is None or not in_integers or layer.kind.name not in backend.needs_quantized_output:
+        return
+    wrong = _unsaturated(before, op)
+    if wrong:
+        yield Finding(
+            op.name, f"{wrong} {before.name!r}, {layer.name!r} and it are not fused.", _REMEDIES[before.kind.name]
+        )
+
+
+_REMEDIES = {
+    "relu": "Quantize the output of the ReLU without a sign, with the zero point at the lowest code.",
+    **dict.fromkeys(
+        ("relu6", "clamp"), "Choose the scale so that the codes end at the bounds or inside them, and drop the Clip."
+    ),
+}
+
+
+def _unsaturated(activation: Op, quantizer: Op) -> str:
+    """Return why the ends of the codes do not replace an activation; "" if they do."""
+    codes, facts = codes_of(quantizer), activation.node
+    if (
+        codes is None
+        or codes.scale is None
+        or codes.zero_point is None
+        or codes.scale.size != 1
+        or codes.ends == (0, 0)
+    ):
+        return ""
+    scale, zero = np.float32(codes.scale.item()), int(codes.zero_point.item())
+    if activation.kind.name == "relu":
+        return (
+            "" if zero == codes.ends[0] else f"its lowest code stands for {scale * (codes.ends[0] - zero):.4g}, not 0:"
+        )
+    if not isinstance(facts, FileNode) or facts.bounds is None:
+        return "the bounds of the Clip are computed:"
+    ends = [scale * (end - zero) for end in codes.ends]
+    if facts.bounds[0] - ends[0] <= CLIP_ERROR and ends[1] - facts.bounds[1] <= CLIP_ERROR:
+        return ""
+    return f"its codes reach from {ends[0]:.7g} to {ends[1]:.7g}, beyond the bounds of the Clip:"
+
+
+def _inside_silu(op: Op, backend: Backend) -> Iterator[Finding]:
+    if op.kind.name != "mul" or len(op.inputs) != 2:
+        return
+    for gate, x in (op.inputs, reversed(op.inputs)):
+        sigmoid = origin(gate, ())
+        if sigmoid is None or sigmoid.kind.name != "sigmoid" or not sigmoid.inputs:
+            continue
+        layer = origin(sigmoid.inputs[0], ())
+        quantized = gate.is_quantizer or x.is_quantizer or sigmoid.inputs[0].is_quantizer
+        if layer is origin(x, ()) and layer is not None and layer.kind.layer and quantized:
+            yield Finding(
+                op.name,
+                f"a quantizer stands inside the SiLU of {layer.name!r}, which the target computes as one with it.",
+                "Quantize the output of the SiLU only.",
+            )
+            return
+
+
+def _masked_scores(op: Op, backend: Backend) -> Iterator[Finding]:
+    if not op.kind.sums or not any(source.quantizer is not None for source in op.inputs) or len(op.users) != 1:
+        return
+    scores = [origin(source, ("scale", "identity", "reshape", "shift")) for source in op.inputs]
+    taker = op.users[0]
+    while len(taker.users) == 1 and (taker.kind.moves or taker.kind.sums):
+        taker = taker.users[0]
+    is_softmax = taker.kind.name == "softmax" and backend.role(taker.kind) == "float"
+    if is_softmax and any(score is not None and score.kind.name == "matmul" for score in scores):
+        yield Finding(
+            op.name,
+            "the sum of attention's scores and a mask is quantized; a mask's large negative values would take all codes.",
+            "Leave both inputs of this add in float.",
+        )
+
+
+def _unknown_op(op: Op, backend: Backend) -> Iterator[Finding]:
+    facts = op.node
+    if not isinstance(facts, FileNode) or facts.domain in ("", "ai.onnx.ml", "com.microsoft"):
+        return
+    if any(source.quantizer is not None for source in op.inputs):
+        yield Finding(
+            op.name,
+            f"{facts.op_type!r} of domain {facts.domain!r} takes quantized values; a plugin computes in integers only if it "
+            f"declares integer inputs and outputs.",
+            "Declare them in the plugin, or leave its inputs in float.",
+        )
+
+
+def _for_floats_only(op: Op, backend: Backend) -> Iterator[Finding]:
+    """Find quantizers that cost accuracy and bring no integer kernel."""
+    if not op.is_quantizer or op.of_weight or not op.inputs:
+        return
+    before = origin(op.inputs[0])
+    if before is not None and backend.role(before.kind) in QUANTIZED_ROLES and not before.kind.multiplies:
+        return
+    users = users_behind(op, backend)
+    useful = [u for u in users if u.is_quantizer or backend.role(u.kind) in QUANTIZED_ROLES]
+    if not useful and not op.returned:
+        takers = ", ".join(sorted({repr(user.name) for user in users})[:3]) or "nothing"
+        yield Finding(
+            op.name, f"only {takers} takes its values, in float: it costs accuracy and saves nothing.", "Remove it."
+        )
+
+
+FUSIONS = (
+    Rule("quantized-output", _float_output, SELECTORS, lambda b: bool(b.needs_quantized_output)),
+    Rule("one-type", _mixed_types, SELECTORS, on_onnxruntime),
+    Rule("saturation", _activation_before_quantizer, CLIP_FUSION, on_onnxruntime),
+    Rule("silu", _inside_silu, MODEL_OPTIMIZER, lambda b: not b.splits_silu and not b.quantize_outputs),
+    Rule("masked-scores", _masked_scores, MODEL_OPTIMIZER),
+    Rule("plugin", _unknown_op, TENSORRT_DOCS, on_tensorrt),
+)
+
+FILE_ADVICE = (Rule("floats-only", _for_floats_only, f"{TENSORRT_DOCS}; {ONNX}", lambda b: not b.quantize_outputs),)

@@ -1,0 +1,118 @@
+"""The weights of layers: rules that hold for the graphs of models and for files; and advice on layers that gain nothing."""
+
+from collections.abc import Iterator, Mapping
+
+from qtoolkit.backends import Backend
+from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.ops import AFTER_A_LAYER, Op, origin
+from qtoolkit.lint.targets import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS
+
+LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels
+LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."
+
+
+def _grouped_conv_transpose(op: Op, backend: Backend) -> Iterator[Finding]:
+    if op.kind.name != "conv_transpose" or op.layer is None or op.has_float_weight:
+        return
+    if op.layer.groups > 1:
+        yield Finding(
+            op.name,
+            f"{backend.name} has no integer kernel for a transposed convolution with groups, here {op.layer.groups}.",
+            "Leave it in float by the QConfigMapping.",
+        )
+
+
+def _conv_transpose_axis(op: Op, backend: Backend) -> Iterator[Finding]:
+    weight = op.layer.weight if op.kind.name == "conv_transpose" and op.layer is not None else None
+    if weight is not None and not weight.blocks and weight.axis == 1 - backend.conv_transpose_axis:
+        yield Finding(
+            op.name,
+            f"its weight has a scale along axis {weight.axis}; {backend.name} takes them along axis "
+            f"{backend.conv_transpose_axis}.",
+            f"Set QuantSpec(axis={backend.conv_transpose_axis}) in the rule that names it.",
+        )
+
+
+def _weight_bits(op: Op, backend: Backend) -> Iterator[Finding]:
+    weight = None if op.layer is None else op.layer.weight
+    if weight is not None and not weight.block_size and weight.bits not in (backend.weight_bits or ()):
+        widths = " or ".join(str(bits) for bits in backend.weight_bits or ())
+        yield Finding(
+            op.name, f"{backend.name} computes with weights of {widths} bits, not {weight.bits}.", "Change its config."
+        )
+
+
+def _few_channels(op: Op, backend: Backend) -> Iterator[Finding]:
+    """Find layers that NVIDIA Model Optimizer's ONNX quantizer leaves out: too small to gain."""
+    layer = op.layer
+    if layer is None or layer.weight is None or op.kind.name not in ("conv", "linear") or not layer.outputs:
+        return
+    inputs, outputs = layer.inputs // layer.groups, layer.outputs  # of a convolution, the inputs of a group
+    if min(inputs, outputs) >= LEAST_CHANNELS or (op.kind.name == "conv" and _is_worth_it(op)):
+        return
+    yield Finding(
+        op.name,
+        f"{backend.name} gains nothing from integers in a {op.kind} of {inputs} to {outputs} channels: it needs "
+        f"{LEAST_CHANNELS} of both.",
+        LEAVE_FLOAT,
+    )
+
+
+def _is_worth_it(op: Op) -> bool:
+    """Return whether a small convolution has kernels of its own: the first, those by eights, and depthwise ones."""
+    origins = [_origin(source) for source in op.inputs]
+    first = all(source is not None and source.kind.name == "placeholder" for source in origins)
+    layer = op.layer
+    if layer is None or first:
+        return first
+    if layer.groups > 1:
+        return layer.outputs % 8 == 0 and min(layer.kernel) >= 3
+    return layer.inputs % 8 == 0 and layer.outputs % 8 == 0 and len(set(layer.kernel)) == 1
+
+
+def _deconvolution(op: Op, backend: Backend) -> Iterator[Finding]:
+    """Find transposed convolutions that TensorRT computes otherwise than planned."""
+    if op.is_quantizer and op.inputs:
+        before = _origin(op.inputs[0])
+        if before is not None and before.kind.name == "conv_transpose" and not before.has_float_weight:
+            yield Finding(
+                op.name,
+                f"{backend.name} quantizes the output of the transposed convolution {before.name!r} in its own step.",
+                "Measure it, and leave the op that takes it in float where that is faster.",
+            )
+    layer = op.layer
+    if op.kind.name != "conv_transpose" or layer is None or layer.weight is None:
+        return
+    if len(layer.kernel) == 3:
+        yield Finding(op.name, f"{backend.name} computes a transposed convolution in 3d in float16.", LEAVE_FLOAT)
+    if layer.groups > 1 and min(layer.inputs, layer.outputs) < 4 * layer.groups:
+        yield Finding(
+            op.name,
+            f"{backend.name} before 10.9 refuses a transposed convolution with groups of fewer than 4 channels, here "
+            f"{layer.inputs} to {layer.outputs} in {layer.groups}.",
+            LEAVE_FLOAT,
+        )
+
+
+def _origin(op: Op) -> Op | None:
+    return origin(op, (*AFTER_A_LAYER, "relu"))
+
+
+LAYERS = (
+    Rule(
+        "grouped-conv-transpose",
+        _grouped_conv_transpose,
+        "NVIDIA/TensorRT #1934",
+        lambda b: not b.grouped_conv_transpose,
+    ),
+    Rule(
+        "conv-transpose-axis", _conv_transpose_axis, "NVIDIA/TensorRT #1694, #1699, #2380; TensorRT 10.2 release notes"
+    ),
+    Rule("weight-bits", _weight_bits, f"{TENSORRT_DOCS}; {TABLE}", lambda b: b.weight_bits is not None),
+)
+
+# Ops that are not faster in integers, by the names in `Backend.advice`.
+ADVICE: Mapping[str, Rule] = {
+    "few channels": Rule("few-channels", _few_channels, MODEL_OPTIMIZER),
+    "deconvolution": Rule("deconvolution", _deconvolution, "NVIDIA/TensorRT #1934, #2597, #4668"),
+}

@@ -1,0 +1,153 @@
+"""The ops that rules read: those of a model's graph and those of a file, in one form."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from qtoolkit.backends import Backend
+from qtoolkit.op_kinds.table import OpKind
+
+# Kinds between a layer and what takes its output, which targets compute as part of the layer or drop.
+AFTER_A_LAYER = ("batch_norm", "identity")
+
+
+@dataclass(frozen=True)
+class WeightGrid:
+    """How a weight is quantized.
+
+    Attributes:
+        bits: The width of its codes.
+        axis: The axis that its scales run along; None for one scale.
+        blocks: Whether groups along the axis have scales of their own.
+        block_size: The number of elements in a group, in a file.
+    """
+
+    bits: int
+    axis: int | None
+    blocks: bool = False
+    block_size: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with a weight of its own.
+
+    Attributes:
+        weight: How the weight is quantized; None where it stays float.
+        inputs: Its input channels; of a convolution with groups, all of them. 0 where they are not known, as the sizes below.
+        outputs: Its output channels.
+        groups: Its groups.
+        kernel: The spatial sizes of its kernel; () for a linear layer.
+        output_axis: The axis of the weight that holds the output channels.
+    """
+
+    weight: WeightGrid | None
+    inputs: int = 0
+    outputs: int = 0
+    groups: int = 1
+    kernel: tuple[int, ...] = ()
+    output_axis: int = 0
+
+
+@dataclass(eq=False)
+class Op:
+    """One op.
+
+    Attributes:
+        name: Its name in findings.
+        kind: Its kind.
+        inputs: The ops that compute the tensors that it takes as data, each once.
+        users: The ops that take its output.
+        grid: Of a quantizer, what distinguishes its grid from others; None for other ops.
+        of_weight: Whether it is the quantizer of a weight that a function takes.
+        layer: Of a layer with a weight of its own, what is known about it.
+        returned: Whether the graph returns its output.
+        node: Its node: in a file, as `qtoolkit.export.file_ops` describes it.
+        quantizer: The quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a
+            concat whose inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it.
+    """
+
+    name: str
+    kind: OpKind
+    inputs: list["Op"] = field(default_factory=list)
+    users: list["Op"] = field(default_factory=list)
+    grid: Hashable = None
+    of_weight: bool = False
+    layer: Layer | None = None
+    returned: bool = False
+    node: Any = None
+    quantizer: "Op | None" = None
+
+    @property
+    def is_quantizer(self) -> bool:
+        """Whether it is a quantizer."""
+        return self.grid is not None
+
+    @property
+    def has_float_weight(self) -> bool:
+        """Whether it is a layer whose weight stays float."""
+        return self.kind.multiplies and self.layer is not None and self.layer.weight is None
+
+
+def origin(op: Op, through: tuple[str, ...] = AFTER_A_LAYER, sole_user: bool = False) -> Op | None:
+    """Return the op that computes a tensor, back through quantizers and ops of some kinds.
+
+    Args:
+        op: The op whose output the tensor is.
+        through: The kinds to go back through.
+        sole_user: Return None where a tensor on the way has other users.
+    """
+    while not sole_user or (len(op.users) == 1 and not op.returned):
+        if not (op.is_quantizer or op.kind.name in through) or not op.inputs:
+            return op
+        op = op.inputs[0]
+    return None
+
+
+def find_quantizers(ops: Iterable[Op], backend: Backend) -> None:
+    """Set `quantizer` of all ops of a graph, given in order: through ops that only move values on a target."""
+    for op in ops:
+        role = "" if op.is_quantizer else backend.role(op.kind)
+        if op.is_quantizer:
+            op.quantizer = op
+        elif role == "transparent" and op.inputs:
+            op.quantizer = op.inputs[0].quantizer
+        elif role == "concat":
+            found = [source.quantizer for source in op.inputs]
+            one_grid = len({None if quantizer is None else quantizer.grid for quantizer in found}) == 1
+            op.quantizer = found[0] if one_grid else None
+        else:
+            op.quantizer = None
+
+
+def fusing_layer(op: Op) -> Op | None:
+    """Return the layer that computes a tensor and can compute an add with it, where it has no other user."""
+    layer = origin(op, sole_user=True)
+    return layer if layer is not None and layer.kind.fuses_add else None
+
+
+def users_behind(op: Op, backend: Backend) -> list[Op]:
+    """Return the ops that take a tensor's values, moved or not: quantizers too."""
+    found, waiting, seen = [], list(op.users), set[Op]()
+    while waiting:
+        user = waiting.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        if not user.is_quantizer and backend.role(user.kind) in ("transparent", "concat"):
+            waiting += user.users
+        else:
+            found.append(user)
+    return found
+
+
+def serves_others(source: Op, op: Op, backend: Backend) -> bool:
+    """Return whether a tensor that an op takes is quantized for other ops, or for the op that computes it, or not at all."""
+    quantizer = source.quantizer
+    if quantizer is None:
+        return True
+    maker = origin(quantizer)
+    computes = maker is not None and maker.kind.name in backend.needs_quantized_output
+    needed = computes or (maker is not None and not maker.kind.multiplies and backend.quantizes(maker.kind))
+    users = (user for user in users_behind(quantizer, backend) if user is not op and not user.has_float_weight)
+    return needed or any(backend.quantizes(user.kind) for user in users)

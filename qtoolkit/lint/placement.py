@@ -1,0 +1,209 @@
+"""Where quantizers stand: rules that hold for the graphs of models and for files.
+
+The rules come from TensorRT's documentation on the placement of Q/DQ ("Working with Quantized Types"), from NVIDIA Model
+Optimizer's ONNX quantizer, and from the backend's table. The backend's fields say which of them apply.
+"""
+
+from collections.abc import Iterator
+
+from qtoolkit.backends import Backend
+from qtoolkit.lint.findings import Finding, Rule
+from qtoolkit.lint.ops import Op, fusing_layer, origin, serves_others, users_behind
+from qtoolkit.lint.targets import MODEL_OPTIMIZER, TENSORRT_DOCS, on_tensorrt
+from qtoolkit.op_kinds.table import KINDS
+
+
+def _residual_add(op: Op, backend: Backend) -> Iterator[Finding]:
+    if op.kind.name != "add":
+        return
+    layers = [layer for source in op.inputs if (layer := fusing_layer(source)) is not None]
+    on_grid = [source.quantizer is not None for source in op.inputs]
+    if layers and all(on_grid):
+        yield Finding(
+            op.name,
+            "both inputs of a residual add are quantized, so that no convolution fuses with it.",
+            f"Leave the branch of {layers[0].name!r} without a quantizer.",
+        )
+    if layers and not any(on_grid) and not layers[0].has_float_weight:
+        yield Finding(
+            op.name,
+            "no input of a residual add is quantized, so that the convolution before it returns floats.",
+            "Quantize the identity branch.",
+        )
+
+
+def _shorter_branch(op: Op, backend: Backend) -> Iterator[Finding]:
+    quantized = [source for source in op.inputs if source.quantizer is not None]
+    if op.kind.name != "add" or len(op.inputs) != 2 or len(quantized) != 1:
+        return
+    main, free = quantized[0], next(source for source in op.inputs if source is not quantized[0])
+    layer = fusing_layer(main)
+    if layer is None or layer.has_float_weight or fusing_layer(free) is None:
+        return
+    before = [{each for each in _before(source) if each.kind.layer} for source in (main, free)]
+    if len(before[0] - before[1]) > len(before[1] - before[0]):
+        yield Finding(
+            op.name,
+            f"the longer branch of a residual add, which ends in {layer.name!r}, is quantized; the target fuses the add with "
+            f"the convolution of the longer branch, whose output must be float.",
+            "Quantize the other branch.",
+        )
+
+
+def _before(op: Op) -> set[Op]:
+    """Return all ops that a tensor depends on."""
+    found, waiting = set[Op](), [op]
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting += each.inputs
+    return found
+
+
+def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
+    if not op.is_quantizer or len(op.users) != 1 or not op.inputs:
+        return
+    source, user = op.inputs[0], op.users[0]
+    layer = origin(source) or source
+    joins = _joins(layer, user, backend) or user.kind.name == "batch_norm"
+    if joins and len(source.users) == 1 and (source.kind.layer or source.kind.name == "batch_norm"):
+        yield Finding(
+            op.name,
+            f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
+            f"Move it behind {user.name!r}.",
+        )
+
+
+def _joins(layer: Op, activation: Op, backend: Backend) -> bool:
+    kind = activation.kind
+    if not kind.activation or kind.name not in backend.joined_activations or not backend.joins(layer.kind, kind):
+        return False
+    return kind.name != "hardswish" or not on_tensorrt(backend)  # of the gates, it fuses the sigmoid's only
+
+
+def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
+    if not op.kind.multiplies or backend.role(op.kind) == "float":
+        return
+    weight = None if op.layer is None else op.layer.weight
+    if weight is not None and weight.block_size:  # the target expands the weight, and computes in float
+        return
+    inputs = {source: source.quantizer is not None for source in op.inputs if not _inside_attention(source, backend)}
+    if not backend.quantize_graph_inputs:
+        inputs = {source: on_grid for source, on_grid in inputs.items() if source.kind.name != "placeholder"}
+    quantized = [*inputs.values(), *([] if op.layer is None else [weight is not None])]
+    if op.has_float_weight and all(serves_others(source, op, backend) for source in op.inputs):
+        return
+    if any(quantized) and not all(quantized):
+        missing = next((source.name for source, on_grid in inputs.items() if not on_grid), f"{op.name}.weight")
+        yield Finding(
+            op.name,
+            f"a {op.kind} is computed in integers only if all its inputs are quantized, and {missing!r} is not.",
+            "Quantize all of them or none.",
+        )
+
+
+def _inside_attention(source: Op, backend: Backend) -> bool:
+    """Return whether a tensor is attention's probabilities on a target that computes attention as one op."""
+    probabilities = origin(source, ("identity",))
+    is_softmax = probabilities is not None and probabilities.kind.name == "softmax"
+    return is_softmax and backend.quantizes(KINDS["dot_product_attention"])
+
+
+def _concat(op: Op, backend: Backend) -> Iterator[Finding]:
+    if backend.role(op.kind) != "concat":
+        return
+    behind = [source.quantizer for source in op.inputs]
+    if any(behind) and len({q and q.grid for q in behind}) > 1 and _is_taken_by_codes(op, backend):
+        yield Finding(
+            op.name,
+            "the inputs of a concat have different scales, so that the target requantizes them.",
+            "Let one quantizer serve all of them.",
+        )
+
+
+def _requantized(op: Op, backend: Backend) -> Iterator[Finding]:
+    if not op.is_quantizer or op.of_weight or not op.inputs:
+        return
+    before = op.inputs[0].quantizer
+    if before is not None and before.grid != op.grid:
+        yield Finding(
+            op.name,
+            f"it quantizes again, with another scale or zero point, what {before.name!r} has quantized and ops only move.",
+            f"Give both the same scale and zero point, or remove {op.name!r}.",
+        )
+
+
+def _in_and_out(op: Op, backend: Backend) -> Iterator[Finding]:
+    if backend.role(op.kind) not in ("compute", "merge"):
+        return
+    if op.kind.multiplies or any(fusing_layer(source) is not None for source in op.inputs):
+        return
+    takes = any(source.quantizer is not None for source in op.inputs)
+    if takes and not _output_is_quantized(op, backend):
+        yield Finding(
+            op.name,
+            f"a {op.kind} takes quantized inputs and its output is not quantized; the target needs both or neither.",
+            "Quantize its output, or leave it in float by the QConfigMapping.",
+        )
+
+
+def _pad_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
+    if not op.is_quantizer or not op.inputs or op.inputs[0].kind.name != "zero_pad":
+        return
+    pad = op.inputs[0]
+    before = pad.quantizer
+    if before is None or before.grid != op.grid:
+        yield Finding(
+            op.name,
+            f"the quantizer comes after {pad.name!r}, which then cannot become part of the layer behind it.",
+            f"Move it before {pad.name!r}.",
+        )
+
+
+def _two_quantizers(op: Op, backend: Backend) -> Iterator[Finding]:
+    quantizers = {user.grid: user for user in op.users if user.is_quantizer and not user.of_weight}
+    if len(quantizers) > 1:
+        yield Finding(
+            op.name,
+            f"its output has {len(quantizers)} quantizers ({', '.join(user.name for user in quantizers.values())}).",
+            "Keep one for all that take it.",
+        )
+
+
+def _output_is_quantized(op: Op, backend: Backend) -> bool:
+    """Return whether a quantizer takes an op's output, after its activation and ops that move values."""
+    waiting, seen = list(op.users), set[Op]()
+    while waiting:
+        user = waiting.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        if user.is_quantizer:
+            return True
+        joins = user.kind.activation and op in user.inputs[:1] and len(op.users) == 1
+        if joins or backend.role(user.kind) in ("transparent", "concat"):
+            waiting += user.users
+    return False
+
+
+def _is_taken_by_codes(op: Op, backend: Backend) -> bool:
+    """Return whether a quantized op takes an op's output, moved or not."""
+    users = users_behind(op, backend)
+    return any(
+        user.is_quantizer or (backend.role(user.kind) in ("compute", "merge") and not user.has_float_weight)
+        for user in users
+    )
+
+
+PLACEMENT = (
+    Rule("residual-add", _residual_add, f"{TENSORRT_DOCS}; {MODEL_OPTIMIZER}", lambda b: b.residual_add == "identity"),
+    Rule("residual-branch", _shorter_branch, MODEL_OPTIMIZER, lambda b: b.residual_add == "identity"),
+    Rule("inside-a-unit", _inside_a_unit, TENSORRT_DOCS),
+    Rule("all-inputs", _some_inputs, TENSORRT_DOCS),
+    Rule("shared-concat", _concat, f"{MODEL_OPTIMIZER}; {TENSORRT_DOCS}", lambda b: b.shared_concat),
+    Rule("requantized", _requantized, f"{TENSORRT_DOCS}; onnxruntime double_qdq_pairs_remover.cc"),
+    Rule("in-and-out", _in_and_out, TENSORRT_DOCS, lambda b: b.integers_in_and_out),
+    Rule("pad", _pad_before_quantizer, "NVIDIA/TensorRT #2592"),
+    Rule("one-quantizer", _two_quantizers, f"{TENSORRT_DOCS}; {MODEL_OPTIMIZER}"),
+)

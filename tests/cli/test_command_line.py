@@ -1,0 +1,326 @@
+"""The command line: exit codes, JSON, tables, bad input, interruptions, and the commands of docs/command_line.md."""
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qtoolkit as qt
+from qtoolkit.cli import main
+from qtoolkit.export.lint import FILE_RULES, rules_of
+from qtoolkit.lint.fusions import FILE_ADVICE
+from qtoolkit.lint.layers import ADVICE
+from tests.export.qdq_files import File, clean
+from tests.export.test_lint_files import (
+    before_a_silu,
+    blocks_of_8,
+    codes_for_a_float_op,
+    signed_in_and_unsigned_out,
+    the_longer_branch,
+    two_quantizers,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+RUN = [sys.executable, "-m", "qtoolkit"]
+
+
+def test_lint(tmp_path, capsys) -> None:
+    path = clean().save(tmp_path)
+    assert main(["lint", path, "--backend", "tensorrt"]) == 0
+    assert f"{path}: 0 findings for tensorrt;" in capsys.readouterr().out.replace("\n", "")
+    bad = two_quantizers().save(tmp_path)
+    assert main(["lint", bad, "--backend", "tensorrt"]) == 1
+    out = capsys.readouterr().out
+    assert "one-quantizer" in out
+    assert "1 finding for tensorrt" in out.replace("\n", " ")
+
+
+def test_lint_as_json(tmp_path, capsys) -> None:
+    path = two_quantizers().save(tmp_path)
+    assert main(["lint", path, "--backend", "tensorrt", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["file", "backend", "rules", "findings"]
+    assert found["rules"] == [rule.name for rule in rules_of(qt.backends["tensorrt"])]
+    (finding,) = found["findings"]
+    assert list(finding) == ["node", "rule", "message", "source", "remedy"]
+    assert (finding["node"], finding["rule"]) == ("relu", "one-quantizer")
+
+
+def test_advice_is_asked_for(tmp_path, capsys) -> None:
+    path = codes_for_a_float_op().save(tmp_path)
+    assert main(["lint", path, "--backend", "tensorrt"]) == 0
+    assert main(["lint", path, "--backend", "tensorrt", "--advice"]) == 1
+    assert "floats-only" in capsys.readouterr().out
+
+
+def test_verify(tmp_path, capsys) -> None:
+    path = clean().save(tmp_path)
+    assert main(["verify", path, "--runtime", "onnxruntime", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (run,) = found["runtimes"]
+    assert (run["differing"], run["first_difference"], run["not_compared"]) == (0, None, [])
+    assert [each["quantizer"] for each in run["quantizers"]] == ["q_x", "q_relu"]
+    assert run["compared"] == 2 * 16 * 64
+    assert main(["verify", path, "--runtime", "onnxruntime", "--seed", "3"]) == 0
+    assert "0 of 2048 codes differ" in capsys.readouterr().out
+
+
+def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
+    from qtoolkit.export import between_runtimes
+
+    run = between_runtimes.RUNTIMES["onnxruntime"]
+
+    def shifted(path, tensors, nodes, grids, optimized):
+        done = run(path, tensors, nodes, grids, optimized)
+        if optimized:
+            done.codes["t2_0" if "t2_0" in done.codes else next(iter(done.codes))].flat[0] += 1
+        return done
+
+    monkeypatch.setattr(between_runtimes, "RUNTIMES", {"onnxruntime": shifted})
+    path = clean().save(tmp_path)
+    assert main(["verify", path, "--runtime", "onnxruntime"]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2048 codes differ, by at most 1 steps" in out
+    assert "first difference: q_x" in out
+    assert main(["verify", path, "--runtime", "onnxruntime", "--allow", "1e-3"]) == 0
+
+
+def test_verify_reads_a_file_whose_output_is_quantized_in_openvino(tmp_path, capsys) -> None:
+    pytest.importorskip("openvino")
+    file = File()
+    file.output(file.pair(file.conv(file.pair(file.input("x", 1, 16, 8, 8), name="q_x")), name="q_y"))
+    assert main(["verify", file.save(tmp_path), "--runtime", "openvino", "--json", "--allow", "0.01"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runtimes"]
+    assert [each["quantizer"] for each in run["quantizers"]] == ["q_x", "q_y"]
+
+
+def test_info_on_a_file(tmp_path, capsys) -> None:
+    path = signed_in_and_unsigned_out().save(tmp_path)
+    assert main(["info", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["opsets"] == {"ai.onnx": 21}
+    assert found["inputs"] == [{"name": "x", "dtype": "FLOAT", "shape": [1, 16, 8, 8]}]
+    assert (found["quantize_nodes"], found["dequantize_nodes"]) == (2, 5)
+    assert (found["activations"], found["weights"]) == ({"INT8": 1, "UINT8": 1}, {"INT8": 2})
+    assert [(layer["layer"], layer["quantized"]) for layer in found["layers"]] == [("conv", True), ("next", True)]
+    assert found["bytes"] == Path(path).stat().st_size
+    file = File()
+    file.output(file.conv(file.input("x", 1, 16, 8, 8)))
+    assert main(["info", file.save(tmp_path)]) == 0
+    assert "'x' is not quantized" in capsys.readouterr().out
+
+
+def test_info_on_the_installation(capsys) -> None:
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"]["version"] == torch.__version__
+    assert found["packages"]["onnx"] == onnx.__version__
+    assert main(["info"]) == 0
+    assert found["instruction_set"] in capsys.readouterr().out
+
+
+def refused(capsys, *argv: str) -> str:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("qtoolkit: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize("command", ["lint", "verify", "info"])
+def test_bad_files_give_a_sentence_and_exit_code_2(command: str, tmp_path, capsys) -> None:
+    backend = ("--backend", "tensorrt") if command == "lint" else ()
+    text = tmp_path / "text.onnx"
+    text.write_text("no model")
+    assert "is not an ONNX file, or is truncated" in refused(capsys, command, str(text), *backend)
+    assert "does not exist" in refused(capsys, command, str(tmp_path / "none.onnx"), *backend)
+    file = clean()
+    file.output(file.node("Frobnicate", "x"))
+    assert "an op that ONNX does not know" in refused(capsys, command, file.save(tmp_path), *backend)
+    outside = tmp_path / "outside.onnx"
+    onnx.save(clean().model(), outside, save_as_external_data=True, location="weights", size_threshold=0)
+    (tmp_path / "weights").unlink()
+    assert "'weights', which is missing" in refused(capsys, command, str(outside), *backend)
+    if command != "info":
+        file = File()
+        file.output(file.node("Relu", file.input("x", 1, 4)))
+        assert "has no QuantizeLinear" in refused(capsys, command, file.save(tmp_path), *backend)
+
+
+def test_bad_arguments_of_verify(tmp_path, capsys) -> None:
+    path, npz, other = clean().save(tmp_path), tmp_path / "x.npz", tmp_path / "other.npz"
+    npz.write_text("nothing")
+    np.savez(other, y=np.zeros(3, np.float32))
+    assert "'x' is missing" in refused(capsys, "verify", path, "--inputs", str(other))
+    assert "is no .npz file" in refused(capsys, "verify", path, "--inputs", str(npz))
+    assert "does not exist" in refused(capsys, "verify", path, "--inputs", str(tmp_path / "none.npz"))
+    assert "is no program of torch.export" in refused(capsys, "verify", path, "--model", path)
+    assert "--allow must be a share" in refused(capsys, "verify", path, "--allow", "2")
+    np.savez(other, x=np.zeros((1, 2, 3), np.float32))
+    assert "onnxruntime cannot run" in refused(
+        capsys, "verify", path, "--inputs", str(other), "--runtime", "onnxruntime"
+    )
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["lint"], ["lint", "x", "--backend", "tensort"], ["verify", "x", "--runtime", "y"]]
+)
+def test_wrong_arguments_exit_with_2(argv: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert "usage: qtoolkit" in capsys.readouterr().err
+
+
+def test_tables_need_rich_and_json_does_not(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert "pip install qtoolkit[cli], or pass --json" in refused(capsys, "info")
+    assert main(["info", "--json"]) == 0
+    assert main(["lint", clean().save(tmp_path), "--backend", "tensorrt"]) == 0
+
+
+def test_without_onnx_it_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
+    path = clean().save(tmp_path)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert "pip install qtoolkit[onnx]" in refused(capsys, "lint", path, "--backend", "tensorrt")
+
+
+def test_a_closed_pipe_leaves_no_traceback(tmp_path) -> None:
+    path = two_quantizers().save(tmp_path)
+    command = f"{shlex.join([*RUN, 'lint', path, '--backend', 'tensorrt', '--json'])} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("141", "1")  # 1: it wrote before the pipe was closed
+    assert done.stderr == ""
+
+
+def test_ctrl_c_leaves_no_traceback() -> None:
+    code = (
+        "import sys, time; from qtoolkit.cli import arguments\n"
+        "arguments.info = lambda given: (print('ready', flush=True), time.sleep(60))\n"
+        "sys.exit(arguments.main(['info']))"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert (run.returncode, err) == (130, "qtoolkit: interrupted.\n")
+
+
+# ---- the documentation
+
+
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(compile(program, "docs/command_line.md", "exec"), {})
+    commands = 0
+    for block in re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL):
+        for command, _, shown in (part.partition("\n") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]):
+            capsys.readouterr()
+            typed, _, comment = command.partition("#")
+            name, *argv = shlex.split(typed)
+            assert name == "qtoolkit"
+            assert main(argv) == int(comment.rpartition(" ")[2] or 0), command
+            out = capsys.readouterr().out
+            assert out.startswith(shown), (command, out)
+            commands += 1
+    assert commands == PAGE.count("$ qtoolkit ") >= 5
+
+
+def test_the_page_names_every_rule() -> None:
+    named = re.findall(
+        r"^\| `([\w-]+)` \| [^|]*\| ", PAGE[PAGE.index("### The rules") : PAGE.index("## verify")], flags=re.MULTILINE
+    )
+    rules = [rule.name for rule in (*FILE_RULES, *ADVICE.values(), *FILE_ADVICE)]
+    assert sorted(named) == sorted(set(rules))
+
+
+# ---- hostile files
+
+WHOLE = two_quantizers().model().SerializeToString()
+COMMANDS = (["lint", "--backend", "tensorrt", "--advice"], ["lint", "--backend", "onnxruntime"], ["info"])
+PLACE, BYTE = st.integers(0, len(WHOLE) - 1), st.integers(0, 255)
+
+
+def run_on(data: bytes, command: list[str], folder: Path) -> None:
+    path = folder / "damaged.onnx"
+    path.write_bytes(data)
+    assert main([command[0], str(path), *command[1:], "--json"]) in (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("damaged")
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(PLACE, BYTE), max_size=8), PLACE | st.none(), st.sampled_from(COMMANDS))
+def test_damaged_files_never_crash(folder, changes: list[tuple[int, int]], end: int | None, command: list[str]) -> None:
+    data = bytearray(WHOLE)
+    for place, value in changes:
+        data[place] = value
+    run_on(bytes(data[:end]), command, folder)
+
+
+def damage(model: onnx.ModelProto, what: str, first: int, second: int) -> None:
+    """Make one change that a broken writer of files could make."""
+    graph = model.graph
+    node, other = graph.node[first % len(graph.node)], graph.node[second % len(graph.node)]
+    tensor = graph.initializer[first % len(graph.initializer)]
+    if what == "inputs":
+        del node.input[second % 3 :]
+    elif what == "op":
+        node.op_type = other.op_type
+    elif what == "attributes":
+        node.attribute.extend(list(other.attribute))
+    elif what == "no attributes":
+        del node.attribute[:]
+    elif what == "rewired" and node.input and other.output:
+        node.input[0] = other.output[0]
+    elif what == "type":
+        tensor.data_type = second % 30
+    elif what == "sizes":
+        tensor.dims[:] = [second - 3] * (first % 4)
+    elif what == "order":
+        graph.node.append(node)
+    else:
+        for value in (*graph.input, *graph.output):
+            value.ClearField("type")
+
+
+CHANGES = ("inputs", "op", "attributes", "no attributes", "rewired", "type", "sizes", "order", "no types")
+FILES = [
+    build().model() for build in (two_quantizers, codes_for_a_float_op, before_a_silu, blocks_of_8, the_longer_branch)
+]
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from(FILES),
+    st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from(COMMANDS),
+)
+def test_files_of_broken_writers_never_crash(
+    folder, whole: onnx.ModelProto, changes: list[tuple[str, int, int]], shapeless: bool, command: list[str]
+) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(whole)
+    if shapeless:  # which onnx's checker does not take
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+    for change in changes:
+        damage(model, *change)
+    run_on(model.SerializeToString(), command, folder)
