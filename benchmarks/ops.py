@@ -23,6 +23,7 @@ from op_cases.batch_norm import batch_norm_cases, max_pool_cases
 from op_cases.fake_quant import axis_cases, backward_cases, forward_cases, kept, learned_cases, overhead_case
 from op_cases.moving import in_place_cases, moving_range_cases
 from op_cases.ranges import histogram_cases, minmax_cases, resnet_case, search_case
+from op_cases.shaped import kept_by_quantizers, shaped_cases
 from op_cases.storage import block_cases, dequantize_cases, float_cases, quantize_cases
 from op_cases.subjects import subjects
 from report import Results, facts
@@ -39,6 +40,7 @@ def all_cases(args: argparse.Namespace, tools: list[Tool]) -> list[Case]:
         *forward_cases(named, tools),
         *backward_cases(named, tools),
         *learned_cases(named, tools),
+        *shaped_cases(args.device),
         *axis_cases(args.device),
         *quantize_cases(args.device, args.compile),
         *dequantize_cases(args.device, args.compile),
@@ -103,7 +105,8 @@ def main() -> None:
         "command": " ".join(["python", "benchmarks/ops.py", *sys.argv[1:]]),
         "peers": peers.versions() if args.peers else {},
     }
-    results = Results({**facts(args.device), **run}, rows, kept(tools, args.device))
+    held = {**kept(tools, args.device), **kept_by_quantizers(args.device)}
+    results = Results({**facts(args.device), **run}, rows, held)
     results.show(Console(width=200))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results.json(), indent=1))

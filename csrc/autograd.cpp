@@ -124,11 +124,14 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 10> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 11> kWithoutGradient = {{
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "
      "and zero_point.detach(), or compute the first gradient without create_graph=True."},
+    {"fake_quant_shaped_backward",
+     "fake_quant_shaped: double backward is not supported; compute the first gradient without create_graph=True, or "
+     "use fake_quant with a fixed scale."},
     {"batch_norm_fake_quant_backward",
      "batch_norm_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, "
      "or "

@@ -116,17 +116,21 @@ inline void check_per_channel(const char* op, const char* name, const at::Tensor
                     t.sym_numel(), " (shape ", t.sym_sizes(), ").");
 }
 
+// Checks a tensor with as many elements as the scale.
+inline void check_beside_scale(const char* op, const char* name, const at::Tensor& t, const at::Tensor& scale,
+                               const at::Tensor& x, const Axis& axis, const char* input = "x") {
+  check_per_channel(op, name, t, x, axis, input);
+  TORCH_CHECK_VALUE(t.sym_numel() == scale.sym_numel(), op, ": ", name, " must have as many elements as scale, ",
+                    scale.sym_numel(), ", got ", t.sym_numel(), ".");
+}
+
 // Checks scale and zero point against the input, which errors call `input`.
 inline Axis check_grid(const char* op, const at::Tensor& x, const at::Tensor& scale,
                        const std::optional<at::Tensor>& zero_point, std::optional<int64_t> axis, int64_t group,
                        int64_t block_size = 0, const char* input = "x") {
   const Axis found = check_axis(op, x, axis, group, block_size, input);
   check_per_channel(op, "scale", scale, x, found, input);
-  if (zero_point.has_value()) {
-    check_per_channel(op, "zero_point", *zero_point, x, found, input);
-    TORCH_CHECK_VALUE(zero_point->sym_numel() == scale.sym_numel(), op, ": zero_point must have as many elements as ",
-                      "scale, ", scale.sym_numel(), ", got ", zero_point->sym_numel(), ".");
-  }
+  if (zero_point.has_value()) check_beside_scale(op, "zero_point", *zero_point, scale, x, found, input);
   return found;
 }
 

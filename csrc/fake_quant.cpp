@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "checks.h"
+#include "elementwise.h"
 #include "launch.h"
 #include "layout.h"
 #include "observer_checks.h"
@@ -19,40 +20,16 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-Tensor empty_mask(const Tensor& x, bool wanted) {
-  return at::empty_symint({wanted ? (x.sym_numel() + 7) / 8 : 0}, x.options().dtype(at::kByte));
-}
-
 // The results of an elementwise op: values like x, and the packed mask (empty if it is not wanted).
 std::tuple<Tensor, Tensor> empty_results(const Tensor& x, int64_t group, bool with_mask) {
   return {empty_result(x, x.options(), group), empty_mask(x, with_mask)};
-}
-
-// Runs an elementwise kernel; `args` has what its functor needs besides the grid's tensors. Meta tensors have no data.
-void run(KernelId kernel, KernelArgs args, const Tensor& y, const Tensor& mask, const Tensor& x,
-         const GridTensors& grid, const Channels& channels) {
-  Tensor in = x;
-  args.numel = x.numel();
-  args.channels = channels;
-  args.y = y.mutable_data_ptr();
-  args.x = operand_of(in, y);
-  args.y_dtype = args.x.dtype;
-  args.mask = mask.numel() > 0 ? mask.mutable_data_ptr<uint8_t>() : nullptr;
-  launch(kernel, args, grid, x.device());
-}
-
-void run(KernelId kernel, const KernelArgs& args, const Tensor& y, const Tensor& mask, const Tensor& x,
-         const Tensor& scale, const optional<Tensor>& zero_point, const Axis& axis) {
-  if (y.is_meta()) return;
-  const OrderedGrid grid(scale, zero_point, y, axis);
-  run(kernel, args, y, mask, x, grid.tensors(), channels_of(y, axis, scale.numel()));
 }
 
 void fake_quant_onto(const Tensor& y, const Tensor& mask, const Tensor& x, const Tensor& scale,
                      const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, const Axis& axis) {
   KernelArgs args;
   args.bounds = representable(qmin, qmax, x);
-  run(KernelId::fake_quant, args, y, mask, x, scale, zero_point, axis);
+  run_elementwise(KernelId::fake_quant, args, y, mask, x, scale, zero_point, axis);
 }
 
 std::tuple<Tensor, Tensor> fake_quant(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
@@ -104,7 +81,8 @@ std::tuple<Tensor, Tensor> fake_quant_float(const Tensor& x, const Tensor& scale
   args.format = small.value_or(FloatFormat{});
   const Axis a = check_grid(kOp, x, scale, std::nullopt, axis, group, block_size);
   auto [y, mask] = empty_results(x, group, with_mask);
-  run(small ? KernelId::fake_quant_float : KernelId::fake_quant_log, args, y, mask, x, scale, std::nullopt, a);
+  run_elementwise(small ? KernelId::fake_quant_float : KernelId::fake_quant_log, args, y, mask, x, scale, std::nullopt,
+                  a);
   return {y, mask};
 }
 
@@ -136,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string
   if (y.is_meta()) return {y, scales, mask};
   write_block_scales(args, scales, x, y, block_size, tensor_scale);
   const Channels blocks = channels_of(y, {x.dim() - 1, 1, block_size}, scales.numel());
-  run(KernelId::fake_quant_float, args, y, mask, x, {&scales, nullptr}, blocks);
+  run_elementwise(KernelId::fake_quant_float, args, y, mask, x, {&scales, nullptr}, blocks);
   return {y, scales, mask};
 }
 
@@ -169,27 +147,11 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   const Tensor dx = empty_result(x, x.options(), group), ds = like(scale);
   const Tensor dz = zero_point.has_value() ? like(*zero_point) : at::empty({0}, scale.options());
   if (dx.is_meta()) return {dx, ds, dz};
-  Tensor in = x, grad_in = as_type(grad, x.scalar_type());
-  Tensor sums = at::empty({2, scale.numel()}, x.options().dtype(at::kDouble));
   KernelArgs args;
-  args.numel = x.numel();
-  args.channels = channels_of(dx, a, scale.numel());
-  args.x = operand_of(in, dx);
-  args.grad = operand_of(grad_in, dx);
-  args.y = dx.mutable_data_ptr();
-  args.y_dtype = args.x.dtype;
   args.bounds = representable(qmin, qmax, x);
-  args.sum_scale = sums.mutable_data_ptr<double>();
-  args.sum_zero_point = zero_point.has_value() ? args.sum_scale + scale.numel() : nullptr;
-  const OrderedGrid grid(scale, zero_point, dx, a);
-  launch(KernelId::fake_quant_learned_backward, args, grid.tensors(), x.device());
-
-  const auto gradient = [&](int64_t row, const Tensor* sign, const Tensor& result) {
-    const Tensor sum = from_memory_order(sums.select(0, row), dx, a);
-    learned_gradient(sum.const_data_ptr<double>(), grad_factor, sign, result);
-  };
-  gradient(0, &scale, ds);
-  if (zero_point.has_value()) gradient(1, nullptr, dz);
+  const LearnedSums sums(KernelId::fake_quant_learned_backward, args, dx, grad, x, scale, zero_point, a);
+  sums.write_gradient(0, grad_factor, &scale, ds);
+  if (zero_point.has_value()) sums.write_gradient(1, grad_factor, nullptr, dz);
   return {dx, ds, dz};
 }
 
@@ -208,7 +170,7 @@ std::tuple<Tensor, Tensor> legacy(KernelId kernel, const char* op, const Tensor&
   KernelArgs args;
   args.bounds = legacy_bounds(num_bits, is_unsigned, narrow_range);
   auto [y, mask] = empty_results(x, 1, with_mask);
-  run(kernel, args, y, mask, x, amax, std::nullopt, axis);
+  run_elementwise(kernel, args, y, mask, x, amax, std::nullopt, axis);
   return {y, mask};
 }
 

@@ -107,4 +107,31 @@ QT_FN V zero_point_gradient(const GridPoint<V>& p, V grad, V scale) {
   return is_inside(p) ? V{} : moved;
 }
 
+// The functors of the backward of learned grids (kernel_list.h). apply() gives the gradient of an element of x, and its
+// terms of the gradients of the scale and zero point of its channel.
+template <class V>
+struct Gradient {
+  V dx;
+  unsigned inside;  // as in Bits: where dx is the incoming gradient, if the functor kMasks; dx is 0 elsewhere
+  V scale, zero_point;
+};
+
+// Which sums a functor has: that of the scale alone, or both.
+constexpr unsigned kScaleSum = 1, kBothSums = 2;
+
+template <class A, class V>
+struct LearnedGradient {
+  static constexpr bool kMasks = true;
+  static constexpr unsigned kSums = kScaleSum | kBothSums;
+  V lo, hi;
+  QT_FN LearnedGradient from(const KernelArgs& args) {
+    return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
+  }
+  QT_FN Gradient<V> apply(const LearnedGradient& functor, V x, V grad, V scale, V zero_point) {
+    const auto point = snap(x, scale, zero_point, functor.lo, functor.hi);
+    return {is_inside(point) ? grad : V{}, inside_bits(point), scale_gradient(point, grad, zero_point),
+            zero_point_gradient(point, grad, scale)};
+  }
+};
+
 }  // namespace qtoolkit

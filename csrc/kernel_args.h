@@ -52,6 +52,14 @@ struct FloatFormat {
   double smallest_normal = 0, largest = 0;
 };
 
+constexpr int kMostLevels = 32;
+
+// Magnitudes in units of a scale, ascending from 0.
+struct Levels {
+  int count = 0;
+  float values[kMostLevels] = {};
+};
+
 struct KernelArgs {
   int64_t numel = 0;  // of the result
   Channels channels;
@@ -63,11 +71,13 @@ struct KernelArgs {
   uint8_t* mask = nullptr;           // bit i % 8 of byte i / 8; null if unused. Forward writes it, backward reads it
   const void* scale = nullptr;       // channels.count values in the type of the arithmetic
   const void* zero_point = nullptr;  // likewise; null if symmetric
+  bool fractional = false;           // the zero points are no codes: they are not rounded
   CodeBounds bounds;
   FloatFormat format;  // for fake_quant_float and block_scale
   // For block_scale, whose result has one scale for channels.inner elements of x, and whose `scale` is one number or
   // null: the format of the scales. Its largest number is 0 for e8m0 (powers of two).
   FloatFormat scale_format;
+  Levels levels;  // for to_levels and its backward
   // Results of the reductions, channels.count float64 values each: the sums for scale and zero point (null if there
   // is none), or the lowest and highest values for minmax.
   double* sum_scale = nullptr;

@@ -81,6 +81,22 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_learned_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
       "int? axis=None, int group=1, int block_size=0, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
+  // The learned quantizers other than LSQ; see shaped.h. shape "clip": values as fake_quant, with the gradients of
+  // trained ends; with steepness, that of x is the one of a soft staircase. "levels": the nearest of levels * scale,
+  // with the sign of x if qmin is negative. "interval": not rounded; scale and zero_point are the distance and the
+  // center of an interval of magnitudes, which is mapped to [0, 1], with the sign of x if qmin is negative. steepness:
+  // as many elements as scale. Differentiable in x, scale, zero_point and steepness.
+  m.def(
+      "fake_quant_shaped(Tensor x, Tensor scale, Tensor? zero_point, Tensor? steepness, int qmin, int qmax, str shape, "
+      "int[] levels=[], int? axis=None, int group=1, int block_size=0) -> Tensor");
+
+  // Returns its gradients in x, scale, zero_point and steepness; empty where there is none.
+  m.def(
+      "fake_quant_shaped_backward(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, Tensor? steepness, int "
+      "qmin, "
+      "int qmax, str shape, int[] levels=[], int? axis=None, int group=1, int block_size=0) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+
   // Batch norm in training over dimension 1 of x, + residual, an activation, and fake quantization: returns y, its
   // codes (int8 if qmin is negative, else uint8; empty if they do not fit or there is no scale), and the mean and the
   // biased variance of each channel of x. divisor f: the batch norm of x / f is meant. residual is added;

@@ -60,7 +60,8 @@ class Backend:
             computes in integers throughout.
         quantize_graph_inputs: Whether inputs of the graph are quantized like other tensors.
         quantize_graph_outputs: Whether outputs of the graph are quantized, if a quantized op computes them.
-        end_bits: The least bits of the first and last layers, in the default config and by a global rule; None for no
+        end_bits: The least bits of the first and last layers, in the default config and by a global rule, by LSQ where the
+            config's own quantizer does not have as many; None for no
             minimum.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
 

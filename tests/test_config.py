@@ -17,7 +17,7 @@ W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
 W8 = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))
 
 specs = st.builds(
-    qt.QuantSpec,
+    lambda narrow, **given: qt.QuantSpec(narrow=narrow and (given["signed"] or not given["symmetric"]), **given),
     bits=st.integers(2, 16),
     signed=st.booleans(),
     symmetric=st.booleans(),

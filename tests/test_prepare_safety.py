@@ -73,7 +73,7 @@ BAD_AXIS = qt.QConfigMapping().set_module_name("head", qt.QConfig(qt.QuantSpec()
 @pytest.mark.parametrize(
     ("model", "kwargs", "words"),
     [
-        (Mixed, {"qconfig_mapping": BAD_AXIS}, "layer 'head': the axis of a weight of 2 dimensions"),
+        (Mixed, {"qconfig_mapping": BAD_AXIS}, "layer 'head': the axis of a tensor of 2 dimensions"),
         (FailsLate, {"example_inputs": torch.randn(2, 3, 2, 2)}, "size"),
         (nets.TwoBad, {}, "loops.block"),
     ],

@@ -648,7 +648,7 @@ def test_bad_arguments_raise_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="replace: this model is already prepared"):
         replace(qt.prepare(nets.LinearNet()))
     with pytest.raises(
-        ValueError, match=r"layer 'fc': the axis of a weight of 2 dimensions must lie in \[-2, 1\], got 3"
+        ValueError, match=r"layer 'fc': the axis of a tensor of 2 dimensions must lie in \[-2, 1\], got 3"
     ):
         replace(Branches(), qt.QConfigMapping().set_module_name("fc", qt.QConfig(None, qt.QuantSpec(axis=3))))
 

@@ -12,6 +12,7 @@
 #include "../fake_quant.h"
 #include "../max_pool.h"
 #include "../observe.h"
+#include "../shaped.h"
 #include "kernels.h"
 #include "simd-inl.h"
 
@@ -36,9 +37,13 @@ namespace cpu {
 #define QT_ELEMENTWISE_ENTRY(name, Functor)                           \
   {QT_ISA::elementwise<float, Functor<float, QT_ISA::Vector<float>>>, \
    QT_ISA::elementwise<double, Functor<double, QT_ISA::Vector<double>>>},
+#define QT_LEARNED_ENTRY(name, Functor)                                    \
+  {QT_ISA::learned_backward<float, Functor<float, QT_ISA::Vector<float>>>, \
+   QT_ISA::learned_backward<double, Functor<double, QT_ISA::Vector<double>>>},
 #define QT_ENTRY(name) {QT_ISA::name<float>, QT_ISA::name<double>},
 
-static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENTRY) QT_OTHER_KERNELS(QT_ENTRY)};
+static const TypedKernel kKernels[] = {QT_ELEMENTWISE_KERNELS(QT_ELEMENTWISE_ENTRY) QT_LEARNED_KERNELS(QT_LEARNED_ENTRY)
+                                           QT_OTHER_KERNELS(QT_ENTRY)};
 #define QT_NORM(A) {QT_ISA::norm_moments<A>, QT_ISA::norm_forward<A>, QT_ISA::norm_sums<A>, QT_ISA::norm_backward<A>}
 #define QT_WEIGHTS(A) {QT_ISA::weight_forward<A>, QT_ISA::weight_backward<A>}
 

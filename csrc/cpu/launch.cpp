@@ -254,7 +254,8 @@ void run(KernelId id, KernelArgs& args, const GridTensors& grid) {
   std::vector<A> scale, zero_point;
   if (grid.scale != nullptr) {
     scale = row_of<A>(grid.scale, row, repeat, [](A s) { return usable_scale(s); });
-    zero_point = row_of<A>(grid.zero_point, row, repeat, [](A z) { return usable_zero_point(z); });
+    zero_point =
+        row_of<A>(grid.zero_point, row, repeat, [&](A z) { return args.fractional ? z : usable_zero_point(z); });
     args.scale = scale.data();
     args.zero_point = grid.zero_point == nullptr && in_a_row(row) ? nullptr : zero_point.data();
   }
@@ -262,7 +263,7 @@ void run(KernelId id, KernelArgs& args, const GridTensors& grid) {
   args.stream =
       args.numel >= kLargeResult && args.x.dense && args.grad.dense && reinterpret_cast<uintptr_t>(args.y) % 64 == 0;
   const Kernel kernel = kernel_of<A>(id);
-  if (id == KernelId::fake_quant_learned_backward) return reduce<Add, Add>(kernel, args, row, repeat);
+  if (is_learned(id)) return reduce<Add, Add>(kernel, args, row, repeat);
   if (id == KernelId::minmax) return reduce<Lowest, Highest>(kernel, args, row, repeat);
   args.channels = row;
   in_chunks(args, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });

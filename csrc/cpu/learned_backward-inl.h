@@ -1,5 +1,5 @@
-// The backward of a learned scale and zero point: a result for each element and two sums for each channel. Included
-// once per instruction set, inside namespace qtoolkit::QT_ISA.
+// The backward of learned grids: a result for each element, and a sum for each channel or two. Functor is one of
+// fake_quant.h or shaped.h. Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
 #include "elementwise-inl.h"
@@ -51,31 +51,28 @@ struct Sums {
   Lanes<A> ds, dz;
 };
 
-template <class A>
-struct LearnedBounds {
-  Vector<A> lo, hi;
-  QT_FN LearnedBounds of(const KernelArgs& args) {
-    return {broadcast<Vector<A>>(static_cast<A>(args.bounds.lo)), broadcast<Vector<A>>(static_cast<A>(args.bounds.hi))};
-  }
-};
-
 // Writes dx of whole chunks and adds the gradients of their elements to the sums.
-template <bool kStream, class A, bool kZeroPoint, class T, class Grid>
-QT_FN void learned_chunks(const T* x, const T* grad, T* dx, int chunks, Grid grid, const LearnedBounds<A>& ends,
+template <bool kStream, class A, bool kZeroPoint, class T, class Grid, class Functor>
+QT_FN void learned_chunks(const T* x, const T* grad, T* dx, int chunks, Grid grid, const Functor& functor,
                           Sums<A, kZeroPoint>& sums) {
   Sums<A, kZeroPoint> local = sums;  // in registers
   for (int chunk = 0; chunk < chunks; ++chunk, x += kChunk, grad += kChunk, dx += kChunk) {
     uint64_t inside = 0;
+    Vector<A> results[kVectors<A>];
     for (int i = 0; i < kVectors<A>; ++i) {
       const int k = i * kLanes<A>, at = chunk * kChunk + k;
-      const Vector<A> scale = Grid::scales(grid, at), zero_point = Grid::zero_points(grid, at);
-      const Vector<A> g = load_as<A>(grad + k);
-      const auto point = snap(load_as<A>(x + k), scale, zero_point, ends.lo, ends.hi);
-      local.ds.sum[i] += scale_gradient(point, g, zero_point);
-      if (kZeroPoint) local.dz.sum[i] += zero_point_gradient(point, g, scale);
-      inside |= static_cast<uint64_t>(inside_bits(point)) << k;
+      const auto gradient = Functor::apply(functor, load_as<A>(x + k), load_as<A>(grad + k), Grid::scales(grid, at),
+                                           Grid::zero_points(grid, at));
+      local.ds.sum[i] += gradient.scale;
+      if (kZeroPoint) local.dz.sum[i] += gradient.zero_point;
+      if (Functor::kMasks) inside |= static_cast<uint64_t>(gradient.inside) << k;
+      if (!Functor::kMasks) results[i] = gradient.dx;
     }
-    pass_chunk<kStream>(grad, dx, inside);
+    if constexpr (Functor::kMasks) {
+      pass_chunk<kStream>(grad, dx, inside);
+    } else {
+      store_chunk<kStream, A>(dx, results);
+    }
   }
   sums = local;
 }
@@ -143,10 +140,10 @@ class RowSums {
   int64_t places_, elements_;
 };
 
-template <class A, bool kZeroPoint, bool kStream>
+template <class A, bool kZeroPoint, bool kStream, class Functor>
 void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, grad_in, out;
-  const auto ends = LearnedBounds<A>::of(args);
+  const Functor functor = Functor::from(args);
   RowSums<A, kZeroPoint> row(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
@@ -154,8 +151,8 @@ void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
       walk_row(args.channels, position.row, n, [&](int from, int chunks, int64_t first) {
         for (int i = from; i < from + chunks * kChunk; i += kChunk, first += kChunk) {
           with_row_grid<A>(args, first, [&](auto grid) {
-            row.add_chunk(first,
-                          [&](auto& sums) { learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, ends, sums); });
+            row.add_chunk(
+                first, [&](auto& sums) { learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, functor, sums); });
           });
         }
       });
@@ -165,16 +162,16 @@ void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
   row.flush();
 }
 
-template <class A, bool kZeroPoint, bool kStream>
+template <class A, bool kZeroPoint, bool kStream, class Functor>
 void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, grad_in, out;
-  const auto ends = LearnedBounds<A>::of(args);
+  const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
     with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
       const auto sums_of = [&](int i, auto grid) {
         Sums<A, kZeroPoint> sums;
-        learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, ends, sums);
+        learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, functor, sums);
         return sums;
       };
       walk_rows(
@@ -196,16 +193,16 @@ void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-template <class A, bool kZeroPoint, bool kStream>
+template <class A, bool kZeroPoint, bool kStream, class Functor>
 void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end) {
   Block<A> in, grad_in, out;
-  const auto ends = LearnedBounds<A>::of(args);
+  const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
     with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
       const auto sums_of = [&](int i, int chunks, auto grid) {
         Sums<A, kZeroPoint> sums;
-        learned_chunks<kStream>(x + i, grad + i, dx + i, chunks, grid, ends, sums);
+        learned_chunks<kStream>(x + i, grad + i, dx + i, chunks, grid, functor, sums);
         return sums;
       };
       walk_channels(
@@ -229,22 +226,28 @@ void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-template <class A, bool kZeroPoint, bool kStream>
+template <class A, bool kZeroPoint, bool kStream, class Functor>
 void learned_backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
   if (in_a_row(args.channels)) {
-    learned_of_row<A, kZeroPoint, kStream>(args, begin, end);
+    learned_of_row<A, kZeroPoint, kStream, Functor>(args, begin, end);
   } else if (in_rows(args.channels)) {
-    learned_of_rows<A, kZeroPoint, kStream>(args, begin, end);
+    learned_of_rows<A, kZeroPoint, kStream, Functor>(args, begin, end);
   } else {
-    learned_of_channels<A, kZeroPoint, kStream>(args, begin, end);
+    learned_of_channels<A, kZeroPoint, kStream, Functor>(args, begin, end);
   }
   if (kStream) stream_fence();
 }
 
-template <class A>
-void fake_quant_learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
+template <class A, class Functor>
+void learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
   with_stream(args, [&](auto stream) {
-    return args.sum_zero_point != nullptr ? learned_backward_typed<A, true, stream.value>(args, begin, end)
-                                          : learned_backward_typed<A, false, stream.value>(args, begin, end);
+    if constexpr ((Functor::kSums & kBothSums) != 0) {
+      if (args.sum_zero_point != nullptr) {
+        return learned_backward_typed<A, true, stream.value, Functor>(args, begin, end);
+      }
+    }
+    if constexpr ((Functor::kSums & kScaleSum) != 0) {
+      learned_backward_typed<A, false, stream.value, Functor>(args, begin, end);
+    }
   });
 }

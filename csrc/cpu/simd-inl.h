@@ -128,6 +128,21 @@ struct PowerBelow<QT_ISA::Vector<double>> {
 };
 
 template <>
+struct PowerOfTwo<QT_ISA::Vector<float>> {
+  QT_FN QT_ISA::Vector<float> of(QT_ISA::Vector<float> n) {
+    typedef uint32_t Words __attribute__((vector_size(QT_BYTES)));
+    return (QT_ISA::Vector<float>)(((Words)(n + 0x1.8p23f) << 23) + 0x3f800000u);
+  }
+};
+template <>
+struct PowerOfTwo<QT_ISA::Vector<double>> {
+  QT_FN QT_ISA::Vector<double> of(QT_ISA::Vector<double> n) {
+    typedef uint64_t Words __attribute__((vector_size(QT_BYTES)));
+    return (QT_ISA::Vector<double>)(((Words)(n + 0x1.8p52) << 52) + 0x3ff0000000000000u);
+  }
+};
+
+template <>
 struct Round<QT_ISA::Vector<float>> {
   QT_FN QT_ISA::Vector<float> half_even(QT_ISA::Vector<float> v) { return QT_ISA::round_vector(v); }
 };

@@ -1,5 +1,6 @@
 // Fake quantization onto every grid, and its gradients, on CUDA.
 #include "../fake_quant.h"
+#include "../shaped.h"
 #include "kernels.h"
 #include "loops.cuh"
 
@@ -7,9 +8,9 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
-// Functor is one of fake_quant.h.
+// Functor is one of fake_quant.h or shaped.h.
 template <class A, bool kDense, template <class, class> class Functor>
-__global__ void __launch_bounds__(kThreads) elementwise_kernel(const KernelArgs args) {
+__global__ void __launch_bounds__(kThreads) elementwise_kernel(const __grid_constant__ KernelArgs args) {
   const auto functor = Functor<A, A>::from(args);
   for_vectors(args.numel, [&](const Contiguous& at) {
     A v[kVectorSize];
@@ -72,11 +73,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const KernelArgs arg
   });
 }
 
-template <class A, class At, bool kDense>
+template <class A, class At, bool kDense, template <class, class> class Functor>
 __global__ void __launch_bounds__(kThreads)
     learned_backward_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,
                             Pairs sums) {
-  const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
+  const auto functor = Functor<A, A>::from(args);
   Pair sum = {0, 0};
   ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
   const Grid<A> grid = it.left > 0 ? grid_of<A>(args, it.channel) : Grid<A>{};
@@ -87,10 +88,10 @@ __global__ void __launch_bounds__(kThreads)
     load<kDense>(args.grad, at, grad);
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) {
-      const auto point = snap(x[k], grid.scale, grid.zero_point, lo, hi);
-      ds[k] = scale_gradient(point, grad[k], grid.zero_point);
-      dz[k] = zero_point_gradient(point, grad[k], grid.scale);
-      grad[k] = is_inside(point) ? grad[k] : A(0);
+      const auto gradient = Functor<A, A>::apply(functor, x[k], grad[k], grid.scale, grid.zero_point);
+      ds[k] = gradient.scale;
+      dz[k] = gradient.zero_point;
+      grad[k] = gradient.dx;
     }
     store(args, at, grad);
     sum.first += sum_of(ds);
@@ -119,11 +120,30 @@ void elementwise(const KernelArgs& args, cudaStream_t stream) {
                      args, stream);
 }
 
+template <template <class, class> class Functor>
+void learned_backward(const KernelArgs& args, double* workspace, cudaStream_t stream) {
+  const bool dense = args.x.dense && args.grad.dense;
+  const auto contiguous = pick(args.x.dtype, dense, learned_backward_kernel<float, Contiguous, true, Functor>,
+                               learned_backward_kernel<float, Contiguous, false, Functor>,
+                               learned_backward_kernel<double, Contiguous, false, Functor>);
+  const auto scattered = pick(args.x.dtype, dense, learned_backward_kernel<float, Scattered, true, Functor>,
+                              learned_backward_kernel<float, Scattered, false, Functor>,
+                              learned_backward_kernel<double, Scattered, false, Functor>);
+  launch_reduction(contiguous, scattered, Pair{0, 0}, Add(), args, workspace, stream);
+}
+
 }  // namespace
 
 #define QT_DEFINE(name, Functor) \
   void name(const KernelArgs& args, double*, cudaStream_t stream) { elementwise<Functor>(args, stream); }
 QT_ELEMENTWISE_KERNELS(QT_DEFINE)
+#undef QT_DEFINE
+
+#define QT_DEFINE(name, Functor)                                              \
+  void name(const KernelArgs& args, double* workspace, cudaStream_t stream) { \
+    learned_backward<Functor>(args, workspace, stream);                       \
+  }
+QT_LEARNED_KERNELS(QT_DEFINE)
 #undef QT_DEFINE
 
 void block_scale(const KernelArgs& args, double*, cudaStream_t stream) {
@@ -136,17 +156,6 @@ void fake_quant_backward(const KernelArgs& args, double*, cudaStream_t stream) {
   launch_elementwise(pick(args.grad.dtype, args.grad.dense, backward_kernel<float, true>, backward_kernel<float, false>,
                           backward_kernel<double, false>),
                      args, stream);
-}
-
-void fake_quant_learned_backward(const KernelArgs& args, double* workspace, cudaStream_t stream) {
-  const bool dense = args.x.dense && args.grad.dense;
-  const auto contiguous =
-      pick(args.x.dtype, dense, learned_backward_kernel<float, Contiguous, true>,
-           learned_backward_kernel<float, Contiguous, false>, learned_backward_kernel<double, Contiguous, false>);
-  const auto scattered =
-      pick(args.x.dtype, dense, learned_backward_kernel<float, Scattered, true>,
-           learned_backward_kernel<float, Scattered, false>, learned_backward_kernel<double, Scattered, false>);
-  launch_reduction(contiguous, scattered, Pair{0, 0}, Add(), args, workspace, stream);
 }
 
 void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,

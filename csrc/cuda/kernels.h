@@ -20,6 +20,7 @@ namespace cuda {
 // is [+inf, -inf]. histogram takes the workspace for the range of x, which args.histogram grows to hold.
 #define QT_DECLARE(name, ...) void name(const KernelArgs& args, double* workspace, cudaStream_t stream);
 QT_ELEMENTWISE_KERNELS(QT_DECLARE)
+QT_LEARNED_KERNELS(QT_DECLARE)
 QT_OTHER_KERNELS(QT_DECLARE)
 #undef QT_DECLARE
 

@@ -12,8 +12,8 @@ namespace qtoolkit {
 namespace cuda {
 
 #define QT_ADDRESS(name, ...) name,
-static constexpr void (*kKernels[])(const KernelArgs&, double*,
-                                    cudaStream_t) = {QT_ELEMENTWISE_KERNELS(QT_ADDRESS) QT_OTHER_KERNELS(QT_ADDRESS)};
+static constexpr void (*kKernels[])(const KernelArgs&, double*, cudaStream_t) = {
+    QT_ELEMENTWISE_KERNELS(QT_ADDRESS) QT_LEARNED_KERNELS(QT_ADDRESS) QT_OTHER_KERNELS(QT_ADDRESS)};
 #undef QT_ADDRESS
 
 void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {

@@ -247,8 +247,8 @@ template <class A>
 QT_DEVICE Grid<A> grid_of(const KernelArgs& args, int64_t channel) {
   const A* scale = static_cast<const A*>(args.scale);
   const A* zero_point = static_cast<const A*>(args.zero_point);
-  return {usable_scale(__ldg(scale + channel)),
-          zero_point == nullptr ? A(0) : usable_zero_point(__ldg(zero_point + channel))};
+  const A zero = zero_point == nullptr ? A(0) : __ldg(zero_point + channel);
+  return {usable_scale(__ldg(scale + channel)), args.fractional ? zero : usable_zero_point(zero)};
 }
 
 }  // namespace cuda

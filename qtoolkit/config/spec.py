@@ -101,6 +101,11 @@ class QuantSpec:
         for name in ("signed", "symmetric", "narrow", "pow2_scale", "dynamic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"QuantSpec: {name} must be true or false, got {getattr(self, name)!r}.")
+        if self.narrow and self.symmetric and not self.signed:
+            raise ValueError(
+                "QuantSpec: narrow=True leaves out the lowest code, which is that of zero with signed=False and "
+                "symmetric=True; set narrow=False, or symmetric=False."
+            )
         self._complete_blocks()
         self._check_group_size()
         check_known("format", self.format, FORMATS)
@@ -190,7 +195,7 @@ class QuantSpec:
             group: Groups of dimension 0 (see `qtoolkit.ops`).
 
         Raises:
-            ValueError: group_size does not divide the axis.
+            ValueError: The tensor does not have the axis, or group_size does not divide it.
 
         Example:
             >>> QuantSpec(axis=0).scale_shape((8, 64)), QuantSpec(axis=1, group_size=32).scale_shape((8, 64))
@@ -198,6 +203,14 @@ class QuantSpec:
         """
         if self.axis is None:
             return ()
+        dims = len(sizes)
+        if not -dims <= self.axis < dims:
+            raise ValueError(
+                f"the axis of a tensor of {dims} dimensions must lie in [{-dims}, {dims - 1}], got {self.axis}; set another "
+                f"axis, or give the layer a config of its own in the QConfigMapping."
+                if dims
+                else f"the axis of a number must be None, got {self.axis}; take one scale for it in the QConfigMapping."
+            )
         size = sizes[self.axis]
         if self.group_size is None:
             return (size * group,)

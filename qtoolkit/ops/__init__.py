@@ -41,6 +41,7 @@ from qtoolkit.ops.observe import (
 )
 from qtoolkit.ops.pool import max_pool
 from qtoolkit.ops.positive import positive_scale
+from qtoolkit.ops.shaped import fake_quant_clipped, fake_quant_levels, interval
 
 __all__ = [
     "batch_norm_fake_quant",
@@ -50,9 +51,12 @@ __all__ = [
     "fake_quant",
     "fake_quant_",
     "fake_quant_block",
+    "fake_quant_clipped",
     "fake_quant_float",
+    "fake_quant_levels",
     "fake_tensor_quant",
     "grid_of_range",
+    "interval",
     "max_pool",
     "minmax",
     "observe_fake_quant",

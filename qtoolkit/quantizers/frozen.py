@@ -164,6 +164,7 @@ class DynamicActivation(Quantizer):
         if not self.quantizing:
             return x
         if self.spec.format in BLOCKS:
+            self.scale_shape(x)  # blocks that do not fit are an error
             return of_blocks(self.spec, x)
         return of_tokens(self.spec, x) if self.spec.format != "int" else self._of_tokens(x)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.state import KeepsFloat32
@@ -57,6 +57,17 @@ class Quantizer(KeepsFloat32):
     def active(self) -> bool:
         """Whether forward does anything with its input."""
         return self.quantizing
+
+    def scale_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the scale of x.
+
+        Raises:
+            ValueError: The spec's axis or the size of its blocks does not fit x.
+        """
+        try:
+            return self.spec.scale_shape(x.shape, self.group)
+        except ValueError as error:
+            raise ValueError(f"quantizer {self.name!r}: {error}") from None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -371,7 +371,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def _fit_channels(self, x: Tensor) -> None:
         if not self._shape_is_known:
-            self._resize(self.spec.scale_shape(x.shape, self.group))
+            self._resize(self.scale_shape(x))
 
     def to_grid(self) -> Grid | DynamicActivation | ShapedActivation:
         """Return a Grid with the present scale; with what shapes its input, if the quantizer does.

@@ -31,12 +31,6 @@ def weight_quantizer(
         >>> weight_quantizer(torch.ones(6, 64), QuantSpec(axis=1, group_size=32), "fc").scale.shape
         torch.Size([6, 2])
     """
-    dims = weight.dim()
-    if spec.axis is not None and not -dims <= spec.axis < dims:
-        raise ValueError(
-            f"layer {layer!r}: the axis of a weight of {dims} dimensions must lie in [{-dims}, {dims - 1}], got "
-            f"{spec.axis}; set another axis, or give the layer a config of its own in the QConfigMapping."
-        )
     if spec.group_size is not None:
         group = 1
     try:

@@ -273,7 +273,7 @@ def test_changes_inside_a_block_end_with_it() -> None:
 
 def test_a_constructor_that_raises_changes_nothing() -> None:
     wrong = qt.QConfigMapping().set_object_type(nn.Linear, qt.QConfig(None, qt.QuantSpec(axis=5)))
-    with pytest.raises(ValueError, match="layer 'Linear': the axis of a weight of 2 dimensions"), initialize(wrong):
+    with pytest.raises(ValueError, match="layer 'Linear': the axis of a tensor of 2 dimensions"), initialize(wrong):
         nn.Linear(4, 2)
     assert kind() is nn.Linear
     with initialize():

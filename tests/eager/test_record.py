@@ -75,7 +75,7 @@ def test_chains_are_added_and_stay_when_the_model_is_replaced() -> None:
 
 def test_a_failed_change_in_place_leaves_no_record() -> None:
     model = block()
-    with pytest.raises(ValueError, match="the axis of a weight"):
+    with pytest.raises(ValueError, match="the axis of a tensor"):
         replace(model, qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=7))), inplace=True)
     assert record_of(model) == EagerRecord()
     assert type(model[0]) is nn.Conv2d

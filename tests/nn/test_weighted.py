@@ -110,7 +110,7 @@ def test_convolutions_pad_as_torch_does(dims: int, mode: str, padding: object, o
 def test_the_wrong_type_and_axis_are_refused() -> None:
     with pytest.raises(TypeError, match="QuantConv2d.from_float takes a Conv2d, got Linear"):
         qt.nn.QuantConv2d.from_float(nn.Linear(2, 2), SPEC)
-    with pytest.raises(ValueError, match=r"axis of a weight of 2 dimensions must lie in \[-2, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"axis of a tensor of 2 dimensions must lie in \[-2, 1\], got 2"):
         qt.nn.QuantLinear(2, 2, weight_spec=qt.QuantSpec(axis=2))
 
 

@@ -28,6 +28,7 @@ def sample(op: str, x: Tensor) -> dict:
     """Arguments of an op on x (of three dimensions, six channels on axis 1, a multiple of 16 elements in a row)."""
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
     symmetric = {"scale": scales(6), "axis": 1}
+    soft = {**grid, "steepness": torch.linspace(1, 7, 6), "shape": "clip"}
     range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
     floating, counted = {"dtype": torch.float32}, {"skipped": torch.zeros(6, dtype=torch.int64)}
     mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)
@@ -121,6 +122,8 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
         "fake_quant_backward": {"grad": x, "mask": mask, "order": []},
         "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
+        "fake_quant_shaped": {"x": x, **soft},
+        "fake_quant_shaped_backward": {"grad": x * 2, "x": x, **soft},
         "quant_weight": of_weight,
         "quant_weight_backward": {
             "grad": floats(x.dtype, 7)(6, 6, 3),

@@ -26,6 +26,8 @@ from tests.cases import CODES, FLOATS, Channels, assert_same
 from tests.ops.test_gradients import assert_sum
 from tests.ops.test_int4 import packed
 from tests.ops.test_layer import Shape
+from tests.reference import tensor
+from tests.reference_shaped import Shaped
 
 ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text())
@@ -159,6 +161,9 @@ class Drawn:
     def zero_point(self) -> Tensor | None:
         if "lo" in self.given:
             return self.r.choice([None, self.updated()])
+        if "shaped" in self.op and self.shape_of_values != "clip":
+            taken = self.vector(self.given["scale"].numel()) if self.shape_of_values == "interval" else None
+            return self.mostly(taken, None, torch.ones(1))
         if self.given["scale"] is None:
             return self.mostly(None, torch.ones(1))
         return self.r.choice([None, self.vector(self.given["scale"].numel())])
@@ -169,10 +174,14 @@ class Drawn:
         return self.mostly(torch.empty_like(lo), torch.empty(lo.numel() + 1), torch.empty_like(lo).half())
 
     def qmin(self) -> int:
+        if "shaped" in self.op and self.shape_of_values != "clip":
+            return self.mostly(self.r.choice([-7, 0]), *ENDS)
         small = self.op == "quantize_int4"
         return self.mostly(self.r.choice([-8, -3, 0] if small else [-2048, -128, -8, -1, 0]), *ENDS)
 
     def qmax(self) -> int:
+        if "shaped" in self.op and self.shape_of_values != "clip":
+            return self.mostly(-self.given["qmin"] or 7, *ENDS)
         small = self.op == "quantize_int4"
         return self.mostly(self.r.choice([7, 5, 1] if small else [1, 7, 127, 127, 2047]), *ENDS)
 
@@ -224,6 +233,24 @@ class Drawn:
     def tensor_scale(self) -> Tensor | None:
         takes = self.given["scale_format"] == "e4m3"
         return self.mostly(self.r.choice([None, self.vector(1)]) if takes else None, torch.ones(1), torch.ones(2))
+
+    # ---- shaped quantizers
+
+    @cached_property
+    def shape_of_values(self) -> str:
+        return self.mostly(self.r.choice(["clip", "levels", "interval"]), "", "clips")
+
+    def shape(self) -> str:
+        return self.shape_of_values
+
+    def steepness(self) -> Tensor | None:
+        soft = self.vector(self.given["scale"].numel()) if self.shape_of_values == "clip" else None
+        return self.mostly(self.r.choice([None, soft]), torch.ones(1))
+
+    def levels(self) -> list[int]:
+        most = self.given["qmax"]
+        taken = sorted({0, *(n for n in (1, 3, 4, 60) if n < most), most}) if self.shape_of_values == "levels" else []
+        return self.mostly(taken, [], [0], [1, most], [0, 3, 2, most], list(range(40)), [0, 2**40])
 
     # ---- pytorch-quantization
 
@@ -667,6 +694,19 @@ def check_fake_quant_learned_backward(drawn: Drawn, found: Results, grad, **give
         assert_sum(found[1], scale, wanted.ds, wanted.ds_mass, x)
         if zero_point is not None:
             assert_sum(found[2], zero_point, wanted.dz, wanted.dz_mass, x)
+
+
+def check_fake_quant_shaped(drawn: Drawn, found: Results, **given) -> None:
+    """Signs of zeros aside: of levels, and of the transform at zero."""
+    assert_same(found[0] + 0, tensor(Shaped(**given).values(), given["x"].dtype) + 0)
+
+
+def check_fake_quant_shaped_backward(drawn: Drawn, found: Results, grad, **given) -> None:
+    steepness = given["steepness"]
+    tensors = tuple(given[name] for name in ("scale", "zero_point", "steepness"))
+    finite = all(t is None or bool(t.isfinite().all()) for t in tensors) and bool((given["scale"].abs() > 1e-3).all())
+    if finite and (steepness is None or bool(((steepness > 0.05) & (steepness < 30)).all())):
+        Shaped(**given).check(found, grad, tensors)
 
 
 def normalized(x, residual, residual_codes, residual_scale, residual_zero_point, **given) -> reference.Normalized:

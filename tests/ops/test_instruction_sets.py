@@ -49,6 +49,15 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         y, mask = native.fake_quant(x, scales(count), z, -100, 90, *how, 1.0, True)
         yield from (y, mask, native.fake_quant_backward(grad, mask, [] if y.is_contiguous() else order_of(y)))
         yield from native.fake_quant_learned_backward(grad, x, scales(count), z, -100, 90, *how)
+        for k in (None, scales(count) + 1):
+            soft = (scales(count), z, k, -100, 90, "clip", [], *how)
+            yield from (native.fake_quant_shaped(x, *soft), *native.fake_quant_shaped_backward(grad, x, *soft))
+    for low in (0, -1):
+        for shaped in (
+            (scales(count), None, None, 40 * low, 40, "levels", [0, 1, 3, 17, 40], *how),
+            (scales(count) * 9, scales(count) * 10, None, low, 1, "interval", [], *how),
+        ):
+            yield from (native.fake_quant_shaped(x, *shaped), *native.fake_quant_shaped_backward(grad, x, *shaped))
     for format in ("e4m3", "e5m2", "e2m1", "nnie"):
         yield from native.fake_quant_float(x, scales(count), format, *how, True)
     if x.dim() > 0 and x.numel() > 0 and channels.axis is None:

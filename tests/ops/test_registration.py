@@ -35,6 +35,7 @@ OPS = (
     *("quant_layer", "quant_layer_backward", "quant_weight", "quant_weight_backward"),
     *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_"),
     *("max_pool_offsets", "max_pool_offsets_backward"),
+    *("fake_quant_shaped", "fake_quant_shaped_backward"),
 )
 
 
@@ -90,6 +91,30 @@ def learned_backward_arguments() -> dict[str, tuple]:
     }
 
 
+def shaped_arguments() -> dict[str, tuple]:
+    x, s, z, k = image(), scales(6), zero_points(6), torch.linspace(1, 7, 6)
+    last = image("channels_last", torch.bfloat16)
+    blocks = scales(280).view(4, 2, 5, 7)
+    return {
+        "clip": (leaf(x), leaf(s), None, None, -100, 90, "clip", [], 1),
+        "clip_affine": (leaf(last), leaf(s), leaf(z), None, -100, 90, "clip", [], 1),
+        "soft": (leaf(x), leaf(s), None, leaf(k), -8, 7, "clip", [], 1),
+        "soft_affine": (leaf(x), leaf(s), leaf(z), leaf(k), -8, 7, "clip", [], 1),
+        "soft_fixed": (leaf(x), s, z, k, -8, 7, "clip", [], 1),
+        "levels": (leaf(x), leaf(scales(1)), None, None, -4, 4, "levels", [0, 1, 2, 4]),
+        "levels_in_blocks": (leaf(x), leaf(blocks), None, None, 0, 4, "levels", [0, 1, 2, 4], 1, 1, 3),
+        "interval": (leaf(x), leaf(s), leaf(s * 2), None, -1, 1, "interval", [], 1),
+        "interval_unsigned": (leaf(image("sliced")), leaf(scales(1)), scales(1), None, 0, 1, "interval"),
+        "inference": (x, s, z, None, -8, 7, "clip", [], 1),
+    }
+
+
+def shaped_backward_arguments() -> dict[str, tuple]:
+    grad = floats(torch.float32, 7)(4, 6, 5, 7)
+    whole = {name: args for name, args in shaped_arguments().items() if args[0].shape == grad.shape}
+    return {name: (grad, *(a.detach() if isinstance(a, Tensor) else a for a in args)) for name, args in whole.items()}
+
+
 def backward_arguments() -> dict[str, tuple]:
     grad, mask = floats(torch.float32)(4, 6, 5, 7), torch.randint(0, 256, (105,), dtype=torch.uint8)
     return {
@@ -139,6 +164,8 @@ def positional(op: str, sets: dict[str, tuple]) -> list:
         *positional("fake_quant", fake_quant_arguments()),
         *positional("fake_quant_backward", backward_arguments()),
         *positional("fake_quant_learned_backward", learned_backward_arguments()),
+        *positional("fake_quant_shaped", shaped_arguments()),
+        *positional("fake_quant_shaped_backward", shaped_backward_arguments()),
         *other_arguments(),
     ],
 )
@@ -181,6 +208,7 @@ DIFFERENTIABLE = {
     "observe_fake_quant": lambda x: native.observe_fake_quant(
         x, torch.zeros(1), torch.zeros(1), torch.ones(1), None, -8, 7
     )[0],
+    "fake_quant_shaped": lambda x: ops.fake_quant_clipped(x, torch.tensor(0.5)),
     "tensor_quant": lambda x: ops.tensor_quant(x, torch.tensor(1.0))[0],
     "fake_tensor_quant": lambda x: ops.fake_tensor_quant(x, torch.tensor(1.0)),
     "minmax": lambda x: ops.minmax(x)[0],
@@ -253,6 +281,7 @@ def test_functional_call_with_backward():
 NATIVE_CALLS = {
     "fixed": lambda x: native.fake_quant(x, scales(1), None, -8, 7),
     "learned": lambda x: native.fake_quant(x, leaf(scales(1)), zero_points(1), -8, 7, mask=True),
+    "shaped": lambda x: (ops.fake_quant_clipped(x, leaf(scales(1)), leaf(zero_points(1)), -8, 7),),
     "block": lambda x: native.fake_quant_block(x, "e4m3", 16, "e8m0"),
     "in_place": lambda x: (ops.fake_quant_(x * 1, scales(1)),),
     "legacy": lambda x: native.tensor_quant(x, torch.tensor(1.0)),

@@ -1,4 +1,7 @@
-"""Every quantizer of the table on all roads: prepare, replace, calibrate, train, copies, compile, convert, export."""
+"""Quantizers on all roads: prepare, replace, calibrate, train, copies, compile, convert, export.
+
+They are those of the table, and two of `own.py`, which are a class and a line each.
+"""
 
 import copy
 import pickle
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.table import QUANTIZERS
+from tests.quantizers.own import OWN
 
 Fields = dict[str, Any]
 # The specs of an activation and of a weight, for each quantizer.
@@ -29,8 +33,17 @@ SPECS: dict[str, tuple[Fields, Fields]] = {
     "dorefa": (UNSIGNED, SIGNED),
     "apot": (SIGNED, SIGNED),
     "qil": (SIGNED, SIGNED),
+    "log": (AFFINE, SIGNED),
+    "formula": (SIGNED, SIGNED),
 }
 NOT_EXPORTED = {"apot": "its levels are not uniform"}  # of activations
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line a quantizer: nothing else of the package knows those of `own.py`."""
+    for name, kind in OWN.items():
+        monkeypatch.setitem(QUANTIZERS, name, kind)
 
 
 def test_every_quantizer_has_a_case() -> None:
@@ -224,7 +237,7 @@ def test_nan_stays_nan(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1e3, -3.0, 0.0, 1e-9, 3.0, 1e3])
-@pytest.mark.parametrize("name", [name for name in SPECS if QUANTIZERS[name].LEARNED])
+@pytest.mark.parametrize("name", [name for name, kind in QUANTIZERS.items() if kind.LEARNED])
 def test_scales_are_positive_and_values_finite_whatever_the_parameters(name: str, value: float) -> None:
     for of_weight, fields in zip((False, True), SPECS[name], strict=True):
         quantizer = qt.TensorQuantizer(qt.QuantSpec(quantizer=name, **fields), of_weight=of_weight)

@@ -8,6 +8,7 @@ from torch import fx
 
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
+from qtoolkit.quantizers.table import QUANTIZERS
 
 
 def with_least_bits(node: fx.Node, qconfig: QConfig | None, bits: int) -> QConfig | None:
@@ -37,7 +38,13 @@ def _reaches(start: fx.Node, op: str, step: Callable[[fx.Node], Iterable[fx.Node
 
 
 def _widen(spec: QuantSpec | None, bits: int) -> QuantSpec | None:
+    """Return the spec with more bits, by LSQ if its own quantizer does not have them."""
     if spec is None or spec.bits >= bits:
         return spec
     wide: Any = {"e2m1": "e4m3", "mxfp4": "mxfp8", "nvfp4": "mxfp8"}.get(spec.format, spec.format)
+    spec = (
+        spec
+        if bits <= QUANTIZERS[spec.quantizer].most_bits(spec)
+        else replace(spec, quantizer="lsq", quantizer_args={})
+    )
     return replace(spec, bits=bits, format=wide, group_size=None if wide == "mxfp8" else spec.group_size)

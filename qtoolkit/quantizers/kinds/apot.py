@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
-from qtoolkit.quantizers.spec_ops import clip, per_element, straight_through
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
@@ -53,12 +52,15 @@ class APoT(Shaped):
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a number of bits without levels."""
         super().check(spec)
-        if magnitude_bits(spec) not in TERMS:
-            sign = int(spec.signed)
+        if spec.bits > self.most_bits(spec):
             raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} needs bits from {1 + sign if sign else 2} to {5 + sign} with "
+                f"QuantSpec: quantizer={spec.quantizer!r} needs bits from 2 to {self.most_bits(spec)} with "
                 f"signed={spec.signed}, whose levels fit in codes of a byte, got {spec.bits}; take 'lsq' for more bits."
             )
+
+    def most_bits(self, spec: "QuantSpec") -> int:
+        """Return the bits of the most levels, and one for the sign."""
+        return max(TERMS) + int(spec.signed)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the scale at the start as a buffer, and the ratio of alpha to its start as a parameter."""
@@ -94,8 +96,7 @@ class APoT(Shaped):
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Return the level nearest to x, times alpha."""
-        scale, _ = self.grid(quantizer)
-        return nearest_level(x, quantizer.spec, scale, quantizer.group)
+        return nearest_level(x, quantizer.spec, self.grid(quantizer)[0], quantizer.group)
 
     def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
         """Return the magnitude of the ratio."""
@@ -111,15 +112,8 @@ def nearest_level(x: Tensor, spec: "QuantSpec", scale: Tensor, group: int) -> Te
         >>> nearest_level(torch.tensor([0.9, -4.8, 5.1, 99.0]), spec, torch.tensor(1.0), 1)
         tensor([ 1., -4.,  6., 10.])
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    units = torch.tensor(LEVELS[magnitude_bits(spec)], dtype=wide.dtype, device=x.device)
-    step = per_element(scale, x, spec, group).to(wide.dtype)
-    most = LEVELS[magnitude_bits(spec)][-1]
-    inside = clip(wide / step, float(-most if spec.signed else 0), float(most))
-    places = torch.bucketize(inside.detach().abs(), (units[1:] + units[:-1]) / 2)
-    code = torch.where(inside.detach() < 0, -units[places], units[places])
-    code = torch.where(inside.detach().isnan(), inside.detach(), code)
-    return straight_through((code * step).to(x.dtype), (straight_through(code, inside) * step).to(x.dtype))
+    levels = LEVELS[magnitude_bits(spec)]
+    return ops.fake_quant_levels(x, scale, levels, spec.signed, spec.axis, group, spec.block_size)
 
 
 class Levels(Shape):

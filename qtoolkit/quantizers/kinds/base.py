@@ -39,6 +39,10 @@ class QuantizerKind:
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
 
+    def most_bits(self, spec: "QuantSpec") -> int:
+        """Return the most bits that a spec may have which is otherwise like this one."""
+        return 16
+
     def check_use(self, spec: "QuantSpec", name: str, of_weight: bool) -> None:
         """Raise ValueError where it cannot quantize a weight, or an activation, of this spec."""
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
-from qtoolkit.quantizers.spec_ops import clip, fake_quant, per_element, straight_through, trained_by_ratio
+from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
@@ -49,13 +49,18 @@ class Clipped(QuantizerKind):
             ratio.copy_(((code - zero) / width).reshape(ratio.shape))
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
-        """Return the grid between the trained ends."""
+        """Return the grid between the trained ends.
+
+        The grid's own ends lie beside them, since zero is on it: the zero point has the gradient at those.
+        """
         spec, start = quantizer.spec, quantizer._scale
         if quantizer._zero_point is None:
             return ops.positive_scale(start * spec.qmax, quantizer._relative_bound) / spec.qmax, None
         low, high = self._trained_ends(quantizer)
         scale = (high - low) / (spec.qmax - spec.qmin)
-        return scale, (spec.qmin - low / scale).round().clamp(spec.qmin, spec.qmax)
+        zero_point = (spec.qmin - low / scale).detach().round().clamp(spec.qmin, spec.qmax)
+        beside = straight_through((spec.qmin - zero_point) * scale, low)
+        return scale, straight_through(zero_point, spec.qmin - beside / scale)
 
     def _trained_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
         """Return the ends of an affine range: at most and at least zero, and apart."""
@@ -69,36 +74,17 @@ class Clipped(QuantizerKind):
         above = straight_through(torch.maximum(high.clamp(min=0), below + width * 2**-24), high)
         return below, above
 
-    def ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest value of the grid, to which the gradients of the elements beyond them go."""
-        spec = quantizer.spec
-        scale, zero_point = self.grid(quantizer)
-        if zero_point is None:
-            return spec.qmin * scale, spec.qmax * scale
-        fixed, zero = scale.detach(), zero_point.detach()
-        low, high = self._trained_ends(quantizer)  # the grid's ends lie beside them, since zero is on it
-        return straight_through((spec.qmin - zero) * fixed, low), straight_through((spec.qmax - zero) * fixed, high)
-
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Return x clipped to the ends, and rounded."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        low, high = (
-            per_element(end, x, quantizer.spec, quantizer.group).to(wide.dtype) for end in self.ends(quantizer)
-        )
+        """Return x on the grid, with the gradients of its ends."""
+        spec, steepness = quantizer.spec, self.steepness(quantizer)
         scale, zero_point = self.grid(quantizer)
-        grid = scale.detach(), None if zero_point is None else zero_point.detach()
-        return self.round(quantizer, wide, (low, high), grid).to(x.dtype)
+        return ops.fake_quant_clipped(
+            x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, steepness
+        )
 
-    def round(
-        self,
-        quantizer: "TensorQuantizer",
-        x: Tensor,
-        ends: tuple[Tensor, Tensor],
-        grid: tuple[Tensor, Tensor | None],
-    ) -> Tensor:
-        """Return x clipped to ends that broadcast over it, and rounded to a grid without a gradient."""
-        spec = quantizer.spec
-        return fake_quant(spec, clip(x, *ends), *grid, quantizer.group, spec.block_size)
+    def steepness(self, quantizer: "TensorQuantizer") -> Tensor | None:
+        """Return the steepness of the soft staircase whose slope is the gradient of x; None for a slope of 1."""
+        return None
 
     def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
         """Return the scale as a multiple of that at the start."""

@@ -30,11 +30,15 @@ class DoReFa(Shaped):
     def check(self, spec: "QuantSpec") -> None:
         """Raise ValueError for a spec whose odd codes do not fit in a byte."""
         super().check(spec)
-        if spec.signed and spec.bits > 7:
+        if spec.bits > self.most_bits(spec):
             raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} needs bits from 2 to 7 for a weight, whose values without zero are "
-                f"codes of bits + 1 bits, got {spec.bits}; take 'lsq' for 8 bits."
+                f"QuantSpec: quantizer={spec.quantizer!r} needs bits from 2 to {self.most_bits(spec)} for a weight, whose "
+                f"values without zero are codes of bits + 1 bits, got {spec.bits}; take 'lsq' for 8 bits."
             )
+
+    def most_bits(self, spec: "QuantSpec") -> int:
+        """Return one less than a byte has for a weight, a signed spec."""
+        return 7 if spec.signed else super().most_bits(spec)
 
     def check_use(self, spec: "QuantSpec", name: str, of_weight: bool) -> None:
         """Raise ValueError for a signed activation or an unsigned weight."""

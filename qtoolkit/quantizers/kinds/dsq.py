@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.quantizers.kinds.clipped import Clipped
-from qtoolkit.quantizers.spec_ops import clip, per_element, straight_through
+from qtoolkit.quantizers.spec_ops import straight_through
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
@@ -42,35 +42,7 @@ class DSQ(Clipped):
         alpha = torch.full(shape or (1,), float(self.options(spec)["alpha"]), dtype=scale_dtype())
         return {**super().tensors(spec, shape), "_alpha": nn.Parameter(alpha)}
 
-    def round(
-        self,
-        quantizer: "TensorQuantizer",
-        x: Tensor,
-        ends: tuple[Tensor, Tensor],
-        grid: tuple[Tensor, Tensor | None],
-    ) -> Tensor:
-        """Return x on the grid, with the gradient of the soft staircase between the ends."""
-        hard = super().round(quantizer, x.detach(), (ends[0].detach(), ends[1].detach()), grid)
-        if not torch.is_grad_enabled():
-            return hard
-        spec, group = quantizer.spec, quantizer.group
-        inside = (x >= ends[0]) & (x <= ends[1])
+    def steepness(self, quantizer: "TensorQuantizer") -> Tensor:
+        """Return k."""
         alpha = quantizer._alpha.clamp(LEAST_ALPHA, LARGEST_ALPHA)
-        alpha = per_element(straight_through(alpha, quantizer._alpha), x, spec, group).to(x.dtype)
-        step = per_element(grid[0], x, spec, group).to(x.dtype)
-        soft = soft_staircase(torch.where(inside, x, 0.0), step, alpha)
-        return straight_through(hard, torch.where(inside, soft, clip(x, *ends)))
-
-
-def soft_staircase(x: Tensor, step: Tensor, alpha: Tensor) -> Tensor:
-    """Return the soft staircase of equations 3 to 6 of the paper, with stairs at the multiples of a step.
-
-    Example:
-        >>> soft_staircase(torch.tensor([0.5, 1.0, 1.25]), torch.tensor(1.0), torch.tensor(0.1))
-        tensor([0.5000, 1.0000, 1.1518])
-    """
-    quotient = x / step
-    below = quotient.detach().floor()
-    steepness = torch.log(2 / alpha - 1)
-    phi = torch.tanh(steepness * (quotient - below - 0.5)) / (1 - alpha)
-    return (below + (phi + 1) / 2) * step
+        return torch.log(2 / straight_through(alpha, quantizer._alpha) - 1)

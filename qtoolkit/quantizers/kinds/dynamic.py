@@ -43,7 +43,10 @@ class Dynamic(QuantizerKind):
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Return x with each token, or block, on a grid of its own."""
-        return of_blocks(quantizer.spec, x) if quantizer.spec.format in BLOCKS else of_tokens(quantizer.spec, x)
+        if quantizer.spec.format not in BLOCKS:
+            return of_tokens(quantizer.spec, x)
+        quantizer.scale_shape(x)  # blocks that do not fit are an error
+        return of_blocks(quantizer.spec, x)
 
 
 def of_tokens(spec: "QuantSpec", x: Tensor) -> Tensor:
@@ -72,16 +75,12 @@ def of_tokens(spec: "QuantSpec", x: Tensor) -> Tensor:
 
 
 def of_blocks(spec: "QuantSpec", x: Tensor) -> Tensor:
-    """Return x in a block format, along the spec's axis.
-
-    Raises:
-        ValueError: The size of a block does not divide the axis.
+    """Return x in a block format, along the spec's axis, which the size of a block divides.
 
     Example:
         >>> of_blocks(qt.QuantSpec(format="mxfp4"), torch.tensor([0.3, -1.0, 3.1, 13.0]).repeat(8))[:4]
         tensor([ 0., -1.,  3., 12.])
     """
-    spec.scale_shape(x.shape)
     block, axis = BLOCKS[spec.format], spec.axis if spec.axis is not None else -1
     rows = x.movedim(axis, -1)
     of_tensor = None

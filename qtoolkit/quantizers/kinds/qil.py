@@ -89,26 +89,24 @@ class QIL(Shaped):
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Return x transformed and rounded."""
         spec = quantizer.spec
-        shaped = transformed(x, spec, quantizer.group, self.interval(quantizer))
+        center, distance, gamma = self.interval(quantizer)
+        wide = x if gamma is None else x.to(torch.promote_types(x.dtype, torch.float32))
+        place = ops.interval(wide, center, distance, spec.signed, spec.axis, quantizer.group, spec.block_size)
+        shaped = raised(place, gamma, spec, quantizer.group).to(x.dtype)
         return fake_quant(spec, shaped, self.grid(quantizer)[0], None, quantizer.group, spec.block_size)
 
 
-def transformed(x: Tensor, spec: "QuantSpec", group: int, interval: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-    """Return T(x) for an interval (center, distance, gamma). Differentiable in all.
+def raised(place: Tensor, gamma: Tensor | None, spec: "QuantSpec", group: int) -> Tensor:
+    """Return sign(place) |place|^gamma. Differentiable.
 
     Example:
-        >>> half = torch.tensor(0.5)
-        >>> transformed(torch.tensor([0.1, 0.5, -0.75, 2.0]), qt.QuantSpec(quantizer="qil"), 1, (half, half / 2, None))
-        tensor([ 0.0000,  0.5000, -1.0000,  1.0000])
+        >>> raised(torch.tensor([0.0, 0.5, -0.5]), torch.tensor(2.0), qt.QuantSpec(quantizer="qil"), 1)
+        tensor([ 0.0000,  0.2500, -0.2500])
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    center, distance = (per_element(part, x, spec, group).to(wide.dtype) for part in interval[:2])
-    gamma = None if interval[2] is None else per_element(interval[2], x, spec, group).to(wide.dtype)
-    magnitude = wide.abs() if spec.signed else wide
-    base = clip(0.5 * (magnitude - center) / distance + 0.5, 0.0, 1.0)
-    if gamma is not None:
-        base = torch.where(base > LEAST, base.clamp(min=LEAST) ** gamma, base)
-    return (base * wide.sign() if spec.signed else base).to(x.dtype)
+    if gamma is None:
+        return place
+    base, exponent = place.abs(), per_element(gamma, place, spec, group).to(place.dtype)
+    return torch.where(base > LEAST, base.clamp(min=LEAST) ** exponent, base) * place.sign()
 
 
 class Interval(Shape):
@@ -125,5 +123,11 @@ class Interval(Shape):
     gamma: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return T(x)."""
-        return transformed(x, self.spec, self.group, (self.center, self.distance, self.gamma))
+        """Return T(x), by ops that a file of ONNX has: the values of `qtoolkit.ops.interval`."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        center = per_element(self.center, x, self.spec, self.group).to(wide.dtype)
+        distance = per_element(self.distance, x, self.spec, self.group).to(wide.dtype)
+        magnitude = wide.abs() if self.spec.signed else wide
+        place = clip(0.5 * (magnitude - center) / distance + 0.5, 0.0, 1.0)
+        signed = place * wide.sign() if self.spec.signed else place
+        return raised(signed, self.gamma, self.spec, self.group).to(x.dtype)

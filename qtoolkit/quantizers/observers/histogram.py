@@ -61,6 +61,12 @@ def histogram_of(
     return counts, lo, hi
 
 
+def searched_codes(spec: "QuantSpec") -> tuple[int, int]:
+    """Return the ends of as many codes as a spec has, with 0 among them: all that counts for the search of an affine range."""
+    above = max(spec.qmin, 0)
+    return spec.qmin - above, spec.qmax - above
+
+
 class HistogramObserver(Observer):
     """A running histogram, per tensor or per channel, and the range that a method chooses from it.
 
@@ -119,7 +125,7 @@ class HistogramObserver(Observer):
     def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         options = cls.options(spec)
-        return cls(spec.qmin, spec.qmax, spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)
+        return cls(*searched_codes(spec), spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)
 
     def forward(self, x: Tensor) -> None:
         """Count the values of x. In training, an input with NaN or infinities is counted in `skipped` alone.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
-from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_histogram, histogram_of
+from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_histogram, histogram_of, searched_codes
 from qtoolkit.quantizers.observers.minmax import EndsObserver, check_momentum
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
@@ -69,9 +69,10 @@ class MovingHistogramObserver(EndsObserver):
     def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         options = cls.options(spec)
+        qmin, qmax = searched_codes(spec)
         return cls(
-            qmin=spec.qmin,
-            qmax=spec.qmax,
+            qmin=qmin,
+            qmax=qmax,
             symmetric=spec.symmetric,
             shape=shape,
             axis=spec.axis,

@@ -257,6 +257,16 @@ def test_the_first_and_last_layers_keep_their_bits(bits: int) -> None:
     assert own.get_submodule("0").weight_quantizer.spec.bits == bits
 
 
+@pytest.mark.parametrize("quantizer", ["apot", "dorefa"])
+def test_first_and_last_layers_with_more_bits_than_their_quantizer_has_take_lsq(quantizer: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    low = qt.QConfig(qt.QuantSpec(bits=4, signed=False, quantizer=quantizer), qt.QuantSpec(bits=4, quantizer=quantizer))
+    prepared = qt.prepare(model, backend="academic", qconfig_mapping=qt.QConfigMapping().set_global(low))
+    weights = [prepared.get_submodule(n).weight_quantizer.spec for n in ("0", "2", "5")]
+    assert [(spec.bits, spec.quantizer) for spec in weights] == [(8, "lsq"), (4, quantizer), (8, "lsq")]
+    assert "int8 lsq" in str(qt.quantization_report(prepared))
+
+
 @pytest.mark.parametrize("backend", list(qt.backends))
 @pytest.mark.parametrize("op", [lambda m, x, y: x / 3, lambda m, x, y: x * m.row])
 def test_an_op_by_a_constant(backend: str, op: Any) -> None:
@@ -468,7 +478,7 @@ def test_a_spec_that_does_not_fit_a_functions_weight_names_the_node() -> None:
     before = copy.deepcopy(model.state_dict())
     wrong = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=3))
     with pytest.raises(
-        ValueError, match=r"'linear': the axis of a weight of 2 dimensions must lie in \[-2, 1\], got 3"
+        ValueError, match=r"'linear': the axis of a tensor of 2 dimensions must lie in \[-2, 1\], got 3"
     ):
         qt.prepare(model, qconfig_mapping=qt.QConfigMapping().set_module_name("linear", wrong))
     assert set(model.state_dict()) == set(before)

@@ -41,14 +41,20 @@ class Format(ctypes.Structure):
     _fields_ = (("mantissa", ctypes.c_int), ("smallest_normal", ctypes.c_double), ("largest", ctypes.c_double))
 
 
+class Levels(ctypes.Structure):
+    """`Levels` of kernel_args.h."""
+
+    _fields_ = (("count", ctypes.c_int), ("values", ctypes.c_float * 32))
+
+
 class Arguments(ctypes.Structure):
     """`KernelArgs` of kernel_args.h."""
 
     _fields_ = (
         *(("numel", ctypes.c_int64), ("channels", ctypes.c_int64 * 4), ("x", Operand), ("grad", Operand)),
         *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("stream", ctypes.c_bool), ("mask", ctypes.c_void_p)),
-        *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("bounds", ctypes.c_double * 2)),
-        *(("format", Format), ("scale_format", Format)),
+        *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("fractional", ctypes.c_bool)),
+        *(("bounds", ctypes.c_double * 2), ("format", Format), ("scale_format", Format), ("levels", Levels)),
         *(("sum_scale", ctypes.c_void_p), ("sum_zero_point", ctypes.c_void_p)),
         *(("counts", ctypes.c_void_p), ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bins", ctypes.c_int64)),
         ("thread_histogram", ctypes.c_void_p),

@@ -21,6 +21,7 @@ static void run(KernelId id, void (*kernel)(const KernelArgs&, double*, cudaStre
 #define QT_ON_HOST(name, ...) \
   extern "C" void name##_on_host(const KernelArgs* args, int order) { run(KernelId::name, cuda::name, *args, order); }
 QT_ELEMENTWISE_KERNELS(QT_ON_HOST)
+QT_LEARNED_KERNELS(QT_ON_HOST)
 QT_OTHER_KERNELS(QT_ON_HOST)
 
 extern "C" void learned_gradient_on_host(const double* sums, double factor, const void* scale, int64_t count, int dtype,

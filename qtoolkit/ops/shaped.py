@@ -1,0 +1,144 @@
+"""Learned quantizers other than LSQ: trained ends, a soft staircase, levels that are not uniform, an interval of magnitudes.
+
+All of them save the input and the parameters for backward. Double backward raises NotImplementedError.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_fake_quant_shaped = library.fake_quant_shaped.default
+
+
+def fake_quant_clipped(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+    steepness: Tensor | None = None,
+) -> Tensor:
+    """Return the values of `fake_quant`, with the gradients of a range whose ends are trained.
+
+    The ends are `(qmin - zero_point) * scale` and `(qmax - zero_point) * scale`. The gradient in x passes between them, judged
+    before rounding; an element beyond an end moves with the end, and rounding moves nothing. This is the gradient of PACT
+    (arXiv 1805.06085) and of TensorFlow's fake_quant_with_min_max_vars.
+
+    With a steepness k, the gradient of x between the ends is the slope of the soft staircase of DSQ (arXiv 1908.05033), whose
+    stairs are the codes: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1] of a step. In the paper's terms,
+    `k = log(2 / alpha - 1)`.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        scale: Step between codes; see the package's docstring for its shape.
+        zero_point: Code that zero maps to, or None for 0.
+        qmin: Lowest code.
+        qmax: Highest code.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
+        steepness: As many elements as scale, positive; or None for the straight-through gradient.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: A shape, axis, range, group, block size or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> x, scale = torch.tensor([-9.0, 0.6, 1.2, 9.0], requires_grad=True), torch.tensor(0.5, requires_grad=True)
+        >>> y = fake_quant_clipped(x, scale, qmin=-2, qmax=2)
+        >>> y
+        tensor([-1.0000,  0.5000,  1.0000,  1.0000], grad_fn=...)
+        >>> y.sum().backward()
+        >>> x.grad, scale.grad  # -2 + 2 + 2: two elements lie above the highest end, 1.0
+        (tensor([0., 1., 0., 0.]), tensor(2.))
+    """
+    y: Tensor = _fake_quant_shaped(x, scale, zero_point, steepness, qmin, qmax, "clip", (), axis, group, block_size)
+    return y
+
+
+def fake_quant_levels(
+    x: Tensor,
+    scale: Tensor,
+    levels: Sequence[int],
+    signed: bool = True,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+) -> Tensor:
+    """Round x to the nearest of levels that are multiples of a scale, such as sums of powers of two (APoT, arXiv 1909.13144).
+
+    The gradient in x passes up to the highest level, judged before rounding. That of the scale is `level - x / scale` inside
+    and the level outside.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        scale: The unit of the levels; see the package's docstring for its shape.
+        levels: 2 to 32 magnitudes below 2**24, ascending from 0. Halfway between two, the lower one is taken.
+        signed: Whether negative x takes the negative levels; else it takes 0.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0 for no blocks.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: The levels, or a shape, axis, group, block size or device, do not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> fake_quant_levels(torch.tensor([0.9, -4.8, 5.1, 99.0]), torch.tensor(1.0), [0, 1, 2, 3, 4, 6, 8, 10])
+        tensor([ 1., -4.,  6., 10.])
+    """
+    most = levels[-1] if levels else 1
+    y: Tensor = _fake_quant_shaped(
+        x, scale, None, None, -most if signed else 0, most, "levels", levels, axis, group, block_size
+    )
+    return y
+
+
+def interval(
+    x: Tensor,
+    center: Tensor,
+    distance: Tensor,
+    signed: bool = True,
+    axis: int | None = None,
+    group: int = 1,
+    block_size: int = 0,
+) -> Tensor:
+    """Map an interval of magnitudes to [0, 1], with the sign of x: the transform of QIL (arXiv 1808.05779) with gamma = 1.
+
+    Magnitudes below `center - distance` become 0 and those above `center + distance` 1. Nothing is rounded.
+
+    Args:
+        x: Input of any shape; float32, float64, bfloat16 or float16.
+        center: The center of the interval; as many elements as distance.
+        distance: The distance of its ends from the center, positive; the shape of a scale, see the package's docstring.
+        signed: Whether negative x takes the place of its magnitude, with its sign; else it is below the interval.
+        axis: Channel axis, or None for per tensor.
+        group: Groups of dimension 0.
+        block_size: Elements along the axis that share an interval, or 0 for no blocks.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of x.
+
+    Raises:
+        ValueError: A shape, axis, group, block size or device does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> interval(torch.tensor([0.1, 0.5, -0.625, 2.0]), torch.tensor(0.5), torch.tensor(0.25))
+        tensor([ 0.0000,  0.5000, -0.7500,  1.0000])
+    """
+    y: Tensor = _fake_quant_shaped(
+        x, distance, center, None, -1 if signed else 0, 1, "interval", (), axis, group, block_size
+    )
+    return y
