@@ -180,14 +180,14 @@ def straight_through(value: Tensor, through: Tensor) -> Tensor:
     return straight
 
 
-def trained_by_ratio(unit: Tensor, ratio: Tensor) -> Tensor:
-    """Return unit * ratio, with the gradient of ratio divided by unit squared.
+def trained_by_ratio(unit: Tensor, ratio: Tensor, rate: Tensor) -> Tensor:
+    """Return unit * ratio, with the gradient of ratio times rate, divided by unit squared.
 
     So a step of SGD changes the product as if it were the parameter; see `qtoolkit.ops.positive_scale`, whose result is
     positive.
     """
     unit = unit.reshape(ratio.shape)
-    moved = ratio / unit.square()
+    moved = ratio * (rate.reshape(ratio.shape) / unit.square())
     return straight_through(unit * ratio, unit * moved)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
 from qtoolkit.quantizers.state import scale_dtype
 
@@ -38,7 +39,7 @@ def magnitude_bits(spec: "QuantSpec") -> int:
     return spec.bits - int(spec.signed)
 
 
-class APoT(Shaped):
+class APoT(FromStart, Shaped):
     """Levels are sums of powers of two, clipped at a trained alpha (APoT, arXiv 1909.13144): y = alpha Q(x / alpha).
 
     Levels are dense near zero. The gradient of alpha is Q(x / alpha) - x / alpha inside the range, and the sign of x outside.
@@ -63,7 +64,7 @@ class APoT(Shaped):
         return max(TERMS) + int(spec.signed)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the scale at the start as a buffer, and the ratio of alpha to its start as a parameter."""
+        """Return the scale at the start and its rate as buffers, and the ratio of alpha to its start as a parameter."""
         ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
         return {**super().tensors(spec, shape), "_relative_bound": ratio}
 
@@ -74,7 +75,7 @@ class APoT(Shaped):
 
     def bound(self, quantizer: "TensorQuantizer") -> Tensor:
         """Return alpha."""
-        return ops.positive_scale(quantizer._scale * quantizer.spec.qmax, quantizer._relative_bound)
+        return ops.positive_scale(quantizer._scale * quantizer.spec.qmax, quantizer._relative_bound, quantizer._rate)
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the least level above zero, of which the others are multiples."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 from qtoolkit.quantizers.state import scale_dtype
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
-class Clipped(QuantizerKind):
+class Clipped(FromStart):
     """The ends of the range are trained: x is clipped to them, then rounded to the codes between them.
 
     The gradient of an end is the sum of the incoming gradients of the elements beyond it. That of x passes between the ends.
@@ -32,7 +32,7 @@ class Clipped(QuantizerKind):
         needs_any_scale(spec)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return scale and zero point at the start as buffers, and the ratio of each end as a parameter."""
+        """Return scale, rate and zero point at the start as buffers, and the ratio of each end as a parameter."""
         names = ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
         ratios = {name: nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype())) for name in names}
         return {**super().tensors(spec, shape), **ratios}
@@ -55,7 +55,7 @@ class Clipped(QuantizerKind):
         """
         spec, start = quantizer.spec, quantizer._scale
         if quantizer._zero_point is None:
-            return ops.positive_scale(start * spec.qmax, quantizer._relative_bound) / spec.qmax, None
+            return ops.positive_scale(start * spec.qmax, quantizer._relative_bound, quantizer._rate) / spec.qmax, None
         low, high = self._trained_ends(quantizer)
         scale = (high - low) / (spec.qmax - spec.qmin)
         zero_point = (spec.qmin - low / scale).detach().round().clamp(spec.qmin, spec.qmax)
@@ -67,7 +67,7 @@ class Clipped(QuantizerKind):
         spec, start = quantizer.spec, quantizer._scale
         width = start * (spec.qmax - spec.qmin)
         low, high = (
-            trained_by_ratio(width, ratio).reshape(start.shape)
+            trained_by_ratio(width, ratio, quantizer._rate).reshape(start.shape)
             for ratio in (quantizer._relative_low, quantizer._relative_high)
         )
         below = straight_through(low.clamp(max=0), low)

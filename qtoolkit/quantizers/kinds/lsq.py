@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.observers import LSQStartObserver, Observer
 from qtoolkit.quantizers.state import scale_dtype
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
-class LSQ(QuantizerKind):
+class LSQ(FromStart):
     """The scale is trained (LSQ, arXiv 1902.08153).
 
     It starts as in the paper where the spec's observer is the default, "minmax", and from the range of another observer.
     The parameter is the ratio of the scale to its start (see `qtoolkit.ops.positive_scale`): the scale stays positive, and
     SGD trains it as in the paper. The paper's factor suits a scale of the paper's size, for the weight that is trained.
     A start below it (`LSQStartObserver`), or the scale of a weight that a batch norm multiplies, would take steps many
-    times its size: it is a constant times the paper's scale, and SGD trains it as if the paper's scale were the parameter.
+    times its size: it is a constant times the paper's scale, and SGD trains it as if the paper's scale were the parameter
+    (see `FromStart`).
     """
 
     label = "lsq"
@@ -40,18 +41,12 @@ class LSQ(QuantizerKind):
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return start, rate and zero point as buffers, and the ratio as a parameter of at least one dimension."""
         ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
-        rate = torch.ones(shape, dtype=scale_dtype())
-        return {**super().tensors(spec, shape), "_rate": rate, "_relative_scale": ratio}
+        return {**super().tensors(spec, shape), "_relative_scale": ratio}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale as the start, and the zero point."""
         super().set_grid(quantizer, scale, zero_point)
         quantizer._relative_scale.fill_(1)
-        quantizer._rate.fill_(1)
-
-    def set_rate(self, quantizer: "TensorQuantizer", trained: Tensor) -> None:
-        """Store the square of the constant between the scale and the parameter, which is positive or, of zeros, 0."""
-        quantizer._rate.copy_(torch.where(trained > 0, quantizer._scale / trained, 1).square())
 
     def trained_scale(self, quantizer: "TensorQuantizer", lo: Tensor, hi: Tensor) -> Tensor:
         """Return the paper's scale at the start, where the observer knows it."""
@@ -70,12 +65,12 @@ class LSQ(QuantizerKind):
         return growth
 
     def upgrade(self, state: dict[str, Any], prefix: str) -> None:
-        """Take the scale, which was the parameter, of either sign, as the start; rates were 1."""
+        """Take the scale, which was the parameter, of either sign, as the start."""
+        super().upgrade(state, prefix)
         scale = state.get(prefix + "_scale")
         if scale is not None:
             state[prefix + "_scale"] = scale.abs()
             state.setdefault(prefix + "_relative_scale", torch.ones_like(scale).reshape(scale.shape or (1,)))
-            state.setdefault(prefix + "_rate", torch.ones_like(scale))
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return 1 / sqrt(N * qmax), section 2.2 of the paper.

@@ -54,6 +54,6 @@ class LSQPlus(LSQ):
         """Return the trained scale, and the code of zero at the trained offset."""
         spec = quantizer.spec
         scale, _ = super().grid(quantizer)
-        offset = trained_by_ratio(quantizer._scale, quantizer._relative_offset).reshape(scale.shape)
+        offset = trained_by_ratio(quantizer._scale, quantizer._relative_offset, quantizer._rate).reshape(scale.shape)
         zero_point = -offset / scale
         return scale, straight_through(zero_point.clamp(spec.qmin, spec.qmax), zero_point)
