@@ -35,8 +35,8 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_(Tensor(a!) x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
       "int block_size=0, bool mask=False) -> Tensor");
 
-  // Returns start * max(|ratio|, 2^-24), of start's shape. Differentiable in ratio, with the gradient times rate divided
-  // by start^2; see positive_scale.cpp.
+  // Returns start * max(|ratio|, 2^-24), of start's shape. Differentiable in ratio, with the gradient times rate
+  // divided by start^2; see positive_scale.cpp.
   m.def("positive_scale(Tensor start, Tensor ratio, Tensor? rate=None) -> Tensor");
 
   // observe_minmax_, then grid_of_range of the new ranges, written to scale and zero_point (symmetric without a zero

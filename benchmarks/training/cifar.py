@@ -25,7 +25,7 @@ class Schedule:
     images: int
     epochs: int
     batch: int = 100
-    rate: float = 0.02
+    rate: float = 0.01
 
     @property
     def steps(self) -> int:
