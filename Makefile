@@ -26,7 +26,7 @@ unit: $(VENV)/built          ## the tests; of exhaustive sweeps a sample that co
 lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
 	@echo "== lints"
 	$(RUN)/ruff check . && $(RUN)/ruff format --check . && $(RUN)/mypy
-	find csrc tests -regex '.*\.\(cpp\|h\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
+	find csrc tests examples -regex '.*\.\(cpp\|h\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
 
 second:                      ## the tests on the oldest torch that CI knows, in a copy of the tree with an environment of its own
 	git checkout-index --all --force --prefix=build/second/
