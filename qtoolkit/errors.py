@@ -1,5 +1,6 @@
-"""Checks of arguments, and errors for unknown names, which suggest the nearest known name."""
+"""Checks of arguments, and the words of errors: for unknown names the nearest known one, the article of a name."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -18,6 +19,21 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
     near = same or get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown {what} {name!r}{hint} Known: {', '.join(names)}."
+
+
+def with_article(named: object) -> str:
+    """Return the name of a type, or the text of anything else such as an op kind, with "a" or "an" before it.
+
+    Example:
+        >>> with_article("conv"), with_article("embedding"), with_article(int), with_article("LSTMCell"), with_article("UNet")
+        ('a conv', 'an embedding', 'an int', 'an LSTMCell', 'a UNet')
+    """
+    name = named.__name__ if isinstance(named, type) else str(named)
+    return f"{'an' if _BEGINS_WITH_A_VOWEL.match(name) else 'a'} {name}"
+
+
+# A vowel that is heard: of a word (OrderedDict, upsample_linear), or of a letter read by its name (LSTM, MLP, but UNet).
+_BEGINS_WITH_A_VOWEL = re.compile(r"[aeioAEIO]|u|U[a-z]|[FHLMNRSX][A-Z](?![a-z])")
 
 
 def _as_node(name: str) -> str:

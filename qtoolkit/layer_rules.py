@@ -10,6 +10,7 @@ from torch import fx, nn
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import Source
+from qtoolkit.errors import with_article
 from qtoolkit.graph.placement.first_last import with_least_bits
 from qtoolkit.graph.plan import BY_CONFIG, Cause, Verdict
 from qtoolkit.nn.registry import QatModules
@@ -133,12 +134,12 @@ class LayerRules:
         activation = rule.qconfig.activation
         if not (rule.is_explicit or float_type in self.custom or self._computes(kind)):
             how = "only moves values" if kind.moves else f"{self.backend.name} computes in float"
-            return LayerDecision(None, Verdict.left_float(Cause.TARGET, f"a {kind}, which {how}"))
+            return LayerDecision(None, Verdict.left_float(Cause.TARGET, f"{with_article(kind)}, which {how}"))
         weight = self.weight_spec(rule, kind)
         if weight is None and (activation is None or kind.takes_indices):
             return LayerDecision(None, BY_CONFIG)
         if activation is None and not kind.has_weight:
-            why = f"the config quantizes no activations, and a {kind} has no weights"
+            why = f"the config quantizes no activations, and {with_article(kind)} has no weights"
             return LayerDecision(None, Verdict.left_float(Cause.CONFIG, why))
         return LayerDecision(QConfig(activation, weight), Verdict.quantized())
 

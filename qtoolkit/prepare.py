@@ -13,7 +13,7 @@ from qtoolkit.computed_weights import put_parametrizations, take_parametrization
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, with_article
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -207,7 +207,7 @@ def _runtime_for(model: nn.Module, runtime: str | None) -> Runtime:
     if not isinstance(model, QuantizedGraphModule) or model.plan is None:
         raise ValueError(
             f'convert: arithmetic="integer" needs the graph of the model, to know the quantizer of each output; quantize it '
-            f"by qtoolkit.prepare, got a {type(model).__name__} without a graph."
+            f"by qtoolkit.prepare, got {with_article(type(model))} without a graph."
         )
     if any(parameter.dtype != torch.float32 for parameter in model.parameters() if parameter.is_floating_point()):
         raise ValueError('convert: arithmetic="integer" needs a model in float32; convert model.float().')

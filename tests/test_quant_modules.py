@@ -367,7 +367,7 @@ def test_every_type_of_the_table_by_default_and_by_rule() -> None:
     assert quantized_names(replaced) == set(makers) - left
     why = reasons(replaced)
     assert why["MaxPool2d"] == "float: a max_pool, which only moves values"
-    assert why["Embedding"] == "float: a embedding, which tensorrt computes in float"
+    assert why["Embedding"] == "float: an embedding, which tensorrt computes in float"
     mapping = qt.QConfigMapping()
     for name in left:
         mapping.set_module_name(name, qt.backends["tensorrt"].qconfig)

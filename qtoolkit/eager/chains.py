@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from qtoolkit.computed_weights import has_weight
 from qtoolkit.eager.record import chains_of
-from qtoolkit.errors import unknown
+from qtoolkit.errors import unknown, with_article
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.nodes import kind_of_module, kind_of_type
@@ -109,7 +109,7 @@ class ChainRules:
         ):
             raise ValueError(
                 f"fuse_modules: {chain[1]!r} must be a batch norm for the {channels} channels of {chain[0]!r}, a "
-                f"{type(layer).__name__}; got a {type(bn).__name__} of {bn.running_mean.numel()}."
+                f"{type(layer).__name__}; got {with_article(type(bn))} of {bn.running_mean.numel()}."
             )
 
 

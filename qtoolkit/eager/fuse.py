@@ -13,7 +13,7 @@ from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
-from qtoolkit.errors import unknown
+from qtoolkit.errors import unknown, with_article
 from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
@@ -152,7 +152,9 @@ def _fold(layer: nn.Module, bn: nn.Module) -> None:
     masks = bake(layer)
     quantized = QAT_MODULES[type(layer)].from_float(layer, None)
     if not isinstance(quantized, QuantWeighted):
-        raise TypeError(f"a batch norm cannot be folded into a {type(layer).__name__}: it must have a single weight.")
+        raise TypeError(
+            f"a batch norm cannot be folded into {with_article(type(layer))}: it must have a single weight."
+        )
     quantized.fold_batch_norm(bn)
     replace_in_place(layer, quantized.to_float())
     mask(layer, masks)

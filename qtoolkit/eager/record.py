@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Plan, Verdict
 from qtoolkit.nn import QuantWeighted
@@ -84,7 +85,7 @@ def check_links(model: nn.Module) -> None:
         if own is not None and found is not None and found is not own and is_batch_norm(found):
             raise ValueError(
                 f"the batch norm {name!r} that is linked to layer {layer_name!r} is no longer in the model: it was replaced "
-                f"by a {type(found).__name__}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
+                f"by {with_article(type(found))}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
                 f"before you call qtoolkit.quant_modules.replace."
             )
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from qtoolkit.config import QConfig
+from qtoolkit.errors import with_article
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.attention import stop_fast_path
 from qtoolkit.nn.registry import QatModules, from_float
@@ -41,8 +42,8 @@ def replace_in_place(module: nn.Module, new: nn.Module) -> None:
         object.__setattr__(module, "__class__", type(new))
     except TypeError as error:
         raise TypeError(
-            f"a {old_type.__name__} cannot be replaced in place by a {type(new).__name__}: {error}. Derive both classes from "
-            f"torch.nn.Module, and add no __slots__ or base with a memory layout of its own."
+            f"{with_article(old_type)} cannot be replaced in place by {with_article(type(new))}: {error}. Derive both classes "
+            f"from torch.nn.Module, and add no __slots__ or base with a memory layout of its own."
         ) from error
     held = _move_into(new, module, old_type) if is_wrapped else vars(module)
     state = {name: _refilled(held.get(name), value) for name, value in vars(new).items()}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.errors import with_article
 from qtoolkit.export.positions import SUM_ERROR, ChosenMaxima
 from qtoolkit.nn import QuantModule
 from qtoolkit.quantizers.frozen import Grid
@@ -215,7 +216,7 @@ def grid_named(model: nn.Module, name: str) -> Grid:
     """Return the quantizer of a converted model; raise TypeError if the model was not converted."""
     grid = model.get_submodule(name)
     if not isinstance(grid, Grid):
-        raise TypeError(f"verify: {name!r} is a {type(grid).__name__}; pass what qtoolkit.convert returned.")
+        raise TypeError(f"verify: {name!r} is {with_article(type(grid))}; pass what qtoolkit.convert returned.")
     return grid
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.errors import with_article
 from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
 from qtoolkit.quantizers.frozen import Grid
 
@@ -119,7 +120,7 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None) -> None:
     """
     for place, value in _leaves("output", outputs):
         if not isinstance(value, Tensor | None):
-            shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+            shown = repr(value) if isinstance(value, int | float | str) else with_article(type(value))
             raise TypeError(
                 f"export_onnx: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
                 f"module that calls the model and returns its tensors alone."

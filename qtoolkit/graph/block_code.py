@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Foreign, Value, ancestors, leaves, map_leaves
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block
 from qtoolkit.op_kinds.facts import facts_of
@@ -142,7 +143,7 @@ class Division:
         """Return the arguments or the result of a call with nodes; what the graph no longer has is None."""
         for _, leaf in leaves(tree):
             if isinstance(leaf, Foreign):
-                raise NoPartError(f"it {what} a {leaf.type_name}, which a graph does not pass on")
+                raise NoPartError(f"it {what} {with_article(leaf.type_name)}, which a graph does not pass on")
             if required and isinstance(leaf, Value) and leaf.node not in self.current:
                 raise NoPartError(f"it {what} {leaf.node!r}, which the graph no longer computes")
         return map_leaves(tree, lambda leaf: self.current.get(leaf.node) if isinstance(leaf, Value) else leaf)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.memory_format import in_channels_last
@@ -235,7 +236,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedGraphModule":
         result = super().__deepcopy__(memo)
         if not isinstance(result, QuantizedGraphModule):
-            raise TypeError(f"copying gave a {type(result).__name__}.")
+            raise TypeError(f"copying gave {with_article(type(result))}.")
         _take_over(result, _bare({name: copy.deepcopy(vars(self)[name], memo) for name in HELD}))
         result.plan, result.aliases, result._arithmetic = self.plan, self.aliases, self._arithmetic
         result.kept, result._ranges_of = copy.deepcopy((self.kept, self._ranges_of), memo)

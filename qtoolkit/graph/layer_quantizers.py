@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.plan import Edge
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, module_of, tensor_inputs
@@ -62,7 +63,7 @@ class LayerQuantizer:
     def why(self) -> str:
         """The reason in words."""
         if self.is_weights and isinstance(self.module, QuantModule):
-            return f"weight of a {self.module.KIND}"
+            return f"weight of {with_article(self.module.KIND)}"
         if self.attribute == ITSELF:
             return "a quantizer of the model's own"
         if self.attribute != INPUT:

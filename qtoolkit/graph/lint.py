@@ -106,7 +106,7 @@ def _weight_grid(node: fx.Node) -> WeightGrid | None:
 
 
 def _put_in(plan: Plan) -> Rule:
-    """Return the rule that nothing was put in the place of a quantized op after the model was prepared."""
+    """Return the rule that no quantized op was replaced after the model was prepared."""
 
     def check(op: Op, backend: Backend) -> Iterator[Finding]:
         node = op.node

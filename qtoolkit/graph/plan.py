@@ -9,6 +9,7 @@ from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping, QuantSpec
+from qtoolkit.errors import with_article
 
 
 class Status(StrEnum):
@@ -62,7 +63,7 @@ class Verdict:
     @classmethod
     def put_in(cls, kind: str) -> "Verdict":
         """Return the verdict on an op or a layer of this type that replaces the one of the plan and has no quantizer."""
-        return cls.left_float(Cause.PUT_IN, f"a {kind} that was put in after the model was quantized")
+        return cls.left_float(Cause.PUT_IN, f"{with_article(kind)} that was put in after the model was quantized")
 
 
 BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping says so")

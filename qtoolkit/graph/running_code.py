@@ -1,7 +1,8 @@
 """Compile the graph of a model to the code that runs.
 
-The graph of the model stays as it is: one list of nodes, which passes, reports and exporters read. In the code that runs, each
-block can run its own part, and chains of ops that `qtoolkit.nn.epilogue` can compute as one op are one call.
+The graph of the model does not change: passes, reports and exporters read its one list of nodes. The compiled code may differ
+from it: a block can run its own part of the graph, and a chain of ops that `qtoolkit.nn.epilogue` computes as one op is one
+call.
 """
 
 import functools
@@ -48,7 +49,7 @@ class Whole:
 
 
 def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products) -> Callable[..., Any] | None:
-    """Give each block that can run its part of the graph the code for it; the others get the reason.
+    """Compile the part of each block that can run its own part of the graph; tell the other blocks why they cannot.
 
     Args:
         gm: The model.
@@ -57,8 +58,8 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
             ops than the graph has.
 
     Returns:
-        The forward of the model: in training the graph in one piece, and the calls of the blocks where somebody watches one of
-        them. None where both would be the code that torch.fx makes of the graph.
+        The forward of the model. In training it runs the whole graph in one piece; in eval mode, in exports and while a block
+        is watched (it has a hook, for example), it calls the blocks. None if both would be the code that torch.fx generates.
     """
     whole = _Writer(Whole(gm), ROOT, products)
     code = _compile(whole.write(), "")
@@ -72,7 +73,7 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
 
 
 def chains_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products) -> list[Chain]:
-    """Return the chains that the code has as the model is now: those of its parts where somebody watches a block."""
+    """Return the chains in the code that a training forward runs now: those of the parts while a block is watched."""
     division = Division(gm, calls) if calls else None
     if division is None or not _Blocks(gm, division).are_watched():
         return _Writer(Whole(gm), ROOT, products).chains
@@ -118,7 +119,7 @@ class _Writer:
 
     Attributes:
         chains: The chains of ops in it that are one call.
-        changed: Whether `write` has written anything else than the nodes of the model's graph.
+        changed: Whether the written code differs from the nodes of the model's graph.
     """
 
     def __init__(self, division: Division | Whole, index: int, products: Products) -> None:
@@ -166,7 +167,7 @@ class _Writer:
         self.written[layer] = self.graph.call_function(layer_output, (*modules, *args), dict(kwargs))
 
     def _write_chain(self, chain: Chain) -> None:
-        """Write the call of a chain in the place of its last node."""
+        """Write one call that replaces the nodes of a chain, where its last node was."""
         add, function = chain.add, chain.activation if chain.bounds is not None else None
         source = chain.batch_norm.all_input_nodes[0]
         steps = (

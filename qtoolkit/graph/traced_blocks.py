@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from qtoolkit.errors import with_article
+
 NO_CALL = "its forward is not called as one part of the graph"
 # What copies and pickles leave out: the model that they belong to compiles it again.
 COMPILED = ("forward", "_block_forward", "_block_model", "_block_reason")
@@ -97,8 +99,8 @@ class TracedBlock(nn.Module):
 
     def _refuse(self, what: str, why: str) -> NoReturn:
         raise RuntimeError(
-            f"a {self.block_type} of a prepared model cannot be {what}: {why}. Do so with the whole model or with single "
-            f"layers, or call qtoolkit.prepare(..., skip=[its name]), which keeps it as a module."
+            f"{with_article(self.block_type)} of a prepared model cannot be {what}: {why}. Do so with the whole model or with "
+            f"single layers, or call qtoolkit.prepare(..., skip=[its name]), which keeps it as a module."
         )
 
 
@@ -106,7 +108,7 @@ def refuse_change(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     """Raise RuntimeError."""
     kind = getattr(self, "block_type", type(self).__name__)
     raise RuntimeError(
-        f"no layer can be added to a {kind} of a prepared model, or removed from it: its graph would not change. "
+        f"no layer can be added to {with_article(kind)} of a prepared model, or removed from it: its graph would not change. "
         f"Change the float model, and prepare it again."
     )
 
@@ -245,7 +247,7 @@ def check_replaced(parent: nn.Module, name: str, value: object) -> None:
     block = parent.__dict__.get("_modules", {}).get(name)
     if not isinstance(block, TracedBlock) or value is block:
         return
-    what = f"replaced or wrapped, here {name!r} by a {type(value).__name__}"
+    what = f"replaced or wrapped, here {name!r} by {with_article(type(value))}"
     block._check_runs(what)
     if not isinstance(value, nn.Module) or any(
         getattr(value, part, None) is not module for part, module in block._modules.items()

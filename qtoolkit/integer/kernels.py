@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
 from qtoolkit.integer.sums import Bounds, exact_sums
 from qtoolkit.nn.weighted import QuantWeighted
@@ -167,7 +168,7 @@ class LayerKernel(Kernel):
         super().refresh()
         layer, grid = self.layer, self.layer.weight_quantizer
         if not isinstance(grid, Grid):
-            raise TypeError(f"a kernel needs a layer whose weight has a Grid, got a {type(grid).__name__}.")
+            raise TypeError(f"a kernel needs a layer whose weight has a Grid, got {with_article(type(grid))}.")
         steps = bias_scale(self.input_scale, grid.scale)
         codes = grid.codes(layer.weight.detach()).float()
         self.constant("codes", codes)

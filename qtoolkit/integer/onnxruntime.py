@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.backends import backends
+from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side, why_no_sums
 from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.weighted import QuantWeighted
@@ -35,7 +36,7 @@ def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
 def output_of(kernel: Kernel) -> Side:
     """Return the quantizer of a kernel's output."""
     if kernel.output is None:
-        raise TypeError(f"a {kernel.NAME} needs the quantizer of its output.")
+        raise TypeError(f"{with_article(kernel.NAME)} needs the quantizer of its output.")
     return kernel.output
 
 
@@ -205,7 +206,7 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
     """
     if layer.KIND not in ("conv", "linear"):
-        return f"onnxruntime has no integer kernel for a {layer.KIND}"
+        return f"onnxruntime has no integer kernel for {with_article(layer.KIND)}"
     reason, weight = why_no_sums(layer, source), layer.weight_quantizer
     if reason is not None:
         return reason
@@ -223,7 +224,7 @@ def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | N
     if kind in TABLES:
         return "the runtime's kernel is a table of the codes that the float op gives"
     if kind not in _KERNELS:
-        return f"onnxruntime computes a {kind} on dequantized values"
+        return f"onnxruntime computes {with_article(kind)} on dequantized values"
     if not all(gives_codes(grid) for grid in inputs):
         return "the codes of an input have more than 8 bits or several scales"
     if kind == "matmul" and output is None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
@@ -36,7 +37,7 @@ class MultipliedSums(FloatOutput):
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
     """Return the kernel of a layer, or why OpenVINO computes it in float."""
     if layer.KIND not in ("conv", "conv_transpose", "linear"):
-        return f"OpenVINO has no integer kernel for a {layer.KIND}"
+        return f"OpenVINO has no integer kernel for {with_article(layer.KIND)}"
     reason = why_no_sums(layer, source)
     if reason is not None:
         return reason
@@ -47,4 +48,4 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
     """Return why an op without weights stays float: OpenVINO computes it in float32 between codes, as the float form does."""
-    return f"OpenVINO computes a {kind} in float32 between codes"
+    return f"OpenVINO computes {with_article(kind)} in float32 between codes"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
@@ -19,7 +20,7 @@ CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
     """Return the kernel of a layer, or why TensorRT computes it in float."""
     if layer.KIND not in ("conv", "conv_transpose", "linear"):
-        return f"TensorRT has no integer kernel for a {layer.KIND}"
+        return f"TensorRT has no integer kernel for {with_article(layer.KIND)}"
     if source.zero_point is not None:
         return "TensorRT has codes of zero other than 0 for no input"
     return why_no_sums(layer, source) or FloatOutput
@@ -27,4 +28,4 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
     """Return why an op without weights stays float: TensorRT computes it in float32 between codes, as the float form does."""
-    return f"TensorRT computes a {kind} in float32 between codes"
+    return f"TensorRT computes {with_article(kind)} in float32 between codes"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import QUANTIZED_ROLES, Backend
+from qtoolkit.errors import with_article
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
 from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, origin, serves_others, users_behind
@@ -29,7 +30,8 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
         taker = repr(floats[0].name) if floats else "the graph's output"
         yield Finding(
             op.name,
-            f"a {op.kind} is computed in integers only if all that take its output take it quantized, and {taker} does not.",
+            f"{with_article(op.kind)} is computed in integers only if all that take its output take it quantized, and "
+            f"{taker} does not.",
             f"Quantize the output of {last.name!r} once for all that take it, or none of its inputs.",
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from qtoolkit.backends import Backend
+from qtoolkit.errors import with_article
 from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import AFTER_A_LAYER, Op, origin
 from qtoolkit.lint.targets import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS
@@ -52,7 +53,7 @@ def _few_channels(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     yield Finding(
         op.name,
-        f"{backend.name} gains nothing from integers in a {op.kind} of {inputs} to {outputs} channels: it needs "
+        f"{backend.name} gains nothing from integers in {with_article(op.kind)} of {inputs} to {outputs} channels: it needs "
         f"{LEAST_CHANNELS} of both.",
         LEAVE_FLOAT,
     )

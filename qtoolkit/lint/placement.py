@@ -7,6 +7,7 @@ Optimizer's ONNX quantizer, and from the backend's table. The backend's fields s
 from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
+from qtoolkit.errors import with_article
 from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, fusing_layer, origin, serves_others, users_behind
 from qtoolkit.lint.targets import MODEL_OPTIMIZER, TENSORRT_DOCS, on_tensorrt
@@ -98,7 +99,7 @@ def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
         missing = next((source.name for source, on_grid in inputs.items() if not on_grid), f"{op.name}.weight")
         yield Finding(
             op.name,
-            f"a {op.kind} is computed in integers only if all its inputs are quantized, and {missing!r} is not.",
+            f"{with_article(op.kind)} is computed in integers only if all its inputs are quantized, and {missing!r} is not.",
             "Quantize all of them or none.",
         )
 
@@ -143,7 +144,8 @@ def _in_and_out(op: Op, backend: Backend) -> Iterator[Finding]:
     if takes and not _output_is_quantized(op, backend):
         yield Finding(
             op.name,
-            f"a {op.kind} takes quantized inputs and its output is not quantized; the target needs both or neither.",
+            f"{with_article(op.kind)} takes quantized inputs and its output is not quantized; the target needs both or "
+            "neither.",
             "Quantize its output, or leave it in float by the QConfigMapping.",
         )
 

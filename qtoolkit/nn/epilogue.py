@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit import ops
+from qtoolkit.errors import with_article
 from qtoolkit.nn.batch_norm import (
     LinkedBatchNorm,
     QuantBatchNorm1d,
@@ -71,7 +72,7 @@ def why_batch_norm_apart(bn: nn.Module) -> str | None:
     if is_frozen_batch_norm(bn) or getattr(bn, "frozen", False):
         return "it is frozen, and its layer folds it"
     if type(bn) not in DIMENSIONS:
-        return f"it is a {type(bn).__name__}"
+        return f"it is {with_article(type(bn))}"
     if isinstance(bn, LinkedBatchNorm) and bn.strategy != "unscale":
         return f"its strategy is {bn.strategy!r}"
     return "it has hooks" if is_watched(bn) else None
@@ -82,21 +83,21 @@ def why_layer_apart(layer: nn.Module, bn: nn.Module) -> str | None:
     if not isinstance(layer, QuantWeighted) or layer.batch_norm is not bn:
         return "its layer is linked to another batch norm"
     if type(layer).forward is not QuantWeighted.forward:
-        return f"a {type(layer).__name__} has a forward of its own"
+        return f"{with_article(type(layer))} has a forward of its own"
     return "its layer has hooks" if is_watched(layer) else None
 
 
 def why_activation_apart(activation: nn.Module) -> str | None:
     """Return why the op does not compute the module of an activation."""
     if type(activation) not in ACTIVATIONS:
-        return f"a {type(activation).__name__} is none of its activations"
+        return f"{with_article(type(activation))} is none of its activations"
     return "its activation has hooks" if is_watched(activation) else None
 
 
 def why_quantizer_apart(quantizer: nn.Module) -> str | None:
     """Return why the op does not quantize its output as a quantizer does."""
     if type(quantizer) is not TensorQuantizer:
-        return f"a {type(quantizer).__name__} quantizes by itself"
+        return f"{with_article(type(quantizer))} quantizes by itself"
     spec = quantizer.spec
     if not quantizer.has_integer_grid or spec.axis is not None:
         return f"{spec.describe()} is not on an integer grid with one scale"

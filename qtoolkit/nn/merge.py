@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn.inputs import QuantInput
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.nn.on_codes import TrainsOnCodes
@@ -142,8 +142,8 @@ class QuantMerge(QuantModule):
         for name, operand in (("input", input), ("other", other)):
             if not isinstance(operand, Tensor):
                 raise TypeError(
-                    f"{type(self).__name__}: {name} must be a tensor, which has a range to quantize, got a "
-                    f"{type(operand).__name__}; compute with numbers outside the module."
+                    f"{type(self).__name__}: {name} must be a tensor, which has a range to quantize, got "
+                    f"{with_article(type(operand))}; compute with numbers outside the module."
                 )
         first: Quantizer | None = getattr(self, "input_quantizer", None)
         return self.compute(quantized(first, input), quantized(self.other_quantizer, other))

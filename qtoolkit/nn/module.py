@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from qtoolkit.computed_weights import refresh
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, with_article
 from qtoolkit.op_kinds.rules import OTHER
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
@@ -68,7 +68,7 @@ class QuantModule(nn.Module):
             ValueError: The spec's axis or group_size does not fit the weight.
         """
         if type(module) is not cls.FLOAT:
-            raise TypeError(f"{cls.__name__}.from_float takes a {cls.FLOAT.__name__}, got {type(module).__name__}.")
+            raise TypeError(f"{cls.__name__}.from_float takes {with_article(cls.FLOAT)}, got {type(module).__name__}.")
         refresh(module)
         new = shallow_copy_as(cls, module)
         new.add_quantizers(weight, name, activation)

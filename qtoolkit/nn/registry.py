@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.errors import with_article
 from qtoolkit.nn.weighted import QuantWeighted
 
 QatModules = Mapping[type[nn.Module], type[Any]]
@@ -24,7 +25,7 @@ def check_table(qat_modules: object, what: str = "prepare", argument: str = "qat
     """
     if not isinstance(qat_modules, Mapping):
         raise TypeError(
-            f"{what}: {argument} must map float module types to QAT types, got a {type(qat_modules).__name__}."
+            f"{what}: {argument} must map float module types to QAT types, got {with_article(type(qat_modules))}."
         )
     for float_type, qat_type in qat_modules.items():
         for role, value in (("key", float_type), ("value", qat_type)):

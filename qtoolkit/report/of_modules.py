@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from qtoolkit.eager.record import chains_of, kinds_in, plan_of, verdicts_in
+from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Status, Verdict
@@ -39,7 +40,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
     ):
         raise TypeError(
             f"quantization_report: model must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert "
-            f"returned, got a {type(model).__name__} without quantizers."
+            f"returned, got {with_article(type(model))} without quantizers."
         )
     recorded, kinds = verdicts_in(model), kinds_in(model)
     names = first_names(model)

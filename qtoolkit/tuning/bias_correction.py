@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
@@ -211,7 +211,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
     if not isinstance(model, QuantizedGraphModule):
         raise TypeError(
             f"bias_correction: method='analytic' needs the graph of qtoolkit.prepare, to find the batch norm before each "
-            f"layer, got a {type(model).__name__}; use method='empirical' with batches."
+            f"layer, got {with_article(type(model))}; use method='empirical' with batches."
         )
     calls, shifts = calls_of(model), dict[str, Tensor]()
     for node in model.graph.nodes:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.errors import check_known, check_sequence
+from qtoolkit.errors import check_known, check_sequence, with_article
 from qtoolkit.model_inputs import split
 from qtoolkit.model_state import check_module, evaluating
 
@@ -157,7 +157,9 @@ def _remove(handles: Sequence[Any]) -> None:
 def _taken(outputs: Mapping[str, Any], name: str, role: str) -> Tensor:
     output = outputs.get(name)
     if not isinstance(output, Tensor):
-        state = "did not run in a forward" if output is None else f"returned a {type(output).__name__}, not a tensor,"
+        state = (
+            "did not run in a forward" if output is None else f"returned {with_article(type(output))}, not a tensor,"
+        )
         raise RuntimeError(
             f"Distillation: the module {name!r} of the {role} {state} since the last call; run the model first, and name "
             f"modules that return one tensor."

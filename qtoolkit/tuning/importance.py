@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.tuning.running import Batches, device_of
@@ -105,5 +106,5 @@ def as_leaves(value: Any) -> Any:
 
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
+        return with_article(type(value))
     return f"a tensor of shape {tuple(value.shape)} {'with' if value.requires_grad else 'without'} a gradient"

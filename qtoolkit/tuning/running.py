@@ -115,7 +115,9 @@ class Part(nn.Module):
             batches.run(self, batch, up_to)
         except ReachedError:
             return self.values
-        raise ValueError(f"{batches.what}: forward(model, batch) must call the model, and has not done so.")
+        raise ValueError(
+            f"{batches.what}: forward(model, batch) must call the model it is given, but it did not call it."
+        )
 
 
 def part_between(gm: QuantizedGraphModule, inputs: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> fx.GraphModule:
@@ -138,9 +140,9 @@ def part_between(gm: QuantizedGraphModule, inputs: Sequence[fx.Node], nodes: Ite
 
 @contextmanager
 def tuning(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, in float, with what was before restored afterwards; if anything raises, all of it.
+    """Run a block with a model in eval mode and with layers that compute in float.
 
-    Modes and the arithmetic of layers are as before in any case. After an error weights and quantizers are, too.
+    Afterwards the training modes and the arithmetic of layers are restored. After an error, weights and quantizers are too.
     """
     check_links(model)
     layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]

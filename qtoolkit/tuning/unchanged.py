@@ -1,4 +1,4 @@
-"""The check that a transformation of a float model has not changed its function."""
+"""The check that a transformed float model still computes the same outputs."""
 
 from typing import Any
 

@@ -199,7 +199,7 @@ def test_defaults_are_set_per_class(linear):
     assert linear.default_quant_desc_input is not desc
     assert quant_nn.QuantLinear(3, 4).input_quantizer.num_bits == 8
     for setter in (linear.set_default_quant_desc_input, linear.set_default_quant_desc_weight):
-        with pytest.raises(ValueError, match="is not an instance of QuantDescriptor, got a int"):
+        with pytest.raises(ValueError, match="is not an instance of QuantDescriptor, got an int"):
             setter(8)
     pool = type("Pool", (quant_nn.QuantMaxPool2d,), {})
     pool.set_default_quant_desc_input(desc)

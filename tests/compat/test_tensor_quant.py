@@ -250,7 +250,7 @@ def test_amax_becomes_a_float32_array(amax):
         ({"num_bits": 0}, ValueError, "num_bits must be > 0, got 0"),
         ({"num_bits": (5, 2)}, TypeError, r"must be an int or \(4, 3\), got \(5, 2\)"),
         ({"num_bits": 8.0}, TypeError, "must be an int"),
-        ({"name": 3}, TypeError, "name must be a string or None, got a int"),
+        ({"name": 3}, TypeError, "name must be a string or None, got an int"),
         ({"learn_amax": True, "axis": 0}, TypeError, "axis is ignored and must be None when learn_amax is true, got 0"),
         ({"amax": 3}, TypeError, "amax must be float, list or ndarray"),
         ({"axis": "0"}, TypeError, "axis must be an int"),

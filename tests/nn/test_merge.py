@@ -73,7 +73,7 @@ def test_words_that_name_no_operand_are_refused() -> None:
 
 def test_numbers_are_refused() -> None:
     ours = qt.nn.QuantAdd()
-    with pytest.raises(TypeError, match="QuantAdd: other must be a tensor, which has a range to quantize, got a int"):
+    with pytest.raises(TypeError, match="QuantAdd: other must be a tensor, which has a range to quantize, got an int"):
         ours(torch.ones(2), 1)
 
 

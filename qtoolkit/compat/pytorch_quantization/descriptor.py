@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, with_article
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class ScaledQuantDescriptor:
         if not isinstance(self.num_bits, int) and self.num_bits != (4, 3):
             raise TypeError(f"QuantDescriptor: num_bits must be an int or (4, 3), got {self.num_bits!r}.")
         if self.name is not None and not isinstance(self.name, str):
-            raise TypeError(f"QuantDescriptor: name must be a string or None, got a {type(self.name).__name__}.")
+            raise TypeError(f"QuantDescriptor: name must be a string or None, got {with_article(type(self.name))}.")
         object.__setattr__(self, "axis", _axes(self.axis))
         if self.learn_amax and self.axis is not None:
             raise TypeError(
@@ -101,7 +101,9 @@ class ScaledQuantDescriptor:
         """
         values = _yaml().safe_load(yaml_str)
         if not isinstance(values, dict):
-            raise TypeError(f"QuantDescriptor.from_yaml: the text must hold a mapping, got a {type(values).__name__}.")
+            raise TypeError(
+                f"QuantDescriptor.from_yaml: the text must hold a mapping, got {with_article(type(values))}."
+            )
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) and k != "amax" else v for k, v in values.items()}
         return cls(**given)
 
@@ -121,7 +123,7 @@ def _array(amax: object) -> np.ndarray[Any, Any] | None:
     if amax is None:
         return None
     if not isinstance(amax, float | list | np.ndarray):
-        raise TypeError(f"QuantDescriptor: amax must be float, list or ndarray, got a {type(amax).__name__}.")
+        raise TypeError(f"QuantDescriptor: amax must be float, list or ndarray, got {with_article(type(amax))}.")
     array = np.array(amax, dtype=np.float32)
     if np.isnan(array).any():
         raise ValueError(f"QuantDescriptor: amax must not be NaN, got {amax!r}.")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.op_kinds.facts import replace_node
 from qtoolkit.op_kinds.nodes import module_of
@@ -22,7 +23,7 @@ def check(fuse_patterns: object) -> None:
         ValueError: A pattern is not a tuple of two or more module types or functions.
     """
     if not isinstance(fuse_patterns, Mapping):
-        raise TypeError(f"prepare: fuse_patterns must map patterns to fusers, got a {type(fuse_patterns).__name__}.")
+        raise TypeError(f"prepare: fuse_patterns must map patterns to fusers, got {with_article(type(fuse_patterns))}.")
     for pattern, fuser in fuse_patterns.items():
         if not isinstance(pattern, tuple) or len(pattern) < 2:
             raise ValueError(
@@ -113,7 +114,7 @@ def _replace(
         raise ValueError(f"prepare: fuse_patterns: the fuser of {where} failed: {error}") from error
     if not isinstance(new, nn.Module):
         raise TypeError(
-            f"prepare: fuse_patterns: the fuser of {where} must return a module, got a {type(new).__name__}."
+            f"prepare: fuse_patterns: the fuser of {where} must return a module, got {with_article(type(new))}."
         )
     old = {part for module in modules if module is not None for part in module.modules()}
     for part in new.modules():

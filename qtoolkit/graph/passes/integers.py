@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.graph.passes.insert import add_holder, free_name
 from qtoolkit.graph.placement.traversal import source_of
@@ -93,8 +94,8 @@ def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: int) -> Co
 def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, runtime: Runtime, holder: str) -> Computed:
     layer = layer_of(gm, node)
     if layer is None:
-        computed = f"a {kind_of(node)} whose bias or geometry is computed"
-        return Computed(None, computed if kind_of(node).layer else f"a {kind_of(node)} with a weight")
+        computed = f"{with_article(kind_of(node))} whose bias or geometry is computed"
+        return Computed(None, computed if kind_of(node).layer else f"{with_article(kind_of(node))} with a weight")
     last, output = _output_of(node, runtime)
     kernel = runtime.layer_kernel(layer, source, output)
     if isinstance(kernel, str):

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.backends import QUANTIZED_ROLES
+from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.graph.passes.link_batch_norms import why_apart
 from qtoolkit.graph.placement.roles import Roles
@@ -78,7 +79,7 @@ def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
     if role == "transparent":
         return Verdict(Status.TRANSPARENT, Cause.MOVES)
     if roles.is_behind_codes(node):
-        return Verdict.left_float(Cause.TARGET, f"a {kind}, which {roles.backend.name} computes in float")
+        return Verdict.left_float(Cause.TARGET, f"{with_article(kind)}, which {roles.backend.name} computes in float")
     return _verdict_by_inputs(node, roles) if role in QUANTIZED_ROLES else _verdict_on_float(node, roles)
 
 
@@ -115,7 +116,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if not rule.is_general and (rule.qconfig is None or rule.qconfig.activation is None):
         return BY_CONFIG
     if kind.activation:
-        return Verdict.left_float(Cause.TARGET, f"a {kind} that no quantized op comes right before")
+        return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that no quantized op comes right before")
     if kind is OTHER and node in roles.parameters:
         return FROM_PARAMETERS
     if kind is OTHER and _takes_weights(node):
@@ -123,7 +124,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if module is not None and (kind is OTHER or kind.name == "recurrent") and _has_weights(module):
         in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in REPLACED_MODULES else ""
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
-    what = "unknown to qtoolkit" if kind is OTHER else f"a {kind}"
+    what = "unknown to qtoolkit" if kind is OTHER else with_article(kind)
     return Verdict.left_float(Cause.TARGET, f"{what}, which {roles.backend.name} computes in float")
 
 

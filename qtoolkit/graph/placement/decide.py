@@ -7,6 +7,7 @@ from torch import fx
 
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.config import QConfig, QuantSpec
+from qtoolkit.errors import with_article
 from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
 from qtoolkit.graph.placement.residual import free_branch, fuses
 from qtoolkit.graph.placement.roles import Roles
@@ -136,7 +137,7 @@ class _Collector:
             return
         for weight in self.roles.weights_of(node):
             own = spec if rule.is_explicit else _along_columns(node, weight, spec)
-            self.weights.append(Request(weight, (), node, own, f"weight of a {kind} called as a function"))
+            self.weights.append(Request(weight, (), node, own, f"weight of {with_article(kind)} called as a function"))
 
     def request(self, source: fx.Node, consumer: fx.Node, spec: QuantSpec, why: str) -> fx.Node | None:
         """Note that a consumer asks for a quantized tensor; return its producer."""

@@ -173,7 +173,7 @@ def test_the_plan_lists_the_tensors_between_the_ops_of_attention() -> None:
     for layer in ("attn", "cross"):
         for inner in ("query", "key", "value", "softmax", "out_proj_input"):
             assert planned[f"{layer}.{inner}", layer] == (f"{layer}.{inner}_quantizer", why)
-        assert planned[f"{layer}.out_proj_weight", layer][1] == "weight of a attention"
+        assert planned[f"{layer}.out_proj_weight", layer][1] == "weight of an attention"
 
 
 def test_the_plan_lists_what_is_quantized_inside_a_submodule_kept_whole() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from qtoolkit.compat.pytorch_quantization.descriptor import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
 from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
+from qtoolkit.errors import with_article
 
 
 class _QuantizesInput:
@@ -129,7 +130,7 @@ def _arguments_of_torch(quant_cls: type) -> Collection[str]:
 
 def _copy_of_default(value: object) -> QuantDescriptor:
     if not isinstance(value, QuantDescriptor):
-        raise ValueError(f"The default is not an instance of QuantDescriptor, got a {type(value).__name__}.")
+        raise ValueError(f"The default is not an instance of QuantDescriptor, got {with_article(type(value))}.")
     return deepcopy(value)
 
 
