@@ -207,7 +207,8 @@ def test_a_closed_pipe_leaves_no_traceback(tmp_path) -> None:
 
 def test_ctrl_c_leaves_no_traceback() -> None:
     code = (
-        "import sys, time; from qtoolkit.cli import arguments\n"
+        "import signal, sys, time; from qtoolkit.cli import arguments\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background starts without it
         "arguments.info = lambda given: (print('ready', flush=True), time.sleep(60))\n"
         "sys.exit(arguments.main(['info']))"
     )

@@ -202,6 +202,11 @@ class Drawn:
         wrong = (torch.rand(start.numel() + 1), start.half())
         return self.mostly(torch.randn(start.shape).to(start) * 2, *wrong)
 
+    def rate(self) -> Tensor | None:
+        start = self.given["start"]
+        right = self.r.choice([None, torch.rand(start.shape).to(start)])
+        return self.mostly(right, torch.rand(start.numel() + 1), start.half())
+
     def skipped(self) -> Tensor | None:
         count = torch.zeros(self.given["lo"].shape, dtype=torch.int64)
         return self.mostly(self.r.choice([None, count]), count.int(), torch.zeros(7, dtype=torch.int64))
