@@ -39,7 +39,7 @@ sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehavio
 build: $(VENV)/built         ## compile again what has changed
 
 $(VENV)/built: $(VENV)/ready $(SOURCES)
-	@echo "== compile what has changed of csrc (all of it: about a minute on two cores, some minutes more with CUDA)"
+	@echo "== compile what has changed of csrc (all of it: some minutes on two cores, twice as long with CUDA)"
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
 $(VENV)/ready: constraints.txt requirements-cli.txt requirements-dev.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
