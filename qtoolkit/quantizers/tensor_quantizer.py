@@ -240,8 +240,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
+        if not self.kind.LEARNED:
+            return lo, hi
         self.train_as(self.kind.trained_scale(self, lo, hi))
-        if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
+        if not bool(lo.any()) and not bool(hi.any()):
             warnings.warn(
                 f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
                 f"of 1; take quantizer='fixed' for it in the QConfigMapping, whose scale follows a weight, or set its amax.",
