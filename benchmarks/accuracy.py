@@ -15,9 +15,7 @@ leaves every quantizer with as many seeds. Other tools are trained where they ar
 import argparse
 import itertools
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +27,7 @@ from export_models import resnet20_of
 from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
-from stored import rows_before, write_part, write_rows
+from stored import commands_of, made_by, rows_before, write_part, write_rows
 from tqdm import tqdm
 from training.accuracy_plot import draw
 from training.algorithms import FLOAT, SUBJECTS, bits_of, build
@@ -167,7 +165,7 @@ def plotted(rows: Sequence[Row]) -> tuple[dict[tuple[str, int], list[float]], fl
 def write_page(page: Path, results: Mapping[str, Any]) -> None:
     """Replace the part of a page between the marks by the table and the plot."""
     title, names, lines = table(results)
-    made = f"{title}. Made by `{results['command']}` ({results['cpu']}, torch {results['torch']})."
+    made = f"{title}. Made by {made_by(results)} ({results['cpu']}, torch {results['torch']})."
     picture = page.with_name("qat.svg")
     accuracies, float_model = plotted([Row.of(row) for row in results["rows"]])
     draw(picture, accuracies, float_model)
@@ -214,7 +212,7 @@ def main() -> None:
     data = load(DATA, images["train"], images["test"])
     results: dict[str, Any] = {
         **facts("cpu"),
-        "command": shlex.join(["python", *sys.argv]),
+        "commands": commands_of(args.out),
         "threads": args.threads,
         "images": images,
         "schedule": asdict(Schedule(images["train"], args.epochs)),

@@ -12,8 +12,6 @@ by ~: other images may give it the other sign. NNCF's rows need an environment w
 
 import argparse
 import json
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,7 +29,7 @@ from post_training.plot import draw
 from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
-from stored import rows_before, write_part, write_rows
+from stored import commands_of, made_by, rows_before, write_part, write_rows
 from torch import Tensor
 from tqdm import tqdm
 from training.cifar import load
@@ -126,11 +124,10 @@ def _difference(of: Tensor | None, to: Tensor | None) -> str:
 
 def page_lines(results: Mapping[str, Any], plot: str) -> Iterator[str]:
     """Return the part of the page."""
-    commands = ", ".join(f"`{command}`" for command in results["commands"])
     versions = ", ".join(f"{name} {number}" for name, number in results["tools"].items())
     yield from ("", f"![Accuracy by method and bits]({plot})", "")
     title, names, lines = table(results)
-    yield f"{title}. Made by {commands} ({results['cpu']}, torch {results['torch']}, {versions})."
+    yield f"{title}. Made by {made_by(results)} ({results['cpu']}, torch {results['torch']}, {versions})."
     failures = [(line[1], line[-1]) for line in lines if line[-1]]
     for group in dict.fromkeys(line[0] for line in lines):
         cells = [line[1:-1] for line in lines if line[0] == group and any(line[2:-1])]
@@ -184,13 +181,12 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows = [row for row in before if row["hits"] or (row["method"], row["bits"]) not in wanted]  # failures: once more
     done = {(row["method"], row["bits"]) for row in rows}
     missing = [(name, bits) for (name, column), bits in wanted.items() if (name, column) not in done]
-    commands = json.loads(args.out.read_text())["commands"] if before else []
     data = load(folder, settings["images"], settings["test_images"])
     network = Network(resnet20_of(folder), data.train[0], settings["steps"])
     results: dict[str, Any] = {
         **facts("cpu"),
         **settings,
-        "commands": list(dict.fromkeys([*commands, shlex.join(["python", *sys.argv])])),
+        "commands": commands_of(args.out),
         "tools": tools(),
         "threads": args.threads,
         "float_hits": packed(hits_of(network.model, *data.test)),

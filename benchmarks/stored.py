@@ -1,6 +1,8 @@
 """What a benchmark leaves: rows in a file of results, to which later runs add, and a part of a page between two marks."""
 
 import json
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,17 @@ def rows_before(out: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"{out} has results with {name} = {found.get(name)!r}, and this run has {value!r}; pass another file as --out."
             )
     return list(found["rows"])
+
+
+def commands_of(out: Path) -> list[str]:
+    """Return the commands that made a file of results, and the present one."""
+    before = json.loads(out.read_text())["commands"] if out.exists() else []
+    return list(dict.fromkeys([*before, shlex.join(["python", *sys.argv])]))
+
+
+def made_by(results: Mapping[str, Any]) -> str:
+    """Return the commands of a file of results as code in markdown."""
+    return ", ".join(f"`{command}`" for command in results["commands"])
 
 
 def write_rows(out: Path, results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -12,9 +12,7 @@ the same schedule, from which the cost of quantization follows. Seeds take turns
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +23,7 @@ import torch
 from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
-from stored import rows_before, write_part, write_rows
+from stored import commands_of, made_by, rows_before, write_part, write_rows
 from torch import nn
 from tqdm import tqdm
 from training.super_resolution import Data, Schedule, float_model, load, psnr, quantized, train
@@ -259,10 +257,9 @@ def _trained_lines(rows: Sequence[Row], of_float: float) -> Iterator[list[str]]:
 
 def page_lines(results: Mapping[str, Any]) -> Iterator[str]:
     """Return the part of the page."""
-    commands = ", ".join(f"`{command}`" for command in results["commands"])
     for title, names, lines in tables(results):
         if lines:
-            made = f"{title}. Made by {commands} ({results['cpu']}, torch {results['torch']})."
+            made = f"{title}. Made by {made_by(results)} ({results['cpu']}, torch {results['torch']})."
             yield from ("", made, "", *markdown_lines(names, lines))
     yield ""
 
@@ -273,12 +270,11 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     schedule = replace(schedule, steps=args.steps or schedule.steps)
     settings = {"schedule": asdict(schedule), "test_images": QUICK_TEST_IMAGES if args.quick else TEST_IMAGES}
     rows = [Row(**row) for row in rows_before(args.out, settings)]
-    before = json.loads(args.out.read_text()) if args.out.exists() else {}
     data = load(folder, settings["test_images"])
     results: dict[str, Any] = {
         **facts("cpu"),
         **settings,
-        "commands": list(dict.fromkeys([*before.get("commands", []), shlex.join(["python", *sys.argv])])),
+        "commands": commands_of(args.out),
         "threads": args.threads,
         "float_model": psnr(float_model(folder), data),
     }

@@ -11,8 +11,6 @@ so do distilled students. The table has the correlation of all 1,500 pairs, and 
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +21,7 @@ import torch
 from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
-from stored import rows_before, write_part, write_rows
+from stored import commands_of, made_by, rows_before, write_part, write_rows
 from torch import nn
 from tqdm import tqdm
 from training.sentences import Batch, Sentences, correlation, distill, load_encoder, load_sentences
@@ -182,7 +180,7 @@ def page_lines(results: Mapping[str, Any]) -> Iterator[str]:
     versions = f"torch {results['torch']}, transformers {results['transformers']}"
     yield from (
         "",
-        f"{title}. Made by {', '.join(f'`{c}`' for c in results['commands'])} ({results['cpu']}, {versions}).",
+        f"{title}. Made by {made_by(results)} ({results['cpu']}, {versions}).",
     )
     yield from ("", *markdown_lines(names, lines), "")
 
@@ -198,7 +196,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {
         **facts("cpu"),
         **settings,
-        "commands": list(dict.fromkeys([*before.get("commands", []), shlex.join(["python", *sys.argv])])),
+        "commands": commands_of(args.out),
         "transformers": transformers.__version__,
         "threads": args.threads,
         "float_model": before.get("float_model") or asdict(correlation(teacher, sentences)),

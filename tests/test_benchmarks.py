@@ -208,7 +208,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
         missing = subject == "Brevitas" and find_spec("brevitas") is None
         assert (row["failure"] != "") if missing else (row["trained"] > 60)
     assert rows["float"]["training"]["bits"] == 32
-    assert "accuracy.py" in results["command"]
+    assert "accuracy.py" in results["commands"][0]
     results, _ = run_training("accuracy.py", "--only", "lsq", "--forward", "float", "integer", "--teacher", *options)
     assert results["rows"][: len(rows)] == list(rows.values())  # nothing is trained twice
     assert [row["training"]["forward"] for row in results["rows"][len(rows) :]] == ["float", "integer"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from training.algorithms import ends
 
 import qtoolkit as qt
 
@@ -83,10 +84,10 @@ def prepared(
 ) -> Any:
     """Return the network, or another float model in its place, quantized with the ranges of two observers."""
     model = network.model if model is None else model
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    first, last = ends(model)
     mapping = qt.QConfigMapping().set_global(_qconfig(bits, activation, weight, axis))
-    for name in (layers[0], layers[-1]):
-        mapping.set_module_name(name, _qconfig(W8A8, activation, weight, axis, signed=name == layers[0]))
+    for name in (first, last):
+        mapping.set_module_name(name, _qconfig(W8A8, activation, weight, axis, signed=name == first))
     result = qt.prepare(model, (network.images[:2],), backend=backend, qconfig_mapping=mapping)
     qt.calibrate(result, network.batches(64), progress=False)
     return result.eval()

@@ -57,7 +57,7 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
     activation, weight = QUANTIZERS[subject]
     config = qt.QConfig(_spec(activation, bits), replace(_spec(weight, bits), axis=0))
     mapping = qt.QConfigMapping().set_global(config)
-    for name in _ends(model):
+    for name in ends(model):
         mapping.set_module_name(name, LEARNED_8_BITS)
     prepared = qt.prepare(model, (batches[0][:2],), backend="academic", qconfig_mapping=mapping, forward=forward)
     qt.calibrate(prepared, batches, progress=False)
@@ -74,14 +74,15 @@ def _layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
 
 
-def _ends(model: nn.Module) -> tuple[str, str]:
+def ends(model: nn.Module) -> tuple[str, str]:
+    """Return the names of the first and the last layer, which have eight bits."""
     names = _layers(model)
     return names[0], names[-1]
 
 
 def _with_layers(model: nn.Module, batches: Sequence[Tensor], bits: int, wrap: Callable[..., nn.Module]) -> nn.Module:
-    """Put another tool's layer in the place of each layer: the same tensors are quantized as by the backend "academic"."""
-    first, last = _ends(model)
+    """Replace each layer by another tool's: it quantizes the tensors that the backend "academic" does."""
+    first, last = ends(model)
     for name in _layers(model):
         layer = wrap(model.get_submodule(name), 8 if name in (first, last) else bits, signed=name == first)
         parent, _, child = name.rpartition(".")
