@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision import models
-from torchvision.models.resnet import BasicBlock, ResNet
 
 import qtoolkit as qt
 from qtoolkit.compat.mqbench.convert_deploy import convert_deploy, convert_merge_bn
 from qtoolkit.compat.mqbench.prepare_by_platform import BackendType, prepare_by_platform
 from qtoolkit.compat.mqbench.utils.state import enable_calibration, enable_quantization
 
+models = pytest.importorskip("torchvision.models")
 SHAPE = (2, 3, 32, 32)
 FOUR_BITS = {"bit": 4, "symmetry": True, "per_channel": False, "pot_scale": False}
 FIXED = {
@@ -28,7 +27,7 @@ LEARNABLE = {**FIXED, "w_fakequantize": "LearnableFakeQuantize", "a_fakequantize
 
 
 def resnet() -> nn.Module:
-    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
+    return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
 
 
 def trained(model: nn.Module, backend: BackendType, extra: dict | None = None) -> nn.Module:
