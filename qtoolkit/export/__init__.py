@@ -6,6 +6,7 @@ from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes
 from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.lint import lint
 from qtoolkit.export.onnx import ExportResult, export_onnx
+from qtoolkit.export.program import export_program
 from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.export.verify import Verification, verify, verify_onnx
 
@@ -23,6 +24,7 @@ __all__ = [
     "describe",
     "encodings",
     "export_onnx",
+    "export_program",
     "lint",
     "read_encodings",
     "verify",
