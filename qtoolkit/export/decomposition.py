@@ -6,7 +6,7 @@
 - Ops that move values stand between pairs: the pair of their input is repeated behind them, which changes no value.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,11 +44,24 @@ MOVES = {
 
 
 @dataclass(frozen=True)
+class Quantizers:
+    """The quantizers of a decomposed graph.
+
+    Attributes:
+        activations: The dotted name of each quantize op's quantizer, in the order of the graph; "" of a repeated pair.
+        stored: The codes that the graph stores, by the dotted name of their quantizer.
+    """
+
+    activations: list[str]
+    stored: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Pair:
     """The arguments of a quantize op and its dequantize ops.
 
     Attributes:
-        quantizer: The dotted name of the quantizer.
+        quantizer: The dotted name of the quantizer; "" where the pair is repeated behind an op that moves values.
         args: Scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype.
         per_channel: Whether scales and zero points are tensors, the names of constants.
     """
@@ -58,11 +71,8 @@ class Pair:
     per_channel: bool = False
 
 
-def decompose(gm: fx.GraphModule) -> list[str]:
+def decompose(gm: fx.GraphModule) -> Quantizers:
     """Replace each fake-quantization of a graph that `torch.export` captured from a converted model.
-
-    Returns:
-        The quantizer of each quantize op, in the order of the graph.
 
     Raises:
         ValueError: The form cannot hold a quantizer.
@@ -77,6 +87,7 @@ class _Decomposition:
         self.gm, self.graph, self.ops = gm, gm.graph, decomposed_ops()
         self.constants: dict[fx.Node, Any] = {}
         self.pairs: dict[fx.Node, Pair] = {}  # of codes, and of values on a grid
+        self.stored: dict[str, Tensor] = {}
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -90,10 +101,11 @@ class _Decomposition:
         self.graph.lint()
         self.gm.recompile()
 
-    def quantizers(self) -> list[str]:
-        """Return the quantizer of each quantize op."""
+    def quantizers(self) -> Quantizers:
+        """Return the quantizers of the graph."""
         quantize = (self.ops.quantize_per_tensor, self.ops.quantize_per_channel)
-        return [self.pairs[node].quantizer for node in self.graph.nodes if node.target in quantize]
+        names = [self.pairs[node].quantizer for node in self.graph.nodes if node.target in quantize]
+        return Quantizers(names, self.stored)
 
     def _replace(self, node: fx.Node) -> None:
         x, scale, zero_point, qmin, qmax, axis, *_ = arguments = _arguments(node)
@@ -118,9 +130,8 @@ class _Decomposition:
                 if constant is None:
                     codes = self._quantize(x, pair)
                 else:
-                    codes = self._add(
-                        _place(x, name), QUANTIZE(constant, scales, codes_of_zero, *arguments[3:8], dtype=dtype)
-                    )
+                    self.stored[name] = QUANTIZE(constant, scales, codes_of_zero, *arguments[3:8], dtype=dtype)
+                    codes = self._add(_place(x, name), self.stored[name])
             self._dequantize(values, codes, pair)
 
     def _pair(self, name: str, scale: Tensor, zero_point: Tensor | None, rest: tuple[Any, ...]) -> Pair:
@@ -159,9 +170,10 @@ class _Decomposition:
     # ---- ops that move values
 
     def _repeat_behind(self, node: fx.Node) -> None:
-        pair = self._moved(node)
-        if pair is None:
+        moved = self._moved(node)
+        if moved is None:
             return
+        pair = replace(moved, quantizer="")
         if not isinstance(node.meta.get("val"), Tensor):
             self.pairs[node] = pair  # several tensors, which getitem takes apart
         elif node.meta["val"].dtype == torch.float32:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from qtoolkit.export.decomposition import decompose
+from qtoolkit.export.decomposition import Quantizers, decompose
 from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids
 from qtoolkit.export.shaped_weights import shaped_weights
 from qtoolkit.integer.kernels import in_float
@@ -28,14 +28,14 @@ class Decomposed:
         converted: The converted model.
         args: The positional arguments of forward.
         kwargs: The keyword arguments.
-        quantizers: The quantizer of each quantize op, in the order of the graph.
+        quantizers: The quantizers of its graph.
     """
 
     program: ExportedProgram
     converted: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    quantizers: list[str]
+    quantizers: Quantizers
 
 
 def export_program(model: nn.Module, example_inputs: Any, dynamic_shapes: Any = None) -> ExportedProgram:
