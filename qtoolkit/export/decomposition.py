@@ -4,6 +4,7 @@
 - An activation becomes one quantize op, and a dequantize op for each op that takes it.
 - A constant on the grid of integer sums (a bias) stays float: its values are multiples of the steps.
 - Ops that move values stand between pairs: the pair of their input is repeated behind them, which changes no value.
+- A mean over an image keeps the dimensions, which is what delegates compute on codes; a flatten behind it drops them.
 """
 
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from qtoolkit.export.quantized_decomposed import decomposed_ops
 from qtoolkit.quantizers.frozen import code_dtype
 
 FAKE_QUANT = torch.ops.qtoolkit.fake_quant.default
+MEAN = torch.ops.aten.mean.dim
 QUANTIZE = torch.ops.qtoolkit.quantize.default
 LARGEST_CODE = 2**16  # above: a bias, on the grid of sums
 PLACES = ("nn_module_stack", "stack_trace")  # what is kept of a node's metadata
@@ -90,6 +92,9 @@ class _Decomposition:
         self.stored: dict[str, Tensor] = {}
 
     def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.target is MEAN and _is_over_image(node):
+                self._keep_dimensions(node)
         for node in list(self.graph.nodes):
             if node.target is FAKE_QUANT:
                 self._replace(node)
@@ -167,6 +172,21 @@ class _Decomposition:
         self.pairs[node] = pair
         return node
 
+    def _keep_dimensions(self, mean: fx.Node) -> None:
+        """Drop the dimensions behind the mean, or behind the quantizer that alone takes it."""
+        mean.args = (*mean.args[:2], True)
+        (taker, *others) = mean.users
+        ends = (
+            [user for user in taker.users if user.args[1] == 0] if taker.target is FAKE_QUANT and not others else [mean]
+        )
+        for end in ends:
+            users = list(end.users)
+            with self.graph.inserting_after(end):
+                flat = self.graph.call_function(torch.ops.aten.flatten.using_ints, (end, 1))
+            flat.meta = dict(end.meta)
+            for user in users:
+                user.replace_input_with(end, flat)
+
     # ---- ops that move values
 
     def _repeat_behind(self, node: fx.Node) -> None:
@@ -239,6 +259,14 @@ def _arguments(node: fx.Node) -> list[Any]:
     """Return all arguments of a call, with the defaults of those that are not given."""
     arguments = enumerate(FAKE_QUANT._schema.arguments)
     return [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in arguments]
+
+
+def _is_over_image(mean: fx.Node) -> bool:
+    """Return whether a mean is over the last two dimensions of four, and drops them."""
+    args: Any = mean.args
+    x, dims, *keep = args
+    over = isinstance(dims, list | tuple) and x.meta["val"].dim() == 4
+    return over and sorted(dim % 4 for dim in dims) == [2, 3] and not any(keep) and not mean.kwargs
 
 
 def _attribute(gm: nn.Module, name: str) -> Any:

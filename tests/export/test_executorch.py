@@ -102,7 +102,8 @@ def test_inputs_in_containers_are_read(in_torch: list[int], tmp_path) -> None:
     qt.calibrate(prepared, [inputs], progress=False)
     result = qt.export.export_executorch(prepared, inputs, tmp_path / "m.pte")
     assert result.end_to_end is not None
-    assert result.end_to_end.codes.differing == 0
+    assert result.end_to_end.not_compared == ()
+    assert len(result.end_to_end.by_quantizer) == 5
 
 
 def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -138,4 +139,4 @@ def test_what_the_delegate_leaves_is_named_and_sizes_stay_dynamic(tmp_path) -> N
     (output,) = executorch_xnnpack.run(result.path.read_bytes(), [x])
     grids = [module for module in model.modules() if isinstance(module, Grid)]
     step = max(float(grid.scale) for grid in grids if not grid.of_weight)
-    assert float((torch.from_numpy(output) - model(x)).abs().max()) <= step
+    assert float((torch.from_numpy(output) - model(x)).detach().abs().max()) <= step

@@ -146,6 +146,24 @@ def test_ops_that_move_values_stand_between_pairs(function) -> None:
     assert torch.equal(program.module()(X), model(X))
 
 
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_mean_over_the_image_keeps_the_dimensions(quantized: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(4, 8, 1), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.conv(x)).mean((2, 3))
+            return self.head(x if quantized else torch.sin(x))
+
+    program = qt.export.export_program(model := converted(Net()), X)
+    mean = next(node for node in program.graph.nodes if node.name == "mean")
+    assert mean.args[1:] == ([2, 3], True)
+    assert "flatten" in targets(program)
+    assert torch.equal(program.module()(X), model(X))
+
+
 def test_a_shared_layer_is_stored_once() -> None:
     x = X[0, 0, :, :4]
     program = qt.export.export_program(model := converted(Shared(), x), x)
