@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,16 +109,13 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
     outputs = executorch_xnnpack.run(lowered.file, tensors)
     reading = lower(executorch_xnnpack.with_codes(found.program, inputs))
     values = executorch_xnnpack.run(reading.file, tensors)
-    theirs: dict[str, list[Any]] = defaultdict(list)
-    for name, codes in zip(found.quantizers.activations, values[len(outputs) :], strict=True):
-        theirs[name].append(codes)
-    theirs.pop("", None)  # repeated pairs
-    stored = {name: [NodeCodes(codes.numpy(), True)] for name, codes in found.quantizers.stored.items()}
-    nodes = {**stored, **{name: [NodeCodes(codes, False) for codes in calls] for name, calls in theirs.items()}}
     with ONE_AT_A_TIME, evaluating(model), torch.no_grad():
         ours = ModelCodes(model, found.args, found.kwargs)
+        theirs = _by_quantizer(found.quantizers.activations, values[len(outputs) :], ours)
+        stored = {name: [NodeCodes(codes.numpy(), True)] for name, codes in found.quantizers.stored.items()}
+        nodes = {name: [NodeCodes(codes, False) for codes in calls] for name, calls in theirs.items()}
         with in_float(model):
-            comparison = CodeComparison(model, nodes)
+            comparison = CodeComparison(model, {**stored, **nodes})
             expected = comparison.run(*found.args, **found.kwargs)
     counts = ours.compare(theirs)
     verification = Verification(
@@ -140,3 +138,16 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
         SHARE,
     )
     return verification, end_to_end
+
+
+def _by_quantizer(names: Sequence[str], codes: Sequence[Any], ours: ModelCodes) -> dict[str, list[Any]]:
+    """Return the runtime's codes by the name of the quantizer, without repeated pairs, in the model's shapes.
+
+    A mean over an image keeps dimensions in the file that it drops in the model.
+    """
+    found: dict[str, list[Any]] = defaultdict(list)
+    for name, array in zip(names, codes, strict=True):
+        if name:
+            shapes = {call.size: call.shape for call in ours.codes.get(name, [])}
+            found[name].append(array.reshape(shapes.get(array.size, array.shape)))
+    return found

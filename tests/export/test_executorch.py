@@ -77,6 +77,21 @@ def test_all_codes_are_compared(in_torch: list[int], tmp_path) -> None:
         assert codes.differing == 0
 
 
+def test_a_mean_that_drops_dimensions_is_compared(in_torch: list[int], tmp_path) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(4, 8, 1), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.conv(x)).mean((2, 3)))
+
+    result = qt.export.export_executorch(converted(Mean()), X, tmp_path / "m.pte")
+    assert result.end_to_end is not None
+    assert result.end_to_end.not_compared == ()
+    assert result.end_to_end.codes.differing == 0
+
+
 @pytest.mark.parametrize("wrong", ["codes", "lowering"])
 def test_a_file_that_fails_is_not_written(in_torch: list[int], tmp_path, monkeypatch, wrong: str) -> None:
     (tmp_path / "m.pte").write_bytes(b"old")
