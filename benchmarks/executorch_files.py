@@ -10,7 +10,7 @@ from export_models import Subject
 
 import qtoolkit as qt
 from qtoolkit.export.runtimes import Layer
-from qtoolkit.export.runtimes.executorch_xnnpack import lower
+from qtoolkit.export.runtimes.executorch_xnnpack import load, lower
 
 
 def write_float(subject: Subject, path: Path) -> tuple[Path, Sequence[Layer]]:
@@ -30,16 +30,9 @@ def write_quantized(subject: Subject, path: Path) -> tuple[Path, Sequence[Layer]
 
 def in_executorch(path: Path, threads: int) -> Callable[[Any], Any]:
     """Return what runs a file on an array, sample by sample: the file has a batch of one."""
-    from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
-    from executorch.runtime import Runtime
+    from executorch.extension.pybindings import portable_lib
 
-    _unsafe_reset_threadpool(threads)
-    method = Runtime.get().load_program(path.read_bytes()).load_method("forward")
-    if method is None:
-        raise RuntimeError(f"{path} has no forward.")
-
-    def run(x: Any) -> Any:
-        samples = torch.from_numpy(x).split(1)
-        return np.concatenate([np.array(method.execute([sample])[0].numpy()) for sample in samples])
-
-    return run
+    if portable_lib._threadpool_get_thread_count() != threads:
+        portable_lib._unsafe_reset_threadpool(threads)  # unsafe once a file is loaded: all runs have the same number
+    execute = load(path.read_bytes())
+    return lambda x: np.concatenate([execute([sample])[0] for sample in torch.from_numpy(x).split(1)])

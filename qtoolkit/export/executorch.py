@@ -106,9 +106,9 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
     """Run the file, and a second one that returns the codes; compare both with the model."""
     model, inputs = found.converted, (found.args, found.kwargs)
     tensors = tensors_of(inputs)
-    outputs = executorch_xnnpack.run(lowered.file, tensors)
+    outputs = executorch_xnnpack.load(lowered.file)(tensors)
     reading = lower(executorch_xnnpack.with_codes(found.program, inputs))
-    values = executorch_xnnpack.run(reading.file, tensors)
+    values = executorch_xnnpack.load(reading.file)(tensors)
     with ONE_AT_A_TIME, evaluating(model), torch.no_grad():
         ours = ModelCodes(model, found.args, found.kwargs)
         theirs = _by_quantizer(found.quantizers.activations, values[len(outputs) :], ours)

@@ -56,7 +56,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(front, "find_spec", lambda name: name)
     monkeypatch.setattr(front, "lower", lower)
-    monkeypatch.setattr(front.executorch_xnnpack, "run", run)
+    monkeypatch.setattr(front.executorch_xnnpack, "load", lambda file: lambda tensors: run(file, tensors))
     monkeypatch.setattr(front.executorch_xnnpack, "description", lambda: "torch")
     return added
 
@@ -151,7 +151,7 @@ def test_what_the_delegate_leaves_is_named_and_sizes_stay_dynamic(tmp_path) -> N
     assert [layer.name for layer in result.layers if layer.integer] == ["0", "2"]
     assert "XNNPACK hardswish" in str(result)
     x = torch.randn(5, 4, 16, 16)
-    (output,) = executorch_xnnpack.run(result.path.read_bytes(), [x])
+    (output,) = executorch_xnnpack.load(result.path.read_bytes())([x])
     grids = [module for module in model.modules() if isinstance(module, Grid)]
     step = max(float(grid.scale) for grid in grids if not grid.of_weight)
     assert float((torch.from_numpy(output) - model(x)).detach().abs().max()) <= step

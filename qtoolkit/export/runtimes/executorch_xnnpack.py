@@ -3,7 +3,7 @@
 The delegate returns no codes on the way. They are read from a second file, whose outputs they are too.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -66,18 +66,25 @@ def lower(program: ExportedProgram) -> Lowered:
     return Lowered(file, tuple(layers), len(conversions), len(parts))
 
 
-def run(file: bytes, tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the outputs of a file as arrays.
+def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
+    """Return what runs the content of a file on tensors, and returns its outputs as arrays.
 
     Raises:
-        RuntimeError: ExecuTorch cannot run the file.
+        RuntimeError: ExecuTorch does not find forward in the file.
     """
     from executorch.runtime import Runtime
 
-    method = Runtime.get().load_program(file).load_method("forward")
+    program = Runtime.get().load_program(file)
+    method = program.load_method("forward")
     if method is None:
         raise RuntimeError("export_executorch: ExecuTorch does not find forward in the file that it wrote.")
-    return [output.numpy().copy() for output in method.execute([x.detach().contiguous() for x in tensors])]
+
+    def execute(
+        tensors: Sequence[Tensor], owner: Any = program
+    ) -> list[Any]:  # a method does not keep its program alive
+        return [output.numpy().copy() for output in method.execute([x.detach().contiguous() for x in tensors])]
+
+    return execute
 
 
 def with_codes(program: ExportedProgram, inputs: Any) -> ExportedProgram:
