@@ -294,6 +294,23 @@ TVM = Backend(
     quantize_graph_outputs=True,
 )
 
+# XNNPACK, through ExecuTorch's delegate. Source: its partitioner (executorch 1.5, backends/xnnpack/partition/config):
+# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), those of transposed convolutions
+# along the output channels. It takes a layer, sum, difference, product or global mean on codes only if one quantize op takes
+# its output, behind a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
+# dequantize its weight at each run. Average pools over windows, linear resizes and other activations are float. Biases are
+# int32 in steps of input scale times weight scale.
+XNNPACK = Backend(
+    name="xnnpack",
+    qconfig=QConfig(activation=replace(_AFFINE, signed=True), weight=replace(_PER_CHANNEL, narrow=True)),
+    roles=_roles(compute=(*_LAYERS, "avg_pool", "mean"), merge=("add", "sub", "mul")),
+    grouped_conv_transpose=False,
+    needs_quantized_output=(*_LAYERS, "avg_pool", "mean", "add", "sub", "mul"),
+    joined_activations=("relu", "relu6"),
+    quantize_graph_outputs=True,
+    integer_bias=True,
+)
+
 # The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers only, the first and
 # the last layer in 8 bits. A global rule sets the widths of the others.
 ACADEMIC = Backend(
@@ -329,6 +346,7 @@ _ALL = (
         TENGINE,
         NNIE,
         TVM,
+        XNNPACK,
     ),
     *(ACADEMIC, ACADEMIC_NLP),
 )
