@@ -19,6 +19,7 @@ from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, name_of
+from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
 
 
@@ -98,7 +99,7 @@ class Comparison:
         return "\n".join([f"{len(self.layers)} quantized layers, worst first; output {self.output}", "", *table(rows)])
 
 
-def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any) -> Comparison:
+def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any, progress: bool = True) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
     Both models run in eval mode without gradients; their modes are restored afterwards. The float model is traced with the
@@ -108,6 +109,7 @@ def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any
         float_model: The model that was passed to `qtoolkit.prepare`; its parameters may have changed.
         quantized: What `qtoolkit.prepare` (calibrated) or `qtoolkit.convert` returned.
         inputs: A tuple of inputs, or one tensor.
+        progress: Show a progress bar.
 
     Returns:
         Cosine and SQNR of each layer alone, accumulated, and of its weight; the worst layer first.
@@ -134,8 +136,12 @@ def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any
         reference = _Recorder(traced)
         with watching(traced, inside) as float_calls:
             expected = reference.run(*values)
-        run = _SideBySide(quantized, _counterparts(traced, quantized), reference.values)
-        with watching(quantized, inside) as calls:
+        counterparts = _counterparts(traced, quantized)
+        with (
+            watching(quantized, inside) as calls,
+            progress_bar("compare", "ops", progress, total=len(quantized.graph.nodes)) as bar,
+        ):
+            run = _SideBySide(quantized, counterparts, reference.values, bar)
             result = run.run(*values)
         layers = run.layers + [_compare_inside(quantized, name, float_calls, calls) for name in inside if calls[name]]
     layers.sort(key=lambda layer: layer.own.sqnr)
@@ -211,9 +217,11 @@ class _Recorder(fx.Interpreter):
 class _SideBySide(fx.Interpreter):
     """Runs a quantized graph, and runs each quantized op on the float values too, to compare the outputs."""
 
-    def __init__(self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Any]) -> None:
+    def __init__(
+        self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Any], bar: Any
+    ) -> None:
         super().__init__(gm)
-        self.gm, self.counterparts, self.reference = gm, counterparts, reference
+        self.gm, self.counterparts, self.reference, self.bar = gm, counterparts, reference, bar
         self.layers: list[LayerComparison] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -230,6 +238,9 @@ class _SideBySide(fx.Interpreter):
                     self._weight(n),
                 )
             )
+            worst = min(self.layers, key=lambda layer: layer.own.sqnr)
+            note(self.bar, f"worst {worst.name}: {worst.own.sqnr:.1f} dB")
+        self.bar.update()
         return value
 
     def _is_quantized(self, node: fx.Node) -> bool:
