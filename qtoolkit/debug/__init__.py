@@ -3,6 +3,7 @@
 from qtoolkit.debug.activity import Activity, Hook
 from qtoolkit.debug.compare import Comparison, LayerComparison, Similarity, compare
 from qtoolkit.debug.draw import draw
+from qtoolkit.debug.report import report
 from qtoolkit.debug.sensitivity import Row, Sensitivity, sensitivity
 from qtoolkit.debug.watch import Watch, watch
 from qtoolkit.public import publish
@@ -17,6 +18,7 @@ __all__ = [
     "Watch",
     "compare",
     "draw",
+    "report",
     "sensitivity",
     "watch",
 ]

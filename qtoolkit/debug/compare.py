@@ -20,6 +20,7 @@ from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, name_of
 from qtoolkit.progress import note, progress_bar
+from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.report.lines import table
 
 
@@ -102,8 +103,8 @@ class Comparison:
 def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any, progress: bool = True) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
-    Both models run in eval mode without gradients; their modes are restored afterwards. The float model is traced with the
-    options of `qtoolkit.prepare`. Layers inside leaf modules have lines too.
+    Both models run in eval mode without gradients, and no range changes; their modes are restored afterwards. The float model
+    is traced with the options of `qtoolkit.prepare`. Layers inside leaf modules have lines too.
 
     Args:
         float_model: The model that was passed to `qtoolkit.prepare`; its parameters may have changed.
@@ -132,7 +133,7 @@ def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any
     values = inputs if isinstance(inputs, tuple) else (inputs,)
     traced = _trace(float_model, quantized, values)
     inside = quantized_inside(quantized)
-    with torch.no_grad(), evaluating(traced), evaluating(quantized):
+    with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
         with watching(traced, inside) as float_calls:
             expected = reference.run(*values)
