@@ -4,7 +4,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,8 @@ def report(
     _check(model, inputs, float_model, accuracy, sensitivity, found)
     comparison = _compared(float_model, model, inputs, progress)
     known = facts.gather(model, inputs, comparison, sensitivity)
-    write_atomically(_rendered(known, accuracy, found).encode(), path)
+    exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""
+    write_atomically(_rendered(known, accuracy, found, exported).encode(), path)
 
 
 def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity: Any, verification: Any) -> None:
@@ -116,7 +117,7 @@ def _compared(float_model: nn.Module | None, model: nn.Module, inputs: Any, prog
 # ---- the page
 
 
-def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any) -> str:
+def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any, exported: str) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -150,6 +151,7 @@ def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any) 
         left_float=tables.float_table(known),
         costs=tables.cost_table(known),
         verification=None if verification is None else tables.verification_tables(verification),
+        exported=exported,
         left_out=_left_out(known, accuracy, verification),
         width=charts.WIDTH,
         height=charts.HEIGHT,

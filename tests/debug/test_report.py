@@ -112,7 +112,11 @@ def test_every_section_is_there_with_all_arguments(tmp_path) -> None:
     assert rows["scale"] == f"{float(quantizer.scale):.6g}"
     assert rows["why"]
     deployed = qt.export.verify(tmp_path / "model.onnx", qt.convert(prepared), (x,), progress=False)
-    assert "end to end" in page_of(prepared, tmp_path, verification=deployed).sections["verification"]
+    assert "QuantizeLinear" in page.sections["verification"]
+    found = page_of(prepared, tmp_path, verification=deployed)
+    assert "end to end" in found.sections["verification"]
+    (codes,) = deployed.runtimes.values()
+    assert len(found.tables["verification-table-2"]) - 1 == len(codes.layers)
 
 
 def test_the_share_clipped_and_the_histogram_are_those_of_the_inputs(tmp_path) -> None:

@@ -107,8 +107,11 @@ class Facts:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """The rule that asks for each quantizer, by its name."""
-        return {} if self.plan is None else {edge.quantizer: edge.why for edge in self.plan.edges}
+        """The rules that ask for each quantizer, by its name."""
+        found: dict[str, dict[str, None]] = {}
+        for edge in () if self.plan is None else self.plan.edges:
+            found.setdefault(edge.quantizer, {}).setdefault(edge.why)
+        return {name: "; ".join(rules) for name, rules in found.items()}
 
 
 def gather(model: nn.Module, inputs: Any, comparison: Comparison | None, sensitivity: Sensitivity | None) -> Facts:

@@ -35,8 +35,8 @@
     tip.hidden = false;
     const box = place.getBoundingClientRect();
     const size = tip.getBoundingClientRect();
-    const right = box.right + 8 + size.width < innerWidth;
-    tip.style.left = `${Math.max(4, right ? box.right + 8 : box.left - size.width - 8)}px`;
+    const left = box.left - size.width - 8;
+    tip.style.left = `${left > 0 ? left : Math.max(4, Math.min(box.right + 8, innerWidth - size.width - 4))}px`;
     tip.style.top = `${Math.max(4, Math.min(box.top, innerHeight - size.height - 4))}px`;
     light(place, true);
   };

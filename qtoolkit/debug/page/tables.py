@@ -10,6 +10,7 @@ from qtoolkit.debug.page.facts import Facts
 from qtoolkit.debug.page.words import count, percent
 from qtoolkit.export.codes import CodeCount
 from qtoolkit.export.deployed import DeployedVerification
+from qtoolkit.export.runtimes import Layer
 from qtoolkit.export.verify import Verification
 
 POOR_SQNR, FULL_SQNR = 20.0, 60.0  # dB: below the first a cell is marked, at the second its bar is full
@@ -168,16 +169,23 @@ def _bits(config: Any) -> str:
 def verification_tables(found: Verification | DeployedVerification) -> list[tuple[str, Table]]:
     """Return the tables of a verification, each with its title."""
     if isinstance(found, DeployedVerification):
+        title = "{}, end to end; outputs differ by at most {:.3g}"
         return [
-            (
-                f"{codes.runtime}, end to end; outputs differ by at most {codes.output_difference:.3g}",
-                _codes(codes.by_quantizer),
-            )
+            table
             for codes in found.runtimes.values()
+            for table in (
+                (title.format(codes.runtime, codes.output_difference), _codes(codes.by_quantizer)),
+                (f"Kernels of {codes.runtime}", _kernels(codes.layers)),
+            )
         ]
     totals = {"weights": found.weight_codes, "quantizers": found.quantizer_codes, "layers": found.layer_codes}
     title = f"Layer by layer in onnxruntime; outputs, end to end, differ by at most {found.output_difference:.3g}"
     return [(title, _codes(totals, "codes of")), ("Codes of layers at each quantizer", _codes(found.by_quantizer))]
+
+
+def _kernels(layers: Sequence[Layer]) -> Table:
+    rows = ((layer_cell(x.name), Cell(x.kernel), Cell("integers" if x.integer else "float")) for x in layers)
+    return Table(("layer", "kernel", "computes in"), tuple(rows))
 
 
 def _codes(counts: Mapping[str, CodeCount], of: str = "quantizer") -> Table:
