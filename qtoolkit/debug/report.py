@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qtoolkit.debug.compare import Comparison, compare
+from qtoolkit.debug.compare import compare
 from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
 from qtoolkit.debug.sensitivity import Sensitivity
 from qtoolkit.export.deployed import DeployedVerification
 from qtoolkit.export.onnx import ExportResult
 from qtoolkit.export.verify import Verification
 from qtoolkit.files import write_atomically
-from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_inputs import call_arguments
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
@@ -61,7 +59,7 @@ def report(
 
     Raises:
         TypeError: An argument is of a wrong type, the model has no quantizer, or the inputs do not match its forward.
-        ValueError: `float_model` is given without `inputs`, or is not the model that was quantized.
+        ValueError: `float_model` is given without `inputs`, or is not the model that was quantized (see `compare`).
         RuntimeError: With inputs: a quantizer has no range yet.
 
     Example:
@@ -77,7 +75,7 @@ def report(
     check_module(model, "report")
     found = verification.verification if isinstance(verification, ExportResult) else verification
     _check(model, inputs, float_model, accuracy, sensitivity, found)
-    comparison = _compared(float_model, model, inputs, progress)
+    comparison = None if float_model is None else compare(float_model, model, inputs, progress)
     known = facts.gather(model, inputs, comparison, sensitivity)
     exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""
     write_atomically(_rendered(known, accuracy, found, exported).encode(), path)
@@ -105,13 +103,6 @@ def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity
             f"report: verification must be what qtoolkit.export_onnx or qtoolkit.export.verify returned, or None, got "
             f"{type(verification).__name__}."
         )
-
-
-def _compared(float_model: nn.Module | None, model: nn.Module, inputs: Any, progress: bool) -> Comparison | None:
-    if float_model is None or not isinstance(model, QuantizedGraphModule):
-        return None
-    args, kwargs = call_arguments(model, inputs, "report: inputs do")
-    return None if kwargs else compare(float_model, model, args, progress)
 
 
 # ---- the page
@@ -214,16 +205,9 @@ def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
 
 def _left_out(known: facts.Facts, accuracy: Any, verification: Any) -> list[tuple[str, str]]:
     """Return what the page leaves out, and what to pass for it."""
-    no_graph = not isinstance(known.model, QuantizedGraphModule)
     wanted = [
         ("Accuracy", accuracy, 'accuracy={"float": 0.912, "int8": 0.909}'),
-        (
-            "Error of each layer",
-            known.comparison,
-            "a model from qtoolkit.prepare: it needs a graph"
-            if no_graph
-            else "float_model= and inputs=, a tuple or one tensor",
-        ),
+        ("Error of each layer", known.comparison, "float_model= and inputs="),
         ("Sensitivity", known.sensitivity, "sensitivity=qt.debug.sensitivity(model, evaluate)"),
         ("Histograms and clipped shares", known.values or None, "inputs="),
         ("Bit operations", next((True for cost in known.costs if cost.macs is not None), None), "inputs="),

@@ -235,9 +235,12 @@ def test_what_is_left_out_says_what_to_pass(tmp_path) -> None:
 
 def test_a_model_without_a_graph_has_a_tree(tmp_path) -> None:
     model, replaced = calibrated(road="modules")
-    page = page_of(replaced, tmp_path, inputs=torch.randn(SHAPE), float_model=model)
+    x = torch.randn(SHAPE)
+    result = qt.debug.compare(model, replaced, x, progress=False)
+    page = page_of(replaced, tmp_path, inputs=x, float_model=model)
     assert "no graph" in page.sections["graph"]
-    assert "needs a graph" in page.sections["left-out"]
+    own = {layer.name: f"{layer.own.sqnr:.1f} dB" for layer in result.layers}
+    assert page.column("errors-table", "own SQNR") == own
     keys = [attributes.get("data-key") for _, attributes in page.tags]
     assert {"op conv1", "op up", "op head"} <= set(keys)
     assert dict(page.details["op conv1"]["rows"])["weight"].startswith("int8 per-channel(0) [")

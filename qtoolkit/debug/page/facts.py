@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QConfig
-from qtoolkit.debug.compare import Comparison, LayerComparison
 from qtoolkit.debug.sensitivity import Row, Sensitivity
+from qtoolkit.debug.similarity import Comparison, LayerComparison
 from qtoolkit.eager.record import plan_of
 from qtoolkit.graph.plan import Plan
 from qtoolkit.model_inputs import call_arguments
