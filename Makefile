@@ -7,7 +7,7 @@ SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
 # A process for each core, of one thread each. Tests take from a millisecond to ten seconds: idle processes take over.
 TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-all lint unit build second sanitize clean
+.PHONY: demo test test-all lint unit build second sanitize browser clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
@@ -35,6 +35,9 @@ second:                      ## the tests on the oldest torch that CI knows, in 
 sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
 	tests/sanitize/run address $(RUN)/python
 	tests/sanitize/run thread $(RUN)/python
+
+browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
+	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation
 
 build: $(VENV)/built         ## compile again what has changed
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from tqdm import tqdm
 
 from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_known
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizers.grid_ends import grid_ends
+from qtoolkit.progress import batches_of
+from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
@@ -128,7 +128,7 @@ def calibrate(
         for quantizer in quantizers.values():
             quantizer.observer.reset()
         with torch.no_grad(), evaluating(prepared), calibrating(prepared):
-            for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
+            for batch in batches_of("calibrate", batches, progress, max_batches):
                 run(prepared, batch)
                 count += 1
                 if count == max_batches:
@@ -181,7 +181,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     reached = {name: quantizers[name] for name in loaded}
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
     grids = {name: _whole(grid_ends(quantizer)) for name, quantizer in reached.items()}
-    clipped = {name: _share_clipped(quantizer) for name, quantizer in reached.items()}
+    clipped = {name: share_clipped(quantizer, quantizer.observer) for name, quantizer in reached.items()}
     ranges = {name: _whole(ends) for name, ends in loaded.items()}
     unreached = tuple(name for name, quantizer in quantizers.items() if name not in reached and not quantizer.dynamic)
     _warn_of_clipping(reached, clipped)
@@ -231,9 +231,3 @@ def _warn_of_clipping(quantizers: Mapping[str, TensorQuantizer], clipped: Mappin
 
 def _whole(ends: tuple[Tensor, Tensor]) -> tuple[float, float]:
     return float(ends[0].min()), float(ends[1].max())
-
-
-def _share_clipped(quantizer: TensorQuantizer) -> float | None:
-    lo, hi = grid_ends(quantizer)
-    half = quantizer.scale / 2
-    return quantizer.observer.share_outside(lo - half, hi + half)

@@ -17,6 +17,7 @@ NEEDS = {
     "training.md-2": "accelerate",
     "training.md-3": "lightning",
     "training.md-4": "transformers",
+    "training.md-5": "tensorboard",
 }
 
 

@@ -19,6 +19,7 @@ from qtoolkit.export.reading import UnreadableFileError, open_model
 from qtoolkit.export.runtimes import RUNTIMES, Executed
 from qtoolkit.export.verify import check_installed
 from qtoolkit.model_inputs import tensors_of
+from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
 
 INTEGERS = (np.int8, np.uint8, np.int16, np.uint16)
@@ -53,6 +54,7 @@ def compare_runtimes(
     runtimes: Sequence[str] = ("onnxruntime",),
     program: Any = None,
     seed: int = 0,
+    progress: bool = True,
 ) -> RuntimeComparison:
     """Run a file with Q/DQ pairs, of any tool, in runtimes at their default settings, and compare all its codes end to end.
 
@@ -67,6 +69,7 @@ def compare_runtimes(
         program: A callable with the file's inputs and outputs, such as `torch.export.load("model.pt2").module()`, whose
             outputs are compared too.
         seed: Of the random inputs.
+        progress: Show a progress bar.
 
     Returns:
         For each runtime: the codes compared and differing at each QuantizeLinear, the first that differs, the difference of the
@@ -91,13 +94,18 @@ def compare_runtimes(
             f"there are no codes to compare."
         )
     tensors = _inputs(graph, inputs, seed)
-    reference = _run("onnxruntime", Path(path), tensors, nodes, grids, optimized=False)
-    executed = {name: _run(name, Path(path), tensors, nodes, grids, optimized=True) for name in runtimes}
     expected = _results(program, tensors)
-    return RuntimeComparison(
-        {name: _compare(reference, run, nodes) for name, run in executed.items()},
-        {name: _difference(expected, run.outputs) for name, run in executed.items() if expected is not None},
-    )
+    found, differences = dict[str, RuntimeCodes](), dict[str, float]()
+    with progress_bar("verify", "runs", progress, total=1 + len(runtimes), after=0) as bar:
+        step(bar, "onnxruntime, as the file is written")
+        reference = _run("onnxruntime", Path(path), tensors, nodes, grids, optimized=False)
+        for name in runtimes:
+            step(bar, ", ".join([name, *(f"{other}: {codes.codes}" for other, codes in found.items())]))
+            run = _run(name, Path(path), tensors, nodes, grids, optimized=True)
+            found[name] = _compare(reference, run, nodes)
+            if expected is not None:
+                differences[name] = _difference(expected, run.outputs)
+    return RuntimeComparison(found, differences)
 
 
 def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: Any, *, optimized: bool) -> Executed:
