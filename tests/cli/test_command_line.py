@@ -1,6 +1,7 @@
 """The command line: exit codes, JSON, tables, bad input, interruptions, and the commands of docs/command_line.md."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import qtoolkit as qt
+import qtoolkit_command
 from qtoolkit.cli import main
 from qtoolkit.export.lint import FILE_RULES, rules_of
 from qtoolkit.lint.fusions import FILE_ADVICE
@@ -208,6 +210,35 @@ def test_ctrl_c_leaves_no_traceback() -> None:
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=30)
     assert (run.returncode, err) == (130, "qtoolkit: interrupted.\n")
+
+
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    raise ImportError('lost') from None\n"
+    )
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from qtoolkit_command import main\n"
+        "sys.exit(main())"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(qt.__file__).parents[1]}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen([sys.executable, "-c", code, "info"], env=env, text=True, **pipes)
+    assert run.stdout.readline() == "importing\n"
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert (run.returncode, err) == (130, "qtoolkit: interrupted.\n")
+
+
+def test_the_command_is_the_command_line(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["qtoolkit", "info", "--json"])
+    before = signal.getsignal(signal.SIGINT)
+    assert qtoolkit_command.main() == 0
+    assert json.loads(capsys.readouterr().out)["qtoolkit"] == qt.__version__
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # ---- the documentation
