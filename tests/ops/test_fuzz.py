@@ -200,7 +200,7 @@ class Drawn:
     def ratio(self) -> Tensor:
         start = self.given["start"]
         wrong = (torch.rand(start.numel() + 1), start.half())
-        return self.mostly(torch.randn(start.shape).to(start) * 2, *wrong)
+        return self.mostly((torch.randn(start.shape) * 2).to(start), *wrong)
 
     def rate(self) -> Tensor | None:
         start = self.given["start"]
