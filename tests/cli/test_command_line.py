@@ -68,6 +68,15 @@ def test_verify(tmp_path, capsys) -> None:
     assert "0 of 2048 codes differ" in capsys.readouterr().out
 
 
+def test_verify_reads_a_file_without_zero_points(tmp_path, capsys) -> None:
+    file = File()
+    x = file.node("Relu", file.pair(file.node("Relu", file.input("x", 1, 16, 8, 8)), zero=None, name="q_x"))
+    file.output(file.pair(x, zero=None, name="q_y"))
+    assert main(["verify", file.save(tmp_path), "--runtime", "onnxruntime", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runtimes"]
+    assert [each["quantizer"] for each in run["quantizers"]] == ["q_x", "q_y"]
+
+
 def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
     from qtoolkit.export import between_runtimes
 
