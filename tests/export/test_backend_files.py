@@ -441,7 +441,9 @@ MALFORMED = {
 def test_a_malformed_file_is_an_error_that_names_the_place(case: str, tmp_path) -> None:
     backend, ending, text, message = MALFORMED[case]
     target = TARGETS[backend]
-    model = helper.make_model(helper.make_graph([], "empty", [], []))
+    tensors = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "graph", tensors[:1], tensors[1:])
+    model = helper.make_model(graph)
     onnx.save(model, tmp_path / f"net{target.suffix}" if isinstance(target, FloatModel) else tmp_path / "model.onnx")
     (tmp_path / f"net{ending}").write_text(text)
     with pytest.raises(ValueError, match=message):

@@ -298,7 +298,8 @@ def test_fused_attention_keeps_codes_and_changes_no_bit(config: qt.QConfig, is_c
 def test_fused_attention_in_other_dtypes(dtype: torch.dtype) -> None:
     net = TorchAttention()
     models = [
-        quantized("graph", FIXED, copy.deepcopy(net), backend="openvino", **options).to(dtype) for options in ({}, PLAIN)
+        quantized("graph", FIXED, copy.deepcopy(net), backend="openvino", **options).to(dtype)
+        for options in ({}, PLAIN)
     ]
     found = []
     for model in models:
