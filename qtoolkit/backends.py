@@ -212,8 +212,8 @@ ONNXRUNTIME = Backend(
 # OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,
 # elementwise ops, pools, means, interpolation; concats with unified scales) and MQBench's OPENVINO backend: symmetric
 # activations, unsigned where they are never negative. Weights have 7 bits, because sums of int8 products overflow 16 bits on
-# AVX2 and AVX-512 without VNNI; NNCF's overflow fix does the same. F.scaled_dot_product_attention takes quantized inputs, as NNCF
-# gives its query and key, and its softmax has no quantizer: measured with 2026.4 (docs/runtimes.md).
+# AVX2 and AVX-512 without VNNI; NNCF's overflow fix does the same. F.scaled_dot_product_attention takes quantized inputs, as
+# NNCF gives its query and key, and its softmax has no quantizer: measured with 2026.4 (docs/runtimes.md).
 OPENVINO = Backend(
     name="openvino",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -22,6 +22,7 @@ from tests.export.test_lint_files import (
     the_longer_branch,
     two_quantizers,
 )
+from tests.fuzzing import examples
 
 WHOLE = two_quantizers().model().SerializeToString()
 COMMANDS = (
@@ -47,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("damaged")
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(PLACE, BYTE), max_size=8), PLACE | st.none(), st.sampled_from(COMMANDS))
 def test_damaged_files_never_crash(folder, changes: list[tuple[int, int]], end: int | None, command: list[str]) -> None:
     data = bytearray(WHOLE)
@@ -106,7 +107,7 @@ FILES = [
 ]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.sampled_from(FILES),
     st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=4),
