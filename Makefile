@@ -7,7 +7,7 @@ SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
 # A process for each core, of one thread each. Tests take from a millisecond to ten seconds: idle processes take over.
 TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-all lint unit build second sanitize browser clean
+.PHONY: demo test test-all lint unit build second sanitize fuzz browser clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
@@ -38,6 +38,12 @@ sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehavio
 
 browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
 	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation
+
+fuzz: $(VENV)/built          ## a million calls of ops, and many damaged files, JSON texts and state dicts; an hour on one core
+	@echo "== fuzz"
+	OMP_NUM_THREADS=1 $(RUN)/python -W ignore -m tests.fuzz --calls 1000000
+	FUZZ=50 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q tests/test_config.py tests/test_faults.py \
+	  tests/cli/test_hostile_files.py tests/export/test_hostile_backend_files.py
 
 build: $(VENV)/built         ## compile again what has changed
 

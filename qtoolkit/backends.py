@@ -139,7 +139,7 @@ def _roles(
 
 
 _LAYERS = ("conv", "conv_transpose", "linear")
-_PRODUCTS = (*_LAYERS, "matmul", "attention", "dot_product_attention")
+_PRODUCTS = (*_LAYERS, "matmul", "attention")
 # On targets that compute in integers throughout.
 _IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")
 
@@ -156,7 +156,9 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # quantization. Average pooling does not: like every op without weights (linear resizes too) it is quantized only together
 # with its output. All inputs of a concat have one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay
 # float: a gate times a convolution fuses without Q/DQ. Weights stay float with both nodes, which all its parsers read.
-# Transposed convolutions: axis 1 from version 10 on.
+# Transposed convolutions: axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8
+# only with Q/DQ behind its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op
+# there is none; in half precision it is fused as it stands. Attention of matrix products and a softmax has all of them.
 TENSORRT = Backend(
     name="tensorrt",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
@@ -173,7 +175,7 @@ TENSORRT = Backend(
 TENSORRT_NLP = replace(
     TENSORRT,
     name="tensorrt-nlp",
-    roles=_roles(compute=("linear", "matmul", "attention", "dot_product_attention"), merge=("add",), concat=()),
+    roles=_roles(compute=("linear", "matmul", "attention"), merge=("add",), concat=()),
 )
 
 # TensorRT 8: its kernels take the scales of a transposed convolution along axis 0 (NVIDIA/TensorRT #1694, #1699, #2380), and
@@ -210,12 +212,14 @@ ONNXRUNTIME = Backend(
 # OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,
 # elementwise ops, pools, means, interpolation; concats with unified scales) and MQBench's OPENVINO backend: symmetric
 # activations, unsigned where they are never negative. Weights have 7 bits, because sums of int8 products overflow 16 bits on
-# AVX2 and AVX-512 without VNNI; NNCF's overflow fix does the same.
+# AVX2 and AVX-512 without VNNI; NNCF's overflow fix does the same. F.scaled_dot_product_attention takes quantized inputs, as
+# NNCF gives its query and key, and its softmax has no quantizer: measured with 2026.4 (docs/runtimes.md).
 OPENVINO = Backend(
     name="openvino",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
     roles=_roles(
-        compute=(*_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"), merge=("add", "sub", "mul", "div")
+        compute=(*_PRODUCTS, "dot_product_attention", "scale", "avg_pool", "mean", "upsample_linear"),
+        merge=("add", "sub", "mul", "div"),
     ),
     unsigned_after_relu=True,
     weight_bits=(7, 8),
@@ -227,7 +231,7 @@ OPENVINO = Backend(
 SNPE = Backend(
     name="snpe",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
-    roles=_roles(compute=(*_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
+    roles=_roles(compute=(*_PRODUCTS, "dot_product_attention", *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
     shared_concat=False,
     integer_bias=True,
     quantize_outputs=True,
@@ -242,7 +246,7 @@ QNN = replace(
     SNPE,
     name="qnn",
     roles=_roles(
-        compute=(*_PRODUCTS, *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
+        compute=(*_PRODUCTS, "dot_product_attention", *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
         merge=("add", "sub", "mul", "div"),
     ),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_state import check_module, unchanged_on_error
+from qtoolkit.model_state import check_module, check_numbers, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import divisor_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -70,8 +70,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
     inputs = _inputs_of(model)
     places = {key: _place(key.removesuffix(_AMAX), quantizers, inputs) for key in entries if key.endswith(_AMAX)}
     for key in places:
-        if not isinstance(entries[key], Tensor):
-            raise TypeError(f"load_amax: {key!r} must be a tensor, got {type(entries[key]).__name__}.")
+        check_numbers("load_amax", key, entries[key])
     if strict:
         _check_all_placed(entries, places)
     ranges: dict[str, dict[str, Tensor]] = defaultdict(dict)
