@@ -26,6 +26,7 @@ from qtoolkit.quantizers.switches import (
 )
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
+from qtoolkit.synchronize import synchronize_ranges
 
 __version__ = "0.1.0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "quantizers_of",
     "save_checkpoint",
     "stop_on_nonfinite",
+    "synchronize_ranges",
     "tuning",
     "unfreeze_batch_norm",
 ]

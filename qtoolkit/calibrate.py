@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from qtoolkit.eager.record import check_links
@@ -14,6 +14,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
+from qtoolkit.processes import from_all_ranks, ranks, without_ddp
 from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
@@ -81,7 +82,8 @@ def calibrate(
     forward and the data included, all ranges, scales and observers are as before.
 
     Args:
-        prepared: A model with quantizers, prepared, replaced or the user's own.
+        prepared: A model with quantizers, prepared, replaced or the user's own. Of one in DistributedDataParallel, the model
+            inside is run.
         batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
             mapping, else model(batch).
         max_batches: The number of batches to run; None runs all.
@@ -120,7 +122,10 @@ def calibrate(
         )
     _check(batches, max_batches, forward)
     check_links(prepared)
-    run = forward or run_batch
+    run, model = (
+        forward or run_batch,
+        without_ddp(prepared),
+    )  # DistributedDataParallel replaces ranges by those of rank 0
     count = 0
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
         if method is not None:
@@ -129,7 +134,7 @@ def calibrate(
             quantizer.observer.reset()
         with torch.no_grad(), evaluating(prepared), calibrating(prepared):
             for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
-                run(prepared, batch)
+                run(model, batch)
                 count += 1
                 if count == max_batches:
                     break
@@ -166,11 +171,10 @@ def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
 
 def merged_over_ranks(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
     """Merge the observations of all ranks on each rank, in a process group; return the number of batches on all ranks."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if ranks() == 1:
         return count
     mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, (count, mine))
+    gathered = from_all_ranks((count, mine))
     for name, quantizer in quantizers.items():
         quantizer.merge_observed([states[name] for _, states in gathered])
     return sum(each for each, _ in gathered)

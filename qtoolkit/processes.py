@@ -51,14 +51,12 @@ def raising_on_all_ranks(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what} failed on {some(failed)}")
 
 
+def without_ddp(model: nn.Module) -> nn.Module:
+    """Return the model in DistributedDataParallel."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model in DistributedDataParallel and torch.compile, whose names are those of its state dict."""
-    while True:
-        inner = (
-            model.module
-            if isinstance(model, DistributedDataParallel)
-            else vars(model).get("_modules", {}).get("_orig_mod")
-        )
-        if inner is None:
-            return model
-        model = inner
+    inner = vars(without_ddp(model)).get("_modules", {}).get("_orig_mod")
+    return without_ddp(model) if inner is None else unwrapped(inner)

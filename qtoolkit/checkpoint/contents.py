@@ -14,6 +14,7 @@ from qtoolkit.checkpoint.record import OWN, Record
 from qtoolkit.checkpoint.tree import encode
 from qtoolkit.eager.record import plan_of
 from qtoolkit.processes import rank, ranks
+from qtoolkit.sharding import is_sharded
 
 
 @dataclass
@@ -97,7 +98,7 @@ def _identity(name: str, tensor: Tensor) -> tuple[Any, ...]:
 
 def _alone(tensor: Tensor, seen: set[int]) -> Tensor:
     """Return a tensor that is alone in its memory and contiguous, as the format asks for; `seen` has the memory of others."""
-    if hasattr(tensor, "placements"):  # torch.distributed.checkpoint copies the shards that are not
+    if is_sharded(tensor):  # torch.distributed.checkpoint copies the shards that are not
         return tensor
     alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     if alone and tensor.data_ptr() not in seen:

@@ -10,6 +10,7 @@ from qtoolkit.checkpoint.in_memory import InMemory
 from qtoolkit.checkpoint.record import KEY, OWN, Record, parsed
 from qtoolkit.files import replacing
 from qtoolkit.processes import raising_on_all_ranks, rank, ranks
+from qtoolkit.sharding import is_sharded
 
 
 def write_file(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:
@@ -19,7 +20,7 @@ def write_file(tensors: Mapping[str, Tensor], record: Record, path: Path) -> Non
         OSError: It cannot be written; what was there stays.
         ValueError: The model is sharded over processes.
     """
-    sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "placements")]
+    sharded = [name for name, tensor in tensors.items() if is_sharded(tensor)]
     if sharded:
         raise ValueError(
             f"save_checkpoint: {sharded[0]!r} is sharded over processes, and {str(path)!r} is one file; pass the name of a "

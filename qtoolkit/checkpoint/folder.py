@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from qtoolkit.checkpoint.record import INDEX, Record, parsed
+from qtoolkit.checkpoint.contents import random_name
+from qtoolkit.checkpoint.record import INDEX, OWN, Record, parsed
 from qtoolkit.files import write_atomically
 from qtoolkit.processes import from_all_ranks, raising_on_all_ranks, rank, ranks
+from qtoolkit.sharding import is_sharded
 
 DATA = "data-"
 
@@ -32,18 +34,24 @@ DATA = "data-"
 def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) -> None:
     """Write a folder; every process must call this.
 
+    What is not sharded is that of rank 0. Ranks may have other buffers, such as running statistics, until
+    DistributedDataParallel replaces them by those of rank 0.
+
     Raises:
         OSError: It cannot be written; the checkpoint that was there stays.
         RuntimeError: It cannot be written on another process.
     """
+    own = {
+        name: t for name, t in tensors.items() if rank() == 0 or is_sharded(t) or name == f"{OWN}{random_name(rank())}"
+    }
     data = folder / f"{DATA}{from_all_ranks(secrets.token_hex(4))[0]}"
     with raising_on_all_ranks("save_checkpoint"):
         data.mkdir(parents=True, exist_ok=True)
     try:
         with _plain_errors("save_checkpoint"):
             writer = HuggingFaceStorageWriter(path=str(data), save_distributed=True)
-            state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=ranks() == 1)
-        sizes = {name: size for known in from_all_ranks(_sizes(tensors)) for name, size in known.items()}
+            state_dict_saver.save(own, storage_writer=writer, no_dist=ranks() == 1)
+        sizes = {name: size for known in from_all_ranks(_sizes(own)) for name, size in known.items()}
         with raising_on_all_ranks("save_checkpoint"):
             if rank() == 0:
                 files = {file.name: file.stat().st_size for file in sorted(data.iterdir())}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from qtoolkit.checkpoint.contents import is_object, random_name
 from qtoolkit.checkpoint.file import read_file
-from qtoolkit.checkpoint.fitting import check_config, check_names, check_shapes, differences
+from qtoolkit.checkpoint.fitting import check_config, check_names, check_ranges, check_shapes, differences
 from qtoolkit.checkpoint.foreign import read_pickle
 from qtoolkit.checkpoint.optimizers import check_optimizer, optimizer_state, shaped_like
 from qtoolkit.checkpoint.random_states import restore_random
@@ -129,6 +129,7 @@ class Loading:
         if self.strict:
             check_names(self.missing, self.unexpected, self.own)
         check_shapes(self.model, self.own, self.shapes)
+        check_ranges(self.model, self.shapes)
         if self.optimizer is not None:
             check_optimizer(self.model, self.optimizer, self._optimizer_tree())
         for name in (name for name, value in self.state.items() if is_object(value)):
