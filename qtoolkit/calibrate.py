@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_known
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
+from qtoolkit.processes import from_all_ranks, ranks, without_ddp
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
@@ -81,7 +82,8 @@ def calibrate(
     forward and the data included, all ranges, scales and observers are as before.
 
     Args:
-        prepared: A model with quantizers, prepared, replaced or the user's own.
+        prepared: A model with quantizers, prepared, replaced or the user's own. Of one in DistributedDataParallel, the model
+            inside is run.
         batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
             mapping, else model(batch).
         max_batches: The number of batches to run; None runs all.
@@ -121,6 +123,7 @@ def calibrate(
     _check(batches, max_batches, forward)
     check_links(prepared)
     run = forward or run_batch
+    model = without_ddp(prepared)  # DistributedDataParallel replaces ranges by those of rank 0
     count = 0
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
         if method is not None:
@@ -129,7 +132,7 @@ def calibrate(
             quantizer.observer.reset()
         with torch.no_grad(), evaluating(prepared), calibrating(prepared):
             for batch in batches_of("calibrate", batches, progress, max_batches):
-                run(prepared, batch)
+                run(model, batch)
                 count += 1
                 if count == max_batches:
                     break
@@ -166,11 +169,10 @@ def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
 
 def merged_over_ranks(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
     """Merge the observations of all ranks on each rank, in a process group; return the number of batches on all ranks."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if ranks() == 1:
         return count
     mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, (count, mine))
+    gathered = from_all_ranks((count, mine))
     for name, quantizer in quantizers.items():
         quantizer.merge_observed([states[name] for _, states in gathered])
     return sum(each for each, _ in gathered)

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import distributed
 from tqdm import tqdm
 
 from qtoolkit.model_inputs import tensors_of
+from qtoolkit.processes import rank
 
 AFTER = 1.0  # seconds: a bar of less would only flicker
 
@@ -36,13 +36,12 @@ def progress_bar(
         ...     sum(bar)
         3
     """
-    first = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
     return tqdm(
         over,
         desc=name,
         unit=f" {unit}",
         total=total,
-        disable=None if show and first else True,  # None: where stderr is no terminal
+        disable=None if show and rank() == 0 else True,  # None: where stderr is no terminal
         leave=False,
         delay=after,
         dynamic_ncols=True,
