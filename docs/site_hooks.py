@@ -1,7 +1,8 @@
-"""What the site needs beside plugins: pages of notebooks, examples of docstrings, and no page that loads from another server."""
+"""What the site needs beside plugins: pages of notebooks and of all errors, and no page that loads from another server."""
 
 import re
 from pathlib import Path
+from runpy import run_path
 
 import griffe
 import nbformat
@@ -14,10 +15,13 @@ FOREIGN = re.compile(r'<(?:script|img|iframe)\b[^>]*\ssrc="https?:|<link\b[^>]*\
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each notebook; the notebook itself stays beside it, to download."""
+    """Add a page for each notebook, which stays beside it to download, and the page of all errors."""
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         page = notebook.src_uri.removesuffix(".ipynb") + ".md"
         files.append(File.generated(config, page, content=page_of(Path(notebook.abs_src_path or ""))))
+    docs = Path(config.docs_dir)
+    page_of_errors = run_path(str(docs / "sentences.py"))["page_of_all"]
+    files.append(File.generated(config, "errors.md", content=page_of_errors((docs / "troubleshooting.md").read_text())))
     return files
 
 
