@@ -7,15 +7,15 @@ SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
 # A process for each core, of one thread each. Tests take from a millisecond to ten seconds: idle processes take over.
 TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-all lint unit build second sanitize fuzz browser clean
+.PHONY: demo test test-all lint unit docs build second sanitize fuzz browser clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
 	$(RUN)/python examples/digits.py
 
-test: lint unit              ## everything that CI checks on one torch
+test: lint docs unit         ## everything that CI checks on one torch
 
-test-all: lint $(VENV)/built ## the same with every case of every sweep, before a release
+test-all: lint docs $(VENV)/built ## the same with every case of every sweep, before a release
 	@echo "== all tests, with the sweeps in full"
 	$(TESTS) --sweep
 
@@ -27,6 +27,10 @@ lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
 	@echo "== lints"
 	$(RUN)/ruff check . && $(RUN)/ruff format --check . && $(RUN)/mypy
 	find csrc tests examples -regex '.*\.\(cpp\|h\|cuh?\)' | xargs $(RUN)/clang-format --style=file:csrc/.clang-format --dry-run -Werror
+
+docs: $(VENV)/built          ## the site, in build/site; each warning is an error
+	@echo "== build/site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
 second:                      ## the tests on the oldest torch that CI knows, in a copy of the tree with an environment of its own
 	git checkout-index --all --force --prefix=build/second/
@@ -51,11 +55,11 @@ $(VENV)/built: $(VENV)/ready $(SOURCES)
 	@echo "== compile what has changed of csrc (all of it: some minutes on two cores, twice as long with CUDA)"
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
-$(VENV)/ready: constraints.txt requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
+$(VENV)/ready: constraints.txt requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
 	@echo "== create $(VENV) and download $(TORCH) into it (minutes: torch is large)"
 	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
 	@echo "== install the tools of tests and lints"
-	$(RUN)/pip install --quiet -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
+	$(RUN)/pip install --quiet -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
 
 clean:
 	rm -rf build $(VENV) qtoolkit/*.so

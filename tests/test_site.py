@@ -1,0 +1,86 @@
+"""The pages that `make docs` builds: what they must name, by what is in the package."""
+
+import inspect
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from pkgutil import resolve_name
+from runpy import run_path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import qtoolkit as qt
+from qtoolkit.graph import passes
+
+DOCS = Path(__file__).parents[1] / "docs"
+sentences = SimpleNamespace(**run_path(str(DOCS / "sentences.py")))
+REFERENCE = re.findall(
+    r"^::: (\S+)$", "\n".join(page.read_text() for page in DOCS.glob("api/*.md")), flags=re.MULTILINE
+)
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """Return the public names of a module that are neither modules nor tables."""
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    return [
+        name for name in names if getattr(getattr(module, name), "__module__", None) and callable(getattr(module, name))
+    ]
+
+
+def shown(target: str) -> list[object]:
+    """Return what a line of the reference shows. A function behind a submodule of its own name has a line of its own."""
+    found = resolve_name(target)
+    if not isinstance(sys.modules.get(target), ModuleType):
+        return [found]
+    module = sys.modules[target]
+    return [getattr(module, name) for name in names_of(module) if f"{target}.{name}" not in sys.modules]
+
+
+@pytest.mark.parametrize("module", [qt, qt.nn, qt.ops, qt.tuning, qt.tuning.mixed_precision, qt.export, qt.debug])
+def test_the_reference_shows_every_public_name(module: ModuleType) -> None:
+    everything = [item for target in REFERENCE for item in shown(target)]
+    assert [name for name in names_of(module) if getattr(module, name) not in everything] == []
+
+
+def test_troubleshooting_quotes_sentences_of_the_code() -> None:
+    every, quotations = sentences.sentences(), sentences.quoted((DOCS / "troubleshooting.md").read_text())
+    assert len(quotations) > 60
+    assert [quote for quote in quotations if not any(sentences.explains(quote, sentence) for sentence in every)] == []
+
+
+@pytest.mark.parametrize("source", sorted(DOCS.glob("design/*.dot")), ids=lambda path: path.stem)
+def test_the_drawings_are_those_of_their_sources(source: Path) -> None:
+    pytest.importorskip("pygraphviz", reason="needs pygraphviz, which is not installed")
+    fresh, kept = run_path(str(DOCS / "design" / "draw.py"))["svg_of"](source), source.with_suffix(".svg").read_text()
+    assert re.findall(r"<text.*?>(.*?)</text>|<title>(.*?)</title>", kept) == re.findall(
+        r"<text.*?>(.*?)</text>|<title>(.*?)</title>", fresh
+    )
+
+
+def test_the_drawing_of_a_model_s_way_has_the_passes_in_order() -> None:
+    source = (DOCS / "design" / "flow.dot").read_text()
+    trace, *drawn = re.search(r"trace -> .*;", source)[0].rstrip(";").split(" -> ")
+    assert drawn == re.findall(r"gm = passes\.(\w+)\.run", inspect.getsource(qt.prepare))
+    assert (trace, set(drawn) | {"freeze", "integers"}) == ("trace", set(passes.__all__))
+
+
+def test_the_drawing_of_the_packages_has_their_imports() -> None:
+    source, package = (DOCS / "design" / "house.dot").read_text(), Path(qt.__file__).parent
+    labels = dict(re.findall(r'(\w+) \[label="(.*?)(?:\\n[^,]*)?"', source))
+    places = {
+        node: [name for name in re.findall(r"\w+(?:\.py)?", label) if (package / name).exists()]
+        for node, label in labels.items()
+    }
+    edges = {edge for chain in re.findall(r"\w+(?: -> \w+)+", source) for edge in pairwise(chain.split(" -> "))}
+    for below, above in edges:
+        if places.get(below) and places.get(above):
+            files = [
+                file
+                for name in places[above]
+                for file in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py"))
+            ]
+            imported = "|".join(name.removesuffix(".py") for name in places[below])
+            code = "\n".join(file.read_text() for file in files)
+            assert re.search(rf"^\s*from qtoolkit(\.| import.*\b)({imported})\b", code, re.MULTILINE), (below, above)
