@@ -3,9 +3,13 @@
 import copy
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ import qtoolkit as qt
 from qtoolkit.compat.checkpoints import load_amax
 from tests.fuzzing import examples
 
+PACKAGE = str(Path(qt.__file__).parent)
 X = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
@@ -106,33 +111,43 @@ def test_ctrl_c_in_reconstruct() -> None:
     model(X)
 
 
-@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
-def test_ctrl_c_at_any_moment_of_export(tmp_path, exporter: str) -> None:
-    """Signals after a while, longer each time, until the export is through: the file is whole, and so is the model."""
+@contextmanager
+def interrupted_at(call: int | None) -> Iterator[list[str]]:
+    """A Ctrl-C as a function of the package begins: in the given call of any. Gives the functions that were called."""
+    called: list[str] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            called.append(frame.f_code.co_qualname)
+            if len(called) == call:
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        yield called
+    except KeyboardInterrupt:
+        assert len(called) == call
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(("exporter", "moments"), [("torchscript", 25), ("dynamo", 6)])
+def test_ctrl_c_at_any_moment_of_export(tmp_path, exporter: str, moments: int) -> None:
     pytest.importorskip("onnxscript")
     model, path = calibrated().eval(), tmp_path / "net.onnx"
-    qt.export_onnx(model, X, path, exporter=exporter, verify=False)
+    export = partial(qt.export_onnx, model, X, path, exporter=exporter, verify=False, progress=False)
+    export()
+    with interrupted_at(None) as called:
+        export()
     before, whole = state(model), path.read_bytes()
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    kept = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    interrupted = 0
-    try:
-        for delay in (0.001, 0.05, 0.15, 0.3) if exporter == "torchscript" else (0.3,):
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            try:
-                qt.export_onnx(model, X, path, exporter=exporter, verify=False)
-            except KeyboardInterrupt:
-                interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert_unchanged(model, before)
-            assert path.read_bytes() == whole
-            assert os.listdir(tmp_path) == ["net.onnx"]
-    finally:
-        signal.signal(signal.SIGALRM, kept)
-        signal.signal(signal.SIGINT, handler)
-    assert interrupted
-    qt.export_onnx(model, X, path, exporter=exporter, verify=False)
+    for moment in range(moments):
+        with interrupted_at(1 + moment * len(called) // moments) as reached:
+            export()
+        assert len(reached) < len(called), f"not interrupted in {reached[-1]}"
+        assert_unchanged(model, before)
+        assert path.read_bytes() == whole
+        assert os.listdir(tmp_path) == ["net.onnx"], reached[-1]
+    export()
     assert path.read_bytes() == whole
 
 
