@@ -21,6 +21,7 @@ from qtoolkit.files import write_atomically
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.progress import progress_bar, step
 
 TEMPLATES = Path(__file__).parent / "page"
 Accuracy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -75,10 +76,15 @@ def report(
     check_module(model, "report")
     found = verification.verification if isinstance(verification, ExportResult) else verification
     _check(model, inputs, float_model, accuracy, sensitivity, found)
-    comparison = None if float_model is None else compare(float_model, model, inputs, progress)
-    known = facts.gather(model, inputs, comparison, sensitivity)
     exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""
-    write_atomically(_rendered(known, accuracy, found, exported).encode(), path)
+    with progress_bar("report", "steps", progress, total=3, after=0) as bar:
+        step(bar, "comparing with the float model")
+        comparison = None if float_model is None else compare(float_model, model, inputs, progress)
+        step(bar, "running the inputs")
+        known = facts.gather(model, inputs, comparison, sensitivity)
+        step(bar, "drawing")
+        page = _rendered(known, accuracy, found, exported)
+    write_atomically(page.encode(), path)
 
 
 def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity: Any, verification: Any) -> None:

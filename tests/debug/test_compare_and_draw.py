@@ -3,6 +3,7 @@
 import builtins
 import math
 import pickle
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -205,3 +206,14 @@ def test_without_the_extra_a_sentence_and_no_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(ImportError, match=r"draw needs pygraphviz; type: pip install qtoolkit\[report\]"):
         qt.debug.draw(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2))), tmp_path / "float.svg")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_large_graph_is_drawn_with_straight_lines(tmp_path, monkeypatch) -> None:
+    prepared = qt.prepare(Residual(True).eval())
+    qt.debug.draw(prepared, tmp_path / "small.svg")
+    monkeypatch.setattr(sys.modules["qtoolkit.debug.draw"], "LARGE", 5)
+    qt.debug.draw(prepared, tmp_path / "large.svg")
+    small, large = (ElementTree.parse(tmp_path / f"{name}.svg").getroot() for name in ("small", "large"))
+    count = [len(root.findall(".//{*}title")) for root in (small, large)]
+    assert count[0] == count[1]
+    assert (tmp_path / "small.svg").read_text() != (tmp_path / "large.svg").read_text()

@@ -65,6 +65,16 @@ def test_the_script_runs_without_errors_and_nothing_is_requested(page: Page, fil
     assert page.open(files[name], width=380).evaluate(wide)  # no sideways scrolling on a telephone
 
 
+def test_the_policy_of_the_page_lets_no_other_script_run(page: Page, files) -> None:
+    page.open(files["graph"])
+    inserted = "(s => {s.textContent = 'hacked = 1'; document.body.append(s)})(document.createElement('script'))"
+    fetched = "(i => {i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i)})(new Image())"
+    page.evaluate(inserted)
+    page.evaluate(fetched)
+    assert page.evaluate("typeof hacked") == "undefined"
+    assert sum("Content Security Policy" in complaint for complaint in page.complaints) >= 1
+
+
 def test_the_pointer_and_the_focus_show_range_bits_and_reason(page: Page, files) -> None:
     page.open(files["graph"])
     assert page.evaluate("document.getElementById('tip').hidden")
