@@ -104,8 +104,18 @@ class Build(cpp_extension.BuildExtension):
         self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}")
 
 
+CUDA = with_cuda() and "QTOOLKIT_SANITIZE" not in os.environ
+IS_SOURCE = "sdist" in sys.argv
+# The library is of one minor version of torch (docs/packaging.md): so is a wheel, which says so in its name and asks for it.
+MINOR = ".".join(torch.__version__.split(".")[:2])
+KERNELS = f"cu{torch.version.cuda.replace('.', '')}" if CUDA else "cpu"
+
 setup(
-    ext_modules=[extension(with_cuda() and "QTOOLKIT_SANITIZE" not in os.environ)],
+    install_requires=["torch>=2.11" if IS_SOURCE else f"torch=={MINOR}.*", "numpy", "tqdm>=4.57"],
+    ext_modules=[extension(CUDA)],
     cmdclass={"build_ext": Build},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp311"},
+        "egg_info": {"tag_build": "" if IS_SOURCE else f"+torch{MINOR}.{KERNELS}"},
+    },
 )

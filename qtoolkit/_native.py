@@ -6,7 +6,10 @@ from pathlib import Path
 import torch
 
 FILE = Path(__file__).with_name("_C.abi3.so")
-REBUILD = "Rebuild it with the torch you run: pip install --no-build-isolation --force-reinstall --no-deps ."
+REBUILD = (
+    "Install the wheel for the torch you run, or build it with that torch in the folder of the sources: "
+    "pip install --no-build-isolation --force-reinstall --no-deps ."
+)
 MARK = rb"qtoolkit was built for torch ([0-9]+\.[0-9]+[0-9.]*)"
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,7 +22,8 @@ from torch.utils.data import DataLoader
 
 import qtoolkit as qt
 from qtoolkit.compat.checkpoints import load_amax
-from tests.fuzzing import examples
+from qtoolkit.tuning.saved import SavedUnits
+from tests.fuzzing import changed, changes, examples
 
 PACKAGE = str(Path(qt.__file__).parent)
 X = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -221,6 +223,27 @@ def test_entries_without_numbers_are_named(value: Tensor) -> None:
         qt.convert(PREPARED, state_dict={**CONVERTED.state_dict(), f"{name}.scale": value})
     with pytest.raises(TypeError, match=rf"load_amax: '{name}._amax' must be a dense tensor of floating-point"):
         load_amax(PREPARED, {f"{name}._amax": value})
+
+
+@examples(60)
+@given(changes(), st.none() | st.integers(0, 1 << 20))
+def test_damaged_units_of_an_interrupted_reconstruction(folder, drawn, end: int | None) -> None:
+    units = SavedUnits(folder, nn.Linear(1, 1), "options")
+    units.save(0, {"weights": torch.ones(3)})
+    (file,) = folder.iterdir()
+    file.write_bytes(changed(file.read_bytes(), drawn, end))
+    try:
+        units.load(0)
+    except ValueError as error:
+        told = str(error)
+    else:
+        return
+    assert re.fullmatch(r"reconstruct: '.*unit-0000.pt' is (damaged|from another model).*\.", told), told
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("units")
 
 
 # ---- threads and processes

@@ -30,13 +30,20 @@ class SavedUnits:
         """Return what was saved for the unit of this place, or None.
 
         Raises:
-            ValueError: It was saved for another model, or with other options.
+            ValueError: It was saved for another model, or with other options; or the file is damaged.
         """
         file = self._file(place)
         if file is None or not file.exists():
             return None
-        saved: dict[str, Any] = torch.load(file, weights_only=True)
-        if saved.pop("key") != self.key:
+        try:
+            saved: Any = torch.load(file, weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # of many types
+            raise ValueError(
+                f"reconstruct: {str(file)!r} is damaged; remove it, and its unit is learned again."
+            ) from error
+        if not isinstance(saved, dict) or saved.pop("key", None) != self.key:
             raise ValueError(
                 f"reconstruct: {str(file)!r} is from another model, calibration or set of options; pass another path, or "
                 f"remove that folder to begin anew."

@@ -1,0 +1,123 @@
+"""What a user installs: a wheel in an environment without a compiler, and the source distribution. Nothing is compiled here."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+import torch
+
+import qtoolkit as qt
+from qtoolkit import _native
+
+ROOT = Path(__file__).parents[1]
+MINOR = ".".join(torch.__version__.split(".")[:2])
+ENVIRONMENT = {**os.environ, "QTOOLKIT_CUDA": "0"}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of what a build reads."""
+    tree = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("qtoolkit", "csrc"):
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for file in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "constraints.txt"):
+        shutil.copy(ROOT / file, tree)
+    for file in (*ROOT.glob("requirements-*.txt"), ROOT / "qtoolkit_command.py"):
+        shutil.copy(file, tree)
+    return tree
+
+
+def setup(tree: Path, *command: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *command],
+        cwd=tree,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    """A wheel around the library that is built already, as `pip wheel` packs it after the compiler has run."""
+    setup(tree, "build_py", "--build-lib", "built")
+    shutil.copy(_native.FILE, tree / "built" / "qtoolkit")
+    (tree / "wheel.cfg").write_text("[build]\nbuild-lib = built\n[bdist_wheel]\nskip-build = 1\n")
+    setup(tree, "bdist_wheel", "--dist-dir", "dist", DIST_EXTRA_CONFIG="wheel.cfg")
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
+    """One wheel for all versions of Python, and one for each minor version of torch, which pip asks for."""
+    name = rf"qtoolkit-{re.escape(qt.__version__)}\+torch{re.escape(MINOR)}\.cpu-cp311-abi3-linux_\w+\.whl"
+    assert re.fullmatch(name, wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (archive.read(n) for n in names if n.endswith("METADATA"))
+    assert {"qtoolkit/_C.abi3.so", "qtoolkit/py.typed", "qtoolkit_command.py"} <= set(names)
+    assert not [n for n in names if n.startswith(("tests", "csrc", "benchmarks"))]
+    wanted = message_from_bytes(metadata).get_all("Requires-Dist")
+    assert f"torch=={MINOR}.*" in wanted
+    assert any(entry.startswith("onnxruntime") and "extra" in entry for entry in wanted)
+
+
+PROGRAM = """
+import sys, torch, qtoolkit as qt
+from torch import nn
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+x = torch.randn(2, 3, 5, 5)
+prepared = qt.prepare(model.train(), x, backend="tensorrt")
+qt.calibrate(prepared, [x], progress=False)
+prepared(x).sum().backward()
+qt.convert(prepared)(x)
+print(qt.__file__, qt.__version__)
+"""
+
+
+def test_the_wheel_works_where_no_compiler_is(tmp_path, wheel: Path) -> None:
+    environment = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    place = next((environment / "lib").glob("python*")) / "site-packages"
+    (place / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch, and no checkout of this package
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    bare = {"PATH": str(environment / "bin"), "HOME": str(tmp_path), "CC": "no-compiler", "CXX": "no-compiler"}
+    run = {"cwd": tmp_path, "env": bare, "capture_output": True, "text": True}
+    done = subprocess.run([python, "-c", PROGRAM], check=False, **run)
+    assert done.returncode == 0, done.stderr
+    file, version = done.stdout.split()
+    assert Path(file).is_relative_to(environment)
+    assert version == qt.__version__
+    done = subprocess.run([environment / "bin" / "qtoolkit", "info", "--json"], check=False, **run)
+    assert (done.returncode, done.stdout[:1]) == (0, "{"), done.stderr
+
+
+def test_the_source_distribution_has_all_that_a_build_reads(tree: Path) -> None:
+    setup(tree, "sdist", "--dist-dir", "source")
+    (archive,) = (tree / "source").glob("*.tar.gz")
+    assert archive.name == f"qtoolkit-{qt.__version__}.tar.gz"
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+        info = opened.extractfile(f"qtoolkit-{qt.__version__}/PKG-INFO")
+        assert info is not None
+        assert "torch>=2.11" in message_from_bytes(info.read()).get_all("Requires-Dist")
+    sources = {
+        str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu", ".h", ".cuh")
+    }
+    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "qtoolkit").rglob("*.py")}
+    other = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "qtoolkit_command.py", "qtoolkit/py.typed"}
+    other |= {p.name for p in ROOT.glob("requirements-*.txt") if p.name != "requirements-dev.txt"}
+    assert sources | modules | other <= names
