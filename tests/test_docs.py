@@ -13,6 +13,7 @@ PROGRAMS = {
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 }
 NEEDS = {
+    "distributed.md-0": "safetensors",
     "mixed_precision.md-0": "scipy",
     "training.md-2": "accelerate",
     "training.md-3": "lightning",
