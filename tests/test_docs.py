@@ -16,6 +16,7 @@ PROGRAMS = {
 }
 NOTEBOOKS = sorted((DOCS / "tutorials").glob("*.ipynb"))
 NEEDS = {
+    "distributed.md-0": "safetensors",
     "mixed_precision.md-0": "scipy",
     "training.md-2": "accelerate",
     "training.md-3": "lightning",

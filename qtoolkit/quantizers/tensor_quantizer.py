@@ -419,6 +419,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def materialize(self, device: torch.device) -> None:
         """Leave the meta device, without a range: for a model that was made there and got only its float tensors."""
+        self.observer.put_sums_on(device)
         if self._scale.is_meta:
             self.to_empty(device=device)
             empty = torch.full_like(self._scale, torch.nan)

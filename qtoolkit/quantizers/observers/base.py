@@ -115,10 +115,11 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
             setattr(self, name, new if new.dtype == tensor.dtype else tensor.to(new.device))
         return self
 
-    def leave_meta_device_for(self, x: Tensor) -> None:
-        """Put the sums on the device of an input, if the model was made on the meta device: no state dict has them."""
-        if any(tensor.is_meta for tensor in self.added_up().values()) and not x.is_meta:
-            self._apply(lambda tensor: torch.zeros_like(tensor, device=x.device) if tensor.is_meta else tensor)
+    def put_sums_on(self, device: torch.device) -> None:
+        """Put the sums on a device, if the model was made on the meta device: no state dict has them."""
+        for name, tensor in self.added_up().items():
+            if tensor.is_meta and device.type != "meta":
+                setattr(self, name, torch.zeros_like(tensor, device=device))
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Replace what was observed by what several observers did; their states include this observer's own."""

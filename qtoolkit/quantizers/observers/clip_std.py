@@ -65,7 +65,7 @@ class ClipStdObserver(EndsObserver):
     def forward(self, x: Tensor) -> None:
         """Observe x, where it is finite."""
         super().forward(x)
-        self.leave_meta_device_for(x)
+        self.put_sums_on(x.device)
         x = x.detach()
         if x.numel() == 0:
             return

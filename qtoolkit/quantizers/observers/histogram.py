@@ -132,7 +132,7 @@ class HistogramObserver(Observer):
 
         Compiled code, which must not wait for the device, takes it in; then the range is NaN.
         """
-        self.leave_meta_device_for(x)
+        self.put_sums_on(x.device)
         if self.training and not torch.compiler.is_compiling() and not _is_finite(x.detach()):
             self.skipped += 1
         else:

@@ -64,7 +64,7 @@ class LSQStartObserver(EndsObserver):
     def forward(self, x: Tensor) -> None:
         """Observe the range and the magnitudes of x, where they are finite."""
         super().forward(x)
-        self.leave_meta_device_for(x)
+        self.put_sums_on(x.device)
         rows = self.by_range(x.detach().abs())
         sums = rows.sum(1, dtype=torch.float64).reshape(self.total.shape)
         self.total += torch.where(sums.isfinite(), sums, 0)

@@ -129,7 +129,7 @@ class Pow2ModeObserver(EndsObserver):
     def forward(self, x: Tensor) -> None:
         """Count the best power of two of x."""
         super().forward(x)
-        self.leave_meta_device_for(x)
+        self.put_sums_on(x.device)
         counts, lo, hi = histogram_of(x.detach(), self.lo.shape, self.bins, self.axis, self.group)
         scale = best_power(counts, lo, hi, self.qmin, self.qmax)
         counted = (hi > lo) & scale.isfinite()
