@@ -313,6 +313,7 @@ XNNPACK = Backend(
     joined_activations=("relu", "relu6"),
     quantize_graph_outputs=True,
     integer_bias=True,
+    runtime="xnnpack",
 )
 
 # The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers only, the first and

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from qtoolkit.errors import check_known
-from qtoolkit.integer import onnxruntime, openvino, tensorrt
+from qtoolkit.integer import onnxruntime, openvino, tensorrt, xnnpack
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
@@ -57,6 +57,13 @@ RUNTIMES: Mapping[str, Runtime] = {
         absorbs=(),
         layer_kernel=tensorrt.layer_kernel,
         op_kernel=tensorrt.op_kernel,
+    ),
+    "xnnpack": Runtime(
+        "xnnpack",
+        carries=xnnpack.CARRIES,
+        absorbs=xnnpack.ABSORBS,
+        layer_kernel=xnnpack.layer_kernel,
+        op_kernel=xnnpack.op_kernel,
     ),
 }
 

@@ -157,9 +157,9 @@ class _Reading(nn.Module):
         self.module, self.inputs = module, inputs
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        leaves = torch.utils._pytree.tree_leaves(with_tensors(self.inputs, iter(tensors)))
+        args, kwargs = with_tensors(self.inputs, iter(tensors))
         reader = _Reader(self.module)
-        outputs = reader.run(*leaves, enable_io_processing=False)
+        outputs = reader.run(*args, *kwargs.values())  # the graph takes the values that the containers hold, in order
         return (*tensors_of(outputs), *reader.codes)
 
 

@@ -1,0 +1,111 @@
+"""XNNPACK's integer kernels (qs8), which ExecuTorch's delegate calls, operation by operation.
+
+Sources are files of XNNPACK under src, read and then compared with executorch 1.5.1 on x86. Layers and products round as
+onnxruntime's kernels do; a sum is computed in fixed point.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from qtoolkit.backends import backends
+from qtoolkit.errors import with_article
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, why_no_sums
+from qtoolkit.integer.onnxruntime import QLinearConv, output_of, requantized
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.quantizers.bias import gives_codes
+from qtoolkit.quantizers.frozen import Grid
+
+# Behind all ops that only move values, the file repeats the pair.
+CARRIES = (
+    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
+    *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
+)
+ABSORBS = backends["xnnpack"].joined_activations
+MULTIPLIER_BITS = 20
+
+
+class Layer(QLinearConv):
+    """Convolutions, transposed ones too, and linear layers: f32(sums + bias) * f32(f32(xs * ws) / ys), rounded to even.
+
+    Source: qs8-qc8w-gemm and its kin; the factors are those of operators/convolution-nhwc.c.
+    """
+
+    NAME = "qs8 sums"
+
+
+class Add(OpKernel):
+    """(bias + a * round(ra 2^shift) + b * round(rb 2^shift)) >> shift with ra = f32(as / ys), rb = f32(bs / ys).
+
+    The larger factor has 20 bits behind its highest one, and the bias has 2^(shift - 1): halves are rounded up.
+    Source: xnn_init_qs8_add_minmax_scalar_params in microparams-init.c, and qs8-vadd.
+    """
+
+    NAME = "qs8 add"
+    factors: tuple[int, int]
+    shift: int
+
+    def refresh(self) -> None:
+        """Compute the factors."""
+        super().refresh()
+        a, b = (float(side.scale / output_of(self).scale) for side in self.inputs)
+        self.shift = MULTIPLIER_BITS - (math.frexp(max(a, b))[1] - 1)
+        self.factors = round(a * 2**self.shift), round(b * 2**self.shift)
+
+    def compute(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the values of the codes of x + other."""
+        (a, b), y = self.inputs, output_of(self)
+        # Sums of products of 9 and 21 bits are exact in float64, and so is the division by a power of two.
+        sums = a.centred(x).double() * self.factors[0] + b.centred(other).double() * self.factors[1]
+        return torch.floor(sums / 2**self.shift + 0.5).float().clamp_(*y.ends).mul_(y.scale)
+
+
+class Multiply(OpKernel):
+    """f32((a - az)(b - bz)) * f32(f32(as * bs) / ys), rounded to even.
+
+    Source: xnn_init_qs8_mul_minmax_scalar_params in microparams-init.c, and qs8-vmul.
+    """
+
+    NAME = "qs8 mul"
+    factor: Tensor
+
+    def refresh(self) -> None:
+        """Compute the factor."""
+        super().refresh()
+        (a, b), y = self.inputs, output_of(self)
+        self.constant("factor", a.scale * b.scale / y.scale)
+
+    def compute(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the values of the codes of x * other."""
+        a, b = self.inputs
+        return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
+
+
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
+    """Return the kernel of a layer, or why it runs in float."""
+    if layer.KIND not in ("conv", "conv_transpose", "linear") or layer.weight.dim() > 4:
+        return f"XNNPACK has no integer kernel for {with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
+    reason = why_no_sums(layer, source)
+    if reason is not None or output is None:
+        return reason or "its output goes to something else than a quantizer"
+    signed = source.spec.qmin < 0 and output.spec.qmin < 0
+    return Layer if signed else "XNNPACK has no unsigned codes"
+
+
+def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
+    """Return the kernel of an op without weights, or why it runs in float."""
+    if kind not in _KERNELS:
+        return f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
+    if output is None or len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
+        return "XNNPACK computes it on codes with two tensors and a quantized output alone"
+    if not all(gives_codes(grid) and grid.spec.qmin < 0 for grid in (*inputs, output)):
+        return "XNNPACK has signed codes of at most 8 bits with one scale alone"
+    if any(kind_of(user).name == "relu6" for user in node.users):
+        return "XNNPACK joins a ReLU alone to it"
+    return _KERNELS[kind]
+
+
+_KERNELS: Mapping[str, type[OpKernel]] = {"add": Add, "mul": Multiply}
