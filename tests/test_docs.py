@@ -15,18 +15,14 @@ PROGRAMS = {
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 }
 NOTEBOOKS = sorted((DOCS / "tutorials").glob("*.ipynb"))
-NEEDS = {
-    "mixed_precision.md-0": "scipy",
-    "training.md-2": "accelerate",
-    "training.md-3": "lightning",
-    "training.md-4": "transformers",
-}
+EXTRAS = re.compile(r"^(?:import|from) (accelerate|lightning|transformers)\b", re.MULTILINE)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_programs_run(program: str, tmp_path, monkeypatch) -> None:
-    if program in NEEDS:
-        pytest.importorskip(NEEDS[program], reason=f"needs {NEEDS[program]}, which is not installed")
+    needs = [*EXTRAS.findall(PROGRAMS[program]), *(["scipy"] if "MixedPrecision" in PROGRAMS[program] else [])]
+    for package in needs:
+        pytest.importorskip(package, reason=f"needs {package}, which is not installed")
     monkeypatch.chdir(tmp_path)
     exec(compile(PROGRAMS[program], program, "exec"), {"__name__": program})
 
