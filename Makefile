@@ -7,7 +7,7 @@ SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
 # A process for each core, of one thread each. Tests take from a millisecond to ten seconds: idle processes take over.
 TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-all lint unit docs build second sanitize clean
+.PHONY: demo test test-all lint unit docs build second sanitize fuzz browser clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
@@ -40,17 +40,26 @@ sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehavio
 	tests/sanitize/run address $(RUN)/python
 	tests/sanitize/run thread $(RUN)/python
 
+browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
+	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation
+
+fuzz: $(VENV)/built          ## a million calls of ops, and many damaged files, JSON texts and state dicts; an hour on one core
+	@echo "== fuzz"
+	OMP_NUM_THREADS=1 $(RUN)/python -W ignore -m tests.fuzz --calls 1000000
+	FUZZ=50 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q tests/test_config.py tests/test_faults.py \
+	  tests/cli/test_hostile_files.py tests/export/test_hostile_backend_files.py
+
 build: $(VENV)/built         ## compile again what has changed
 
 $(VENV)/built: $(VENV)/ready $(SOURCES)
 	@echo "== compile what has changed of csrc (all of it: some minutes on two cores, twice as long with CUDA)"
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
-$(VENV)/ready: constraints.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
+$(VENV)/ready: constraints.txt requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
 	@echo "== create $(VENV) and download $(TORCH) into it (minutes: torch is large)"
 	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
 	@echo "== install the tools of tests and lints"
-	$(RUN)/pip install --quiet -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
+	$(RUN)/pip install --quiet -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
 
 clean:
 	rm -rf build $(VENV) qtoolkit/*.so

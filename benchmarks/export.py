@@ -1,4 +1,4 @@
-"""Latency and accuracy of exported files in onnxruntime and OpenVINO, beside onnxruntime's own quantize_static.
+"""Latency and accuracy of exported files in onnxruntime, OpenVINO and ExecuTorch, beside onnxruntime's own quantize_static.
 
 python benchmarks/export.py                     all models, one thread
 python benchmarks/export.py --only fsrcnn vit   some of them
@@ -6,8 +6,8 @@ python benchmarks/export.py --quick             small inputs and few images: a f
 python benchmarks/export.py --json FILE         writes the figures too
 
 Each model is exported in float and in int8, prepared for the runtime that executes it; quantize_static quantizes the float file
-with the same calibration batches (QDQ, uint8 activations, int8 weights per channel). All files of one model and one runtime are
-timed in turn, and times are multiples of the float file's in that runtime.
+with the same calibration batches (QDQ, uint8 activations, int8 weights per channel). ExecuTorch has files of its own, both with
+XNNPACK. All files of one model and one runtime are timed in turn, and times are multiples of the float file's in that runtime.
 """
 
 import argparse
@@ -16,9 +16,11 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import executorch_files
 import numpy as np
 import torch
 from export_models import SUBJECTS, Subject
@@ -30,10 +32,12 @@ from rich.table import Table
 from torch import Tensor
 
 import qtoolkit as qt
-from qtoolkit.export.runtimes import RUNTIMES
+from qtoolkit.export.runtimes import RUNTIMES, Layer
 
 GOAL = "below 1, and no slower than quantize_static"
 FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
+EXECUTORCH = "executorch"
+Files = dict[str, tuple[Path, Sequence[Layer]]]
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,13 @@ class Row:
     unit: str
 
 
-def write_files(subject: Subject, folder: Path, runtime: str) -> dict[str, Path]:
-    """Write the files of a model for a runtime; return them by who wrote them."""
+def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
+    """Write the files of a model for a runtime; return them, with the ops that compute in the runtime, by who wrote them."""
+    if runtime == EXECUTORCH:
+        return {
+            FLOAT: executorch_files.write_float(subject, folder / "float.pte"),
+            OURS: executorch_files.write_quantized(subject, folder / "qtoolkit.pte"),
+        }
     paths = {name: folder / f"{name}_{runtime}.onnx" for name in (FLOAT, OURS, STATIC)}
     dynamic: Any = ({0: "batch", **({2: "height", 3: "width"} if "Set5" in subject.unit else {})},)
     example = torch.cat([subject.example] * 2)  # a batch of one would fix the dimension
@@ -75,7 +84,9 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> dict[str, Path]
     qt.calibrate(prepared, subject.calibration, progress=False)
     qt.export_onnx(prepared, (example,), paths[OURS], dynamic_shapes=dynamic, verify=False)
     quantize_static(paths[FLOAT], paths[STATIC], subject.calibration)
-    return paths
+    return {
+        name: (path, RUNTIMES[runtime](path, [subject.example], [], {}, True).layers) for name, path in paths.items()
+    }
 
 
 def quantize_static(source: Path, target: Path, batches: Sequence[Tensor], **options: Any) -> None:
@@ -125,21 +136,23 @@ def in_openvino(path: Path, threads: int) -> Callable[[Any], Any]:
 RUN: Mapping[str, Callable[[Path, int], Callable[[Any], Any]]] = {
     "onnxruntime": in_onnxruntime,
     "openvino": in_openvino,
+    EXECUTORCH: executorch_files.in_executorch,
 }
 
 
 def rows_of(subject: Subject, runtime: str, folder: Path, pace: Pace, threads: int) -> Iterator[Row]:
     """Write the files of a model for a runtime, time them in turn, and measure their accuracy."""
     files = write_files(subject, folder, runtime)
-    runs = {name: RUN[runtime](path, threads) for name, path in files.items()}
+    runs = {name: RUN[runtime](path, threads) for name, (path, _) in files.items()}
     x = subject.example.numpy()
     work = {ROOF if name == FLOAT else name: _timed(run, x) for name, run in runs.items()}
     timed = measure(Case(runtime, subject.name, work, GOAL), threads, pace)
     for name, run in runs.items():
         ratio = timed.ratios.get(name, 1.0)
-        layers = RUNTIMES[runtime](files[name], [subject.example], [], {}, True).layers
+        layers = files[name][1]
         integer = sum(layer.integer for layer in layers)
-        accuracy = None if subject.measure is None else subject.measure(on_tensors(run))
+        has_one_size = runtime == EXECUTORCH and "Set5" in subject.unit
+        accuracy = None if subject.measure is None or has_one_size else subject.measure(on_tensors(run))
         figures = (1e-3 * timed.roof_us * ratio, ratio, timed.spread, integer, len(layers) - integer, accuracy)
         yield Row(subject.name, runtime, name, *figures, subject.unit)
 
@@ -165,6 +178,12 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
+def _is_installed(runtime: str) -> bool:
+    if find_spec(runtime) is None:
+        print(f"{runtime} is not installed, and left out: pip install qtoolkit[{runtime}].")
+    return find_spec(runtime) is not None
+
+
 def main() -> None:
     """Run, print, and write what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,7 +198,7 @@ def main() -> None:
     for name in args.only:
         torch.manual_seed(0)
         subject = SUBJECTS[name](DATA, args.quick)
-        for runtime in args.runtimes:
+        for runtime in filter(_is_installed, args.runtimes):
             with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 rows += rows_of(subject, runtime, Path(folder), pace, args.threads)

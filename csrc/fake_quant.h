@@ -28,7 +28,9 @@ QT_FN unsigned inside_bits(const GridPoint<V>& p) {
 }
 
 // The functors of the elementwise kernels (kernel_list.h). from() reads what the functor needs from the kernel's
-// arguments (A is V's scalar), apply() gives the value of an element and whether its gradient passes.
+// arguments (A is V's scalar), apply() gives the value of an element and whether its gradient passes. kMemoryBound says
+// that the arithmetic is short, so that the kernel waits for memory: the CPU then has loops of its own for 16-bit
+// floats and for writes past the caches.
 template <class V>
 struct Quantized {
   V value;
@@ -37,6 +39,7 @@ struct Quantized {
 
 template <class A, class V>
 struct IntegerFunctor {
+  static constexpr bool kMemoryBound = true;
   V lo, hi;
   QT_FN IntegerFunctor from(const KernelArgs& args) {
     return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
@@ -49,6 +52,7 @@ struct IntegerFunctor {
 
 template <class A, class V>
 struct FloatFunctor {
+  static constexpr bool kMemoryBound = true;
   FloatGrid<V> grid;
   QT_FN FloatFunctor from(const KernelArgs& args) { return {float_grid<A, V>(args.format)}; }
   QT_FN Quantized<V> apply(const FloatFunctor& functor, V x, V scale, V) {
@@ -59,6 +63,7 @@ struct FloatFunctor {
 
 template <class A, class V>
 struct LogFunctor {
+  static constexpr bool kMemoryBound = false;
   QT_FN LogFunctor from(const KernelArgs&) { return {}; }
   QT_FN Quantized<V> apply(const LogFunctor&, V x, V scale, V) {
     const auto point = snap_log<A>(x, scale);
@@ -70,6 +75,7 @@ struct LogFunctor {
 // before rounding.
 template <class A, class V, bool kCodes>
 struct LegacyFunctor {
+  static constexpr bool kMemoryBound = true;
   V lo, hi;
   QT_FN LegacyFunctor from(const KernelArgs& args) {
     return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
@@ -121,6 +127,7 @@ constexpr unsigned kScaleSum = 1, kBothSums = 2;
 
 template <class A, class V>
 struct LearnedGradient {
+  static constexpr bool kMemoryBound = true;
   static constexpr bool kMasks = true;
   static constexpr unsigned kSums = kScaleSum | kBothSums;
   V lo, hi;

@@ -13,6 +13,7 @@ namespace qtoolkit {
 // zero_point) scale.
 template <class A, class V>
 struct ClippedGradient {
+  static constexpr bool kMemoryBound = true;
   static constexpr bool kMasks = true;
   static constexpr unsigned kSums = kScaleSum | kBothSums;
   V lo, hi;
@@ -34,6 +35,7 @@ struct ClippedGradient {
 // gradient.
 template <class A, class V>
 struct SoftGradient {
+  static constexpr bool kMemoryBound = false;
   static constexpr bool kMasks = false;
   static constexpr unsigned kSums = kScaleSum;
   QT_FN SoftGradient from(const KernelArgs&) { return {}; }
@@ -71,6 +73,7 @@ QT_FN LevelPoint<V> nearest_level(const Levels& levels, V x, V scale, V lo, V hi
 
 template <class A, class V>
 struct LevelsFunctor {
+  static constexpr bool kMemoryBound = false;
   const Levels* levels;
   V lo, hi;
   QT_FN LevelsFunctor from(const KernelArgs& args) {
@@ -84,6 +87,7 @@ struct LevelsFunctor {
 
 template <class A, class V>
 struct LevelsGradient {
+  static constexpr bool kMemoryBound = false;
   static constexpr bool kMasks = true;
   static constexpr unsigned kSums = kScaleSum;
   LevelsFunctor<A, V> grid;
@@ -106,6 +110,7 @@ struct IntervalPoint {
 // The scale is the distance of the interval's ends from its center, and the zero point is the center.
 template <class A, class V>
 struct IntervalFunctor {
+  static constexpr bool kMemoryBound = false;
   bool is_signed;
   QT_FN IntervalFunctor from(const KernelArgs& args) { return {args.bounds.lo < 0}; }
   QT_FN IntervalPoint<V> point(const IntervalFunctor& functor, V x, V scale, V center) {
@@ -123,6 +128,7 @@ struct IntervalFunctor {
 
 template <class A, class V>
 struct IntervalGradient {
+  static constexpr bool kMemoryBound = false;
   static constexpr bool kMasks = false;
   static constexpr unsigned kSums = kBothSums;
   IntervalFunctor<A, V> interval;

@@ -6,6 +6,7 @@ from types import ModuleType
 from qtoolkit import debug, export, graph, nn, ops, quant_modules, tuning
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate
+from qtoolkit.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.fuse import _check_rows, fuse_modules
 from qtoolkit.eager.record import EagerRecord
@@ -25,12 +26,14 @@ from qtoolkit.quantizers.switches import (
 )
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
+from qtoolkit.synchronize import synchronize_ranges
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Backend",
     "CalibrationReport",
+    "Checkpoint",
     "ExportResult",
     "Grid",
     "QConfig",
@@ -53,6 +56,7 @@ __all__ = [
     "freeze_ranges",
     "fuse_modules",
     "graph",
+    "load_checkpoint",
     "nn",
     "ops",
     "parameter_groups",
@@ -60,12 +64,14 @@ __all__ = [
     "quant_modules",
     "quantization_report",
     "quantizers_of",
+    "save_checkpoint",
     "stop_on_nonfinite",
+    "synchronize_ranges",
     "tuning",
     "unfreeze_batch_norm",
 ]
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)
-publish(__name__, CalibrationReport, ExportResult, QuantizationReport)
+publish(__name__, CalibrationReport, Checkpoint, ExportResult, QuantizationReport)
 publish(__name__, EagerRecord, _check_rows)  # what fuse_modules and replace leave on a model
 
 

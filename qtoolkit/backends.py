@@ -139,7 +139,7 @@ def _roles(
 
 
 _LAYERS = ("conv", "conv_transpose", "linear")
-_PRODUCTS = (*_LAYERS, "matmul", "attention", "dot_product_attention")
+_PRODUCTS = (*_LAYERS, "matmul", "attention")
 # On targets that compute in integers throughout.
 _IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")
 
@@ -156,7 +156,9 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # quantization. Average pooling does not: like every op without weights (linear resizes too) it is quantized only together
 # with its output. All inputs of a concat have one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay
 # float: a gate times a convolution fuses without Q/DQ. Weights stay float with both nodes, which all its parsers read.
-# Transposed convolutions: axis 1 from version 10 on.
+# Transposed convolutions: axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8
+# only with Q/DQ behind its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op
+# there is none; in half precision it is fused as it stands. Attention of matrix products and a softmax has all of them.
 TENSORRT = Backend(
     name="tensorrt",
     qconfig=QConfig(activation=_SIGNED, weight=_PER_CHANNEL),
@@ -173,7 +175,7 @@ TENSORRT = Backend(
 TENSORRT_NLP = replace(
     TENSORRT,
     name="tensorrt-nlp",
-    roles=_roles(compute=("linear", "matmul", "attention", "dot_product_attention"), merge=("add",), concat=()),
+    roles=_roles(compute=("linear", "matmul", "attention"), merge=("add",), concat=()),
 )
 
 # TensorRT 8: its kernels take the scales of a transposed convolution along axis 0 (NVIDIA/TensorRT #1694, #1699, #2380), and
@@ -210,12 +212,14 @@ ONNXRUNTIME = Backend(
 # OpenVINO, CPU plugin. Sources: NNCF's table of quantizable operations (nncf/openvino/graph/metatypes/groups.py: layers,
 # elementwise ops, pools, means, interpolation; concats with unified scales) and MQBench's OPENVINO backend: symmetric
 # activations, unsigned where they are never negative. Weights have 7 bits, because sums of int8 products overflow 16 bits on
-# AVX2 and AVX-512 without VNNI; NNCF's overflow fix does the same.
+# AVX2 and AVX-512 without VNNI; NNCF's overflow fix does the same. F.scaled_dot_product_attention takes quantized inputs, as
+# NNCF gives its query and key, and its softmax has no quantizer: measured with 2026.4 (docs/runtimes.md).
 OPENVINO = Backend(
     name="openvino",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
     roles=_roles(
-        compute=(*_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"), merge=("add", "sub", "mul", "div")
+        compute=(*_PRODUCTS, "dot_product_attention", "scale", "avg_pool", "mean", "upsample_linear"),
+        merge=("add", "sub", "mul", "div"),
     ),
     unsigned_after_relu=True,
     weight_bits=(7, 8),
@@ -227,7 +231,7 @@ OPENVINO = Backend(
 SNPE = Backend(
     name="snpe",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
-    roles=_roles(compute=(*_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
+    roles=_roles(compute=(*_PRODUCTS, "dot_product_attention", *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
     shared_concat=False,
     integer_bias=True,
     quantize_outputs=True,
@@ -242,7 +246,7 @@ QNN = replace(
     SNPE,
     name="qnn",
     roles=_roles(
-        compute=(*_PRODUCTS, *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
+        compute=(*_PRODUCTS, "dot_product_attention", *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
         merge=("add", "sub", "mul", "div"),
     ),
 )
@@ -294,6 +298,23 @@ TVM = Backend(
     quantize_graph_outputs=True,
 )
 
+# XNNPACK, through ExecuTorch's delegate. Source: its partitioner (executorch 1.5, backends/xnnpack/partition/config):
+# activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), those of transposed convolutions
+# along the output channels. It takes a layer, sum, difference, product or global mean on codes only if one quantize op takes
+# its output, behind a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
+# dequantize its weight at each run. Average pools over windows, linear resizes and other activations are float. Biases are
+# int32 in steps of input scale times weight scale.
+XNNPACK = Backend(
+    name="xnnpack",
+    qconfig=QConfig(activation=replace(_AFFINE, signed=True), weight=replace(_PER_CHANNEL, narrow=True)),
+    roles=_roles(compute=(*_LAYERS, "avg_pool", "mean"), merge=("add", "sub", "mul")),
+    grouped_conv_transpose=False,
+    needs_quantized_output=(*_LAYERS, "avg_pool", "mean", "add", "sub", "mul"),
+    joined_activations=("relu", "relu6"),
+    quantize_graph_outputs=True,
+    integer_bias=True,
+)
+
 # The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers only, the first and
 # the last layer in 8 bits. A global rule sets the widths of the others.
 ACADEMIC = Backend(
@@ -329,6 +350,7 @@ _ALL = (
         TENGINE,
         NNIE,
         TVM,
+        XNNPACK,
     ),
     *(ACADEMIC, ACADEMIC_NLP),
 )

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from tqdm import tqdm
+from torch import Tensor, nn
 
 from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_known
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
-from qtoolkit.quantizers.grid_ends import grid_ends
+from qtoolkit.processes import from_all_ranks, ranks, without_ddp
+from qtoolkit.progress import batches_of
+from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import calibrating
@@ -81,7 +82,8 @@ def calibrate(
     forward and the data included, all ranges, scales and observers are as before.
 
     Args:
-        prepared: A model with quantizers, prepared, replaced or the user's own.
+        prepared: A model with quantizers, prepared, replaced or the user's own. Of one in DistributedDataParallel, the model
+            inside is run.
         batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
             mapping, else model(batch).
         max_batches: The number of batches to run; None runs all.
@@ -121,6 +123,7 @@ def calibrate(
     _check(batches, max_batches, forward)
     check_links(prepared)
     run = forward or run_batch
+    model = without_ddp(prepared)  # DistributedDataParallel replaces ranges by those of rank 0
     count = 0
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
         if method is not None:
@@ -128,8 +131,8 @@ def calibrate(
         for quantizer in quantizers.values():
             quantizer.observer.reset()
         with torch.no_grad(), evaluating(prepared), calibrating(prepared):
-            for batch in tqdm(batches, desc="calibrate", total=max_batches, disable=not progress, leave=False):
-                run(prepared, batch)
+            for batch in batches_of("calibrate", batches, progress, max_batches):
+                run(model, batch)
                 count += 1
                 if count == max_batches:
                     break
@@ -166,11 +169,10 @@ def _observe_by(method: str, quantizers: Iterable[TensorQuantizer]) -> None:
 
 def merged_over_ranks(quantizers: Mapping[str, TensorQuantizer], count: int) -> int:
     """Merge the observations of all ranks on each rank, in a process group; return the number of batches on all ranks."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if ranks() == 1:
         return count
     mine = {name: quantizer.observer.state() for name, quantizer in quantizers.items()}
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, (count, mine))
+    gathered = from_all_ranks((count, mine))
     for name, quantizer in quantizers.items():
         quantizer.merge_observed([states[name] for _, states in gathered])
     return sum(each for each, _ in gathered)
@@ -181,7 +183,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     reached = {name: quantizers[name] for name in loaded}
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
     grids = {name: _whole(grid_ends(quantizer)) for name, quantizer in reached.items()}
-    clipped = {name: _share_clipped(quantizer) for name, quantizer in reached.items()}
+    clipped = {name: share_clipped(quantizer, quantizer.observer) for name, quantizer in reached.items()}
     ranges = {name: _whole(ends) for name, ends in loaded.items()}
     unreached = tuple(name for name, quantizer in quantizers.items() if name not in reached and not quantizer.dynamic)
     _warn_of_clipping(reached, clipped)
@@ -231,9 +233,3 @@ def _warn_of_clipping(quantizers: Mapping[str, TensorQuantizer], clipped: Mappin
 
 def _whole(ends: tuple[Tensor, Tensor]) -> tuple[float, float]:
     return float(ends[0].min()), float(ends[1].max())
-
-
-def _share_clipped(quantizer: TensorQuantizer) -> float | None:
-    lo, hi = grid_ends(quantizer)
-    half = quantizer.scale / 2
-    return quantizer.observer.share_outside(lo - half, hi + half)

@@ -1,7 +1,7 @@
 """Checks of arguments, and the words of errors: for unknown names the nearest known one, the article of a name."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TypeVar
@@ -15,10 +15,25 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
         "unknown backend 'tensort'; did you mean 'tensorrt'? Known: onnxruntime, tensorrt."
     """
     names = sorted(known)
-    same = [known for known in names if _as_node(known) == _as_node(str(name))]
-    near = same or get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    near = nearest(name, names)
+    hint = "." if near is None else f"; did you mean {near!r}?"
     return f"unknown {what} {name!r}{hint} Known: {', '.join(names)}."
+
+
+def nearest(name: object, known: Sequence[str]) -> str | None:
+    """Return the known name that is most like another one, or None."""
+    same = [each for each in known if _as_node(each) == _as_node(str(name))]
+    return next(iter(same or get_close_matches(str(name), known, n=1, cutoff=0.5)), None)
+
+
+def some(items: Sequence[str], most: int = 5) -> str:
+    """Return the first items, and how many more there are.
+
+    Example:
+        >>> some(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def with_article(named: object) -> str:
@@ -94,6 +109,25 @@ class PlacedError(ValueError):
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
         self.place, self.reason = place, reason
+
+
+@contextmanager
+def as_errors_of(function: str, shared: str) -> Iterator[None]:
+    """Let the errors of code that a function shares with another begin with its own name.
+
+    Example:
+        >>> with as_errors_of("encodings", "export_onnx"):
+        ...     raise ValueError("export_onnx: opset must be a whole number.")
+        Traceback (most recent call last):
+        ...
+        ValueError: encodings: opset must be a whole number.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        if len(error.args) == 1 and str(error).startswith(f"{shared}: "):
+            error.args = (function + str(error).removeprefix(shared),)
+        raise
 
 
 T = TypeVar("T")

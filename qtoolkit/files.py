@@ -8,7 +8,8 @@ import secrets
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,10 +31,19 @@ def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
         ...     Path(folder, "new", "file.bin").read_bytes()
         b'abc'
     """
+    with replacing(path) as place, open(place, "wb") as file:
+        _write(data, file)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give the block the name of a file to write, which becomes `path` after it as `write_atomically` says.
+
+    The file is there, and empty. For libraries that write a file by its name.
+    """
     mode = _mode(path)
     if mode is not None and not stat.S_ISREG(mode):
-        with open(path, "wb") as file:
-            _write(data, file)
+        yield Path(path)
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -41,9 +51,9 @@ def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
     _remove_stale(target.parent, prefix)
     temporary = target.parent / f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
-        new = 0o666 if mode is None else stat.S_IMODE(mode)  # less the umask
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, new)) as file:
-            _write(data, file)
+        new = 0o666 if mode is None else stat.S_IMODE(mode) | stat.S_IWUSR  # less the umask
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, new))
+        yield temporary
         if mode is not None:
             temporary.chmod(stat.S_IMODE(mode))
         temporary.replace(target)

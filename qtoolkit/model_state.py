@@ -117,3 +117,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def check_numbers(what: str, name: str, value: object) -> None:
+    """Raise TypeError unless an entry of a state dict is a dense tensor of floating-point numbers of 2 bytes or more."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what}: {name!r} must be a tensor, got {type(value).__name__}.")
+    if not value.is_floating_point() or value.dtype.itemsize < 2 or value.layout is not torch.strided or value.is_meta:
+        kind = (
+            f"{str(value.dtype).removeprefix('torch.')}, {str(value.layout).removeprefix('torch.')}, on {value.device}"
+        )
+        raise TypeError(f"{what}: {name!r} must be a dense tensor of floating-point numbers with values, got {kind}.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.debug.compare import LayerComparison
+from qtoolkit.debug import LayerComparison
 from tests.data import DATA, needs_data
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

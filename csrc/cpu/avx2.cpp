@@ -8,7 +8,6 @@
 #pragma GCC target("avx2,f16c,bmi,bmi2,popcnt")
 
 #define QT_ISA avx2
-#define QT_TABLE kAvx2
 #define QT_BYTES 32
 #include "kernels-inl.h"
 #endif

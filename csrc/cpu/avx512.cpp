@@ -10,7 +10,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,bmi,bmi2,popcnt,prefer-vector-width=512")
 
 #define QT_ISA avx512
-#define QT_TABLE kAvx512
 #define QT_BYTES 64
 #include "kernels-inl.h"
 #endif

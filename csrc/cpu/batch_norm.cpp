@@ -106,9 +106,9 @@ class BatchNorm {
   void forward() {
     std::vector<Moments> moments(division_.sets * args_.channels);
     run([&](const NormPart& part, int64_t set,
-            A* places) { kernels().moments(args_, part, places, moments.data() + set * args_.channels); },
+            A* places) { kernels<A>().norm.moments(args_, part, places, moments.data() + set * args_.channels); },
         [&](int64_t c) { set_statistics(c, joined(moments, c)); },
-        [&](const NormPart& part) { kernels().forward(args_, row(), part); });
+        [&](const NormPart& part) { kernels<A>().norm.forward(args_, row(), part); });
   }
 
   void backward() {
@@ -117,9 +117,9 @@ class BatchNorm {
     for (int64_t c = 0; c < args_.channels; ++c) set_factor(c);
     repeat();
     run([&](const NormPart& part, int64_t set,
-            A* places) { kernels().sums(args_, row(), part, places, sums.data() + set * args_.channels); },
+            A* places) { kernels<A>().norm.sums(args_, row(), part, places, sums.data() + set * args_.channels); },
         [&](int64_t c) { set_gradients(c, joined(sums, c)); },
-        [&](const NormPart& part) { kernels().backward(args_, row(), part); });
+        [&](const NormPart& part) { kernels<A>().norm.backward(args_, row(), part); });
     if (!args_.learned) return;
     double* totals = args_.gradients + 3 * args_.channels;
     totals[0] = totals[1] = 0;
@@ -130,14 +130,6 @@ class BatchNorm {
   }
 
  private:
-  static const NormKernels<A>& kernels() {
-    if constexpr (std::is_same_v<A, double>) {
-      return cpu::kernels().norm_f64;
-    } else {
-      return cpu::kernels().norm_f32;
-    }
-  }
-
   NormChannels<A> row() {
     A* memory = memory_.data();
     return {memory, memory + width_, memory + 2 * width_, memory + 3 * width_, memory + 4 * width_};

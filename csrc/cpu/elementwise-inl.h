@@ -29,7 +29,7 @@ void elementwise_typed(const KernelArgs& args, int64_t begin, int64_t end) {
   const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    with_pointers(args, args.x, at, n, in, out, [&](const auto* x, auto* y) {
+    with_pointers<Functor::kMemoryBound>(args, args.x, at, n, in, out, [&](const auto* x, auto* y) {
       for_grids<A>(args, position, n, [&](int from, int chunks, auto grid) {
         map_chunks<A, kMasked, kStream>(x + from, y + from, mask + from / kChunk, chunks, grid, functor);
       });
@@ -40,15 +40,17 @@ void elementwise_typed(const KernelArgs& args, int64_t begin, int64_t end) {
 }
 
 // Calls f with whether the result is written with streaming stores, as a compile-time constant.
-template <class F>
+template <bool kMemoryBound, class F>
 QT_FN void with_stream(const KernelArgs& args, F f) {
-  if (kStreams && args.stream) return f(std::bool_constant<kStreams>{});
+  if constexpr (kStreams && kMemoryBound) {
+    if (args.stream) return f(std::true_type{});
+  }
   f(std::false_type{});
 }
 
 template <class A, class Functor>
 void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream(args, [&](auto stream) {
+  with_stream<Functor::kMemoryBound>(args, [&](auto stream) {
     return args.mask == nullptr ? elementwise_typed<A, false, stream.value, Functor>(args, begin, end)
                                 : elementwise_typed<A, true, stream.value, Functor>(args, begin, end);
   });
@@ -60,7 +62,7 @@ void backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
   for_blocks(begin, end, [&](int64_t at, int n) {
     uint64_t mask[kBlock / kChunk] = {};
     __builtin_memcpy(mask, args.mask + at / 8, (n + 7) / 8);
-    with_pointers(args, args.grad, at, n, in, out, [&](const auto* grad, auto* dx) {
+    with_pointers<true>(args, args.grad, at, n, in, out, [&](const auto* grad, auto* dx) {
       for (int chunk = 0; chunk < round_up(n) / kChunk; ++chunk, grad += kChunk, dx += kChunk) {
         for (size_t line = 0; line < kChunk * sizeof(*grad); line += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(grad + kAhead) + line);
@@ -74,7 +76,7 @@ void backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
 
 template <class A>
 void fake_quant_backward(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream(args, [&](auto stream) { backward_typed<A, stream.value>(args, begin, end); });
+  with_stream<true>(args, [&](auto stream) { backward_typed<A, stream.value>(args, begin, end); });
 }
 
 // The largest magnitude of whole vectors; NaN is ignored.

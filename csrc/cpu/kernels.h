@@ -1,5 +1,5 @@
-// The CPU kernels of one instruction set, as a table of functions. kernels-inl.h is compiled once per instruction set;
-// launch.cpp selects a table when the library loads.
+// The CPU kernels of one instruction set, as tables of functions, one for each type of the arithmetic. kernels-inl.h is
+// compiled once per instruction set; launch.cpp selects the tables when the library loads.
 #pragma once
 
 #include "../batch_norm.h"
@@ -27,10 +27,6 @@ constexpr int64_t kLongestRow = 8192;  // the longest row of channels whose sums
 // at any position. The sums have such entries if all channels form one row; args.zero_point is null there if all zero
 // points are 0.
 using Kernel = void (*)(const KernelArgs& args, int64_t begin, int64_t end);
-
-struct TypedKernel {
-  Kernel f32, f64;  // by the type of the arithmetic
-};
 
 // The histogram of one thread. Neighbouring elements are counted in separate tables, so that equal ones do not wait for
 // each other; the sum of the tables must stay below 2^31. One more table is scratch memory.
@@ -98,26 +94,36 @@ struct WeightKernels {
   WeightKernel<A> forward, backward;
 };
 
+template <class A>
 struct Kernels {
-  const char* name;
-  const TypedKernel* kernels;  // indexed by KernelId
-  NormKernels<float> norm_f32;
-  NormKernels<double> norm_f64;
-  PoolKernel<float> max_pool_f32;
-  PoolKernel<double> max_pool_f64;
-  PoolBackwardKernel max_pool_backward_f32, max_pool_backward_f64;
-  WeightKernels<float> weights_f32;
-  WeightKernels<double> weights_f64;
+  const Kernel* kernels;  // indexed by KernelId
+  NormKernels<A> norm;
+  PoolKernel<A> max_pool;
+  PoolBackwardKernel max_pool_backward;
+  WeightKernels<A> weights;
 };
 
-// The kernels of the instruction set in use.
-const Kernels& kernels();
-
-extern const Kernels kPlain;
-#if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
+// The kernels of the instruction set in use, for float or double.
+template <class A>
+const Kernels<A>& kernels();
 
 }  // namespace cpu
+
+namespace plain {
+extern const cpu::Kernels<float> kFloat32;
+extern const cpu::Kernels<double> kFloat64;
+}  // namespace plain
+
+// float64 is for checks of gradients: AVX-512 takes the kernels of AVX2, which are as fast where memory is the limit.
+#if defined(__x86_64__)
+namespace avx2 {
+extern const cpu::Kernels<float> kFloat32;
+extern const cpu::Kernels<double> kFloat64;
+}  // namespace avx2
+
+namespace avx512 {
+extern const cpu::Kernels<float> kFloat32;
+}  // namespace avx512
+#endif
+
 }  // namespace qtoolkit

@@ -27,49 +27,67 @@ constexpr int64_t kSegment = 16384;        // elements per partial sum, at the l
 constexpr int64_t kSegments = 64;          // partial sums, at the most
 constexpr int64_t kLargeResult = 4 << 20;  // elements of a result from which streaming stores pay off
 
-std::vector<const Kernels*> available() {
-  std::vector<const Kernels*> kernels;
+struct InstructionSet {
+  const char* name;
+  const Kernels<float>& f32;
+  const Kernels<double>& f64;
+};
+
+// The instruction sets of the processor, the widest first.
+std::vector<InstructionSet> available() {
+  std::vector<InstructionSet> sets;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    kernels.push_back(&kAvx512);
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    sets.push_back({"avx512", avx512::kFloat32, avx2::kFloat64});
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2")) {
-    kernels.push_back(&kAvx2);
+  if (has_avx2) {
+    sets.push_back({"avx2", avx2::kFloat32, avx2::kFloat64});
   }
 #endif
-  kernels.push_back(&kPlain);
-  return kernels;
+  sets.push_back({"plain", plain::kFloat32, plain::kFloat64});
+  return sets;
 }
 
 // The widest instruction set of the processor, or the one that QTOOLKIT_CPU names.
-const Kernels& choose() {
-  const auto kernels = available();
+InstructionSet choose() {
+  const std::vector<InstructionSet> sets = available();
   const char* wanted = std::getenv("QTOOLKIT_CPU");
-  if (wanted == nullptr || *wanted == '\0') return *kernels.front();
+  if (wanted == nullptr || *wanted == '\0') return sets.front();
   std::string names;
-  for (const Kernels* k : kernels) {
-    if (std::string(wanted) == k->name) return *k;
-    names += std::string(names.empty() ? "" : ", ") + k->name;
+  for (const InstructionSet& set : sets) {
+    if (std::string(wanted) == set.name) return set;
+    names += std::string(names.empty() ? "" : ", ") + set.name;
   }
   TORCH_CHECK_VALUE(false, "QTOOLKIT_CPU must name an instruction set of this processor (", names, "), got '", wanted,
                     "'; unset it to use the widest.");
 }
 
+const InstructionSet& chosen() {
+  static const InstructionSet set = choose();
+  return set;
+}
+
 }  // namespace
 
-const Kernels& kernels() {
-  static const Kernels& chosen = choose();
-  return chosen;
+template <>
+const Kernels<float>& kernels<float>() {
+  return chosen().f32;
+}
+
+template <>
+const Kernels<double>& kernels<double>() {
+  return chosen().f64;
 }
 
 namespace {
 
 template <class A>
 Kernel kernel_of(KernelId kernel) {
-  const TypedKernel& typed = kernels().kernels[static_cast<int>(kernel)];
-  return std::is_same_v<A, double> ? typed.f64 : typed.f32;
+  return kernels<A>().kernels[static_cast<int>(kernel)];
 }
 
 // Expands short channels (kernel positions in the weight of a transposed convolution, for example) to rows with a
@@ -271,7 +289,7 @@ void run(KernelId id, KernelArgs& args, const GridTensors& grid) {
 
 }  // namespace
 
-const char* instruction_set() { return kernels().name; }
+const char* instruction_set() { return chosen().name; }
 
 void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid) {
   return args.is_f64() ? run<double>(kernel, args, grid) : run<float>(kernel, args, grid);

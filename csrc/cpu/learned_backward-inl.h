@@ -147,7 +147,7 @@ void learned_of_row(const KernelArgs& args, int64_t begin, int64_t end) {
   RowSums<A, kZeroPoint> row(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+    with_both<Functor::kMemoryBound>(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
       walk_row(args.channels, position.row, n, [&](int from, int chunks, int64_t first) {
         for (int i = from; i < from + chunks * kChunk; i += kChunk, first += kChunk) {
           with_row_grid<A>(args, first, [&](auto grid) {
@@ -168,7 +168,7 @@ void learned_of_rows(const KernelArgs& args, int64_t begin, int64_t end) {
   const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+    with_both<Functor::kMemoryBound>(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
       const auto sums_of = [&](int i, auto grid) {
         Sums<A, kZeroPoint> sums;
         learned_chunks<kStream>(x + i, grad + i, dx + i, 1, grid, functor, sums);
@@ -199,7 +199,7 @@ void learned_of_channels(const KernelArgs& args, int64_t begin, int64_t end) {
   const Functor functor = Functor::from(args);
   Position position = position_at(args.channels, begin);
   for_blocks(begin, end, [&](int64_t at, int n) {
-    with_pointers_to_both(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
+    with_both<Functor::kMemoryBound>(args, at, n, in, grad_in, out, [&](const auto* x, const auto* grad, auto* dx) {
       const auto sums_of = [&](int i, int chunks, auto grid) {
         Sums<A, kZeroPoint> sums;
         learned_chunks<kStream>(x + i, grad + i, dx + i, chunks, grid, functor, sums);
@@ -240,7 +240,7 @@ void learned_backward_typed(const KernelArgs& args, int64_t begin, int64_t end) 
 
 template <class A, class Functor>
 void learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream(args, [&](auto stream) {
+  with_stream<Functor::kMemoryBound>(args, [&](auto stream) {
     if constexpr ((Functor::kSums & kBothSums) != 0) {
       if (args.sum_zero_point != nullptr) {
         return learned_backward_typed<A, true, stream.value, Functor>(args, begin, end);

@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t kWork = 32768;  // elements of x that a thread reads, at the least
 
 template <class A>
-void forward(const PoolArgs& args, void (*kernel)(const PoolArgs&, int64_t, int64_t, A*)) {
+void forward(const PoolArgs& args) {
+  const PoolKernel<A> kernel = kernels<A>().max_pool;
   const int64_t units = args.images * (args.channels_last ? args.rows.results : args.channels);
   const int64_t numel = args.images * args.channels * args.rows.size * args.columns.size;
   const int64_t grain = std::max<int64_t>(units * kWork / std::max<int64_t>(numel, 1), 1);
@@ -96,7 +97,7 @@ void backward(const PoolArgs& args) {
                             [&](int64_t begin, int64_t end) { planes_backward<T>(args, begin, end); });
   }
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
-    const auto kernel = std::is_same_v<T, double> ? kernels().max_pool_backward_f64 : kernels().max_pool_backward_f32;
+    const PoolBackwardKernel kernel = kernels<T>().max_pool_backward;
     const int64_t grain = std::max<int64_t>(kWork / std::max<int64_t>(args.columns.size * args.channels, 1), 1);
     return at::parallel_for(0, args.images * args.rows.size, grain,
                             [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
@@ -113,10 +114,7 @@ void backward(const PoolArgs& args) {
 
 }  // namespace
 
-void max_pool_forward(const PoolArgs& args) {
-  args.dtype == Dtype::f64 ? forward<double>(args, kernels().max_pool_f64)
-                           : forward<float>(args, kernels().max_pool_f32);
-}
+void max_pool_forward(const PoolArgs& args) { args.dtype == Dtype::f64 ? forward<double>(args) : forward<float>(args); }
 
 void max_pool_backward(const PoolArgs& args) {
   switch (args.dtype) {

@@ -85,34 +85,40 @@ void commit(const KernelArgs& args, int64_t begin, int n, const A* from) {
 }
 
 // Calls f with pointers to an operand's elements and their results: directly in storage if both are dense and in whole
-// chunks (vectors are converted as they are loaded and stored), else in buffers.
-template <class A, class F>
+// chunks (vectors are converted as they are loaded and stored), else in buffers. Without kConverts, all types but A
+// go through the buffers, which costs little where the arithmetic is long, and f is compiled for A alone.
+template <bool kConverts, class A, class F>
 QT_FN void with_pointers(const KernelArgs& args, const Operand& operand, int64_t begin, int n, Block<A>& in,
                          Block<A>& out, F f) {
-  if (operand.dense && n % kChunk == 0) {
-    return with_storage<A>(operand.dtype, [&](auto* type) {
-      f(static_cast<const decltype(type)>(const_cast<void*>(operand.data)) + begin,
-        static_cast<decltype(type)>(args.y) + begin);
-    });
+  if constexpr (kConverts) {
+    if (operand.dense && n % kChunk == 0) {
+      return with_storage<A>(operand.dtype, [&](auto* type) {
+        f(static_cast<const decltype(type)>(const_cast<void*>(operand.data)) + begin,
+          static_cast<decltype(type)>(args.y) + begin);
+      });
+    }
   }
-  f(fetch(operand, begin, n, in), out.values);
-  commit(args, begin, n, out.values);
+  A* result = result_buffer(args, begin, n, out);
+  f(fetch(operand, begin, n, in), result);
+  commit(args, begin, n, result);
 }
 
-// The same for two operands of one storage type. Padding is zero, which adds nothing to sums (with an infinite scale it
+// The same for x and grad, of one storage type. Padding is zero, which adds nothing to sums (with an infinite scale it
 // adds NaN to sums that are infinite or NaN already).
-template <class A, class F>
-QT_FN void with_pointers_to_both(const KernelArgs& args, int64_t begin, int n, Block<A>& x, Block<A>& grad,
-                                 Block<A>& out, F f) {
-  if (args.x.dense && args.grad.dense && n % kChunk == 0) {
-    return with_storage<A>(args.x.dtype, [&](auto* type) {
-      f(static_cast<const decltype(type)>(const_cast<void*>(args.x.data)) + begin,
-        static_cast<const decltype(type)>(const_cast<void*>(args.grad.data)) + begin,
-        static_cast<decltype(type)>(args.y) + begin);
-    });
+template <bool kConverts, class A, class F>
+QT_FN void with_both(const KernelArgs& args, int64_t begin, int n, Block<A>& x, Block<A>& grad, Block<A>& out, F f) {
+  if constexpr (kConverts) {
+    if (args.x.dense && args.grad.dense && n % kChunk == 0) {
+      return with_storage<A>(args.x.dtype, [&](auto* type) {
+        f(static_cast<const decltype(type)>(const_cast<void*>(args.x.data)) + begin,
+          static_cast<const decltype(type)>(const_cast<void*>(args.grad.data)) + begin,
+          static_cast<decltype(type)>(args.y) + begin);
+      });
+    }
   }
-  f(fetch(args.x, begin, n, x, Pad::zero), fetch(args.grad, begin, n, grad, Pad::zero), out.values);
-  commit(args, begin, n, out.values);
+  A* result = result_buffer(args, begin, n, out);
+  f(fetch(args.x, begin, n, x, Pad::zero), fetch(args.grad, begin, n, grad, Pad::zero), result);
+  commit(args, begin, n, result);
 }
 
 template <class F>

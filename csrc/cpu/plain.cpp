@@ -3,6 +3,5 @@
 #include <type_traits>
 
 #define QT_ISA plain
-#define QT_TABLE kPlain
 #define QT_BYTES 16
 #include "kernels-inl.h"

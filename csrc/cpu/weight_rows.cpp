@@ -26,11 +26,11 @@ void run(const WeightRows& args, WeightKernel<A> kernel) {
 }  // namespace
 
 void weight_forward(const WeightRows& args) {
-  args.f64 ? run<double>(args, kernels().weights_f64.forward) : run<float>(args, kernels().weights_f32.forward);
+  args.f64 ? run(args, kernels<double>().weights.forward) : run(args, kernels<float>().weights.forward);
 }
 
 void weight_backward(const WeightRows& args) {
-  args.f64 ? run<double>(args, kernels().weights_f64.backward) : run<float>(args, kernels().weights_f32.backward);
+  args.f64 ? run(args, kernels<double>().weights.backward) : run(args, kernels<float>().weights.backward);
 }
 
 }  // namespace cpu

@@ -123,7 +123,7 @@ def _arrays(path: str | None) -> dict[str, Any] | None:
             return dict(arrays.items())
     except FileNotFoundError:
         raise ValueError(f"--inputs: {path!r} does not exist; write it with numpy.savez.") from None
-    except (ValueError, OSError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError, EOFError, AttributeError, TypeError, MemoryError, zipfile.BadZipFile) as error:
         raise ValueError(f"--inputs: {path!r} is no .npz file of arrays; write it with numpy.savez.") from error
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.checkpoint.foreign import without_wrapper
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_state import check_module, unchanged_on_error
+from qtoolkit.model_state import check_module, check_numbers, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import divisor_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -66,12 +67,11 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
             f"load_amax: {type(model).__name__} has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace "
             f"first. Models of qtoolkit.compat.pytorch_quantization load the checkpoint with load_state_dict."
         )
-    entries = {key: value for key, value in _without_prefix(state_dict).items() if _OF_A_QUANTIZER.search(key)}
+    entries = {key: value for key, value in without_wrapper(state_dict).items() if _OF_A_QUANTIZER.search(key)}
     inputs = _inputs_of(model)
     places = {key: _place(key.removesuffix(_AMAX), quantizers, inputs) for key in entries if key.endswith(_AMAX)}
     for key in places:
-        if not isinstance(entries[key], Tensor):
-            raise TypeError(f"load_amax: {key!r} must be a tensor, got {type(entries[key]).__name__}.")
+        check_numbers("load_amax", key, entries[key])
     if strict:
         _check_all_placed(entries, places)
     ranges: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -82,11 +82,6 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
         for name, amaxes in ranges.items():
             quantizers[name].amax = _largest(name, amaxes)
     return tuple(name for name in quantizers if name in ranges)
-
-
-def _without_prefix(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    wrapped = all(key.startswith("module.") for key in state_dict)
-    return {key.removeprefix("module."): value for key, value in state_dict.items()} if wrapped else state_dict
 
 
 def _inputs_of(model: nn.Module) -> dict[str, str]:

@@ -1,9 +1,11 @@
 """Analysis of quantized models: error of each layer, sensitivity of the score to it, drawing, and a watch on training."""
 
 from qtoolkit.debug.activity import Activity, Hook
-from qtoolkit.debug.compare import Comparison, LayerComparison, Similarity, compare
+from qtoolkit.debug.compare import compare
 from qtoolkit.debug.draw import draw
+from qtoolkit.debug.report import report
 from qtoolkit.debug.sensitivity import Row, Sensitivity, sensitivity
+from qtoolkit.debug.similarity import Comparison, LayerComparison, Similarity
 from qtoolkit.debug.watch import Watch, watch
 from qtoolkit.public import publish
 
@@ -17,6 +19,7 @@ __all__ = [
     "Watch",
     "compare",
     "draw",
+    "report",
     "sensitivity",
     "watch",
 ]

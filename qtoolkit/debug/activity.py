@@ -13,6 +13,7 @@ from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.observers import RangeObserver
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.sharding import is_sharded
 
 WIDEST = 16  # bits of the grids whose codes are counted
 
@@ -161,11 +162,6 @@ def _norm(x: Tensor) -> Tensor:
     """Return the norm of x in float32, summed in float32 at least."""
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
     return norm.float()
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor; importing its class takes a second, which most users do not need to spend."""
-    return hasattr(tensor, "to_local")
 
 
 def values_of(tensor: Any) -> Tensor:

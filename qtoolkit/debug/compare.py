@@ -1,120 +1,56 @@
 """compare(): compare a float and a quantized model layer by layer."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
+from qtoolkit.debug.compare_modules import compare_modules
 from qtoolkit.debug.inside import Calls, quantized_inside, watching
+from qtoolkit.debug.similarity import (
+    Comparison,
+    LayerComparison,
+    Similarity,
+    compare_calls,
+    compare_weight,
+    similarity_of,
+)
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import split_silu
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.plan import Cause, Status, Tracing
-from qtoolkit.model_inputs import clone_tensors, tensors_of
+from qtoolkit.model_inputs import call_arguments, clone_tensors
 from qtoolkit.model_state import evaluating
-from qtoolkit.nn import LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, kind_of_module, name_of
-from qtoolkit.report.lines import table
+from qtoolkit.nn import LinkedBatchNorm
+from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, name_of
+from qtoolkit.progress import note, progress_bar
+from qtoolkit.quantizers.quantizer import named_quantizers
+from qtoolkit.quantizers.switches import freeze_ranges
 
 
-@dataclass(frozen=True)
-class Similarity:
-    """Similarity of a quantized tensor and its float counterpart.
-
-    Attributes:
-        cosine: Cosine similarity; 1 for the same direction.
-        sqnr: Signal-to-quantization-noise ratio in dB, 10 log10(|float|^2 / |float - quantized|^2); inf for equal tensors.
-    """
-
-    cosine: float
-    sqnr: float
-
-    @classmethod
-    def of(cls, reference: Tensor, quantized: Tensor) -> "Similarity":
-        """Compare two tensors of the same shape in float64.
-
-        Example:
-            >>> Similarity.of(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
-            Similarity(cosine=0.9984603532054125, sqnr=20.0)
-        """
-        a, b = reference.detach().double().flatten(), quantized.detach().double().flatten()
-        signal, noise = float(a @ a), float((a - b) @ (a - b))
-        if noise == 0:
-            return cls(1.0, math.inf)
-        norms = math.sqrt(signal * float(b @ b))
-        cosine = float(a @ b) / norms if norms else 0.0
-        return cls(cosine, 10 * math.log10(signal / noise) if signal else -math.inf)
-
-    def __str__(self) -> str:
-        return f"{self.cosine:.6f} {self.sqnr:6.1f} dB"
-
-
-@dataclass(frozen=True)
-class LayerComparison:
-    """Comparison of one quantized layer or op.
-
-    Attributes:
-        name: Dotted name of the layer, or name of the op's node.
-        kind: Kind of op.
-        own: Similarity of its output if its inputs come from the float model: the error of this layer alone.
-        accumulated: Similarity of its output in the quantized model, with the error of all layers before it.
-        weight: Similarity of its fake-quantized weight and the float weight; None without a quantized weight.
-    """
-
-    name: str
-    kind: str
-    own: Similarity
-    accumulated: Similarity
-    weight: Similarity | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Result of `compare`; prints as a table.
-
-    Attributes:
-        layers: The quantized layers, in ascending order of their own SQNR.
-        output: Similarity of the models' outputs.
-    """
-
-    layers: tuple[LayerComparison, ...]
-    output: Similarity
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values. Infinite values are not valid JSON."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        rows = [("layer", "kind", "own: cosine, SQNR", "accumulated", "weight")]
-        rows += [
-            (x.name, x.kind, str(x.own), str(x.accumulated), "" if x.weight is None else str(x.weight))
-            for x in self.layers
-        ]
-        return "\n".join([f"{len(self.layers)} quantized layers, worst first; output {self.output}", "", *table(rows)])
-
-
-def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any) -> Comparison:
+def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress: bool = True) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
-    Both models run in eval mode without gradients; their modes are restored afterwards. The float model is traced with the
-    options of `qtoolkit.prepare`. Layers inside leaf modules have lines too.
+    Both models run in eval mode without gradients, and no range changes; their modes are restored afterwards. The float model
+    of a model with a graph is traced with the options of `qtoolkit.prepare`; layers inside leaf modules have lines too. Without
+    a graph, the calls of the layers in both models are compared.
 
     Args:
-        float_model: The model that was passed to `qtoolkit.prepare`; its parameters may have changed.
-        quantized: What `qtoolkit.prepare` (calibrated) or `qtoolkit.convert` returned.
-        inputs: A tuple of inputs, or one tensor.
+        float_model: The model that was quantized; its parameters may have changed.
+        quantized: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` (calibrated) or `qtoolkit.convert` returned.
+        inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor.
+        progress: Show a progress bar.
 
     Returns:
         Cosine and SQNR of each layer alone, accumulated, and of its weight; the worst layer first.
 
     Raises:
         TypeError: `quantized` was not prepared, or `float_model` is not a float module.
-        ValueError: The graphs of the models differ.
+        ValueError: The graphs of the models differ; or, without a graph, the models call a layer differently often, or a
+            submodule was prepared separately.
         UntraceableError: The float model cannot be traced.
 
     Example:
@@ -127,25 +63,36 @@ def compare(float_model: nn.Module, quantized: QuantizedGraphModule, inputs: Any
         True
     """
     _check(float_model, quantized)
-    values = inputs if isinstance(inputs, tuple) else (inputs,)
+    if not isinstance(quantized, QuantizedGraphModule):
+        return compare_modules(float_model, quantized, inputs, progress)
+    values, kwargs = call_arguments(quantized, inputs, "compare: inputs do")
+    if kwargs:
+        raise TypeError(
+            f"compare: inputs must be given by position for a model with a graph, got {', '.join(map(repr, kwargs))} by name."
+        )
     traced = _trace(float_model, quantized, values)
     inside = quantized_inside(quantized)
-    with torch.no_grad(), evaluating(traced), evaluating(quantized):
+    with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
         with watching(traced, inside) as float_calls:
             expected = reference.run(*values)
-        run = _SideBySide(quantized, _counterparts(traced, quantized), reference.values)
-        with watching(quantized, inside) as calls:
+        counterparts = _counterparts(traced, quantized)
+        with (
+            watching(quantized, inside) as calls,
+            progress_bar("compare", "ops", progress, total=len(quantized.graph.nodes)) as bar,
+        ):
+            run = _SideBySide(quantized, counterparts, reference.values, bar)
             result = run.run(*values)
-        layers = run.layers + [_compare_inside(quantized, name, float_calls, calls) for name in inside if calls[name]]
+        layers = run.layers + [_inside(quantized, name, float_calls, calls) for name in inside if calls[name]]
     layers.sort(key=lambda layer: layer.own.sqnr)
-    return Comparison(tuple(layers), _similarity(expected, result))
+    return Comparison(tuple(layers), similarity_of(expected, result))
 
 
-def _check(float_model: nn.Module, quantized: QuantizedGraphModule) -> None:
-    if not isinstance(quantized, QuantizedGraphModule):
+def _check(float_model: object, quantized: object) -> None:
+    if not isinstance(quantized, nn.Module) or not named_quantizers(quantized):
         raise TypeError(
-            f"compare: quantized must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(quantized).__name__}."
+            f"compare: quantized must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, "
+            f"got {type(quantized).__name__}."
         )
     if not isinstance(float_model, nn.Module) or isinstance(float_model, QuantizedGraphModule):
         raise TypeError(f"compare: float_model must be the float torch.nn.Module, got {type(float_model).__name__}.")
@@ -211,9 +158,11 @@ class _Recorder(fx.Interpreter):
 class _SideBySide(fx.Interpreter):
     """Runs a quantized graph, and runs each quantized op on the float values too, to compare the outputs."""
 
-    def __init__(self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Any]) -> None:
+    def __init__(
+        self, gm: QuantizedGraphModule, counterparts: Mapping[str, str], reference: Mapping[str, Any], bar: Any
+    ) -> None:
         super().__init__(gm)
-        self.gm, self.counterparts, self.reference = gm, counterparts, reference
+        self.gm, self.counterparts, self.reference, self.bar = gm, counterparts, reference, bar
         self.layers: list[LayerComparison] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -225,11 +174,14 @@ class _SideBySide(fx.Interpreter):
                 LayerComparison(
                     name_of(n),
                     str(kind_of(n)),
-                    _similarity(expected, self._alone(n)),
-                    _similarity(expected, value),
+                    similarity_of(expected, self._alone(n)),
+                    similarity_of(expected, value),
                     self._weight(n),
                 )
             )
+            worst = min(self.layers, key=lambda layer: layer.own.sqnr)
+            note(self.bar, f"worst {worst.name}: {worst.own.sqnr:.1f} dB")
+        self.bar.update()
         return value
 
     def _is_quantized(self, node: fx.Node) -> bool:
@@ -253,28 +205,10 @@ class _SideBySide(fx.Interpreter):
         return self.reference[self.counterparts[node.name]]
 
     def _weight(self, node: fx.Node) -> Similarity | None:
-        return _compare_weight(self.gm.get_submodule(str(node.target))) if node.op == "call_module" else None
+        return compare_weight(self.gm.get_submodule(str(node.target))) if node.op == "call_module" else None
 
 
-def _compare_inside(gm: QuantizedGraphModule, name: str, float_calls: Calls, calls: Calls) -> LayerComparison:
-    """Compare a layer inside a leaf module over all its calls."""
-    layer = gm.get_submodule(name)
+def _inside(gm: QuantizedGraphModule, name: str, float_calls: Calls, calls: Calls) -> LayerComparison:
+    """Compare a layer inside a leaf module."""
     expected = [call.output for call in float_calls[name]]
-    alone = [layer(*call.args, **call.kwargs) for call in float_calls[name]]
-    accumulated = _similarity(expected, [call.output for call in calls[name]])
-    return LayerComparison(
-        name, str(kind_of_module(layer)), _similarity(expected, alone), accumulated, _compare_weight(layer)
-    )
-
-
-def _compare_weight(layer: nn.Module) -> Similarity | None:
-    weights = layer.quantized_weights().values() if isinstance(layer, QuantModule) else ()
-    if not weights:
-        return None
-    pairs = [(weight.flatten(), quantizer(weight).flatten()) for quantizer, weight in weights]
-    return Similarity.of(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
-
-
-def _similarity(reference: Any, quantized: Any) -> Similarity:
-    a, b = ([t.flatten().double() for t in tensors_of(v) if t.is_floating_point()] for v in (reference, quantized))
-    return Similarity.of(torch.cat(a), torch.cat(b))
+    return compare_calls(name, gm.get_submodule(name), float_calls[name], expected, calls[name])

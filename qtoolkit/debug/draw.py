@@ -54,18 +54,28 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
             f"draw: graph_module must be a torch.fx.GraphModule, got {type(graph_module).__name__}; call qtoolkit.prepare "
             f"first."
         )
+    write_atomically(picture_of(graph_module), path)
+
+
+def picture_of(gm: fx.GraphModule) -> bytes:
+    """Return the graph of a model as SVG. The title of a node's group is its name, and its class what `_attributes` says.
+
+    Raises:
+        ImportError: The extra [report] is not installed.
+    """
     try:
         import pygraphviz
     except ImportError as error:
         raise ImportError(f"draw needs {error.name}; type: pip install qtoolkit[report]") from None
     picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica")
     picture.node_attr.update(shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
-    for node in graph_module.graph.nodes:
-        picture.add_node(node.name, **_attributes(graph_module, node))
-    for node in graph_module.graph.nodes:
+    for node in gm.graph.nodes:
+        picture.add_node(node.name, **_attributes(gm, node))
+    for node in gm.graph.nodes:
         for source in node.all_input_nodes:
             picture.add_edge(source.name, node.name)
-    write_atomically(picture.draw(format="svg", prog="dot"), path)
+    drawn: bytes = picture.draw(format="svg", prog="dot")
+    return drawn
 
 
 def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
@@ -73,9 +83,10 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
     if isinstance(module, TensorQuantizer | Grid) and is_quantizer(node):
         return {
             "label": _describe(module),
-            "tooltip": str(node.target),
+            "tooltip": _literal(str(node.target)),
             "fillcolor": QUANTIZER_COLOR,
             "shape": "ellipse",
+            "class": "quantizer",
         }
     plan = gm.plan if isinstance(gm, QuantizedGraphModule) else None
     verdict = None if plan is None or node.name not in plan.status else verdict_now(node, plan)
@@ -83,7 +94,18 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
     lines = [name_of(node), str(kind_of(node))]
     if isinstance(module, QuantModule):
         lines += [f"weight {_describe(quantizer)}" for quantizer in module.weight_quantizers().values()]
-    return {"label": "\n".join(lines), "tooltip": text or str(status or node.op), "fillcolor": COLORS[status]}
+    return {
+        "label": _literal("\n".join(lines)),
+        "tooltip": _literal(text or str(status or node.op)),
+        "fillcolor": COLORS[status],
+        "class": str(status or "plain"),
+    }
+
+
+def _literal(text: str) -> str:
+    """Return a text that graphviz writes as it is: without escapes, and not as markup."""
+    text = text.replace("\\", "\\\\")
+    return f" {text}" if text.startswith("<") else text
 
 
 def _describe(quantizer: nn.Module) -> str:

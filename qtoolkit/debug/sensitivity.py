@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import nn
-from tqdm import tqdm
 
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
@@ -16,6 +15,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
+from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -189,7 +189,7 @@ def sensitivity(
     for name in names or ():
         check_known(by, name, [unit.name for unit in every])
     units = [unit for unit in every if names is None or unit.name in names]
-    with tqdm(total=len(units) + 2, desc="sensitivity", disable=not progress, leave=False) as bar:
+    with progress_bar("sensitivity", "scores", progress, total=len(units) + 2) as bar:
         score = _Score(model, evaluate, bar)
         quantized = score(named_quantizers(model), "all layers quantized")
         in_float = score((), "no layer quantized")
@@ -202,6 +202,8 @@ def sensitivity(
                 value = score(_all_but(model, unit, every), f"all but {unit.name!r} quantized")
                 loss = value - quantized
             rows.append(Row(unit.name, unit.kind, value, loss if higher_is_better else 0.0 - loss))
+            worst = max(rows, key=lambda row: row.drop)
+            note(bar, f"worst {worst.name}: {worst.drop:.4g}")
     rows.sort(key=lambda row: (-row.drop, row.name))
     types = {unit.name: unit.type for unit in units} if by == "type" else {}
     return Sensitivity(in_float, quantized, tuple(rows), by, types, _mapping_of(model))

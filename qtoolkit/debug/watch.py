@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.debug.activity import Activity, Hook, Recorder
 from qtoolkit.debug.diagnosis import Diagnosis, unwrapped
+from qtoolkit.debug.summary_writer import SummaryWriter, check_writer, write
 from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -33,8 +34,9 @@ class Watch:
         sampled: The number of sampled steps.
     """
 
-    def __init__(self, model: nn.Module, every: int) -> None:
+    def __init__(self, model: nn.Module, every: int, writer: SummaryWriter | None = None) -> None:
         self.every, self.steps, self.sampled = every, 0, 0
+        self._writer = writer
         inner, places = unwrapped(model), count()
         self._recorders = [Recorder(name, quantizer, places) for name, quantizer in quantizers_of(inner).items()]
         self._parameters = {id(parameter) for parameter in model.parameters()}
@@ -146,10 +148,18 @@ class Watch:
             return
         self._diagnosis.forget()  # so that no other step's inputs are taken for those of a forward that no hook has seen
         self.sampled += self._sampled_now
+        if self._sampled_now and self._writer is not None:
+            self._write(self._writer)
         self.steps += 1
         self._sampling.close()
         if self._sampled_now:
             self._sample()
+
+    def _write(self, writer: SummaryWriter) -> None:
+        """Write what the quantizers got in this step, and forget it: the next sampled step is written by itself."""
+        for recorder in self._recorders:
+            write(writer, recorder.read(), recorder.quantizer, self.steps)
+            recorder.reset()
 
     def _is_of_model(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
@@ -193,7 +203,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def watch(model: nn.Module, every: int = 20) -> Watch:
+def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None) -> Watch:
     """Watch the quantizers of a model during training.
 
     In one of `every` steps, forward hooks record for each quantizer: the range of the values, the share that the grid clips,
@@ -211,6 +221,10 @@ def watch(model: nn.Module, every: int = 20) -> Watch:
     Args:
         model: A prepared or replaced model, or one that contains it, also compiled or in DistributedDataParallel.
         every: The number of steps from one sampled step to the next. The first step is sampled.
+        writer: A `torch.utils.tensorboard.SummaryWriter`, or anything with its add_scalar and add_histogram. At the end of each
+            sampled step it gets, by the name of each quantizer, the range of the values, the ends of the grid, the share that
+            is clipped, and the scale after the step: of several scales the histogram. The table then shows the time since.
+            Nothing is written once the result of this function is no longer held.
 
     Returns:
         A Watch, to be printed at any time, with `rows()`, `to_dict()`, `reset()` and `close()`; it is a context manager too.
@@ -218,7 +232,7 @@ def watch(model: nn.Module, every: int = 20) -> Watch:
         the watch keeps the inputs of the model's latest forward until the step.
 
     Raises:
-        TypeError: `model` is not a module, or `every` not an int.
+        TypeError: `model` is not a module, `every` not an int, or `writer` nothing to write to.
         ValueError: The model has no quantizers that train, or `every` is not positive.
 
     Example:
@@ -246,7 +260,8 @@ def watch(model: nn.Module, every: int = 20) -> Watch:
             f"watch: this {type(model).__name__} has no quantizer that trains; pass what qtoolkit.prepare or "
             f"qtoolkit.quant_modules.replace returned."
         )
-    return Watch(model, every)
+    check_writer(writer)
+    return Watch(model, every, writer)
 
 
 def _cells(row: Activity) -> tuple[str, ...]:

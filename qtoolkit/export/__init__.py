@@ -4,8 +4,10 @@ from qtoolkit.export.backend_files import BackendFiles, Encoding, encodings, rea
 from qtoolkit.export.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes
 from qtoolkit.export.description import FileDescription, describe
+from qtoolkit.export.executorch import ExecutorchResult, export_executorch
 from qtoolkit.export.lint import lint
 from qtoolkit.export.onnx import ExportResult, export_onnx
+from qtoolkit.export.program import export_program
 from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.export.verify import Verification, verify, verify_onnx
 
@@ -13,6 +15,7 @@ __all__ = [
     "BackendFiles",
     "DeployedVerification",
     "Encoding",
+    "ExecutorchResult",
     "ExportResult",
     "FileDescription",
     "RuntimeCodes",
@@ -22,7 +25,9 @@ __all__ = [
     "compare_runtimes",
     "describe",
     "encodings",
+    "export_executorch",
     "export_onnx",
+    "export_program",
     "lint",
     "read_encodings",
     "verify",

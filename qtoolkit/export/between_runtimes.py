@@ -1,5 +1,6 @@
 """compare_runtimes(): whether runtimes compute the codes that a file says, without the model that it was written from."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from qtoolkit.errors import check_known
 from qtoolkit.export.codes import CodeCount, largest_difference
 from qtoolkit.export.deployed import RuntimeCodes
 from qtoolkit.export.quantizer_nodes import QuantizerNode, pairs
-from qtoolkit.export.reading import UnreadableFileError, open_model
+from qtoolkit.export.reading import UnreadableFileError, array_of, open_model
 from qtoolkit.export.runtimes import RUNTIMES, Executed
 from qtoolkit.export.verify import check_installed
 from qtoolkit.model_inputs import tensors_of
+from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
 
+LARGEST_INPUT = 1 << 25  # values: 256 MiB while they are made
 INTEGERS = (np.int8, np.uint8, np.int16, np.uint16)
 
 
@@ -53,6 +56,7 @@ def compare_runtimes(
     runtimes: Sequence[str] = ("onnxruntime",),
     program: Any = None,
     seed: int = 0,
+    progress: bool = True,
 ) -> RuntimeComparison:
     """Run a file with Q/DQ pairs, of any tool, in runtimes at their default settings, and compare all its codes end to end.
 
@@ -67,6 +71,7 @@ def compare_runtimes(
         program: A callable with the file's inputs and outputs, such as `torch.export.load("model.pt2").module()`, whose
             outputs are compared too.
         seed: Of the random inputs.
+        progress: Show a progress bar.
 
     Returns:
         For each runtime: the codes compared and differing at each QuantizeLinear, the first that differs, the difference of the
@@ -83,7 +88,7 @@ def compare_runtimes(
     for runtime in ("onnxruntime", *runtimes):
         check_installed(runtime)
     graph = open_model(path).graph
-    grids = _grids(graph, Path(path).resolve().parent)
+    grids = _grids(graph, Path(path))
     nodes = [node for node in pairs(graph) if node.quantizer in grids and not node.is_constant]
     if not nodes:
         raise UnreadableFileError(
@@ -91,13 +96,18 @@ def compare_runtimes(
             f"there are no codes to compare."
         )
     tensors = _inputs(graph, inputs, seed)
-    reference = _run("onnxruntime", Path(path), tensors, nodes, grids, optimized=False)
-    executed = {name: _run(name, Path(path), tensors, nodes, grids, optimized=True) for name in runtimes}
     expected = _results(program, tensors)
-    return RuntimeComparison(
-        {name: _compare(reference, run, nodes) for name, run in executed.items()},
-        {name: _difference(expected, run.outputs) for name, run in executed.items() if expected is not None},
-    )
+    found, differences = dict[str, RuntimeCodes](), dict[str, float]()
+    with progress_bar("verify", "runs", progress, total=1 + len(runtimes), after=0) as bar:
+        step(bar, "onnxruntime, as the file is written")
+        reference = _run("onnxruntime", Path(path), tensors, nodes, grids, optimized=False)
+        for name in runtimes:
+            step(bar, ", ".join([name, *(f"{other}: {codes.codes}" for other, codes in found.items())]))
+            run = _run(name, Path(path), tensors, nodes, grids, optimized=True)
+            found[name] = _compare(reference, run, nodes)
+            if expected is not None:
+                differences[name] = _difference(expected, run.outputs)
+    return RuntimeComparison(found, differences)
 
 
 def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: Any, *, optimized: bool) -> Executed:
@@ -139,9 +149,9 @@ def _difference(expected: Sequence[Tensor], outputs: Sequence[Any]) -> float:
     return largest_difference(expected, outputs)
 
 
-def _grids(graph: Any, folder: Path) -> dict[str, Grid]:
+def _grids(graph: Any, file: Path) -> dict[str, Grid]:
     """Return the grid of each quantizer with integer codes and a constant scale, by its name."""
-    constants = _Constants(graph, folder)
+    constants = _Constants(graph, file)
     by_output = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
     found = {}
     for pair in pairs(graph):
@@ -160,18 +170,17 @@ def _grids(graph: Any, folder: Path) -> dict[str, Grid]:
 class _Constants:
     """Reads initializers and the outputs of Constant nodes by name."""
 
-    def __init__(self, graph: Any, folder: Path) -> None:
-        self.folder = str(folder)
+    def __init__(self, graph: Any, file: Path) -> None:
+        self.file = file
         self.tensors = {tensor.name: tensor for tensor in graph.initializer}
         for node in graph.node:
-            if node.op_type == "Constant" and node.attribute[0].name == "value":
-                self.tensors[node.output[0]] = node.attribute[0].t
+            values = [each.t for each in node.attribute if each.name == "value"]
+            if node.op_type == "Constant" and values:
+                self.tensors[node.output[0]] = values[0]
 
     def get(self, name: str) -> Any:
         """Return the array; None where it is computed."""
-        from onnx import numpy_helper
-
-        return numpy_helper.to_array(self.tensors[name], self.folder) if name in self.tensors else None
+        return array_of(self.tensors[name], self.file) if name in self.tensors else None
 
 
 def _inputs(graph: Any, given: Mapping[str, Any] | None, seed: int) -> list[Tensor]:
@@ -195,6 +204,11 @@ def _random(value: Any, generator: np.random.Generator) -> Any:
     if not value.type.HasField("tensor_type") or not kind.elem_type:
         raise ValueError(f"input {value.name!r} of the file is no tensor of a known type; pass inputs.")
     shape = [max(dim.dim_value, 1) for dim in kind.shape.dim]
+    if math.prod(shape) > LARGEST_INPUT:
+        raise ValueError(
+            f"input {value.name!r} of the file has {math.prod(shape)} values, of which random ones are made up to "
+            f"{LARGEST_INPUT}; pass inputs."
+        )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
     if dtype.kind in "iu":  # indices: the first ones are valid wherever any is
         return generator.integers(0, 2, shape).astype(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qtoolkit.errors import with_article
 from qtoolkit.export.positions import SUM_ERROR, ChosenMaxima
 from qtoolkit.nn import QuantModule
+from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
 
 # The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
@@ -142,6 +143,7 @@ class CodeComparison:
         converted: The model.
         nodes: The nodes of each quantizer by its dotted name, in the order of the file.
         positions: The positions that onnxruntime's max pools return, where they are used, in the order of the file.
+        progress: Show a progress bar.
 
     Attributes:
         grids: Each quantizer that has nodes, by its dotted name.
@@ -156,7 +158,11 @@ class CodeComparison:
     """
 
     def __init__(
-        self, converted: nn.Module, nodes: Mapping[str, Sequence[NodeCodes]], positions: Sequence[Any] = ()
+        self,
+        converted: nn.Module,
+        nodes: Mapping[str, Sequence[NodeCodes]],
+        positions: Sequence[Any] = (),
+        progress: bool = True,
     ) -> None:
         self.converted, self.nodes, self.positions = converted, nodes, positions
         grids = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
@@ -167,6 +173,8 @@ class CodeComparison:
         self.waiting: dict[Grid, Iterator[NodeCodes]] = {}
         self.counts: dict[str, CodeCount] = {}
         self.stored = CodeCount()
+        self.found = CodeCount()  # by all calls so far, for the bar
+        self.bar = progress_bar("verify", "quantizers", progress)
         self.missing: list[str] = []
         self.unreached: tuple[str, ...] = ()
 
@@ -180,7 +188,12 @@ class CodeComparison:
         self.waiting = {grid: iter(nodes) for grid, nodes in counted.items() if len(nodes) == calls[grid]}
         in_layers = {grid for grid, _ in self.weights.values()}
         between_layers = [grid for grid in self.names if grid not in in_layers]
-        with forward_hooks(between_layers, self._compare_call), ChosenMaxima(self.positions):
+        self.bar.total = sum(calls[grid] for grid in between_layers)
+        with (
+            self.bar,
+            forward_hooks(between_layers, self._compare_call),
+            ChosenMaxima(self.positions),
+        ):
             self.converted(*args, **kwargs)
         for name, (grid, weight) in self.weights.items():
             if name in self.nodes or calls[grid]:
@@ -198,6 +211,9 @@ class CodeComparison:
             self.stored += count
         else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
             self.counts[name] = self.counts.get(name, CodeCount()) + count
+        self.found += count
+        note(self.bar, f"{self.found.differing:,} of {self.found.compared:,} codes differ")
+        self.bar.update()
         # A constant keeps the model's values, since its layout in the file may differ.
         return output if node.is_constant else grid.values(torch.tensor(node.codes)).to(x.dtype)
 

@@ -178,7 +178,7 @@ def _widen(graph: "onnx.GraphProto", names: Sequence[str]) -> None:
     wide |= dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), TensorProto.FLOAT)
     dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in list(graph.node):
-        dtype = wide.get(dtypes.get(node.input[2], 0)) if node.op_type == "QuantizeLinear" else None
+        dtype = wide.get(dtypes.get(_zero_point(node), 0)) if node.op_type == "QuantizeLinear" else None
         if dtype is not None and node.output[0] in names:
             name = node.output[0]
             node.output[0] = f"{name}.narrow"
@@ -194,7 +194,12 @@ def _small_floats(graph: "onnx.GraphProto") -> dict[str, Any]:
     kinds = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
     dtypes = {t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in graph.initializer if t.data_type in kinds}
     quantizers = (node for node in graph.node if node.op_type == "QuantizeLinear")
-    return {node.output[0]: dtypes[node.input[2]] for node in quantizers if node.input[2] in dtypes}
+    return {node.output[0]: dtypes[_zero_point(node)] for node in quantizers if _zero_point(node) in dtypes}
+
+
+def _zero_point(node: "onnx.NodeProto") -> str:
+    """Return the name of the zero point of a QuantizeLinear; "" where it has none, which is 0 of uint8."""
+    return node.input[2] if len(node.input) > 2 else ""
 
 
 def _places(codes: Any) -> Any:

@@ -30,6 +30,7 @@ from qtoolkit.graph.plan import Cause
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
+from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report import quantization_report
@@ -85,6 +86,7 @@ def export_onnx(
     exporter: Exporter = "dynamo",
     integer_weights: bool | None = None,
     dynamic_batch: bool = False,
+    progress: bool = True,
 ) -> ExportResult:
     """Write a calibrated or converted model as an ONNX file with QDQ pairs.
 
@@ -124,6 +126,7 @@ def export_onnx(
         integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
             nodes; None follows the backend that the model was prepared for ("tensorrt" if the model records none).
         dynamic_batch: Make dimension 0 of all inputs dynamic, under the name "batch". Excludes dynamic_shapes.
+        progress: Show a progress bar.
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
@@ -167,13 +170,20 @@ def export_onnx(
         integer_weights = _backend_of(converted).integer_weights
     finish = partial(_finish, backend=_backend_of(converted), opset=chosen, integer_weights=integer_weights)
     request = Request(converted, inputs, native(chosen, exporter), output_names, dynamic_shapes)
-    with ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
+    with (
+        ONE_AT_A_TIME,
+        tempfile.TemporaryDirectory() as folder,
+        progress_bar("export", "steps", progress, total=3, after=0) as bar,
+    ):
+        step(bar, "torch's exporter")
         exported = written(request, chosen, exporter, finish, dynamic_batch)
+        step(bar, "checking the file")
         old = weights_of(Path(path))
         file, weights = save(exported, Path(folder), free_name(Path(path), old))
         check_file(file, chosen)
+        step(bar, "comparing codes with onnxruntime")
         with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
-            verification = verify_onnx(converted, file, example_inputs) if verify else None
+            verification = verify_onnx(converted, file, example_inputs, progress) if verify else None
         if verification is not None:
             verification.check()
         replace_model(file, weights, Path(path), old)

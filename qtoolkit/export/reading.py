@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx
@@ -116,13 +116,53 @@ def _check(model: "onnx.ModelProto", file: Path) -> None:
                 f"{str(file)!r} has an op that ONNX does not know: {node.op_type!r} of domain {domain!r} (node {node.name!r}). "
                 f"Declare the opset of its domain, or write the file without it."
             )
-    values = (*model.graph.input, *model.graph.output)
-    if not all(value.type.tensor_type.HasField("shape") for value in values):
-        return  # the checker refuses values without a shape, which runtimes take
     try:
-        onnx.checker.check_model(str(file))
+        onnx.checker.check_model(_with_types(model) or str(file))
     except Exception as error:  # the checker raises errors of several types
         raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: {_first_line(error)}.") from error
+
+
+def _with_types(model: "onnx.ModelProto") -> "onnx.ModelProto | None":
+    """Return a copy in which each input and output has a type and a shape: the checker asks for them, and runtimes do not.
+
+    None where they have both. Weights in a file of their own, which the checker would look for, become inputs.
+    """
+    import onnx
+
+    values = (*model.graph.input, *model.graph.output)
+    if all(value.type.tensor_type.HasField("shape") and value.type.tensor_type.elem_type for value in values):
+        return None
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    outside = [t for t in copy.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    for tensor in outside:
+        copy.graph.initializer.remove(tensor)
+    known = {value.name for value in copy.graph.input}
+    new = [onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in outside if t.name not in known]
+    copy.graph.input.extend(new)
+    for value in (*copy.graph.input, *copy.graph.output):
+        if value.type.WhichOneof("value") in (None, "tensor_type"):  # not a sequence or a map
+            kind = value.type.tensor_type
+            kind.elem_type = kind.elem_type or onnx.TensorProto.FLOAT
+            kind.shape.SetInParent()
+    return copy
+
+
+def array_of(tensor: "onnx.TensorProto", file: Path) -> Any:
+    """Return the values of a constant in a file.
+
+    Raises:
+        UnreadableFileError: Its type is not known, or it has more or fewer values than its shape says.
+    """
+    from onnx import numpy_helper
+
+    try:
+        return numpy_helper.to_array(tensor, str(file.resolve().parent))
+    except Exception as error:  # of several types
+        reason = f"its type {tensor.data_type} is not known" if isinstance(error, KeyError) else _first_line(error)
+        raise UnreadableFileError(
+            f"{str(file)!r} is no valid ONNX model: the constant {tensor.name!r} cannot be read: {reason}."
+        ) from error
 
 
 def _is_unknown(node: "onnx.NodeProto", version: int) -> bool:

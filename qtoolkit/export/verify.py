@@ -20,11 +20,12 @@ from qtoolkit.export.codes import (
     largest_difference,
     sum_of,
 )
-from qtoolkit.export.deployed import DeployedVerification, ModelCodes, compare_execution
+from qtoolkit.export.deployed import DeployedVerification, ModelCodes, RuntimeCodes, compare_execution
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import quantizer_nodes
 from qtoolkit.export.runtimes import RUNTIMES
 from qtoolkit.model_inputs import call_arguments, tensors_of
+from qtoolkit.progress import note, progress_bar
 
 if TYPE_CHECKING:
     import os
@@ -88,7 +89,9 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify_onnx(converted: nn.Module, model: "onnx.ModelProto | str | os.PathLike[str]", inputs: Any) -> Verification:
+def verify_onnx(
+    converted: nn.Module, model: "onnx.ModelProto | str | os.PathLike[str]", inputs: Any, progress: bool = True
+) -> Verification:
     """Run a file in onnxruntime without graph optimizations, and compare all its integer codes with the model's.
 
     Where forward branches on values, only the branches that these inputs take are compared; the rest is `unreached`.
@@ -97,6 +100,7 @@ def verify_onnx(converted: nn.Module, model: "onnx.ModelProto | str | os.PathLik
         converted: What `qtoolkit.convert` returned.
         model: The exported ModelProto, or the path of its file.
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
+        progress: Show a progress bar.
 
     Returns:
         Counts of differing codes; call `check()` to raise an error where rounding ties do not explain them.
@@ -116,7 +120,7 @@ def verify_onnx(converted: nn.Module, model: "onnx.ModelProto | str | os.PathLik
     for node in nodes:
         codes[node.quantizer].append(NodeCodes(values[node.codes], node.is_constant))
     with torch.no_grad():
-        comparison = CodeComparison(converted, codes, [values[name] for name in positions])
+        comparison = CodeComparison(converted, codes, [values[name] for name in positions], progress)
         outputs = comparison.run(*args, **kwargs)
         computed = [(comparison.grids[node.quantizer], node) for node in nodes if not node.is_stored]
         quantizer_codes = sum_of(
@@ -148,6 +152,7 @@ def verify(
     inputs: Any,
     runtimes: Sequence[str] = ("onnxruntime",),
     optimized: bool = True,
+    progress: bool = True,
 ) -> DeployedVerification:
     """Compare all codes of a model with those of its file end to end, as users run the file.
 
@@ -164,6 +169,7 @@ def verify(
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
         runtimes: "onnxruntime", "openvino" or both, on the CPU.
         optimized: False runs onnxruntime without graph optimizations: every op in float between its Q/DQ nodes.
+        progress: Show a progress bar.
 
     Returns:
         For each runtime: the codes compared and differing at each quantizer, the first that differs, the difference of the
@@ -202,8 +208,13 @@ def verify(
         raise ValueError(f"verify: the file takes {len(graph.input)} tensors ({names}), got {len(tensors)}.")
     codes = ModelCodes(model, args, kwargs)
     varying = [node for node in nodes if not node.is_constant]
-    executed = {name: RUNTIMES[name](Path(path), tensors, varying, grids, optimized) for name in runtimes}
-    return DeployedVerification({name: compare_execution(codes, run, nodes) for name, run in executed.items()})
+    found: dict[str, RuntimeCodes] = {}
+    with progress_bar("verify", "runtimes", progress, runtimes) as bar:
+        for name in bar:
+            executed = RUNTIMES[name](Path(path), tensors, varying, grids, optimized)
+            found[name] = compare_execution(codes, executed, nodes)
+            note(bar, f"{name}: {found[name].codes.differing:,} of {found[name].codes.compared:,} codes differ")
+    return DeployedVerification(found)
 
 
 def check_installed(runtime: str) -> None:

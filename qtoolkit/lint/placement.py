@@ -105,7 +105,10 @@ def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _inside_attention(source: Op, backend: Backend) -> bool:
-    """Return whether a tensor is attention's probabilities on a target that computes attention as one op."""
+    """Return whether a tensor is attention's probabilities, on a target whose one op of attention has no quantizer there.
+
+    Of the targets with kernels for the other product, such as OpenVINO: see `qtoolkit.backends`.
+    """
     probabilities = origin(source, ("identity",))
     is_softmax = probabilities is not None and probabilities.kind.name == "softmax"
     return is_softmax and backend.quantizes(KINDS["dot_product_attention"])

@@ -24,6 +24,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.quantizers.recomputation import is_recomputing, steps_taken
+from qtoolkit.sharding import whole
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
@@ -286,7 +287,7 @@ def forward_with(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) 
 
 def _factor(bn: Any, variance: Tensor) -> Tensor:
     factor = torch.rsqrt(variance + bn.eps)
-    return factor if bn.weight is None else bn.weight * factor
+    return factor if bn.weight is None else whole(bn.weight) * factor
 
 
 def _folded(layer: "QuantWeighted", bn: LinkedBatchNorm, compute: Compute) -> Tensor:

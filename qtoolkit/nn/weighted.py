@@ -18,6 +18,7 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
+from qtoolkit.sharding import whole
 
 
 class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
@@ -201,7 +202,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         """Return the tensor that is quantized in eval mode: the weight, scaled by the linked batch norm's nonzero factors."""
         if self.batch_norm is None:
             return self.weight  # type: ignore[no-any-return]  # a Parameter
-        return self.scale_output_channels(self.weight, batch_norm.divisor_of(self.batch_norm))
+        return self.scale_output_channels(whole(self.weight), batch_norm.divisor_of(self.batch_norm))
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
         """Return a weight quantized by the weight's quantizer."""

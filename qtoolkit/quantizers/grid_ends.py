@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.observers.base import Observer
 from qtoolkit.quantizers.spec_ops import ends_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
@@ -20,6 +21,13 @@ def grid_ends(quantizer: TensorQuantizer | Grid) -> tuple[Tensor, Tensor]:
     if isinstance(quantizer, TensorQuantizer):
         return quantizer.kind.input_ends(quantizer)
     return ends_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
+
+
+def share_clipped(quantizer: TensorQuantizer | Grid, observer: Observer) -> float | None:
+    """Return the share of the values that an observer saw beyond a grid by more than half a step; None if it cannot tell."""
+    low, high = grid_ends(quantizer)
+    half = quantizer.scale / 2
+    return observer.share_outside(low - half, high + half)
 
 
 def saturates(low: float, high: float, grid: Grid) -> bool:

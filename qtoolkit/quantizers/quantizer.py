@@ -76,17 +76,21 @@ class Quantizer(KeepsFloat32):
         metadata["spec"] = _spec_of(self)
         metadata["modes"] = {name: getattr(self, name) for name in self.MODES}
 
+    def differing(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return, in words, how the spec in the metadata of a state dict differs from this quantizer's; None if it does not."""
+        saved, own = metadata.get("spec", {}), _spec_of(self)
+        names = [name for name in saved if saved[name] != own.get(name)]
+        return f"{_listed(saved, names)}, in the model {_listed(own, names)}" if names else None
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        saved, own = local_metadata.get("spec", {}), _spec_of(self)
-        differing = [name for name in saved if saved[name] != own.get(name)]
         found = any(key.startswith(prefix) for key in state_dict)
-        if differing and found:
+        differing = self.differing(local_metadata) if found else None
+        if differing is not None:
             raise ValueError(
-                f"quantizer {self.name!r}: its spec in the state dict has {_listed(saved, differing)}, in the model "
-                f"{_listed(own, differing)}; prepare the model with the backend and the QConfigMapping of the saved model, or "
-                f"load only the entries of the float model."
+                f"quantizer {self.name!r}: its spec in the state dict has {differing}; prepare the model with the backend and "
+                f"the QConfigMapping of the saved model, or load only the entries of the float model."
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if found:

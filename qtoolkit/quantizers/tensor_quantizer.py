@@ -19,6 +19,7 @@ from qtoolkit.quantizers.recomputation import check_not_recomputing
 from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
+from qtoolkit.sharding import whole
 
 DYNAMIC = Dynamic()
 
@@ -331,7 +332,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def follow(self, weight: Tensor) -> None:
         """Set the range to that of a weight, unchecked like a forward in training."""
         with torch.no_grad():
-            self.kind.follow(self, weight)
+            self.kind.follow(self, whole(weight))
         self.stale = False
 
     def quantize_rows(self, x: Tensor, index: Tensor, table: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.sharding import whole
 
 
 def weight_quantizer(
@@ -53,6 +54,7 @@ def set_weight_range(quantizer: TensorQuantizer, weight: Tensor, trained: Tensor
     """
     if weight.device.type == "meta":
         return
+    weight, trained = whole(weight), None if trained is None else whole(trained)
     scale = None
     if trained is not None and quantizer.kind.LEARNED:
         quantizer.observer.reset()

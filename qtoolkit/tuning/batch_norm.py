@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import BATCH_NORMS
+from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.running import Batches, Forward, tuning
 
@@ -80,7 +80,7 @@ def reestimate_batch_norm(
             for each in sums.values():
                 each.start()
             with torch.no_grad():
-                for batch in tqdm(data, desc="batch norm", disable=not progress, leave=False):
+                for batch in batches_of("batch norms", data, progress):
                     data.run(model, batch)
                     count += 1
                     for each in sums.values():

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from tqdm import tqdm
 
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of
+from qtoolkit.progress import batches_of, note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
@@ -159,16 +159,16 @@ def _empirical(
     order: dict[str, None] = {}
     calls: dict[str, int] = {}
 
-    def note(name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def take(name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
         order.setdefault(name)
         calls[name] = calls.get(name, 0) + 1
         expected[name].add(layer, args, output)
 
-    handles = [layer.register_forward_hook(partial(note, name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(partial(take, name)) for name, layer in layers.items()]
     count = 0
     try:
         with torch.no_grad(), disable_quantization(model):
-            for batch in data:
+            for batch in batches_of("bias: float", data, progress):
                 data.run(model, batch)
                 count += 1
     finally:
@@ -177,9 +177,11 @@ def _empirical(
     skipped.update({name: "no batch reached it" for name in layers if name not in order})
     skipped.update({n: "the model calls it several times" for n in order if calls[n] > count})
     shifts: dict[str, Tensor] = {}
-    for name in tqdm([n for n in order if n not in skipped], desc="bias", disable=not progress, leave=False):
-        shifts[name] = _mean_of(model, name, layers[name], data) - expected[name].value()
-        _shift_back(layers[name], shifts[name])
+    with progress_bar("bias", "layers", progress, [n for n in order if n not in skipped]) as bar:
+        for name in bar:
+            shifts[name] = _mean_of(model, name, layers[name], data) - expected[name].value()
+            _shift_back(layers[name], shifts[name])
+            note(bar, f"{name}: by {float(shifts[name].abs().max()):.3g}")
     return shifts
 
 

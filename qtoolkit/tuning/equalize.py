@@ -14,6 +14,7 @@ from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.nodes import kind_of, module_of
+from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module
 from qtoolkit.tuning.channels import LAYERS, ChannelView
 from qtoolkit.tuning.unchanged import largest_change, outputs_of
@@ -79,6 +80,7 @@ def equalize(
     skip: Sequence[str] = (),
     inplace: bool = False,
     activations: float | None = None,
+    progress: bool = True,
 ) -> Equalization[M]:
     """Scale the channels between consecutive layers so that all have about the same range.
 
@@ -97,6 +99,7 @@ def equalize(
         inplace: Change the model itself; otherwise a copy.
         activations: None for the weights. Or the power of its range, relative to the widest, that a channel is divided by: 1
             makes all channels of the activations equally wide, 0.5 shares the work with the weights.
+        progress: Show a progress bar.
 
     Returns:
         The model, the pairs, and why other layers stay as they were.
@@ -128,7 +131,7 @@ def equalize(
     links, skipped = _links(own, example_inputs, skip)
     state = [tensor.detach().clone() for tensor in (*own.parameters(), *own.buffers())]
     if activations is None:
-        widths = _equalize_weights(links)
+        widths = _equalize_weights(links, progress)
     else:
         widths = _equalize_activations(links, _ranges_of_inputs(own, links, example_inputs), activations)
     try:
@@ -190,12 +193,15 @@ def _width(ranges: Tensor) -> float:
     return float(used.max() / used.median()) if len(used) else 1.0
 
 
-def _equalize_weights(links: Sequence[_Link]) -> list[tuple[float, float]]:
+def _equalize_weights(links: Sequence[_Link], progress: bool) -> list[tuple[float, float]]:
     """Equalize all pairs of layers; return their widths before and after."""
     before = [link.width() for link in links]
-    for _ in range(ROUNDS):
-        if max((link.equalize() for link in links), default=0.0) < CLOSE:
-            break
+    with progress_bar("equalize", "rounds", progress, range(ROUNDS)) as bar:
+        for _ in bar:
+            change = max((link.equalize() for link in links), default=0.0)
+            note(bar, f"largest factor e^{change:.1g}")
+            if change < CLOSE:
+                break
     return [(width, link.width()) for width, link in zip(before, links, strict=True)]
 
 

@@ -1,18 +1,18 @@
 """gptq(): rounding of linear layers by second-order information (arXiv 2210.17323)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qtoolkit.errors import with_article
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
+from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.rounding import CodeGrid
 from qtoolkit.tuning.running import Batches, Forward, ReachedError, tuning
@@ -132,10 +132,12 @@ def gptq(
     wanted = chosen(reasons, layers, "gptq")
     skipped = {name: why for name, why in reasons.items() if why}
     data, errors = Batches(batches, forward, "gptq"), []
-    with tuning(prepared):
+    with ExitStack() as stack:
+        stack.enter_context(tuning(prepared))
         order = _order(prepared, wanted, data)
         skipped |= {name: "no batch reached it" for name in wanted if name not in order}
-        for name in tqdm(order, desc="gptq", disable=not progress, leave=False):
+        bar = stack.enter_context(progress_bar("gptq", "layers", progress, order))
+        for name in bar:
             layer = found[name]
             grid = CodeGrid(layer, name)
             products = _products(prepared, layer, name, data)
@@ -143,6 +145,7 @@ def gptq(
             if error.damping is not None:
                 grid.store(rounded(grid, products.all, error.damping, act_order))
             errors.append(error)
+            note(bar, f"{name}: error {error.before:.2e} -> {error.after:.2e}")
     return GPTQ(tuple(errors), skipped)
 
 

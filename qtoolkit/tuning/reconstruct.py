@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from tqdm import tqdm
 
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import deepcopy_model
+from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.cache import BatchCache
@@ -176,16 +176,16 @@ def reconstruct(
     data = Batches(batches, forward, "reconstruct")
     blocks = (granularity or chosen.granularity) == "block"
     units, skipped = find_units(prepared, blocks, layers, "reconstruct")
-    results = []
+    results: list[UnitResult] = []
     with ExitStack() as stack:
         stack.enter_context(tuning(prepared))
         reference = deepcopy_model(prepared, what="reconstruct")
         disable_quantization(reference).apply()
         of_loss = getattr(loss, "__qualname__", loss)
         saved = SavedUnits(path, prepared, f"{method} {options} {[unit.layers for unit in units]} {of_loss}")
-        bar = stack.enter_context(tqdm(total=steps * len(units), desc="reconstruct", disable=not progress, leave=False))
+        bar = stack.enter_context(progress_bar("reconstruct", "steps", progress, total=steps * len(units)))
         for place, unit in enumerate(units):
-            bar.set_postfix_str(unit.name)
+            note(bar, f"{unit.name}{_gain(results)}")
             task = _Task(prepared, reference, unit, data, options, loss)
             content = saved.load(place)
             if content is None:
@@ -196,6 +196,12 @@ def reconstruct(
                 bar.update(steps)
             results.append(UnitResult(**{**content["result"], "layers": tuple(content["result"]["layers"])}))
     return Reconstruction(method, tuple(results), skipped)
+
+
+def _gain(results: Sequence[UnitResult]) -> str:
+    """Return how much of the error of rounding to nearest is left, on average over the units so far; nothing at the start."""
+    left = [unit.after / unit.before for unit in results if unit.before]
+    return f", {sum(left) / len(left):.0%} of the error left so far" if left else ""
 
 
 def _check(

@@ -13,6 +13,7 @@ from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.synchronize import share_ends
 
 
 class QuantizationSchedule:
@@ -91,6 +92,8 @@ class QuantizationSchedule:
             ValueError: The steps that observe are over, and a quantizer has observed NaN or infinities.
         """
         self.steps += 1
+        if self.steps <= self.observe:  # DistributedDataParallel replaces the ranges of all ranks by those of rank 0
+            share_ends(quantizers_of(self.model).values())
         if self.steps == self.observe:
             self._set_ranges()
         if self.steps <= self.observe:  # the first input may have given a quantizer its number of channels

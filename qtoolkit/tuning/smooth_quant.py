@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from tqdm import tqdm
 
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.model_inputs import clone_tensors, tensors_of
 from qtoolkit.model_state import check_module, deepcopy_model, evaluating, random_state_kept
 from qtoolkit.nn import QuantModule
+from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.running import Batches, Forward
 from qtoolkit.tuning.unchanged import largest_change
@@ -195,7 +195,7 @@ def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tupl
     first: tuple[Any, list[Tensor]] | None = None
     handles = [norm.register_forward_hook(_noting(uses, name)) for name, norm in uses.norms.items()]
     try:
-        for batch in tqdm(data, desc="smooth", disable=not progress, leave=False):
+        for batch in batches_of("smooth", data, progress):
             uses.outputs.clear()
             with uses:
                 result = data.run(model, batch)

@@ -1,6 +1,7 @@
 """The command line: exit codes, JSON, tables, bad input, interruptions, and the commands of docs/command_line.md."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -12,23 +13,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import qtoolkit as qt
+import qtoolkit_command
 from qtoolkit.cli import main
 from qtoolkit.export.lint import FILE_RULES, rules_of
 from qtoolkit.lint.fusions import FILE_ADVICE
 from qtoolkit.lint.layers import ADVICE
 from tests.export.qdq_files import File, clean
-from tests.export.test_lint_files import (
-    before_a_silu,
-    blocks_of_8,
-    codes_for_a_float_op,
-    signed_in_and_unsigned_out,
-    the_longer_branch,
-    two_quantizers,
-)
+from tests.export.test_lint_files import codes_for_a_float_op, signed_in_and_unsigned_out, two_quantizers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
 RUN = [sys.executable, "-m", "qtoolkit"]
@@ -73,6 +66,15 @@ def test_verify(tmp_path, capsys) -> None:
     assert run["compared"] == 2 * 16 * 64
     assert main(["verify", path, "--runtime", "onnxruntime", "--seed", "3"]) == 0
     assert "0 of 2048 codes differ" in capsys.readouterr().out
+
+
+def test_verify_reads_a_file_without_zero_points(tmp_path, capsys) -> None:
+    file = File()
+    x = file.node("Relu", file.pair(file.node("Relu", file.input("x", 1, 16, 8, 8)), zero=None, name="q_x"))
+    file.output(file.pair(x, zero=None, name="q_y"))
+    assert main(["verify", file.save(tmp_path), "--runtime", "onnxruntime", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runtimes"]
+    assert [each["quantizer"] for each in run["quantizers"]] == ["q_x", "q_y"]
 
 
 def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
@@ -219,6 +221,35 @@ def test_ctrl_c_leaves_no_traceback() -> None:
     assert (run.returncode, err) == (130, "qtoolkit: interrupted.\n")
 
 
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    raise ImportError('lost') from None\n"
+    )
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from qtoolkit_command import main\n"
+        "sys.exit(main())"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(qt.__file__).parents[1]}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen([sys.executable, "-c", code, "info"], env=env, text=True, **pipes)
+    assert run.stdout.readline() == "importing\n"
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert (run.returncode, err) == (130, "qtoolkit: interrupted.\n")
+
+
+def test_the_command_is_the_command_line(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["qtoolkit", "info", "--json"])
+    before = signal.getsignal(signal.SIGINT)
+    assert qtoolkit_command.main() == 0
+    assert json.loads(capsys.readouterr().out)["qtoolkit"] == qt.__version__
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 # ---- the documentation
 
 
@@ -247,81 +278,3 @@ def test_the_page_names_every_rule() -> None:
     )
     rules = [rule.name for rule in (*FILE_RULES, *ADVICE.values(), *FILE_ADVICE)]
     assert sorted(named) == sorted(set(rules))
-
-
-# ---- hostile files
-
-WHOLE = two_quantizers().model().SerializeToString()
-COMMANDS = (["lint", "--backend", "tensorrt", "--advice"], ["lint", "--backend", "onnxruntime"], ["info"])
-PLACE, BYTE = st.integers(0, len(WHOLE) - 1), st.integers(0, 255)
-
-
-def run_on(data: bytes, command: list[str], folder: Path) -> None:
-    path = folder / "damaged.onnx"
-    path.write_bytes(data)
-    assert main([command[0], str(path), *command[1:], "--json"]) in (0, 1, 2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("damaged")
-
-
-@settings(max_examples=200)
-@given(st.lists(st.tuples(PLACE, BYTE), max_size=8), PLACE | st.none(), st.sampled_from(COMMANDS))
-def test_damaged_files_never_crash(folder, changes: list[tuple[int, int]], end: int | None, command: list[str]) -> None:
-    data = bytearray(WHOLE)
-    for place, value in changes:
-        data[place] = value
-    run_on(bytes(data[:end]), command, folder)
-
-
-def damage(model: onnx.ModelProto, what: str, first: int, second: int) -> None:
-    """Make one change that a broken writer of files could make."""
-    graph = model.graph
-    node, other = graph.node[first % len(graph.node)], graph.node[second % len(graph.node)]
-    tensor = graph.initializer[first % len(graph.initializer)]
-    if what == "inputs":
-        del node.input[second % 3 :]
-    elif what == "op":
-        node.op_type = other.op_type
-    elif what == "attributes":
-        node.attribute.extend(list(other.attribute))
-    elif what == "no attributes":
-        del node.attribute[:]
-    elif what == "rewired" and node.input and other.output:
-        node.input[0] = other.output[0]
-    elif what == "type":
-        tensor.data_type = second % 30
-    elif what == "sizes":
-        tensor.dims[:] = [second - 3] * (first % 4)
-    elif what == "order":
-        graph.node.append(node)
-    else:
-        for value in (*graph.input, *graph.output):
-            value.ClearField("type")
-
-
-CHANGES = ("inputs", "op", "attributes", "no attributes", "rewired", "type", "sizes", "order", "no types")
-FILES = [
-    build().model() for build in (two_quantizers, codes_for_a_float_op, before_a_silu, blocks_of_8, the_longer_branch)
-]
-
-
-@settings(max_examples=200)
-@given(
-    st.sampled_from(FILES),
-    st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=4),
-    st.booleans(),
-    st.sampled_from(COMMANDS),
-)
-def test_files_of_broken_writers_never_crash(
-    folder, whole: onnx.ModelProto, changes: list[tuple[str, int, int]], shapeless: bool, command: list[str]
-) -> None:
-    model = onnx.ModelProto()
-    model.CopyFrom(whole)
-    if shapeless:  # which onnx's checker does not take
-        model.graph.output[0].type.tensor_type.ClearField("shape")
-    for change in changes:
-        damage(model, *change)
-    run_on(model.SerializeToString(), command, folder)

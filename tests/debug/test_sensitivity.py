@@ -340,14 +340,6 @@ def test_table_and_data(three) -> None:
     assert data["quantized_score"] == result.quantized_score
 
 
-def test_the_progress_bar_counts_every_evaluation(three, capsys) -> None:
-    _, prepared, _ = three
-    qt.debug.sensitivity(prepared, lambda m: 1.0)
-    assert "sensitivity" in capsys.readouterr().err
-    qt.debug.sensitivity(prepared, lambda m: 1.0, progress=False)
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

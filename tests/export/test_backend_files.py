@@ -388,6 +388,21 @@ def test_other_arguments_are_errors(tmp_path) -> None:
         written(model, "snpe", tmp_path)
 
 
+def test_errors_of_what_it_shares_with_export_onnx_name_it(tmp_path) -> None:
+    model = prepared_for("snpe")
+
+    def refused(inputs: object, kind: type[Exception] = ValueError, **options: object) -> str:
+        with pytest.raises(kind) as error:
+            qt.export.encodings(model, "snpe", inputs, tmp_path / "net", **options)
+        return str(error.value)
+
+    x = torch.randn(SHAPE)
+    assert refused((), TypeError).startswith("encodings: example_inputs do not match")
+    assert refused(x, input_names=["a", "b"]).startswith("encodings: input_names must")
+    assert refused(x, output_names=["a", "b"]).startswith("encodings: output_names must")
+    assert refused(x.double(), TypeError).startswith("encodings: 'x' is float64")
+
+
 # ---- files that are not of the form
 
 MALFORMED = {
@@ -426,7 +441,9 @@ MALFORMED = {
 def test_a_malformed_file_is_an_error_that_names_the_place(case: str, tmp_path) -> None:
     backend, ending, text, message = MALFORMED[case]
     target = TARGETS[backend]
-    model = helper.make_model(helper.make_graph([], "empty", [], []))
+    tensors = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "graph", tensors[:1], tensors[1:])
+    model = helper.make_model(graph)
     onnx.save(model, tmp_path / f"net{target.suffix}" if isinstance(target, FloatModel) else tmp_path / "model.onnx")
     (tmp_path / f"net{ending}").write_text(text)
     with pytest.raises(ValueError, match=message):

@@ -126,6 +126,14 @@ def one_factor() -> File:
     return file
 
 
+@breaks("all-inputs", "values")
+def probabilities_in_float() -> File:
+    file = File()
+    scores = file.node("MatMul", file.pair(image(file, "q")), file.pair(image(file, "k")))
+    file.output(file.node("MatMul", file.node("Softmax", scores, axis=-1), file.pair(image(file, "v")), name="values"))
+    return file
+
+
 @breaks("shared-concat", "cat")
 def two_scales() -> File:
     file = File()
@@ -574,6 +582,12 @@ def test_weights_behind_a_transpose_keep_their_axis(tmp_path) -> None:
     weight = file.node("Transpose", file.weight(24, 8, axis=0), perm=[1, 0])
     file.output(file.node("MatMul", file.pair(image(file)), weight, name="linear"))
     assert lint(file.save(tmp_path), "tensorrt") == ()
+
+
+@pytest.mark.parametrize("backend", ["openvino", "snpe"])
+def test_probabilities_in_float_where_attention_is_one_op(tmp_path, backend: str) -> None:
+    rules = [each.name for each in lint(probabilities_in_float().save(tmp_path), backend)]
+    assert "all-inputs" not in rules
 
 
 def test_long_chains_of_concats_take_no_long_time(tmp_path) -> None:

@@ -282,8 +282,8 @@ class TorchAttention(nn.Module):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_fused_attention_keeps_codes_and_changes_no_bit(config: qt.QConfig, is_causal: bool) -> None:
     net = TorchAttention(is_causal)
-    plain = quantized("graph", config, copy.deepcopy(net), **PLAIN)
-    codes = quantized("graph", config, net, forward="float")
+    plain = quantized("graph", config, copy.deepcopy(net), backend="openvino", **PLAIN)
+    codes = quantized("graph", config, net, backend="openvino", forward="float")
     assert_equal(step(codes), step(plain))
     for seed in (0, 1):
         assert_equal(
@@ -297,7 +297,10 @@ def test_fused_attention_keeps_codes_and_changes_no_bit(config: qt.QConfig, is_c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_fused_attention_in_other_dtypes(dtype: torch.dtype) -> None:
     net = TorchAttention()
-    models = [quantized("graph", FIXED, copy.deepcopy(net), **options).to(dtype) for options in ({}, PLAIN)]
+    models = [
+        quantized("graph", FIXED, copy.deepcopy(net), backend="openvino", **options).to(dtype)
+        for options in ({}, PLAIN)
+    ]
     found = []
     for model in models:
         x = leaf(sequences().to(dtype))
@@ -309,7 +312,7 @@ def test_fused_attention_in_other_dtypes(dtype: torch.dtype) -> None:
 
 def test_fused_attention_compiles_and_reports() -> None:
     torch._dynamo.reset()
-    model = quantized("graph", LSQ, TorchAttention())
+    model = quantized("graph", LSQ, TorchAttention(), backend="openvino")
     found = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(found[0], step(model)[0])
     (line,) = (line for line in qt.quantization_report(model).layers if line.kind == "dot_product_attention")

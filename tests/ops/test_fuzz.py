@@ -200,7 +200,7 @@ class Drawn:
     def ratio(self) -> Tensor:
         start = self.given["start"]
         wrong = (torch.rand(start.numel() + 1), start.half())
-        return self.mostly(torch.randn(start.shape).to(start) * 2, *wrong)
+        return self.mostly((torch.randn(start.shape) * 2).to(start), *wrong)
 
     def rate(self) -> Tensor | None:
         start = self.given["start"]
@@ -295,7 +295,7 @@ class Drawn:
 
     def edge(self, end: int) -> Tensor:
         if "counts" in self.given:
-            return self.mostly(self.edges[end], self.edges[end].double(), torch.zeros(4), torch.zeros(1, device="meta"))
+            return self.mostly(self.edges[end], self.edges[end].double(), torch.zeros(9), torch.zeros(1, device="meta"))
         if self.op == "grid_of_range":
             return self.range_end(end)
         seen = torch.full((self.mostly(self.channel_count, 0, 1, self.channel_count + 1),), (-3.0, 3.0)[end])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -118,8 +119,8 @@ def from_json(text: str, *keys: str) -> Mapping[str, Any]:
     """
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the file must be JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:  # numbers of too many digits too
+        raise ValueError(f"the file must be JSON: {str(error).rstrip('.')}.") from None
     place = "the file"
     check_mapping(place, value)
     for key in keys:
@@ -142,6 +143,18 @@ def number(entry: object, key: str | None = None, whole: bool = False) -> Any:
             raise ValueError(f"an entry must have the key {key!r}, got {', '.join(map(repr, entry)) or 'none'}.")  # type: ignore[call-overload]
         entry = entry[key]  # type: ignore[index]
     kinds = int if whole else int | float
-    if not isinstance(entry, kinds) or isinstance(entry, bool) or not math.isfinite(entry):
+    if not isinstance(entry, kinds) or isinstance(entry, bool) or not abs(entry) <= sys.float_info.max:  # NaN is not
         raise ValueError(f"{key or 'an entry'} must be a {'whole' if whole else 'finite'} number, got {entry!r}.")
     return entry
+
+
+def width(entry: object, key: str) -> int:
+    """Return the number of bits of a JSON file.
+
+    Raises:
+        ValueError: There is none, or it is no whole number in [2, 32].
+    """
+    bits: int = number(entry, key, whole=True)
+    if not 2 <= bits <= 32:
+        raise ValueError(f"{key} must lie in [2, 32], got {bits}.")
+    return bits

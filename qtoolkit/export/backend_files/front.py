@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
+from qtoolkit.errors import as_errors_of
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.backend_files.targets import TARGETS
@@ -17,6 +18,7 @@ from qtoolkit.export.inputs import Inputs, check_dtypes
 from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids, require_extra, written
 from qtoolkit.export.opsets import LOWEST, check_opset, native
 from qtoolkit.prepare import check_quantized, convert
+from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 
@@ -29,6 +31,7 @@ def encodings(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
+    progress: bool = True,
 ) -> BackendFiles:
     """Write a model for a target's own compiler: in float, with the grids of its tensors in a file beside it.
 
@@ -46,6 +49,7 @@ def encodings(
         input_names: Names of the file's inputs, as in `export_onnx`.
         output_names: Names of its outputs.
         dynamic_batch: Make dimension 0 of all inputs dynamic.
+        progress: Show a progress bar.
 
     Returns:
         The paths, and the encodings that are in the files.
@@ -75,10 +79,12 @@ def encodings(
     check_opset("encodings", opset)
     converted = convert(model) if quantizers_of(model) else model
     check_grids(converted, "encodings")
-    inputs = Inputs.of(converted, example_inputs, input_names)
-    check_dtypes(converted, inputs)
-    request = Request(converted, inputs, native(opset, "dynamo"), output_names, None)
-    with ONE_AT_A_TIME:
+    bar = progress_bar("encodings", "steps", progress, total=1, after=0)
+    with as_errors_of("encodings", "export_onnx"), ONE_AT_A_TIME, bar:
+        inputs = Inputs.of(converted, example_inputs, input_names)
+        check_dtypes(converted, inputs)
+        request = Request(converted, inputs, native(opset, "dynamo"), output_names, None)
+        step(bar, "torch's exporter, and the files")
         export = partial(written, request, opset, "dynamo", dynamic_batch=dynamic_batch)
         return target.write(export, opset, Path(path))
 

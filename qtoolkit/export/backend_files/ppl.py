@@ -8,7 +8,7 @@ from typing import Any
 
 from qtoolkit.errors import within
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Format, as_json, from_json, number
+from qtoolkit.export.backend_files.format import Format, as_json, from_json, number, width
 
 _LISTS = {"step": "scale", "zero_point": "zero_point", "min": "low", "max": "high"}
 
@@ -38,8 +38,8 @@ def _encoding(tensor: str, entry: Mapping[str, Any], is_weight: bool) -> Encodin
         raise ValueError(f"{', '.join(_LISTS)} must be numbers, or lists of one length.")
     scales = tuple(float32(number(one)) for one in lists["step"])
     zero_points = tuple(number(one, whole=True) for one in lists["zero_point"])
-    low, bits = number(lists["min"][0]), number(entry, "bit", whole=True)
-    qmin = round(low / scales[0]) + zero_points[0]
+    low, bits = number(lists["min"][0]), width(entry, "bit")
+    qmin = round(number(low / scales[0])) + zero_points[0]
     qmax = (1 << bits) - 1 if qmin >= 0 else (1 << bits - 1) - 1
     return Encoding(tensor, scales, zero_points, qmin, qmax, is_weight)
 
@@ -48,5 +48,5 @@ RANGES = Format("PPL's file of ranges", "_clip_ranges.json", _write, _read, bits
 
 
 def _as_list(entry: Mapping[str, Any], key: str) -> list[Any]:
-    values = entry.get(key)
+    values = entry.get(key) if isinstance(entry, Mapping) else None
     return values if isinstance(values, list) else [number(entry, key)]

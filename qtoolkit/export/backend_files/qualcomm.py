@@ -9,7 +9,7 @@ from typing import Any
 
 from qtoolkit.errors import within
 from qtoolkit.export.backend_files.encoding import Encoding, float32
-from qtoolkit.export.backend_files.format import Format, as_json, from_json, number
+from qtoolkit.export.backend_files.format import Format, as_json, from_json, number, width
 
 VERSION = "0.6.1"
 
@@ -50,7 +50,7 @@ def _encoding(tensor: str, entries: object, is_weight: bool) -> Encoding:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"it must be a list of encodings, got {entries!r}.")
     first = entries[0]
-    bits, symmetric = number(first, "bitwidth", whole=True), _is_symmetric(first)
+    bits, symmetric = width(first, "bitwidth"), _is_symmetric(first)
     offsets = [number(entry, "offset", whole=True) for entry in entries]
     for entry in entries:
         if (number(entry, "bitwidth"), _is_symmetric(entry)) != (bits, symmetric):

@@ -15,6 +15,7 @@ from qtoolkit.export.backend_files.moves import spread
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files import check_file, free_name, replace_model, save, weights_of
+from qtoolkit.export.reading import open_model
 from qtoolkit.files import write_atomically
 
 if TYPE_CHECKING:
@@ -63,8 +64,15 @@ class FloatModel(Target):
 
     def read(self, path: Path) -> list[Encoding]:
         """Read the first of the files."""
-        model = _graph_of(with_ending(path, self.suffix))
-        return self.formats[0].read(with_ending(path, self.formats[0].suffix).read_text(), model)
+        text = _text_of(with_ending(path, self.formats[0].suffix))
+        return self.formats[0].read(text, open_model(with_ending(path, self.suffix)))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"read_encodings: {str(path)!r} must be text in UTF-8: {error.reason}.") from None
 
 
 def _graph_of(path: str | os.PathLike[str]) -> "onnx.ModelProto":

@@ -26,7 +26,9 @@ def _read(text: str, model: Any) -> list[Encoding]:
             tensor, scale, zero_point = line.rsplit(" ", 2)
             found.append(Encoding(tensor, (float32(float(scale)),), (int(zero_point),), 0, _STEPS))
         except ValueError as error:
-            raise ValueError(f"a line must be a tensor, a scale and a zero point, got {line!r}: {error}") from None
+            raise ValueError(
+                f"a line must be a tensor, a scale and a zero point, got {line!r}: {str(error).rstrip('.')}."
+            ) from None
     return found
 
 

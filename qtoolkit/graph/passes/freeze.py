@@ -11,6 +11,7 @@ from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
 from qtoolkit.graph.passes.link_batch_norms import fold
+from qtoolkit.model_state import check_numbers
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -48,6 +49,7 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
     Raises:
         RuntimeError: The entries of the state dict are not those of the converted model.
         ValueError: A scale is not positive and finite, or a quantizer's spec differs.
+        TypeError: A scale or a zero point is no tensor of numbers.
     """
     for name, quantizer in quantizers_of(model).items():
         quantizer.name = name
@@ -60,6 +62,9 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
                 f"convert: state_dict has no entry '{inner}.scale'; it must be that of a model converted from the same float "
                 f"model, backend and QConfigMapping (load that of a prepared model by prepared.load_state_dict)."
             )
+        for entry, value in ((f"{inner}.scale", scale), (f"{inner}.zero_point", zero_point)):
+            if value is not None:
+                check_numbers("convert: state_dict", entry, value)
         quantizer.load_grid(scale, zero_point)
     converted = run(model)
     converted.load_state_dict(state)

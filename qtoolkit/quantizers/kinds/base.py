@@ -134,6 +134,9 @@ class QuantizerKind:
         """Observe x while quantizing."""
         quantizer.observer(x)
 
+    def take_observed(self, quantizer: "TensorQuantizer") -> None:
+        """Set the scale from the range observed so far, where it follows that range."""
+
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Observe x, and return it quantized with the scale that then holds."""
         self.observe(quantizer, x)

@@ -24,13 +24,13 @@ class FixedScale(QuantizerKind):
     def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
         """Observe x, and set the scale from the range so far."""
         quantizer.observer(x)
-        self._take_observed(quantizer)
+        self.take_observed(quantizer)
 
     def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
         """Set the range and the scale to those of x alone."""
         if isinstance(quantizer.observer, RangeObserver):
             quantizer.observer.follow(x)
-        self._take_observed(quantizer)
+        self.take_observed(quantizer)
 
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Do both in one op where there is one."""
@@ -42,7 +42,8 @@ class FixedScale(QuantizerKind):
         fused = self._in_one_op(quantizer, x, alone=True)
         return super().follow_and_quantize(quantizer, x) if fused is None else fused
 
-    def _take_observed(self, quantizer: "TensorQuantizer") -> None:
+    def take_observed(self, quantizer: "TensorQuantizer") -> None:
+        """Set the scale from the range observed so far."""
         quantizer.ready = True
         quantizer.write_grid(*grid_of_range(*quantizer.observer.range(), quantizer.spec))
 

@@ -1,8 +1,9 @@
 """Observer: the base class of observers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints, latest_load
@@ -16,9 +17,12 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
 
     Attributes:
         OPTIONS: The options that `QuantSpec.observer_args` may hold, with their defaults.
+        ADDED_UP: The attributes that hold sums over all inputs. They serve calibration alone and are no buffers: state dicts do
+            not hold them, and DistributedDataParallel does not replace them by those of rank 0.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    ADDED_UP: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:
@@ -92,7 +96,29 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
 
     def state(self) -> dict[str, Tensor]:
         """Return what was observed, on the CPU, for `merge` in another process."""
-        return {name: buffer.cpu() for name, buffer in self.named_buffers(recurse=False)}
+        own = {**dict(self.named_buffers(recurse=False)), **self.added_up()}
+        return {name: tensor.cpu() for name, tensor in own.items()}
+
+    def added_up(self) -> dict[str, Tensor]:
+        """Return the tensors of `ADDED_UP`."""
+        return {name: getattr(self, name) for name in self.ADDED_UP}
+
+    def reset_added_up(self) -> None:
+        """Set them to zero; not in place: an error in calibration brings the old ones back."""
+        for name, tensor in self.added_up().items():
+            setattr(self, name, torch.zeros_like(tensor))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name, tensor in self.added_up().items():
+            new = fn(tensor)
+            setattr(self, name, new if new.dtype == tensor.dtype else tensor.to(new.device))
+        return self
+
+    def leave_meta_device_for(self, x: Tensor) -> None:
+        """Put the sums on the device of an input, if the model was made on the meta device: no state dict has them."""
+        if any(tensor.is_meta for tensor in self.added_up().values()) and not x.is_meta:
+            self._apply(lambda tensor: torch.zeros_like(tensor, device=x.device) if tensor.is_meta else tensor)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Replace what was observed by what several observers did; their states include this observer's own."""

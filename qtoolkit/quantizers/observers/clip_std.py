@@ -34,6 +34,7 @@ class ClipStdObserver(EndsObserver):
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"deviations": 2.6}
+    ADDED_UP = ("moments",)
 
     moments: Tensor  # count, mean, and sum of squared differences from it
 
@@ -47,7 +48,7 @@ class ClipStdObserver(EndsObserver):
     ) -> None:
         super().__init__(shape, axis, group, block_size)
         self.deviations = deviations
-        self.register_buffer("moments", torch.zeros(3, *shape, dtype=torch.float64), persistent=False)
+        self.moments = torch.zeros(3, *shape, dtype=torch.float64)
 
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:
@@ -64,6 +65,7 @@ class ClipStdObserver(EndsObserver):
     def forward(self, x: Tensor) -> None:
         """Observe x, where it is finite."""
         super().forward(x)
+        self.leave_meta_device_for(x)
         x = x.detach()
         if x.numel() == 0:
             return
@@ -90,12 +92,12 @@ class ClipStdObserver(EndsObserver):
     def reset(self) -> None:
         """Discard what was observed."""
         super().reset()
-        self.moments.zero_()
+        self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
-        self.moments.data = self.moments.data.new_zeros(3, *shape)
+        self.moments = self.moments.new_zeros(3, *shape)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Set mean and standard deviation to those of all inputs."""

@@ -1,6 +1,6 @@
 """The observer of histograms, and the methods that choose a range from one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -70,8 +70,7 @@ def searched_codes(spec: "QuantSpec") -> tuple[int, int]:
 class HistogramObserver(Observer):
     """A running histogram, per tensor or per channel, and the range that a method chooses from it.
 
-    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`). They serve
-    calibration alone and are no buffers: state dicts do not hold them, and DistributedDataParallel does not broadcast them.
+    The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
 
     Args:
         qmin: Lowest code of the grid that the range is for.
@@ -96,6 +95,7 @@ class HistogramObserver(Observer):
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": 2048, "method": "mse", "percentile": 99.99}
+    ADDED_UP = ("counts", "lo", "hi")
 
     def __init__(
         self,
@@ -132,8 +132,7 @@ class HistogramObserver(Observer):
 
         Compiled code, which must not wait for the device, takes it in; then the range is NaN.
         """
-        if self.counts.is_meta and not x.is_meta:  # a model from the meta device, and no state dict has a histogram
-            self._apply(lambda tensor: torch.zeros_like(tensor, device=x.device))
+        self.leave_meta_device_for(x)
         if self.training and not torch.compiler.is_compiling() and not _is_finite(x.detach()):
             self.skipped += 1
         else:
@@ -176,31 +175,16 @@ class HistogramObserver(Observer):
     def reset(self) -> None:
         """Discard what was observed."""
         self.skipped = 0
-        for name, tensor in self._own().items():  # not in place: an error in calibration brings the old ones back
-            setattr(self, name, torch.zeros_like(tensor))
+        self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         self.counts = self.counts.new_zeros(*shape, self.counts.size(-1))
         self.lo, self.hi = self.lo.new_zeros(shape), self.hi.new_zeros(shape)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return what was observed, on the CPU, for `merge` in another process."""
-        return {name: tensor.cpu() for name, tensor in self._own().items()}
-
-    def _own(self) -> dict[str, Tensor]:
-        return {"counts": self.counts, "lo": self.lo, "hi": self.hi}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        for name, tensor in self._own().items():
-            new = fn(tensor)
-            setattr(self, name, new if new.dtype == tensor.dtype else tensor.to(new.device))
-        return self
-
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Set the histogram to the sum of the histograms, with the bins that a histogram of all the data has."""
-        for mine, *theirs in zip(*map(_histograms, (self._own(), *states)), strict=True):
+        for mine, *theirs in zip(*map(_histograms, (self.added_up(), *states)), strict=True):
             for buffer, value in zip(mine, _sum_of(theirs) or mine, strict=True):
                 buffer.copy_(value)
 

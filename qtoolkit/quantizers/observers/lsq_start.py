@@ -36,6 +36,8 @@ class LSQStartObserver(EndsObserver):
         (tensor(-0.6667), tensor(6.))
     """
 
+    ADDED_UP = ("total", "count")
+
     total: Tensor
     count: Tensor
 
@@ -51,8 +53,8 @@ class LSQStartObserver(EndsObserver):
     ) -> None:
         super().__init__(shape, axis, group, block_size)
         self.qmin, self.qmax, self.symmetric = qmin, qmax, symmetric
-        self.register_buffer("total", torch.zeros(shape, dtype=torch.float64), persistent=False)
-        self.register_buffer("count", torch.zeros(shape, dtype=torch.int64), persistent=False)
+        self.total = torch.zeros(shape, dtype=torch.float64)
+        self.count = torch.zeros(shape, dtype=torch.int64)
 
     @classmethod
     def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
@@ -62,6 +64,7 @@ class LSQStartObserver(EndsObserver):
     def forward(self, x: Tensor) -> None:
         """Observe the range and the magnitudes of x, where they are finite."""
         super().forward(x)
+        self.leave_meta_device_for(x)
         rows = self.by_range(x.detach().abs())
         sums = rows.sum(1, dtype=torch.float64).reshape(self.total.shape)
         self.total += torch.where(sums.isfinite(), sums, 0)
@@ -87,13 +90,12 @@ class LSQStartObserver(EndsObserver):
     def reset(self) -> None:
         """Discard what was observed."""
         super().reset()
-        self.total.zero_()
-        self.count.zero_()
+        self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
-        self.total.data, self.count.data = self.total.data.new_zeros(shape), self.count.data.new_zeros(shape)
+        self.total, self.count = self.total.new_zeros(shape), self.count.new_zeros(shape)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Set the range to the union of the ranges, and the mean to that of all inputs."""

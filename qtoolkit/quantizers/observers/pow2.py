@@ -99,6 +99,7 @@ class Pow2ModeObserver(EndsObserver):
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = Pow2Observer.OPTIONS
+    ADDED_UP = ("votes",)
 
     votes: Tensor  # for each power of two from 2^SMALLEST on
 
@@ -113,7 +114,7 @@ class Pow2ModeObserver(EndsObserver):
     ) -> None:
         super().__init__(shape, axis, group)
         self.qmin, self.qmax, self.bins = qmin, qmax, bins
-        self.register_buffer("votes", torch.zeros(*shape, 1 - 2 * SMALLEST, dtype=torch.int64), persistent=False)
+        self.votes = torch.zeros(*shape, 1 - 2 * SMALLEST, dtype=torch.int64)
 
     @classmethod
     def check(cls, spec: "QuantSpec") -> None:
@@ -128,6 +129,7 @@ class Pow2ModeObserver(EndsObserver):
     def forward(self, x: Tensor) -> None:
         """Count the best power of two of x."""
         super().forward(x)
+        self.leave_meta_device_for(x)
         counts, lo, hi = histogram_of(x.detach(), self.lo.shape, self.bins, self.axis, self.group)
         scale = best_power(counts, lo, hi, self.qmin, self.qmax)
         counted = (hi > lo) & scale.isfinite()
@@ -150,12 +152,12 @@ class Pow2ModeObserver(EndsObserver):
     def reset(self) -> None:
         """Discard what was observed."""
         super().reset()
-        self.votes.zero_()
+        self.reset_added_up()
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Set the shape of the ranges. Nothing must have been observed yet."""
         super().resize(shape)
-        self.votes.data = self.votes.data.new_zeros(*shape, self.votes.size(-1))
+        self.votes = self.votes.new_zeros(*shape, self.votes.size(-1))
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Add the votes."""

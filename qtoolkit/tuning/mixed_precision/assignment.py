@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.files import write_atomically
+from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
 
 UNITS = {"size": "bytes", "bit_operations": "bit operations", "latency": "of the latency table"}
@@ -63,11 +64,25 @@ class Front:
     points: tuple[Assignment, ...]
     scores: tuple[float, ...] = ()
 
-    def measured(self, evaluate: Callable[[QConfigMapping], float], base: QConfigMapping | None = None) -> "Front":
-        """Return the front with the score of each point: evaluate(mapping) prepares, calibrates or trains, and scores."""
-        return Front(
-            self.cost, self.points, tuple(float(evaluate(point.to_qconfig_mapping(base))) for point in self.points)
-        )
+    def measured(
+        self,
+        evaluate: Callable[[QConfigMapping], float],
+        base: QConfigMapping | None = None,
+        progress: bool = True,
+    ) -> "Front":
+        """Return the front with the score of each point: evaluate(mapping) prepares, calibrates or trains, and scores.
+
+        Args:
+            evaluate: Returns the score of a mapping.
+            base: Rules for everything else, as in `Assignment.to_qconfig_mapping`.
+            progress: Show a progress bar.
+        """
+        scores: list[float] = []
+        with progress_bar("front", "points", progress, self.points) as bar:
+            for point in bar:
+                scores.append(float(evaluate(point.to_qconfig_mapping(base))))
+                note(bar, f"{point.costs[self.cost]:,.6g} {UNITS[self.cost]}: {scores[-1]:.6g}")
+        return Front(self.cost, self.points, tuple(scores))
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [(self.cost, "error", *(["score"] if self.scores else []))]

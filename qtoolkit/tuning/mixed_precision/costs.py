@@ -102,10 +102,14 @@ def size_of(module: nn.Module, config: QConfig | None, name: str) -> float:
     """Return the bytes of the codes of a layer's weight, with a float32 for each scale and zero point."""
     weights = module.get_parameter("weight").numel()
     spec = None if config is None else config.weight
+    return stored_bytes(weights, spec, 0 if spec is None else weight_quantizer_of(module, spec, name).scale.numel())
+
+
+def stored_bytes(weights: int, spec: QuantSpec | None, scales: int) -> float:
+    """Return the bytes of weights: of codes with a float32 for each scale and zero point, or of floats."""
     if spec is None:
         return weights * FLOAT_BITS / 8
-    scales = weight_quantizer_of(module, spec, name).scale.numel() * (1 if spec.symmetric else 2)
-    return float(-(-weights * spec.bits // 8) + 4 * scales)
+    return float(-(-weights * spec.bits // 8) + 4 * scales * (1 if spec.symmetric else 2))
 
 
 def bit_product(config: QConfig | None) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
 from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import quantization_report
 from qtoolkit.tuning.mixed_precision.costs import input_of, weight_quantizer_of
@@ -74,11 +75,14 @@ def by_hessian(
     probes: int,
     seed: int,
     traces: Mapping[str, Trace] | None,
+    progress: bool,
 ) -> Errors:
     """Return trace / weights * |Q(w) - w|^2 / 2 for each choice of each layer (see `MixedPrecision.hessian_errors`)."""
     _check_same_activations(configs)
     weights = {name: module.weight for name, module in modules.items()}
-    found = hessian_traces(model, loss, batches, weights, probes, seed) if traces is None else traces
+    found = traces
+    if found is None:
+        found = hessian_traces(model, loss, batches, weights, probes, seed, progress)
     return {
         name: {
             choice: found[name].at_least
@@ -117,7 +121,7 @@ def _weight_change(module: Any, config: QConfig | None, name: str) -> Tensor:
 
 
 def by_gradients(
-    model: nn.Module, modules: Mapping[str, Any], configs: Configs, loss: Loss, batches: Iterable[Any]
+    model: nn.Module, modules: Mapping[str, Any], configs: Configs, loss: Loss, batches: Iterable[Any], progress: bool
 ) -> Errors:
     """Return N / 2 * sum (g * change)^2 for each choice of each layer (see `MixedPrecision.gradient_errors`)."""
     check_module(model, "gradient_errors")
@@ -137,8 +141,8 @@ def by_gradients(
     totals: dict[tuple[str, str], float] = dict.fromkeys(changes, 0.0)
     count = 0
     with evaluating(model):
-        _calibrate(model, modules, quantizers, loss, batches)
-        for batch in batches:
+        _calibrate(model, modules, quantizers, loss, batches_of("gradients: ranges", batches, progress))
+        for batch in batches_of("gradients", batches, progress):
             count += 1
             for place, change in _squares(model, modules, quantizers, changes, loss, batch).items():
                 totals[place] += change

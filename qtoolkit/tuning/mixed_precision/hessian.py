@@ -1,7 +1,7 @@
 """The trace of the Hessian of a loss in each layer's weight, by Hutchinson's estimator."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.progress import note, progress_bar
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -39,6 +40,7 @@ def hessian_traces(
     weights: Mapping[str, Tensor],
     probes: int = 16,
     seed: int = 0,
+    progress: bool = True,
 ) -> dict[str, Trace]:
     """Estimate the trace of the Hessian of a loss in each of some weights of a float model, block by block.
 
@@ -53,6 +55,7 @@ def hessian_traces(
         weights: The weights, by names of your own.
         probes: Probes of each batch.
         seed: Of the signs.
+        progress: Show a progress bar.
 
     Returns:
         The trace for each name. It is not negative at a minimum of the loss; elsewhere it may be.
@@ -76,18 +79,34 @@ def hessian_traces(
     device = tensors[0].device if tensors else torch.device("cpu")
     signs = torch.Generator(device).manual_seed(seed)
     samples: list[Tensor] = []
-    with evaluating(model), differentiable(tensors), torch.enable_grad():
+    count = len(batches) * probes if isinstance(batches, Sized) else None
+    with (
+        progress_bar("hessian", "probes", progress, total=count) as bar,
+        evaluating(model),
+        differentiable(tensors),
+        torch.enable_grad(),
+    ):
         for batch in batches:
             gradients = torch.autograd.grad(
                 scalar_loss("hessian_traces", loss, model, batch), tensors, create_graph=True, materialize_grads=True
             )
-            samples += [_probe(gradients, tensors, signs) for _ in range(probes)]
+            for _ in range(probes):
+                samples.append(_probe(gradients, tensors, signs))
+                note(bar, _total(samples))
+                bar.update()
     if not samples:
         raise ValueError("hessian_traces: batches must hold at least one batch, got none.")
     stacked = torch.stack(samples).double()
     errors = stacked.std(0) / len(samples) ** 0.5 if len(samples) > 1 else torch.full_like(stacked[0], torch.nan)
     means = stacked.mean(0)
     return {name: Trace(float(means[i]), float(errors[i])) for i, name in enumerate(weights)}
+
+
+def _total(samples: Sequence[Tensor]) -> str:
+    """Return the trace of all blocks together so far, with its standard error."""
+    totals = torch.stack([sample.sum() for sample in samples])
+    error = f" ± {float(totals.std()) / len(samples) ** 0.5:.1g}" if len(samples) > 1 else ""
+    return f"trace {float(totals.mean()):.4g}{error}"
 
 
 def _probe(gradients: tuple[Tensor, ...], tensors: list[Tensor], signs: torch.Generator) -> Tensor:

@@ -130,6 +130,7 @@ class MixedPrecision:
         probes: int = 16,
         seed: int = 0,
         traces: Mapping[str, Trace] | None = None,
+        progress: bool = True,
     ) -> dict[str, dict[str, float]]:
         """Estimate the increase of the loss by the curvature: trace / weights * |Q(w) - w|^2 / 2 (HAWQ-V2, arXiv 1911.03852).
 
@@ -141,13 +142,16 @@ class MixedPrecision:
             probes: Probes of each batch (see `hessian_traces`).
             seed: Of the probes.
             traces: Traces that are known, by layer; then loss and batches are not used.
+            progress: Show a progress bar.
 
         Raises:
             ValueError: Choices of a layer differ in their activations; or as `hessian_traces` does.
         """
-        return estimates.by_hessian(self.model, self.modules, self.configs, loss, batches, probes, seed, traces)
+        return estimates.by_hessian(
+            self.model, self.modules, self.configs, loss, batches, probes, seed, traces, progress
+        )
 
-    def gradient_errors(self, loss: Loss, batches: Iterable[Any]) -> dict[str, dict[str, float]]:
+    def gradient_errors(self, loss: Loss, batches: Iterable[Any], progress: bool = True) -> dict[str, dict[str, float]]:
         """Estimate the increase of the loss by squared gradients: N / 2 * sum (g * (Q(x) - x))^2 over weights and inputs.
 
         The squares of the gradients of a batch of N samples stand for the Hessian's diagonal (the empirical Fisher
@@ -156,11 +160,12 @@ class MixedPrecision:
         Args:
             loss: loss(model, batch) returns a scalar, the mean over the batch.
             batches: Batches, which are run twice: a list.
+            progress: Show a progress bar.
 
         Raises:
             ValueError: There is no batch, or the loss is not finite.
         """
-        return estimates.by_gradients(self.model, self.modules, self.configs, loss, batches)
+        return estimates.by_gradients(self.model, self.modules, self.configs, loss, batches, progress)
 
     # ---- the search
 

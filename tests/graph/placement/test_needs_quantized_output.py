@@ -135,8 +135,9 @@ def test_unknown_kinds_are_errors() -> None:
         replace(qt.backends["onnxruntime"], needs_quantized_output=("convs",))
 
 
-def test_dot_product_attention_stays_float_unless_a_rule_names_it() -> None:
-    """onnxruntime computes it in float from quantized inputs too: Q/DQ nodes only cost."""
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tensorrt8", "tensorrt-nlp"])
+def test_dot_product_attention_stays_float_unless_a_rule_names_it(backend: str) -> None:
+    """onnxruntime and TensorRT compute it in float from quantized inputs too: Q/DQ nodes only cost."""
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -147,6 +148,6 @@ def test_dot_product_attention_stays_float_unless_a_rule_names_it() -> None:
             return self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
 
     name, x = "scaled_dot_product_attention", torch.randn(2, 5, 6)
-    assert quantized(qt.prepare(Attention().eval(), x, "onnxruntime")) == {"x", name}
-    mapping = qt.QConfigMapping().set_module_name(name, qt.backends["onnxruntime"].qconfig)
-    assert quantized(qt.prepare(Attention().eval(), x, "onnxruntime", mapping)) == {"x", "qkv", name}
+    assert quantized(qt.prepare(Attention().eval(), x, backend)) == {"x", name}
+    mapping = qt.QConfigMapping().set_module_name(name, qt.backends[backend].qconfig)
+    assert quantized(qt.prepare(Attention().eval(), x, backend, mapping)) == {"x", "qkv", name}

@@ -1,0 +1,111 @@
+"""What a checkpoint holds: the tensors of a model and of its training, and the record."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qtoolkit.checkpoint.optimizers import optimizer_tree
+from qtoolkit.checkpoint.random_states import random_bytes
+from qtoolkit.checkpoint.record import OWN, Record
+from qtoolkit.checkpoint.tree import encode
+from qtoolkit.eager.record import plan_of
+from qtoolkit.processes import rank, ranks
+from qtoolkit.sharding import is_sharded
+
+
+@dataclass
+class Contents:
+    """The tensors of this process, by their keys, and the record, which is that of all processes."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def keep(self, name: str, tensor: Tensor) -> str:
+        """Add a tensor that is not of the model's state dict, and return its key."""
+        key, number = f"{OWN}{name}", 0
+        while key in self.tensors:
+            number += 1
+            key = f"{OWN}{name}/{number}"
+        self.tensors[key] = tensor.detach()
+        return key
+
+
+def contents_of(
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], version: str
+) -> tuple[dict[str, Tensor], Record]:
+    """Return the tensors that this process has for a checkpoint, and its record.
+
+    Raises:
+        TypeError: The state holds what no checkpoint can hold.
+        ValueError: The optimizer is that of another model.
+    """
+    contents, aliases, seen = Contents(), {}, dict[tuple[Any, ...], str]()
+    saved = model.state_dict()
+    for name, value in saved.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"save_checkpoint: the entry {name!r} of the state dict is a {type(value).__name__}, and a checkpoint holds "
+                f"tensors; let get_extra_state return a tensor."
+            )
+        first = seen.setdefault(_identity(name, value), name)
+        if first == name:
+            contents.tensors[name] = value.detach()
+        else:
+            aliases[name] = first
+    trees = {name: _tree(name, value, contents) for name, value in state.items()}
+    of_optimizer = None if optimizer is None else optimizer_tree(model, optimizer, contents.keep)
+    if optimizer is not None:
+        contents.keep(random_name(rank()), random_bytes())
+    plan = plan_of(model)
+    record = Record(
+        modules=encode(getattr(saved, "_metadata", {}), "the metadata of the state dict", _no_tensor),
+        aliases=aliases,
+        backend=None if plan is None else plan.backend.name,
+        mapping=None if plan is None or plan.mapping is None else plan.mapping.to_json(),
+        optimizer=of_optimizer,
+        state=trees,
+        ranks=ranks(),
+        qtoolkit=version,
+    )
+    memory: set[int] = set()
+    return {name: _alone(tensor, memory) for name, tensor in contents.tensors.items()}, record
+
+
+def random_name(rank: int) -> str:
+    """Return the name of the random state of a process."""
+    return f"random/{rank}"
+
+
+def is_object(value: object) -> bool:
+    """Return whether a value of the state is saved by its state dict."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _tree(name: str, value: Any, contents: Contents) -> dict[str, Any]:
+    kind, content = ("object", value.state_dict()) if is_object(value) else ("value", value)
+    return {kind: encode(content, f"state[{name!r}]", lambda tensor: contents.keep(f"state/{name}", tensor))}
+
+
+def _identity(name: str, tensor: Tensor) -> tuple[Any, ...]:
+    """Return the same value for entries of a state dict that are one tensor."""
+    if type(tensor) is not Tensor or tensor.numel() == 0:  # of other types, only the name is known to tell them apart
+        return (name,)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _alone(tensor: Tensor, seen: set[int]) -> Tensor:
+    """Return a tensor that is alone in its memory and contiguous, as the format asks for; `seen` has the memory of others."""
+    if is_sharded(tensor):  # torch.distributed.checkpoint copies the shards that are not
+        return tensor
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    if alone and tensor.data_ptr() not in seen:
+        seen.add(tensor.data_ptr())
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _no_tensor(tensor: Tensor) -> str:
+    raise TypeError("save_checkpoint: the metadata of the state dict holds a tensor; register it as a buffer.")

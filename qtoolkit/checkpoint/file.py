@@ -1,0 +1,71 @@
+"""A checkpoint as one file of safetensors, which any reader of that format can open."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, distributed
+
+from qtoolkit.checkpoint.contents import random_name
+from qtoolkit.checkpoint.in_memory import InMemory
+from qtoolkit.checkpoint.record import KEY, OWN, Record, parsed
+from qtoolkit.files import replacing
+from qtoolkit.processes import raising_on_all_ranks, rank, ranks
+from qtoolkit.sharding import is_sharded
+
+
+def write_file(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:
+    """Write a file on rank 0, with the random states of all ranks.
+
+    Raises:
+        OSError: It cannot be written; what was there stays.
+        ValueError: The model is sharded over processes.
+    """
+    sharded = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    if sharded:
+        raise ValueError(
+            f"save_checkpoint: {sharded[0]!r} is sharded over processes, and {str(path)!r} is one file; pass the name of a "
+            f"folder, into which every process writes its own shards."
+        )
+    everything = {**tensors, **_random_states(tensors)}
+    with raising_on_all_ranks("save_checkpoint"):
+        if rank() == 0:
+            _write(everything, record, path)
+
+
+def _random_states(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    mine = f"{OWN}{random_name(rank())}"
+    if ranks() == 1 or mine not in tensors:
+        return {}
+    gathered: list[Tensor | None] | None = [None] * ranks() if rank() == 0 else None
+    distributed.gather_object(tensors[mine], gathered)
+    return {f"{OWN}{random_name(r)}": state for r, state in enumerate(gathered or ()) if state is not None}
+
+
+def _write(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        with replacing(path) as place:
+            save_file(dict(tensors), place, {"format": "pt", KEY: record.to_json()})
+    except SafetensorError as error:
+        raise OSError(
+            f"save_checkpoint: {str(path)!r} cannot be written ({error}); what was there is unchanged."
+        ) from None
+
+
+def read_file(path: Path) -> InMemory:
+    """Read a file of safetensors: of `write_file`, or of anything else, without a record.
+
+    Raises:
+        ValueError: It is not a complete file of safetensors, or its record is not one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"it is not a complete file of safetensors ({error})") from None
+    return InMemory(tensors, None if text is None else Record.from_values(parsed(text)))

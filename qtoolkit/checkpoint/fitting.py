@@ -1,0 +1,109 @@
+"""Whether the entries of a checkpoint are those of a model, before anything is loaded."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from qtoolkit.eager.record import plan_of
+from qtoolkit.errors import nearest, some
+from qtoolkit.quantizers.observers import Observer
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.sharding import is_sharded
+
+
+def differences(
+    model: nn.Module, own: Collection[str], saved: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the entries that only the model has, and those that only the checkpoint has.
+
+    What was observed is not needed, and a checkpoint of the float model needs no entry of a quantizer. Entries of quantizers of
+    earlier versions have other names: `load_state_dict` checks these.
+    """
+    optional = set(_inside(model, Observer))
+    quantizers = _inside(model, Quantizer)
+    if not any(_owner(name) in quantizers for name in saved):
+        optional |= _inside(model, TensorQuantizer)
+    else:
+        optional |= {name for name, q in named_quantizers(model).items() if _is_of_another_version(q, name, metadata)}
+    missing = [name for name in own if name not in saved and _owner(name) not in optional]
+    unexpected = [name for name in saved if name not in own and _owner(name) not in optional]
+    return missing, unexpected
+
+
+def _is_of_another_version(quantizer: nn.Module, name: str, metadata: Mapping[str, Any]) -> bool:
+    return bool(metadata.get(name, {}).get("version", quantizer._version) != quantizer._version)
+
+
+def _inside(model: nn.Module, kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the modules of a type, and of the modules in them."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+    return frozenset(f"{name}.{part}".strip(".") for name, module in found for part, _ in module.named_modules())
+
+
+def _owner(name: str) -> str:
+    """Return the name of the module that has an entry of a state dict."""
+    return name.rpartition(".")[0]
+
+
+def check_config(model: nn.Module, metadata: Mapping[str, Any], saved: Collection[str], backend: str | None) -> None:
+    """Raise ValueError if a quantizer of the model has another spec in the checkpoint, with all that differ."""
+    owners = {_owner(name) for name in saved}
+    found = {
+        name: differing
+        for name, quantizer in named_quantizers(model).items()
+        if name in owners and (differing := quantizer.differing(metadata.get(name, {}))) is not None
+    }
+    if found:
+        plan = plan_of(model)
+        own = None if plan is None else plan.backend.name
+        backends = (
+            f" It was prepared for backend {backend!r}, the model for {own!r}." if backend not in (None, own) else ""
+        )
+        listed = "; ".join(f"{name!r} has {differing}" for name, differing in list(found.items())[:5])
+        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ValueError(
+            f"{len(found)} quantizers have another config in it: {listed}{more}.{backends} Prepare the model with the backend "
+            f"and the QConfigMapping of the checkpoint"
+        )
+
+
+def check_names(missing: list[str], unexpected: list[str], own: Collection[str]) -> None:
+    """Raise ValueError with the names that only one side has, and the nearest of the other side."""
+    sentences = []
+    if unexpected:
+        named = [_with_nearest(name, list(own)) for name in unexpected[:5]] + unexpected[5:]
+        sentences.append(f"the model has no {some(named)}")
+    if missing:
+        sentences.append(f"it has no {some([repr(name) for name in missing])}, which the model needs")
+    if sentences:
+        raise ValueError(f"{'; '.join(sentences)}. Pass strict=False to load the others")
+
+
+def _with_nearest(name: str, known: list[str]) -> str:
+    near = nearest(name, known)
+    return repr(name) if near is None else f"{name!r} (did you mean {near!r}?)"
+
+
+def check_ranges(model: nn.Module, saved: Collection[str]) -> None:
+    """Raise ValueError if scales would be set from float weights, and the parameters that train them are sharded."""
+    quantizers = _inside(model, TensorQuantizer)
+    sharded = [name for name, p in model.named_parameters() if _owner(name) in quantizers and is_sharded(p)]
+    if sharded and not any(_owner(name) in quantizers for name in saved):
+        raise ValueError(
+            f"it is a state dict of the float model, and fully_shard has divided the scale {sharded[0]!r}, which its weights "
+            f"would set; load it before fully_shard"
+        )
+
+
+def check_shapes(model: nn.Module, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if an entry has another shape; a quantizer takes its number of channels from a state dict."""
+    quantizers = _inside(model, Quantizer)
+    differing = [
+        f"{name!r} has shape {shapes[name]}, in the model {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in shapes and shapes[name] != tuple(tensor.shape) and _owner(name) not in quantizers
+    ]
+    if differing:
+        raise ValueError(f"{some(differing, 3)}; build the model as it was when it was saved")

@@ -1,0 +1,142 @@
+"""A checkpoint as a folder that all processes write together, by torch.distributed.checkpoint in files of safetensors.
+
+    folder/checkpoint.json      the record, dtype and shape of each tensor, and the size of each file; written last
+    folder/data-RANDOM/         what torch.distributed.checkpoint.HuggingFaceStorageWriter writes: a file for each process
+
+The index names the data that belongs to it, so that a folder always holds the latest complete checkpoint.
+"""
+
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from qtoolkit.checkpoint.contents import random_name
+from qtoolkit.checkpoint.record import INDEX, OWN, Record, parsed
+from qtoolkit.files import write_atomically
+from qtoolkit.processes import from_all_ranks, raising_on_all_ranks, rank, ranks
+from qtoolkit.sharding import is_sharded
+
+DATA = "data-"
+
+
+def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) -> None:
+    """Write a folder; every process must call this.
+
+    What is not sharded is that of rank 0. Ranks may have other buffers, such as running statistics, until
+    DistributedDataParallel replaces them by those of rank 0.
+
+    Raises:
+        OSError: It cannot be written; the checkpoint that was there stays.
+        RuntimeError: It cannot be written on another process.
+    """
+    own = {
+        name: t for name, t in tensors.items() if rank() == 0 or is_sharded(t) or name == f"{OWN}{random_name(rank())}"
+    }
+    data = folder / f"{DATA}{from_all_ranks(secrets.token_hex(4))[0]}"
+    with raising_on_all_ranks("save_checkpoint"):
+        data.mkdir(parents=True, exist_ok=True)
+    try:
+        with _plain_errors("save_checkpoint"):
+            writer = HuggingFaceStorageWriter(path=str(data), save_distributed=True)
+            state_dict_saver.save(own, storage_writer=writer, no_dist=ranks() == 1)
+        sizes = {name: size for known in from_all_ranks(_sizes(own)) for name, size in known.items()}
+        with raising_on_all_ranks("save_checkpoint"):
+            if rank() == 0:
+                files = {file.name: file.stat().st_size for file in sorted(data.iterdir())}
+                index = record.to_json(data=data.name, files=files, tensors=sizes)
+                write_atomically(index.encode(), folder / INDEX)
+    except BaseException:
+        shutil.rmtree(data, ignore_errors=True)
+        raise
+    if rank() == 0:
+        for other in folder.glob(f"{DATA}*"):
+            if other != data:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"its index names the dtype {str(name)!r}, which torch does not have")
+    return found
+
+
+class Folder:
+    """A folder to read.
+
+    Raises:
+        ValueError: Its index is not one, or its data is not that of the index.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        values = parsed((folder / INDEX).read_bytes())
+        self.record: Record | None = Record.from_values(values)
+        self.metadata: Mapping[str, Any] = {}
+        sizes = _entry(values, "tensors")
+        self.shapes = {name: tuple(shape) for name, (_, shape) in sizes.items()}
+        self.dtypes = {name: _dtype(dtype) for name, (dtype, _) in sizes.items()}
+        name = str(values.get("data"))
+        if Path(name).name != name or not name.startswith(DATA):
+            raise ValueError(f"its index names the data {name!r}, which is no folder of a checkpoint")
+        self.data = folder / name
+        self.files = _entry(values, "files")
+
+    def read(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the shape, the device and the distribution of others, in the dtype in which they were saved."""
+        with raising_on_all_ranks("load_checkpoint"):
+            if rank() == 0:
+                self._check_complete()
+        wanted = {name: torch.empty_like(tensor, dtype=self.dtypes[name]) for name, tensor in like.items()}
+        with _plain_errors("load_checkpoint"):
+            state_dict_loader.load(
+                wanted, storage_reader=HuggingFaceStorageReader(path=str(self.data)), no_dist=ranks() == 1
+            )
+        return wanted
+
+    def _check_complete(self) -> None:
+        for name, size in self.files.items():
+            file = self.data / Path(name).name
+            if not file.is_file() or file.stat().st_size != size:
+                found = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
+                raise ValueError(f"its file {str(file)!r} {found}, and had {size} when it was written")
+        metadata = HuggingFaceStorageReader(path=str(self.data)).read_metadata()
+        for name, shape in self.shapes.items():
+            written = metadata.state_dict_metadata.get(name)
+            held = sum(prod(c.sizes) for c in written.chunks) if isinstance(written, TensorStorageMetadata) else None
+            if held != prod(shape):
+                raise ValueError(f"its files do not hold all of the tensor {name!r}")
+
+
+def _entry(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    entry = values.get(name)
+    if not isinstance(entry, dict):
+        raise ValueError(f"its index has no {name!r}")
+    return entry
+
+
+@contextmanager
+def _plain_errors(what: str) -> Iterator[None]:
+    """Raise the errors of torch.distributed.checkpoint, which are no Exceptions, as RuntimeError with each rank's reason."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # no_dist says so
+            yield
+    except CheckpointException as error:
+        reasons = "; ".join(f"rank {number}: {reason[0]}" for number, reason in sorted(error.failures.items()))
+        raise RuntimeError(f"{what} failed on {reasons}") from None

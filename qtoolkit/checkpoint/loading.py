@@ -1,0 +1,219 @@
+"""Loading: everything is checked before the first tensor is written, and an error later brings back what was there."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qtoolkit.checkpoint.contents import is_object, random_name
+from qtoolkit.checkpoint.file import read_file
+from qtoolkit.checkpoint.fitting import check_config, check_names, check_ranges, check_shapes, differences
+from qtoolkit.checkpoint.foreign import read_pickle
+from qtoolkit.checkpoint.optimizers import check_optimizer, optimizer_state, shaped_like
+from qtoolkit.checkpoint.random_states import restore_random
+from qtoolkit.checkpoint.record import INDEX, OWN, Record
+from qtoolkit.checkpoint.tree import decode
+from qtoolkit.errors import check_known
+from qtoolkit.model_state import unchanged_on_error
+from qtoolkit.processes import rank, ranks
+
+SUFFIX = ".safetensors"
+
+
+class Source(Protocol):
+    """A checkpoint to read: `InMemory` or `Folder`."""
+
+    record: Record | None
+    metadata: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor by its key."""
+
+    def read(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors by their keys, distributed over processes as others are."""
+
+
+def opened(path: Path) -> Source:
+    """Open a checkpoint or a state dict of any kind.
+
+    Raises:
+        FileNotFoundError: There is nothing of this name.
+        ValueError: It is damaged, or a pickle of more than tensors.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"load_checkpoint: there is no file or folder {str(path)!r}.")
+    if not path.is_dir():
+        return read_file(path) if path.suffix == SUFFIX else read_pickle(path)
+    if (path / INDEX).exists():
+        from qtoolkit.checkpoint.folder import Folder  # imports what takes a second
+
+        return Folder(path)
+    remedy = (
+        ". Its .metadata is a pickle, which may run code and is not loaded: where you trust it, convert it by "
+        "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and pass the result"
+        if (path / ".metadata").exists()
+        else ""
+    )
+    raise ValueError(f"the folder has no {INDEX}, so it is no complete checkpoint of save_checkpoint{remedy}")
+
+
+@dataclass
+class Loading:
+    """One call of `load_checkpoint`, in its steps: `check`, `read`, `load`."""
+
+    source: Source
+    model: nn.Module
+    optimizer: Optimizer | None
+    state: Mapping[str, Any]
+    strict: bool
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    of_optimizer: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def own(self) -> dict[str, Tensor]:
+        """The tensors of the model's state dict."""
+        return {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """The entries that are the same tensor as another one."""
+        return {} if self.source.record is None else self.source.record.aliases
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each entry of the saved state dict."""
+        saved = {name: shape for name, shape in self.source.shapes.items() if not name.startswith(OWN)}
+        return saved | {name: saved[first] for name, first in self.aliases.items()}
+
+    @cached_property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of the saved state dict."""
+        record = self.source.record
+        found = self.source.metadata if record is None else decode(record.modules, _no_tensor)
+        for name, entry in found.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get("version", 1), int | None):
+                raise ValueError(f"its record has no metadata of the module {name!r}")
+        return dict(found)
+
+    @property
+    def trees(self) -> dict[str, Any]:
+        """What was saved by `state=`."""
+        return {} if self.source.record is None else self.source.record.state
+
+    @property
+    def random_key(self) -> str | None:
+        """The name of the states of this process's random number generators, where they are to be restored."""
+        record, key = self.source.record, f"{OWN}{random_name(rank())}"
+        fits = record is not None and record.ranks == ranks() and key in self.source.shapes
+        return key if fits and self.optimizer is not None else None
+
+    def check(self) -> None:
+        """Raise ValueError unless the checkpoint is that of the model, the optimizer and the state."""
+        if any(tensor.is_meta for tensor in self.own.values()):
+            raise ValueError("the model is on the meta device; call model.to_empty(device='cpu') first")
+        backend = None if self.source.record is None else self.source.record.backend
+        check_config(self.model, self.metadata, self.shapes, backend)
+        self.missing, self.unexpected = differences(self.model, self.own, self.shapes, self.metadata)
+        if self.strict:
+            check_names(self.missing, self.unexpected, self.own)
+        check_shapes(self.model, self.own, self.shapes)
+        check_ranges(self.model, self.shapes)
+        if self.optimizer is not None:
+            check_optimizer(self.model, self.optimizer, self._optimizer_tree())
+        for name in (name for name, value in self.state.items() if is_object(value)):
+            check_known("name in state", name, self.trees)
+            if "object" not in self.trees[name]:
+                raise ValueError(f"state[{name!r}] was saved as a value, and is an object with a state dict here")
+
+    def _optimizer_tree(self) -> dict[str, Any]:
+        record = self.source.record
+        if record is None or record.optimizer is None:
+            raise ValueError("it holds no optimizer; pass optimizer=None")
+        return record.optimizer
+
+    def read(self) -> None:
+        """Read the tensors. In a process group, each process must call this."""
+        like = {self.aliases.get(name, name): self._like(name) for name in self.shapes if name not in self.unexpected}
+        if self.optimizer is not None:
+            parameters = shaped_like(self.model, self._optimizer_tree())
+            like |= {key: _fitting(self.source.shapes[key], p) for key, p in parameters.items()}
+            for options in self._optimizer_tree()["options"]:
+                decode(options, lambda key: like.setdefault(key, self._plain(key)))
+        for tree in self.trees.values():
+            decode(_content(tree), lambda key: like.setdefault(key, self._plain(key)))
+        if self.random_key is not None:
+            like[self.random_key] = self._plain(self.random_key)
+        self.tensors = self.source.read(like)
+        self.values = {name: decode(_content(tree), self.tensors.__getitem__) for name, tree in self.trees.items()}
+        if self.optimizer is not None:
+            self.of_optimizer = optimizer_state(self._optimizer_tree(), self.tensors.__getitem__)
+
+    def _like(self, name: str) -> Tensor:
+        own = self.own.get(name)  # None for an entry of an earlier version
+        return self._plain(name) if own is None else _fitting(self.shapes[name], own)
+
+    def _plain(self, name: str) -> Tensor:
+        return torch.empty(self.source.shapes[self.aliases.get(name, name)])
+
+    def load(self) -> dict[str, Any]:
+        """Load what was read; return the values that are not objects. If anything raises, all is as before."""
+        loaded = OrderedDict(
+            (name, self.tensors[self.aliases.get(name, name)]) for name in self.shapes if name not in self.unexpected
+        )
+        loaded._metadata = self.metadata  # type: ignore[attr-defined]
+        objects = {name: value for name, value in self.state.items() if is_object(value)}
+        with unchanged_on_error(self.model, parameters=True), _restored_on_error([*objects.values()], self.optimizer):
+            self.model.load_state_dict(loaded, strict=self.strict)
+            if self.optimizer is not None:
+                self.optimizer.load_state_dict(self.of_optimizer)
+            for name, value in objects.items():
+                value.load_state_dict(self.values[name])
+            if self.random_key is not None:
+                restore_random(self.tensors[self.random_key])
+        return {name: value for name, value in self.values.items() if "value" in self.trees[name]}
+
+    def unused(self) -> list[str]:
+        """Return what the checkpoint holds beside the model, and was not asked for."""
+        record = self.source.record
+        of_optimizer = ["optimizer"] if record is not None and record.optimizer and self.optimizer is None else []
+        return of_optimizer + [n for n, tree in self.trees.items() if "object" in tree and n not in self.state]
+
+
+def _content(tree: Mapping[str, Any]) -> Any:
+    ((_, content),) = tree.items()
+    return content
+
+
+def _fitting(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a tensor to read one of this shape into: distributed like another one if that has this shape."""
+    return like if tuple(like.shape) == shape else torch.empty(shape)
+
+
+@contextmanager
+def _restored_on_error(objects: list[Any], optimizer: Optimizer | None) -> Iterator[None]:
+    before = [(each, copy.deepcopy(each.state_dict())) for each in objects]
+    of_optimizer = {} if optimizer is None else optimizer.state_dict()  # loading replaces its tensors
+    try:
+        yield
+    except BaseException:
+        for each, state in before:
+            each.load_state_dict(state)
+        if optimizer is not None:
+            optimizer.load_state_dict(of_optimizer)
+        raise
+
+
+def _no_tensor(key: str) -> Any:
+    raise ValueError(f"its record names the tensor {str(key)!r} in a place that has none")

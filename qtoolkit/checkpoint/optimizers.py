@@ -1,0 +1,90 @@
+"""The state of an optimizer, by the names of the model's parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qtoolkit.checkpoint.tree import decode, encode
+from qtoolkit.errors import some
+
+Keep = Callable[[str, Tensor], str]  # stores a tensor by a name like this one, and returns its key
+
+
+def optimizer_tree(model: nn.Module, optimizer: Optimizer, keep: Keep) -> dict[str, Any]:
+    """Return the state of an optimizer as JSON."""
+    groups, saved = _names_in_groups(model, optimizer, "save_checkpoint"), optimizer.state_dict()
+    name_of = {
+        number: name
+        for names, group in zip(groups, saved["param_groups"], strict=True)
+        for name, number in zip(names, group["params"], strict=True)
+    }
+    states = {
+        name_of[number]: {
+            name: encode(value, f"the optimizer's {name!r}", _keeping(f"optimizer/{name_of[number]}/{name}", keep))
+            for name, value in state.items()
+        }
+        for number, state in saved["state"].items()
+    }
+    options = [{name: value for name, value in group.items() if name != "params"} for group in saved["param_groups"]]
+    encoded = [encode(each, "a group of the optimizer", _keeping("optimizer", keep)) for each in options]
+    return {"type": type(optimizer).__name__, "groups": groups, "options": encoded, "states": states}
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an optimizer has the type, and the parameters in the groups, of the one that was saved."""
+    own = _names_in_groups(model, optimizer, "load_checkpoint")
+    if tree["type"] != type(optimizer).__name__:
+        raise ValueError(
+            f"its optimizer is {tree['type']}, got {type(optimizer).__name__}; build the optimizer that was saved, or pass none"
+        )
+    if own != tree["groups"]:
+        mine, theirs = ({name for names in groups for name in names} for groups in (own, tree["groups"]))
+        differing = sorted(mine ^ theirs)
+        why = f"only one of both trains {some(differing)}" if differing else "they are in other groups or another order"
+        raise ValueError(f"the optimizer's parameters are not those that were saved: {why}; build its groups as then")
+
+
+def shaped_like(model: nn.Module, tree: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameter that each tensor of the state may be shaped and distributed like, by the tensor's key."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for name, state in tree["states"].items():
+        for value in state.values():
+            decode(value, _noting(found, parameters[name]))
+    return found
+
+
+def optimizer_state(tree: Mapping[str, Any], take: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Return the state dict of an optimizer whose groups have the parameters of the one that was saved."""
+    names = [name for group in tree["groups"] for name in group]
+    number_of = {name: number for number, name in enumerate(names)}
+    states = {
+        number_of[name]: {key: decode(value, take) for key, value in state.items()}
+        for name, state in tree["states"].items()
+    }
+    groups = [
+        {**decode(options, take), "params": [number_of[name] for name in group]}
+        for group, options in zip(tree["groups"], tree["options"], strict=True)
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def _names_in_groups(model: nn.Module, optimizer: Optimizer, what: str) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if lost:
+        raise ValueError(
+            f"{what}: the optimizer has {len(lost)} parameters that the model does not have, the first of shape "
+            f"{tuple(lost[0].shape)}; pass the optimizer of this model."
+        )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _keeping(name: str, keep: Keep) -> Callable[[Tensor], str]:
+    return lambda tensor: keep(name, tensor)
+
+
+def _noting(found: dict[str, Tensor], tensor: Tensor) -> Callable[[str], Tensor]:
+    return lambda key: found.setdefault(key, tensor)

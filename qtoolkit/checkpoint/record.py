@@ -1,0 +1,82 @@
+"""What a checkpoint says beside its tensors: a JSON object with a version, in a file's metadata or a file of its own."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+
+VERSION = 1
+KEY = "qtoolkit"  # of the record in the metadata of a file
+INDEX = "checkpoint.json"  # the file of the record in a folder
+OWN = "qtoolkit:"  # begins the names of tensors that are not entries of the model's state dict
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of a checkpoint.
+
+    Attributes:
+        modules: The metadata of the model's state dict, by the names of its modules: versions, specs and modes.
+        aliases: Entries of the state dict that are the same tensor as another one.
+        backend: The backend that the model was prepared for; None if it was not.
+        mapping: The user's QConfigMapping as JSON; None without one.
+        optimizer: What the state dict of the optimizer has beside tensors; None without an optimizer.
+        state: What the caller gave, by name.
+        ranks: The number of processes that saved it.
+        qtoolkit: The version of the package that wrote it.
+        torch: The version of torch.
+        version: The version of this record.
+    """
+
+    modules: Any
+    aliases: dict[str, str]
+    backend: str | None
+    mapping: str | None
+    optimizer: dict[str, Any] | None
+    state: dict[str, Any]
+    ranks: int
+    qtoolkit: str
+    torch: str = str(torch.__version__)
+    version: int = VERSION
+
+    def to_json(self, **more: Any) -> str:
+        """Return the record as JSON, with more entries for the caller."""
+        return json.dumps({**vars(self), **more})
+
+    @classmethod
+    def from_values(cls, values: Any) -> Self:
+        """Return the record of a JSON object.
+
+        Raises:
+            ValueError: It is of a later version, or not a record.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"its record is not a JSON object but {type(values).__name__}")
+        version = values.get("version")
+        if type(version) is int and version > VERSION:
+            raise ValueError(
+                f"it has version {version}, written by qtoolkit {values.get('qtoolkit')}; this qtoolkit reads versions up to "
+                f"{VERSION}: install the later one"
+            )
+        kinds = {"aliases": dict, "state": dict, "version": int, "ranks": int}
+        wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
+        lacking = [f.name for f in fields(cls) if f.name not in values]
+        if lacking or wrong:
+            raise ValueError(f"its record has no {(lacking + wrong)[0]!r} of the right type")
+        return cls(**{f.name: values[f.name] for f in fields(cls)})
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return the values of JSON.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its record is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"its record is not JSON ({error})") from None

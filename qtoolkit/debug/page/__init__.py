@@ -1,0 +1,1 @@
+"""What the page of `qtoolkit.debug.report` shows, and its template."""

@@ -1,0 +1,108 @@
+"""What the page says of each op and each quantizer where the pointer rests on it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from qtoolkit.debug.page.facts import Facts, ends_of
+from qtoolkit.debug.page.picture import key_of
+from qtoolkit.debug.page.words import interval, percent
+from qtoolkit.op_kinds.nodes import kind_of, name_of
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.report import LayerLine, TensorLine
+
+Row = tuple[str, str]  # a label and a text
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What the page says of an op or a quantizer.
+
+    Attributes:
+        title: Its name.
+        kind: Its status, or "quantizer".
+        rows: What there is to say.
+    """
+
+    title: str
+    kind: str
+    rows: tuple[Row, ...]
+
+
+def details_of(facts: Facts) -> dict[str, Detail]:
+    """Return what there is to say of each op and each quantizer, by its key."""
+    found: dict[str, Detail] = {}
+    for line in facts.report.layers:  # several for a module that is called several times
+        detail, key = _of_layer(facts, line), f"op {line.name}"
+        earlier = found.get(key, detail)
+        found[key] = replace(earlier, rows=tuple(dict.fromkeys((*earlier.rows, *detail.rows))))
+    tensors: dict[str, list[TensorLine]] = {}
+    for tensor in facts.report.tensors:
+        tensors.setdefault(tensor.quantizer, []).append(tensor)
+    for name, quantizer in facts.quantizers.items():
+        found[f"quantizer {name}"] = _of_quantizer(facts, name, quantizer, tensors.get(name, []))
+    if isinstance(facts.model, fx.GraphModule):
+        for node in facts.model.graph.nodes:
+            found.setdefault(key_of(node), Detail(name_of(node), "plain", (("op", str(kind_of(node))),)))
+    return found
+
+
+def _of_layer(facts: Facts, line: LayerLine) -> Detail:
+    rows = [("op", line.kind), ("status", str(line.status)), ("why", line.reason or str(line.verdict.cause))]
+    for name in line.quantizers:
+        if name in facts.quantizers:
+            what = "weight" if facts.quantizers[name].of_weight else "input"
+            rows += [(what, spec_and_range(facts.quantizers[name]))]
+    rows += [("in training", line.training)]
+    error, drop = facts.errors.get(line.name), facts.drops.get(line.name)
+    if error is not None:
+        rows += [("own error", str(error.own)), ("accumulated", str(error.accumulated))]
+    if drop is not None:
+        rows += [("drop of the score", f"{drop.drop:.6g}")]
+    return Detail(line.name, str(line.status), tuple((label, text) for label, text in rows if text))
+
+
+def _of_quantizer(facts: Facts, name: str, quantizer: Quantizer, lines: Iterable[TensorLine]) -> Detail:
+    spec, values = quantizer.spec, facts.values.get(name)
+    rows = [("how", spec.describe()), ("bits", str(spec.bits)), ("range", range_of(quantizer))]
+    rows += [("scale", _scale_of(quantizer)), ("zero point", _zero_point_of(quantizer))]
+    if values is not None:
+        low, high = (float(end) for end in values.histogram.observed())
+        rows += [("values", interval(low, high)), ("clipped", percent(values.clipped))]
+    for line in lines:
+        rows += [("made by", line.source), ("taken by", ", ".join(line.consumers))]
+        rows += [("scale shared with", ", ".join(line.shares_scale_with))]
+    rows += [("why", facts.reasons.get(name, ""))]
+    off = "" if quantizer.quantizing else "off"
+    return Detail(name, "quantizer", tuple(dict.fromkeys((a, b) for a, b in (*rows, ("now", off)) if b)))
+
+
+def spec_and_range(quantizer: Quantizer) -> str:
+    """Return how a quantizer quantizes, with its range."""
+    return f"{quantizer.spec.describe()} {range_of(quantizer)}"
+
+
+def range_of(quantizer: Quantizer) -> str:
+    """Return the lowest and the highest value of a quantizer's grid, over all channels."""
+    ends = ends_of(quantizer)
+    if ends is None:
+        return "of each input" if quantizer.ready else "none yet"
+    return interval(float(ends[0].min()), float(ends[1].max()))
+
+
+def _scale_of(quantizer: Quantizer) -> str:
+    scale = None if ends_of(quantizer) is None else quantizer.scale
+    if scale is None:
+        return ""
+    if scale.numel() == 1:
+        return f"{float(scale):.6g}"
+    return f"{scale.numel()} from {float(scale.min()):.4g} to {float(scale.max()):.4g}"
+
+
+def _zero_point_of(quantizer: Quantizer) -> str:
+    zero_point = None if ends_of(quantizer) is None else quantizer.zero_point
+    if zero_point is None:
+        return ""
+    low, high = float(zero_point.min()), float(zero_point.max())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -1,0 +1,202 @@
+"""What a report knows of a model: its lines, its quantizers, what these got on some inputs, sizes and operations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.config import QConfig
+from qtoolkit.debug.sensitivity import Row, Sensitivity
+from qtoolkit.debug.similarity import Comparison, LayerComparison
+from qtoolkit.eager.record import plan_of
+from qtoolkit.graph.plan import Plan
+from qtoolkit.model_inputs import call_arguments
+from qtoolkit.model_state import evaluating
+from qtoolkit.nn import QuantModule
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.frozen import Grid, ShapedActivation
+from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
+from qtoolkit.quantizers.observers import HistogramObserver
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
+from qtoolkit.quantizers.switches import freeze_ranges
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.report import LayerLine, QuantizationReport, quantization_report
+from qtoolkit.shared_modules import first_names
+from qtoolkit.tuning.mixed_precision.costs import bit_product, count_macs, layers_of, stored_bytes
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a quantizer got.
+
+    Attributes:
+        histogram: The histogram of all its values.
+        clipped: The share of the values that its grid clips; None if it has no grid of its own.
+    """
+
+    histogram: HistogramObserver
+    clipped: float | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layer costs.
+
+    Attributes:
+        name: Its dotted name.
+        kind: Its kind of op.
+        config: How its weight and its input are quantized; None in it for float.
+        weights: The number of its weights.
+        bytes: The size of its weights as they are stored.
+        macs: Multiplications with a weight in one forward of the inputs; None without inputs.
+    """
+
+    name: str
+    kind: str
+    config: QConfig
+    weights: int
+    bytes: float
+    macs: int | None
+
+    @property
+    def float_bytes(self) -> float:
+        """The size of its weights in float32."""
+        return stored_bytes(self.weights, None, 0)
+
+    @property
+    def bit_operations(self) -> int | None:
+        """The multiplications times the bits of both factors."""
+        return None if self.macs is None else self.macs * bit_product(self.config)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the sections of a report show.
+
+    Attributes:
+        model: The model.
+        report: Its lines.
+        plan: What was decided; None for a model that was neither prepared nor replaced.
+        quantizers: Its quantizers, by the names that the lines have.
+        values: What each quantizer of an activation got; empty without inputs.
+        costs: The layers with a weight.
+        comparison: The errors of its layers, or None.
+        sensitivity: What each layer costs in score, or None.
+    """
+
+    model: nn.Module
+    report: QuantizationReport
+    plan: Plan | None
+    quantizers: Mapping[str, Quantizer]
+    values: Mapping[str, Values]
+    costs: tuple[Cost, ...]
+    comparison: Comparison | None
+    sensitivity: Sensitivity | None
+
+    @property
+    def errors(self) -> dict[str, LayerComparison]:
+        """The errors by the layers' names."""
+        return {} if self.comparison is None else {layer.name: layer for layer in self.comparison.layers}
+
+    @property
+    def drops(self) -> dict[str, Row]:
+        """The sensitivity by the layers' names."""
+        return {} if self.sensitivity is None else {row.name: row for row in self.sensitivity.rows}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """The rules that ask for each quantizer, by its name."""
+        found: dict[str, dict[str, None]] = {}
+        for edge in () if self.plan is None else self.plan.edges:
+            found.setdefault(edge.quantizer, {}).setdefault(edge.why)
+        return {name: "; ".join(rules) for name, rules in found.items()}
+
+
+def gather(model: nn.Module, inputs: Any, comparison: Comparison | None, sensitivity: Sensitivity | None) -> Facts:
+    """Return the facts of a model; with inputs it runs twice in eval mode, and no range changes."""
+    report, found = quantization_report(model), quantizers_in(model)
+    with freeze_ranges(model):
+        values = {} if inputs is None else _values_of(model, found, inputs)
+        costs = _costs(model, report, found, inputs)
+    return Facts(model, report, plan_of(model), found, values, costs, comparison, sensitivity)
+
+
+def quantizers_in(model: nn.Module) -> dict[str, Quantizer]:
+    """Return the quantizers of a model by the names that a report has: one that shapes its input has the name of both parts."""
+    found, shaped = named_quantizers(model), dict[nn.Module, str]()
+    for name, module in model.named_modules():
+        if isinstance(module, ShapedActivation):
+            shaped[module.grid] = name
+    return {shaped.get(quantizer, name): quantizer for name, quantizer in found.items()}
+
+
+def ends_of(quantizer: Quantizer) -> tuple[Tensor, Tensor] | None:
+    """Return the ends of a quantizer's grid, of the scale's shape; None without a grid that is known beforehand."""
+    if not isinstance(quantizer, TensorQuantizer | Grid) or not quantizer.ready or getattr(quantizer, "dynamic", False):
+        return None
+    return grid_ends(quantizer)
+
+
+# ---- on inputs
+
+
+class _Listener:
+    """The histogram of what a quantizer gets, and one with its channels for the share that it clips."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer, spec = quantizer, quantizer.spec
+        self.all = HistogramObserver()
+        apart = spec.axis is not None and spec.group_size is None and ends_of(quantizer) is not None
+        shape = tuple(quantizer.scale.shape) if apart else ()
+        self.apart = HistogramObserver(shape=shape, axis=spec.axis, group=quantizer.group) if shape else self.all
+
+    @torch.no_grad()
+    def hear(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take in an input: a forward hook."""
+        for observer in dict.fromkeys((self.all, self.apart)):
+            observer.to(args[0].device)(args[0].float())
+
+    def read(self) -> Values:
+        grid = self.quantizer
+        known = isinstance(grid, TensorQuantizer | Grid) and ends_of(grid) is not None and grid.spec.group_size is None
+        return Values(self.all, share_clipped(grid, self.apart) if known else None)  # type: ignore[arg-type]
+
+
+def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: Any) -> dict[str, Values]:
+    listeners = {name: _Listener(quantizer) for name, quantizer in quantizers.items() if not quantizer.of_weight}
+    handles = [each.quantizer.register_forward_pre_hook(each.hear) for each in listeners.values()]
+    args, kwargs = call_arguments(model, inputs, "report: inputs do")
+    try:
+        with torch.no_grad(), evaluating(model):
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: each.read() for name, each in listeners.items() if each.all.seen() and each.all.finite()}
+
+
+# ---- costs
+
+
+def _costs(
+    model: nn.Module, report: QuantizationReport, quantizers: Mapping[str, Quantizer], inputs: Any
+) -> tuple[Cost, ...]:
+    names = first_names(model)
+    quantized = {name: module for module, name in names.items() if isinstance(module, QuantWeighted)}
+    layers = {name: module for name, module in (quantized | layers_of(model)).items() if name}
+    macs = {} if inputs is None else count_macs(model, layers, inputs)
+    lines = {line.name: line for line in report.layers}
+    return tuple(_cost(name, layer, lines.get(name), quantizers, macs.get(name)) for name, layer in layers.items())
+
+
+def _cost(name: str, layer: Any, line: LayerLine | None, quantizers: Mapping[str, Quantizer], macs: int | None) -> Cost:
+    own = next(iter(layer.weight_quantizers().values()), None) if isinstance(layer, QuantModule) else None
+    inputs = () if line is None else line.inputs
+    activation = next((quantizers[each].spec for each in inputs if each in quantizers), None)
+    weight = None if own is None else own.spec
+    count = layer.weight.numel()
+    size = stored_bytes(count, weight, 0 if own is None or getattr(own, "scale", None) is None else own.scale.numel())
+    kind = "" if line is None else line.kind
+    return Cost(name, kind, QConfig(activation, weight), count, size, macs)

@@ -1,0 +1,65 @@
+"""The figures at the head of the page, and what it leaves out."""
+
+from dataclasses import dataclass
+
+from qtoolkit.debug.page.facts import Facts
+from qtoolkit.debug.page.words import count, percent, size
+from qtoolkit.export.deployed import DeployedVerification
+from qtoolkit.export.verify import Verification
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with what it is, and a line below it."""
+
+    title: str
+    value: str
+    below: str = ""
+
+
+def figures_of(facts: Facts, verification: Verification | DeployedVerification | None) -> list[Figure]:
+    """Return the figures of a report."""
+    report = facts.report
+    kept = f"{len(report.left_float)} stay in float, {len(report.tensors)} tensors quantized"
+    found = [Figure("Ops quantized", f"{len(report.quantized)}", kept)]
+    found += _of_costs(facts)
+    if facts.comparison is not None and facts.comparison.layers:
+        worst = facts.comparison.layers[0]
+        output = facts.comparison.output
+        below = f"cosine {output.cosine:.6f}; worst layer {worst.name}, {worst.own.sqnr:.1f} dB alone"
+        found.append(Figure("Output SQNR", f"{output.sqnr:.1f} dB", below))
+    if facts.sensitivity is not None:
+        scores = facts.sensitivity
+        below = f"{scores.float_score:.6g} in float"
+        found.append(Figure("Score", f"{scores.quantized_score:.6g}", below))
+    clipped = {name: values.clipped for name, values in facts.values.items() if values.clipped is not None}
+    if clipped:
+        most = max(clipped, key=lambda name: clipped[name])
+        found.append(Figure("Most clipped", percent(clipped[most]), most))
+    return found + _of_codes(verification)
+
+
+def _of_costs(facts: Facts) -> list[Figure]:
+    stored, whole = sum(cost.bytes for cost in facts.costs), sum(cost.float_bytes for cost in facts.costs)
+    if not whole:
+        return []
+    found = [Figure("Weights", size(stored), f"{size(whole)} in float32: {whole / stored:.2f} times smaller")]
+    operations = sum(cost.bit_operations or 0 for cost in facts.costs)
+    macs = sum(cost.macs or 0 for cost in facts.costs)
+    if macs:
+        below = f"{count(macs)} multiplications; {macs * 1024 / operations:.2f} times fewer than in float32"
+        found.append(Figure("Bit operations", count(operations), below))
+    return found
+
+
+def _of_codes(verification: Verification | DeployedVerification | None) -> list[Figure]:
+    if verification is None:
+        return []
+    if isinstance(verification, DeployedVerification):
+        found = {codes.runtime: codes.codes for codes in verification.runtimes.values()}
+    else:
+        found = {"onnxruntime, layer by layer": verification.layer_codes}
+    return [
+        Figure("Codes that differ", f"{codes.differing:,}", f"of {codes.compared:,} in {name}")
+        for name, codes in found.items()
+    ]

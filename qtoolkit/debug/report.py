@@ -1,0 +1,216 @@
+"""report(): one HTML file with all that is known of a quantized model."""
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qtoolkit.debug.compare import compare
+from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
+from qtoolkit.debug.sensitivity import Sensitivity
+from qtoolkit.export.deployed import DeployedVerification
+from qtoolkit.export.onnx import ExportResult
+from qtoolkit.export.verify import Verification
+from qtoolkit.files import write_atomically
+from qtoolkit.model_state import check_module
+from qtoolkit.nn import QuantModule
+from qtoolkit.nn.weighted import QuantWeighted
+
+TEMPLATES = Path(__file__).parent / "page"
+Accuracy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Verified = ExportResult | Verification | DeployedVerification
+
+
+def report(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    inputs: Any = None,
+    float_model: nn.Module | None = None,
+    accuracy: Accuracy | None = None,
+    sensitivity: Sensitivity | None = None,
+    verification: Verified | None = None,
+    progress: bool = True,
+) -> None:
+    """Write what is known of a quantized model as one HTML file, which a browser shows without a network.
+
+    The page has the graph with what is quantized (zoom with the wheel or + and -, move with the pointer or the arrow keys; the
+    pointer or the focus on an op shows range, bits, scale and reason), the weights of each channel with their range, what stays
+    in float and why, and sizes. What else it has depends on the arguments; its end names what is left out. The model is not
+    changed.
+
+    Args:
+        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. One without a graph
+            gets a tree of its modules in place of the graph.
+        path: The file to write; its folder is created. If a step fails, nothing is written.
+        inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor, such as a batch of real data: for histograms
+            with the share that each range clips, and for multiplications and bit operations.
+        float_model: The model that was quantized: with `inputs`, for the error of each layer (see `compare`).
+        accuracy: A table to show: a dict of scores, or a list of dicts with the same keys.
+        sensitivity: The result of `sensitivity`.
+        verification: The result of `qtoolkit.export_onnx`, `qtoolkit.export.verify` or `verify_onnx`.
+        progress: Show a progress bar.
+
+    Raises:
+        TypeError: An argument is of a wrong type, the model has no quantizer, or the inputs do not match its forward.
+        ValueError: `float_model` is given without `inputs`, or is not the model that was quantized (see `compare`).
+        RuntimeError: With inputs: a quantizer has no range yet.
+
+    Example:
+        >>> import tempfile
+        >>> prepared, x = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1))), torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     qt.debug.report(prepared, folder + "/report.html", inputs=x, accuracy={"float": 0.91, "int8": 0.909})
+        ...     page = open(folder + "/report.html").read()
+        >>> "a softmax, which tensorrt computes in float" in page, "0.909" in page
+        (True, True)
+    """
+    check_module(model, "report")
+    found = verification.verification if isinstance(verification, ExportResult) else verification
+    _check(model, inputs, float_model, accuracy, sensitivity, found)
+    comparison = None if float_model is None else compare(float_model, model, inputs, progress)
+    known = facts.gather(model, inputs, comparison, sensitivity)
+    exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""
+    write_atomically(_rendered(known, accuracy, found, exported).encode(), path)
+
+
+def _check(model: Any, inputs: Any, float_model: Any, accuracy: Any, sensitivity: Any, verification: Any) -> None:
+    if float_model is not None and inputs is None:
+        raise ValueError("report: float_model is compared on inputs; pass inputs too, such as a batch of real data.")
+    if float_model is not None and not isinstance(float_model, nn.Module):
+        raise TypeError(f"report: float_model must be a torch.nn.Module or None, got {type(float_model).__name__}.")
+    rows = [accuracy] if isinstance(accuracy, Mapping) else accuracy
+    if rows is not None and (
+        not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows)
+    ):
+        raise TypeError(
+            f"report: accuracy must be a dict of scores, a list of dicts, or None, got {type(accuracy).__name__}."
+        )
+    if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
+        raise TypeError(
+            f"report: sensitivity must be what qtoolkit.debug.sensitivity returned, or None, got "
+            f"{type(sensitivity).__name__}."
+        )
+    if verification is not None and not isinstance(verification, Verification | DeployedVerification):
+        raise TypeError(
+            f"report: verification must be what qtoolkit.export_onnx or qtoolkit.export.verify returned, or None, got "
+            f"{type(verification).__name__}."
+        )
+
+
+# ---- the page
+
+
+def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any, exported: str) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = (TEMPLATES / "report.js").read_text()
+    said = details.details_of(known)
+    drawn, why_not = _drawn(known.model)
+    return environment.get_template("report.html").render(
+        name=type(known.model).__name__,
+        backend="" if known.plan is None else known.plan.backend.name,
+        versions=_versions(),
+        style=(TEMPLATES / "report.css").read_text(),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        figures=summary.figures_of(known, verification),
+        accuracy=None if accuracy is None else tables.accuracy_table(accuracy),
+        picture=drawn,
+        why_no_picture=why_not,
+        tree=None if drawn else _tree(known),
+        details={key: asdict(detail) for key, detail in said.items()},
+        errors=tables.error_table(known),
+        sensitivity=tables.sensitivity_table(known),
+        ranges=tables.range_table(known),
+        histograms=_histograms(known),
+        weights=_weights(known),
+        left_float=tables.float_table(known),
+        costs=tables.cost_table(known),
+        verification=None if verification is None else tables.verification_tables(verification),
+        exported=exported,
+        left_out=_left_out(known, accuracy, verification),
+        width=charts.WIDTH,
+        height=charts.HEIGHT,
+    )
+
+
+def _versions() -> str:
+    import qtoolkit
+
+    return f"qtoolkit {qtoolkit.__version__}, torch {torch.__version__}"
+
+
+def _drawn(model: nn.Module) -> tuple[picture.Picture | None, str]:
+    """Return the picture of the graph, or why there is none."""
+    if not isinstance(model, fx.GraphModule):
+        return None, "Module replacement has no graph: these are the modules of the model."
+    try:
+        return picture.draw_shapes(model), ""
+    except ImportError as error:
+        return None, f"The graph is not drawn: {error}. These are the ops by their names."
+
+
+def _tree(known: facts.Facts) -> picture.Branch:
+    root = picture.Branch(type(known.model).__name__)
+    for line in known.report.layers:
+        branch = root.at(line.name)
+        how = ", ".join(
+            details.spec_and_range(known.quantizers[name]) for name in line.quantizers if name in known.quantizers
+        )
+        branch.key, branch.kind = f"op {line.name}", str(line.status)
+        branch.says = f"{line.kind}: {how or line.reason or line.verdict.cause}"
+    return root
+
+
+def _histograms(known: facts.Facts) -> list[tuple[str, charts.Histogram, facts.Values, str]]:
+    """Return the name of each quantizer with a histogram, its chart, its values and how it quantizes."""
+    return [
+        (name, charts.histogram_of(values, known.quantizers[name]), values, known.quantizers[name].spec.describe())
+        for name, values in known.values.items()
+    ]
+
+
+def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
+    """Return the name of each quantized weight, its chart, how it is quantized, and the key of its layer."""
+    found, names = [], {quantizer: name for name, quantizer in known.quantizers.items()}
+    layers = {module: name for name, module in known.model.named_modules() if isinstance(module, QuantModule)}
+    with torch.no_grad():
+        for layer, name in layers.items():
+            for part, (quantizer, weight) in layer.quantized_weights().items():
+                if quantizer not in names or weight.dim() < 2:
+                    continue
+                axis = quantizer.spec.axis
+                if axis is None or quantizer.spec.group_size is not None:
+                    axis = layer.OUTPUT_AXIS if isinstance(layer, QuantWeighted) else 0
+                title = name if part == "weight_quantizer" else f"{name}.{part.removesuffix('_quantizer')}"
+                chart = charts.channels_of(weight, axis, quantizer)
+                found.append((title, chart, details.spec_and_range(quantizer), f"op {name}"))
+    return found
+
+
+def _left_out(known: facts.Facts, accuracy: Any, verification: Any) -> list[tuple[str, str]]:
+    """Return what the page leaves out, and what to pass for it."""
+    wanted = [
+        ("Accuracy", accuracy, 'accuracy={"float": 0.912, "int8": 0.909}'),
+        ("Error of each layer", known.comparison, "float_model= and inputs="),
+        ("Sensitivity", known.sensitivity, "sensitivity=qt.debug.sensitivity(model, evaluate)"),
+        ("Histograms and clipped shares", known.values or None, "inputs="),
+        ("Bit operations", next((True for cost in known.costs if cost.macs is not None), None), "inputs="),
+        ("Verification", verification, "verification=qt.export_onnx(model, inputs, path)"),
+    ]
+    return [(title, what) for title, value, what in wanted if value is None]

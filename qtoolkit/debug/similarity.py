@@ -1,0 +1,117 @@
+"""What a comparison of two models finds: the similarity of tensors, of layers, and of outputs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.debug.inside import Call
+from qtoolkit.model_inputs import tensors_of
+from qtoolkit.nn import QuantModule
+from qtoolkit.op_kinds.nodes import kind_of_module
+from qtoolkit.report.lines import table
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Similarity of a quantized tensor and its float counterpart.
+
+    Attributes:
+        cosine: Cosine similarity; 1 for the same direction.
+        sqnr: Signal-to-quantization-noise ratio in dB, 10 log10(|float|^2 / |float - quantized|^2); inf for equal tensors.
+    """
+
+    cosine: float
+    sqnr: float
+
+    @classmethod
+    def of(cls, reference: Tensor, quantized: Tensor) -> "Similarity":
+        """Compare two tensors of the same shape in float64.
+
+        Example:
+            >>> Similarity.of(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+            Similarity(cosine=0.9984603532054125, sqnr=20.0)
+        """
+        a, b = reference.detach().double().flatten(), quantized.detach().double().flatten()
+        signal, noise = float(a @ a), float((a - b) @ (a - b))
+        if noise == 0:
+            return cls(1.0, math.inf)
+        norms = math.sqrt(signal * float(b @ b))
+        cosine = float(a @ b) / norms if norms else 0.0
+        return cls(cosine, 10 * math.log10(signal / noise) if signal else -math.inf)
+
+    def __str__(self) -> str:
+        return f"{self.cosine:.6f} {self.sqnr:6.1f} dB"
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """Comparison of one quantized layer or op.
+
+    Attributes:
+        name: Dotted name of the layer, or name of the op's node.
+        kind: Kind of op.
+        own: Similarity of its output if its inputs come from the float model: the error of this layer alone.
+        accumulated: Similarity of its output in the quantized model, with the error of all layers before it.
+        weight: Similarity of its fake-quantized weight and the float weight; None without a quantized weight.
+    """
+
+    name: str
+    kind: str
+    own: Similarity
+    accumulated: Similarity
+    weight: Similarity | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of `compare`; prints as a table.
+
+    Attributes:
+        layers: The quantized layers, in ascending order of their own SQNR.
+        output: Similarity of the models' outputs.
+    """
+
+    layers: tuple[LayerComparison, ...]
+    output: Similarity
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain values. Infinite values are not valid JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [("layer", "kind", "own: cosine, SQNR", "accumulated", "weight")]
+        rows += [
+            (x.name, x.kind, str(x.own), str(x.accumulated), "" if x.weight is None else str(x.weight))
+            for x in self.layers
+        ]
+        return "\n".join([f"{len(self.layers)} quantized layers, worst first; output {self.output}", "", *table(rows)])
+
+
+def compare_calls(
+    name: str, layer: nn.Module, float_calls: Sequence[Call], expected: Sequence[Any], calls: Sequence[Call]
+) -> LayerComparison:
+    """Compare a layer over all its calls, whose inputs in the float model were those of `float_calls`."""
+    alone = [layer(*call.args, **call.kwargs) for call in float_calls]
+    accumulated = similarity_of(expected, [call.output for call in calls])
+    return LayerComparison(
+        name, str(kind_of_module(layer)), similarity_of(expected, alone), accumulated, compare_weight(layer)
+    )
+
+
+def compare_weight(layer: nn.Module) -> Similarity | None:
+    """Compare the quantized weights of a layer with the float ones; None without quantized weights."""
+    weights = layer.quantized_weights().values() if isinstance(layer, QuantModule) else ()
+    if not weights:
+        return None
+    pairs = [(weight.flatten(), quantizer(weight).flatten()) for quantizer, weight in weights]
+    return Similarity.of(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
+
+
+def similarity_of(reference: Any, quantized: Any) -> Similarity:
+    """Compare the floating-point tensors in two values of one structure."""
+    a, b = ([t.flatten().double() for t in tensors_of(v) if t.is_floating_point()] for v in (reference, quantized))
+    return Similarity.of(torch.cat(a), torch.cat(b))

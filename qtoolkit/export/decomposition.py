@@ -1,0 +1,286 @@
+"""A captured graph in the PT2E form: each fake-quantization becomes ops of `quantized_decomposed`.
+
+- A weight becomes its integer codes and one dequantize op.
+- An activation becomes one quantize op, and a dequantize op for each op that takes it.
+- A constant on the grid of integer sums (a bias) stays float: its values are multiples of the steps.
+- Ops that move values stand between pairs: the pair of their input is repeated behind them, which changes no value.
+- A mean over an image keeps the dimensions, which is what delegates compute on codes; a flatten behind it drops them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtoolkit.export.quantized_decomposed import decomposed_ops
+from qtoolkit.quantizers.frozen import code_dtype
+
+FAKE_QUANT = torch.ops.qtoolkit.fake_quant.default
+MEAN = torch.ops.aten.mean.dim
+QUANTIZE = torch.ops.qtoolkit.quantize.default
+LARGEST_CODE = 2**16  # above: a bias, on the grid of sums
+PLACES = ("nn_module_stack", "stack_trace")  # what is kept of a node's metadata
+# Ops of aten whose output holds values of the input.
+MOVES = {
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "repeat", "tile", "broadcast_to"),
+    *("permute", "transpose", "t", "swapaxes", "movedim", "numpy_T", "roll", "flip", "slice", "select", "narrow"),
+    *("cat", "concat", "stack", "hstack", "vstack", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"),
+    *(
+        f"{pool}{d}d{end}"
+        for pool in ("max_pool", "adaptive_max_pool")
+        for d in (1, 2, 3)
+        for end in ("", "_with_indices")
+    ),
+    *(
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "channel_shuffle",
+    ),
+    *("pad", "constant_pad_nd", "clone", "contiguous", "alias", "dropout", "getitem"),
+    *(f"{pad}_pad{d}d" for pad in ("reflection", "replication") for d in (1, 2, 3)),
+}
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """The quantizers of a decomposed graph.
+
+    Attributes:
+        activations: The dotted name of each quantize op's quantizer, in the order of the graph; "" of a repeated pair.
+        stored: The codes that the graph stores, by the dotted name of their quantizer.
+    """
+
+    activations: list[str]
+    stored: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The arguments of a quantize op and its dequantize ops.
+
+    Attributes:
+        quantizer: The dotted name of the quantizer; "" where the pair is repeated behind an op that moves values.
+        args: Scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype.
+        per_channel: Whether scales and zero points are tensors, the names of constants.
+    """
+
+    quantizer: str
+    args: tuple[Any, ...]
+    per_channel: bool = False
+
+
+def decompose(gm: fx.GraphModule) -> Quantizers:
+    """Replace each fake-quantization of a graph that `torch.export` captured from a converted model.
+
+    Raises:
+        ValueError: The form cannot hold a quantizer.
+    """
+    decomposition = _Decomposition(gm)
+    decomposition.run()
+    return decomposition.quantizers()
+
+
+class _Decomposition:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm, self.graph, self.ops = gm, gm.graph, decomposed_ops()
+        self.constants: dict[fx.Node, Any] = {}
+        self.pairs: dict[fx.Node, Pair] = {}  # of codes, and of values on a grid
+        self.stored: dict[str, Tensor] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.target is MEAN and _is_over_image(node):
+                self._keep_dimensions(node)
+        for node in list(self.graph.nodes):
+            if node.target is FAKE_QUANT:
+                self._replace(node)
+            elif node.op == "call_function":
+                self._repeat_behind(node)
+        self.graph.eliminate_dead_code()
+        self._check_left()
+        self._drop_unused()
+        self.graph.lint()
+        self.gm.recompile()
+
+    def quantizers(self) -> Quantizers:
+        """Return the quantizers of the graph."""
+        quantize = (self.ops.quantize_per_tensor, self.ops.quantize_per_channel)
+        names = [self.pairs[node].quantizer for node in self.graph.nodes if node.target in quantize]
+        return Quantizers(names, self.stored)
+
+    def _replace(self, node: fx.Node) -> None:
+        x, scale, zero_point, qmin, qmax, axis, *_ = arguments = _arguments(node)
+        scales = self._constant(scale)
+        name = str(scale.target).removesuffix(".scale") if scale.op == "get_attr" else node.name
+        if scales is None or x.meta["val"].dtype != torch.float32:
+            raise ValueError(
+                f"export_program: {name!r} quantizes {x.meta['val'].dtype} by a scale that is "
+                f"{'computed from the inputs' if scales is None else 'fixed'}, but quantized_decomposed holds fixed scales of "
+                f"float32 tensors; export model.float(), without dynamic activations."
+            )
+        codes_of_zero = None if zero_point is None else self._constant(zero_point)
+        constant = self._constant(x)
+        for values in [user for user in node.users if user.args[1] == 0]:
+            with self.graph.inserting_before(values), torch.no_grad():
+                if constant is not None and qmax > LARGEST_CODE:
+                    stored = FAKE_QUANT(constant, scales, codes_of_zero, *arguments[3:])[0]
+                    values.replace_all_uses_with(self._add(_place(x), stored))
+                    continue
+                dtype = code_dtype(qmin, qmax)
+                pair = self._pair(name, scales, codes_of_zero, (axis, qmin, qmax, dtype))
+                if constant is None:
+                    codes = self._quantize(x, pair)
+                else:
+                    self.stored[name] = QUANTIZE(constant, scales, codes_of_zero, *arguments[3:8], dtype=dtype)
+                    codes = self._add(_place(x, name), self.stored[name])
+            self._dequantize(values, codes, pair)
+
+    def _pair(self, name: str, scale: Tensor, zero_point: Tensor | None, rest: tuple[Any, ...]) -> Pair:
+        axis, *ends = rest
+        if axis is None or scale.numel() == 1:
+            return Pair(name, (float(scale), 0 if zero_point is None else int(zero_point), *ends))
+        codes = torch.zeros(scale.shape) if zero_point is None else zero_point
+        tensors = {"scale": scale.reshape(-1), "zero_point": codes.reshape(-1).long()}
+        places = (str(self._add(f"{name}.{part}", tensor).target) for part, tensor in tensors.items())
+        return Pair(name, (*places, axis, *ends), per_channel=True)
+
+    def _quantize(self, x: fx.Node, pair: Pair) -> fx.Node:
+        codes = self._call("quantize", x, pair)
+        codes.meta = {name: value for name, value in x.meta.items() if name in PLACES}
+        return codes
+
+    def _dequantize(self, values: fx.Node, codes: fx.Node, pair: Pair) -> None:
+        """Give each op that takes a tensor a dequantize op of its own, as PT2E does."""
+        for user in list(values.users):
+            if user is codes:
+                continue
+            with self.graph.inserting_before(user):
+                own = self._call("dequantize", codes, pair)
+            own.meta = {name: value for name, value in values.meta.items() if name in (*PLACES, "val")}
+            user.replace_input_with(values, own)
+
+    def _call(self, op: str, x: fx.Node, pair: Pair) -> fx.Node:
+        op = f"{op}_per_{'channel' if pair.per_channel else 'tensor'}"
+        args = pair.args
+        if pair.per_channel:
+            args = (*(self.graph.get_attr(place) for place in args[:2]), *args[2:])
+        node = self.graph.call_function(getattr(self.ops, op), (x, *args))
+        self.pairs[node] = pair
+        return node
+
+    def _keep_dimensions(self, mean: fx.Node) -> None:
+        """Drop the dimensions behind the mean, or behind the quantizer that alone takes it."""
+        mean.args = (*mean.args[:2], True)
+        (taker, *others) = mean.users
+        ends = (
+            [user for user in taker.users if user.args[1] == 0] if taker.target is FAKE_QUANT and not others else [mean]
+        )
+        for end in ends:
+            users = list(end.users)
+            with self.graph.inserting_after(end):
+                flat = self.graph.call_function(torch.ops.aten.flatten.using_ints, (end, 1))
+            flat.meta = dict(end.meta)
+            for user in users:
+                user.replace_input_with(end, flat)
+
+    # ---- ops that move values
+
+    def _repeat_behind(self, node: fx.Node) -> None:
+        moved = self._moved(node)
+        if moved is None:
+            return
+        pair = replace(moved, quantizer="")
+        if not isinstance(node.meta.get("val"), Tensor):
+            self.pairs[node] = pair  # several tensors, which getitem takes apart
+        elif node.meta["val"].dtype == torch.float32:
+            with self.graph.inserting_after(node):
+                codes = self._quantize(node, pair)
+            self._dequantize(node, codes, pair)
+
+    def _moved(self, node: fx.Node) -> Pair | None:
+        """Return the pair of the inputs of an op that moves values; None of another op, or where the inputs differ."""
+        name = getattr(node.target, "overloadpacket", node.target).__name__  # type: ignore[union-attr]
+        if name not in MOVES or ("pad" in name and any(node.args[2:3])) or (name == "pad" and any(node.args[3:])):
+            return None
+        tensors = (source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), torch.SymInt))
+        pairs = [self.pairs.get(source) for source in tensors]
+        first = pairs[0] if pairs else None
+        alike = first is not None and all(pair is not None and pair.args == first.args for pair in pairs)
+        return first if alike and first is not None and not first.per_channel else None
+
+    # ---- constants
+
+    def _constant(self, node: fx.Node) -> Any:
+        """Return the tensor of a node that does not depend on the inputs; None of another."""
+        if node not in self.constants:
+            self.constants[node] = self._computed(node)
+        return self.constants[node]
+
+    def _computed(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return _attribute(self.gm, str(node.target))
+        sources = {source: self._constant(source) for source in node.all_input_nodes}
+        if node.op != "call_function" or not sources or any(value is None for value in sources.values()):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: sources[source])
+        with torch.no_grad():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _add(self, place: str, value: Tensor) -> fx.Node:
+        """Return a node that reads a constant, which gets a new name unless it is there."""
+        name = free = place.replace(".", "_")
+        count = 0
+        while hasattr(self.gm, free) and not _equal(getattr(self.gm, free), value):
+            count += 1
+            free = f"{name}_{count}"
+        self.gm.register_buffer(free, value.detach().clone())
+        return self.graph.get_attr(free)
+
+    def _check_left(self) -> None:
+        left = [node for node in self.graph.nodes if str(node.target).startswith("qtoolkit.")]
+        if left:
+            raise ValueError(
+                f"export_program: quantized_decomposed has no form for {left[0].target} at {left[0].name!r}; take a quantizer "
+                f"with integer codes there, or leave the layer float."
+            )
+
+    def _drop_unused(self) -> None:
+        used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        for name in [name for name, _ in (*self.gm.named_parameters(), *self.gm.named_buffers()) if name not in used]:
+            owner, _, attribute = name.rpartition(".")
+            delattr(self.gm.get_submodule(owner), attribute)
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """Return all arguments of a call, with the defaults of those that are not given."""
+    arguments = enumerate(FAKE_QUANT._schema.arguments)
+    return [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in arguments]
+
+
+def _is_over_image(mean: fx.Node) -> bool:
+    """Return whether a mean is over the last two dimensions of four, and drops them."""
+    args: Any = mean.args
+    x, dims, *keep = args
+    over = isinstance(dims, list | tuple) and x.meta["val"].dim() == 4
+    return over and sorted(dim % 4 for dim in dims) == [2, 3] and not any(keep) and not mean.kwargs
+
+
+def _attribute(gm: nn.Module, name: str) -> Any:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(gm.get_submodule(owner), attribute)
+
+
+def _equal(one: Any, other: Tensor) -> bool:
+    return isinstance(one, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _place(node: fx.Node, quantizer: str = "") -> str:
+    """Return the name of a constant: that of a layer's weight, also where it is computed from a parameter."""
+    weight = quantizer.removesuffix("_quantizer")
+    if weight != quantizer:
+        return weight
+    return str(node.target) if node.op == "get_attr" else node.name

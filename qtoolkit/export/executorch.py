@@ -1,0 +1,153 @@
+"""export_executorch(): write a model as a file of ExecuTorch with the delegate XNNPACK, after verification."""
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, largest_difference, sum_of
+from qtoolkit.export.deployed import ModelCodes, RuntimeCodes
+from qtoolkit.export.onnx import ONE_AT_A_TIME
+from qtoolkit.export.program import Decomposed, decomposed
+from qtoolkit.export.runtimes import executorch_xnnpack
+from qtoolkit.export.runtimes.execution import Layer
+from qtoolkit.export.runtimes.executorch_xnnpack import Lowered, lower
+from qtoolkit.export.verify import Verification
+from qtoolkit.files import write_atomically
+from qtoolkit.integer.kernels import in_float
+from qtoolkit.model_inputs import tensors_of
+from qtoolkit.model_state import evaluating
+
+# The share of codes that may differ, by one step each: sums of two tensors are computed in fixed point, with rounded factors.
+SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class ExecutorchResult:
+    """What `export_executorch` returns.
+
+    Attributes:
+        path: The file.
+        bytes: Its size.
+        layers: The ops that compute. The kernel says whose: "XNNPACK convolution", or "portable mean" of ExecuTorch itself.
+        delegates: How many parts of the program XNNPACK computes; one, where it takes all.
+        verification: Comparison of the codes layer by layer, or None with `verify=False`.
+        end_to_end: Comparison of the codes and outputs as users run the file, or None with `verify=False`.
+    """
+
+    path: Path
+    bytes: int
+    layers: tuple[Layer, ...]
+    delegates: int
+    verification: Verification | None
+    end_to_end: RuntimeCodes | None
+
+    @property
+    def left(self) -> tuple[Layer, ...]:
+        """The ops that the delegate did not take."""
+        return tuple(layer for layer in self.layers if layer.kernel.startswith("portable"))
+
+    def __str__(self) -> str:
+        head = f"{self.path}: {self.bytes / 1024:.1f} KiB, {self.delegates} parts in XNNPACK"
+        left = ", ".join(f"{layer.name} ({layer.kernel})" for layer in self.left) or "none"
+        parts = [head, f"left to ExecuTorch's own kernels: {left}", self.verification, self.end_to_end]
+        return "\n".join(str(part) for part in parts if part is not None)
+
+
+def export_executorch(
+    model: nn.Module,
+    example_inputs: Any,
+    path: str | os.PathLike[str],
+    dynamic_shapes: Any = None,
+    verify: bool = True,
+) -> ExecutorchResult:
+    """Write a calibrated or converted model as a file of ExecuTorch (.pte), computed by XNNPACK where it can.
+
+    Prepare the model with `backend="xnnpack"`: XNNPACK takes signed activations, and a layer only if its output is quantized.
+    What it does not take runs in ExecuTorch's own kernels in float, which are slow; `left` names it. ExecuTorch takes half a
+    minute for a ResNet-20, and verification lowers the model once more.
+
+    Args:
+        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.
+        example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
+            They give the shapes and are the inputs of the verification.
+        path: The file to write. If any step fails, a file that is there stays as it was.
+        dynamic_shapes: Dynamic dimensions in the format of torch.export; each needs a largest size, for which ExecuTorch plans
+            its memory: ({0: torch.export.Dim("batch", max=8)},).
+        verify: Run the file, and compare all codes with the model's layer by layer: each layer from the runtime's own codes.
+
+    Returns:
+        The path, the size, the ops and whose kernels compute them, and the comparisons.
+
+    Raises:
+        ValueError: The form cannot hold a quantizer; see `export_program`.
+        RuntimeError: A quantizer saw no data, ExecuTorch cannot lower the model, or its codes differ by more than ties.
+        TypeError: The model has no quantizers, or the example inputs do not match its forward.
+        ImportError: The extra [executorch] is not installed.
+    """
+    if find_spec("executorch") is None:
+        raise ImportError("export_executorch needs executorch; run: pip install qtoolkit[executorch].")
+    found = decomposed(model, example_inputs, dynamic_shapes, "export_executorch")
+    lowered = lower(found.program)
+    verification, end_to_end = _compared(found, lowered) if verify else (None, None)
+    if verification is not None:
+        verification.check()
+    write_atomically(lowered.file, path)
+    return ExecutorchResult(Path(path), len(lowered.file), lowered.layers, lowered.delegates, verification, end_to_end)
+
+
+def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, RuntimeCodes]:
+    """Run the file, and a second one that returns the codes; compare both with the model."""
+    model, inputs = found.converted, (found.args, found.kwargs)
+    tensors = tensors_of(inputs)
+    outputs = executorch_xnnpack.load(lowered.file)(tensors)
+    reading = lower(executorch_xnnpack.with_codes(found.program, inputs))
+    values = executorch_xnnpack.load(reading.file)(tensors)
+    with ONE_AT_A_TIME, evaluating(model), torch.no_grad():
+        ours = ModelCodes(model, found.args, found.kwargs)
+        theirs = _by_quantizer(found.quantizers.activations, values[len(outputs) :], ours)
+        stored = {name: [NodeCodes(codes.numpy(), True)] for name, codes in found.quantizers.stored.items()}
+        nodes = {name: [NodeCodes(codes, False) for codes in calls] for name, calls in theirs.items()}
+        with in_float(model):
+            comparison = CodeComparison(model, {**stored, **nodes})
+            expected = comparison.run(*found.args, **found.kwargs)
+    counts = ours.compare(theirs)
+    verification = Verification(
+        comparison.stored,
+        CodeCount(),
+        sum_of(comparison.counts.values()),
+        comparison.counts,
+        largest_difference(tensors_of(expected), outputs),
+        tuple(dict.fromkeys(comparison.missing)),
+        comparison.unreached,
+    )
+    end_to_end = RuntimeCodes(
+        executorch_xnnpack.description(),
+        counts,
+        largest_difference(tensors_of(ours.outputs), outputs),
+        lowered.layers,
+        lowered.conversions,
+        tuple(name for name in ours.codes if name not in counts),
+        largest_difference(outputs, values[: len(outputs)]),
+        SHARE,
+    )
+    return verification, end_to_end
+
+
+def _by_quantizer(names: Sequence[str], codes: Sequence[Any], ours: ModelCodes) -> dict[str, list[Any]]:
+    """Return the runtime's codes by the name of the quantizer, without repeated pairs, in the model's shapes.
+
+    A mean over an image keeps dimensions in the file that it drops in the model.
+    """
+    found: dict[str, list[Any]] = defaultdict(list)
+    for name, array in zip(names, codes, strict=True):
+        if name:
+            shapes = {call.size: call.shape for call in ours.codes.get(name, [])}
+            found[name].append(array.reshape(shapes.get(array.size, array.shape)))
+    return found

@@ -1,0 +1,175 @@
+"""ExecuTorch on the CPU with the delegate XNNPACK: a program becomes a file, and the file runs.
+
+The delegate returns no codes on the way. They are read from a second file, whose outputs they are too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from qtoolkit.export.runtimes.execution import Layer
+from qtoolkit.model_inputs import tensors_of, with_tensors
+
+# Activations that join the op before them in the delegate, and ops of the delegate that only move values.
+JOINED = ("relu", "hardtanh")
+MOVES = ("view_copy", "permute_copy", "slice_copy", "unsqueeze_copy", "cat", "constant_pad_nd", "clone")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program in the form of ExecuTorch.
+
+    Attributes:
+        file: The content of the file.
+        layers: The ops that compute: those of the delegate, and those with kernels of ExecuTorch, which are "portable".
+        conversions: How many ops convert between floats and codes.
+        delegates: How many parts of the program the delegate computes.
+    """
+
+    file: bytes
+    layers: tuple[Layer, ...]
+    conversions: int
+    delegates: int
+
+
+def lower(program: ExportedProgram) -> Lowered:
+    """Return a program with all that the delegate takes.
+
+    Raises:
+        RuntimeError: ExecuTorch cannot lower it.
+    """
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.exir.lowered_backend_module import get_lowered_backend_modules
+
+    try:
+        edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+        whole = edge.exported_program().graph_module
+        parts = [part.original_module.graph_module for part in get_lowered_backend_modules(whole)]
+        delegated = [found for part in parts for found in _ops(part.graph.nodes)]
+        portable = [Op(op.node, op.kind, False) for op in _ops(whole.graph.nodes)]
+        file = bytes(edge.to_executorch().buffer)
+    except Exception as error:  # its errors have no base class of their own
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise RuntimeError(
+            f"export_executorch: ExecuTorch cannot lower the program: {type(error).__name__}: {reason}."
+        ) from error
+    computing = (op for op in delegated if op.computes and op.kind not in MOVES)
+    layers = [Layer(op.name, f"XNNPACK {op.kind}", op.integer) for op in computing]
+    layers += [Layer(op.name, f"portable {op.kind}", False) for op in portable if op.computes]
+    conversions = [op for op in (*delegated, *portable) if op.converts]
+    return Lowered(file, tuple(layers), len(conversions), len(parts))
+
+
+def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Any]]:
+    """Return what runs the content of a file on tensors, and returns its outputs as arrays.
+
+    Raises:
+        RuntimeError: ExecuTorch does not find forward in the file.
+    """
+    from executorch.runtime import Runtime
+
+    program = Runtime.get().load_program(file)
+    method = program.load_method("forward")
+    if method is None:
+        raise RuntimeError("export_executorch: ExecuTorch does not find forward in the file that it wrote.")
+
+    def execute(
+        tensors: Sequence[Tensor], owner: Any = program
+    ) -> list[Any]:  # a method does not keep its program alive
+        return [output.numpy().copy() for output in method.execute([x.detach().contiguous() for x in tensors])]
+
+    return execute
+
+
+def with_codes(program: ExportedProgram, inputs: Any) -> ExportedProgram:
+    """Return a program that returns the codes of its quantize ops too, behind its outputs.
+
+    Args:
+        program: The program.
+        inputs: The positional and keyword arguments of its forward; the result takes their tensors.
+    """
+    return torch.export.export(_Reading(program.module(), inputs), tuple(tensors_of(inputs)))
+
+
+def description() -> str:
+    """Return the runtime and its version."""
+    return f"executorch {version('executorch')} (XNNPACK)"
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of a lowered graph."""
+
+    node: fx.Node
+    kind: str
+    integer: bool
+    converts: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes: not what takes tuples apart, converts, or joins the op before it."""
+        source = self.node.all_input_nodes[0] if self.node.all_input_nodes else None
+        joins = self.kind in JOINED and source is not None and _kind(source) not in ("", "dequantize_per_tensor")
+        return not (joins or "quantize_per" in self.kind)
+
+    @property
+    def name(self) -> str:
+        """The name of the layer, or of the node outside layers."""
+        path = list(self.node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1][0]
+        return path or self.node.name
+
+
+def _ops(nodes: Iterable[fx.Node]) -> Iterator[Op]:
+    from executorch.backends.xnnpack.utils.quant_utils import is_tagged_as_implicit_q_dq
+
+    for node in nodes:
+        kind = _kind(node)
+        if kind in ("", "getitem", "executorch_call_delegate") or not isinstance(
+            node.meta["val"], Tensor | tuple | list
+        ):
+            continue  # sizes among them
+        implicit = [
+            is_tagged_as_implicit_q_dq(source) for source in node.all_input_nodes if "dequantize" in _kind(source)
+        ]
+        converts = "quantize_per_tensor" in kind and not is_tagged_as_implicit_q_dq(node)
+        yield Op(node, kind, any(implicit), converts)
+
+
+def _kind(node: fx.Node) -> str:
+    """Return the name of the op of a node without its overload; "" of nodes that are no ops."""
+    if node.op != "call_function":
+        return ""
+    name: str = getattr(node.target, "__name__", str(node.target))
+    return name.removeprefix("aten.").removeprefix("quantized_decomposed.").partition(".")[0]
+
+
+class _Reading(nn.Module):
+    """Returns the codes of a program's quantize ops too."""
+
+    def __init__(self, module: nn.Module, inputs: Any) -> None:
+        super().__init__()
+        self.module, self.inputs = module, inputs
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = torch.utils._pytree.tree_leaves(with_tensors(self.inputs, iter(tensors)))
+        reader = _Reader(self.module)
+        outputs = reader.run(*leaves, enable_io_processing=False)
+        return (*tensors_of(outputs), *reader.codes)
+
+
+class _Reader(fx.Interpreter):
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.codes: list[Tensor] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if _kind(n).startswith("quantize_per"):
+            self.codes.append(result)
+        return result

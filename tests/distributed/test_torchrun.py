@@ -1,0 +1,58 @@
+"""The training script of examples/distributed.py under torchrun: a rank is killed, and the same command goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("sklearn")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "distributed.py"
+
+
+def torchrun(out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    options = ["--epochs", "2", "--every", "16", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *options], env=environment, **pipes)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def rank_of(pid: int) -> str:
+    environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next((line.removeprefix("RANK=") for line in environment if line.startswith("RANK=")), "")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+    run = torchrun(tmp_path / "killed")
+    assert run.stdout is not None
+    first = next(line for line in run.stdout if "saved" in line)
+    assert first.startswith("step 16: ")
+    (victim,) = (pid for pid in children(run.pid) if rank_of(pid) == "1")
+    os.kill(victim, signal.SIGKILL)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert "rank 0: the training ended after step" in errors
+    assert "start the same command again: it goes on from the latest checkpoint" in errors
+    assert not (tmp_path / "killed" / "trained.safetensors").exists()
+
+    outputs = {}
+    for name in ("killed", "uninterrupted"):
+        run = torchrun(tmp_path / name)
+        outputs[name], errors = run.communicate(timeout=240)
+        assert run.returncode == 0, errors[-3000:]
+    for rank in range(2):  # no step before a checkpoint is lost
+        assert f"rank {rank}: goes on from the checkpoint of step " in outputs["killed"]
+    assert "goes on" not in outputs["uninterrupted"]
+    found, wanted = (safetensors.load_file(tmp_path / name / "trained.safetensors") for name in outputs)
+    assert found.keys() == wanted.keys()
+    assert all(found[name].equal(wanted[name]) for name in wanted)
