@@ -15,7 +15,9 @@ PROGRAMS = {
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 }
 NOTEBOOKS = sorted((DOCS / "tutorials").glob("*.ipynb"))
-EXTRAS = re.compile(r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers)\b", re.MULTILINE)
+EXTRAS = re.compile(
+    r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers)\b", re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
