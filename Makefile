@@ -30,7 +30,7 @@ lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
 
 docs: $(VENV)/built          ## the site, in build/site; each warning is an error
 	@echo "== build/site/index.html"
-	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 
 second:                      ## the tests on the oldest torch that CI knows, in a copy of the tree with an environment of its own
 	git checkout-index --all --force --prefix=build/second/

@@ -15,22 +15,20 @@ PROGRAMS = {
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 }
 NOTEBOOKS = sorted((DOCS / "tutorials").glob("*.ipynb"))
-NEEDS = {
-    "distributed.md-0": "safetensors",
-    "mixed_precision.md-0": "scipy",
-    "training.md-2": "accelerate",
-    "training.md-3": "lightning",
-    "training.md-4": "transformers",
-    "training.md-5": "tensorboard",
-}
+EXTRAS = re.compile(
+    r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers)\b", re.MULTILINE
+)
+
+NEEDED_BY = {"MixedPrecision": "scipy", "save_checkpoint": "safetensors"}  # names of ours that need an extra
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_programs_run(program: str, tmp_path, monkeypatch) -> None:
-    if program in NEEDS:
-        pytest.importorskip(NEEDS[program], reason=f"needs {NEEDS[program]}, which is not installed")
+    text = PROGRAMS[program]
+    for package in [*EXTRAS.findall(text), *(needed for name, needed in NEEDED_BY.items() if name in text)]:
+        pytest.importorskip(package, reason=f"needs {package}, which is not installed")
     monkeypatch.chdir(tmp_path)
-    exec(compile(PROGRAMS[program], program, "exec"), {"__name__": program})
+    exec(compile(text, program, "exec"), {"__name__": program})
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

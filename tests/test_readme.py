@@ -13,6 +13,7 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys) -> None:
     out = capsys.readouterr().out
     assert (tmp_path / "model.onnx").exists()
     assert "weight codes:     0 of" in out
+    assert "end to end: 0 of" in out
     assert len([line for line in program.splitlines() if line]) <= 30
 
 
