@@ -1017,8 +1017,8 @@ def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
         want = next(of_asked)
         if given["integer"] or (t is x and is_strided_image(shape, weight)):
             assert (got.dtype, got.shape) == (want.dtype, want.shape)
-        elif t is bias:  # a sum in torch's order, which differs for other layouts
-            mass = float(grad.double().abs().sum())
+        elif any(t is each for each in (scale, zero_point, bias)):  # sums, whose order differs for other layouts
+            mass = float(torch.cat([grad.double().flatten(), want.double().flatten()]).abs().nan_to_num(0, 0, 0).sum())
             torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(got.dtype).eps * mass, equal_nan=True)
         else:
             assert_same(got, want)
