@@ -107,6 +107,9 @@ def main() -> None:
     if rank == 0:
         print(f"trained for {last} steps: {options.out / 'trained.safetensors'}")
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    # All is written. As Python ends, a thread of gloo that still holds a tensor would abort the process (docs/distributed.md).
+    os._exit(0)
 
 
 if __name__ == "__main__":
