@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import LayerKernel, OpKernel, why_no_sums
-from qtoolkit.integer.onnxruntime import QLinearConv, output_of, requantized
+from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, output_of, requantized
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import kind_of
 from qtoolkit.quantizers.bias import gives_codes
@@ -63,20 +63,13 @@ class Add(OpKernel):
         return torch.floor(sums / 2**self.shift + 0.5).float().clamp_(*y.ends).mul_(y.scale)
 
 
-class Multiply(OpKernel):
+class Multiply(QLinearMul):
     """f32((a - az)(b - bz)) * f32(f32(as * bs) / ys), rounded to even.
 
-    Source: xnn_init_qs8_mul_minmax_scalar_params in microparams-init.c, and qs8-vmul.
+    The factor is onnxruntime's. Source: xnn_init_qs8_mul_minmax_scalar_params in microparams-init.c, and qs8-vmul.
     """
 
     NAME = "qs8 mul"
-    factor: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factor."""
-        super().refresh()
-        (a, b), y = self.inputs, output_of(self)
-        self.constant("factor", a.scale * b.scale / y.scale)
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the codes of x * other."""
