@@ -83,3 +83,10 @@ def few_bit_layer(layer: nn.Conv2d | nn.Linear, bits: int, signed: bool, learned
     layer.qconfig = QConfig(*quantizers)
     kind = qat.Conv2d if isinstance(layer, nn.Conv2d) else qat.Linear
     return nn.Sequential(quantizers[0](), kind.from_float(layer))
+
+
+def learn(model: nn.Module) -> None:
+    """Train the scales of learnable fake quantizers from now on, which until then follow their observers."""
+    for module in model.modules():
+        if isinstance(module, _LearnableFakeQuantize):
+            module.enable_param_learning()

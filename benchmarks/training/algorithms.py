@@ -25,7 +25,8 @@ QUANTIZERS: Mapping[str, tuple[str, str]] = {
 }
 AFFINE = ("lsq_plus", "learned_range")
 POWERS_OF_TWO = ("tqt",)
-# Other tools: the file in peers that builds the model, and the options of its `few_bit_model`.
+# Other tools: the file in peers that has `few_bit_layer`, and its options. A tool whose scales are not trained by themselves
+# has a function `learn` there.
 PEERS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
     "torch.ao": ("torch_ao", {"learned": False}),
     "torch.ao, learnable": ("torch_ao", {"learned": True}),
@@ -52,8 +53,11 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
         return model
     if subject in PEERS:
         file, options = PEERS[subject]
-        wrap: Callable[..., nn.Module] = partial(import_module(f"peers.{file}").few_bit_layer, **options)
-        return _with_layers(model, batches, bits, wrap)
+        peer = import_module(f"peers.{file}")
+        built = _with_layers(model, batches, bits, partial(peer.few_bit_layer, **options))
+        if hasattr(peer, "learn"):
+            peer.learn(built)
+        return built
     activation, weight = QUANTIZERS[subject]
     config = qt.QConfig(_spec(activation, bits), replace(_spec(weight, bits), axis=0))
     mapping = qt.QConfigMapping().set_global(config)
