@@ -140,6 +140,7 @@ def _roles(
 
 _LAYERS = ("conv", "conv_transpose", "linear")
 _PRODUCTS = (*_LAYERS, "matmul", "attention")
+_ALL_PRODUCTS = (*_PRODUCTS, "dot_product_attention")
 # On targets that compute in integers throughout.
 _IN_INTEGERS = ("scale", "avg_pool", "mean", "upsample_linear", "batch_norm")
 
@@ -218,7 +219,7 @@ OPENVINO = Backend(
     name="openvino",
     qconfig=QConfig(activation=_SIGNED, weight=QuantSpec(bits=7, axis=0)),
     roles=_roles(
-        compute=(*_PRODUCTS, "dot_product_attention", "scale", "avg_pool", "mean", "upsample_linear"),
+        compute=(*_ALL_PRODUCTS, "scale", "avg_pool", "mean", "upsample_linear"),
         merge=("add", "sub", "mul", "div"),
     ),
     unsigned_after_relu=True,
@@ -231,7 +232,7 @@ OPENVINO = Backend(
 SNPE = Backend(
     name="snpe",
     qconfig=QConfig(activation=_AFFINE, weight=_AFFINE),
-    roles=_roles(compute=(*_PRODUCTS, "dot_product_attention", *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
+    roles=_roles(compute=(*_ALL_PRODUCTS, *_IN_INTEGERS), merge=("add", "sub", "mul", "div")),
     shared_concat=False,
     integer_bias=True,
     quantize_outputs=True,
@@ -246,7 +247,7 @@ QNN = replace(
     SNPE,
     name="qnn",
     roles=_roles(
-        compute=(*_PRODUCTS, "dot_product_attention", *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
+        compute=(*_ALL_PRODUCTS, *_IN_INTEGERS, "layer_norm", "instance_norm", "softmax"),
         merge=("add", "sub", "mul", "div"),
     ),
 )

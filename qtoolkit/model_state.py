@@ -1,12 +1,13 @@
 """Protection of the user's model: its check, a copy to change, its state restored after an error, its modes after a run."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from qtoolkit.random_state import RandomState
 
@@ -96,6 +97,16 @@ def random_state_kept(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         before.restore()
+
+
+@contextmanager
+def removing(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks, given by the handles of their registration, at the end of a `with` block."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

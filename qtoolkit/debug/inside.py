@@ -11,6 +11,7 @@ from torch import nn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.plan import Status
 from qtoolkit.model_inputs import clone_tensors
+from qtoolkit.model_state import removing
 
 
 class Call(NamedTuple):
@@ -37,11 +38,8 @@ def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
     handles = [
         model.get_submodule(name).register_forward_hook(partial(_note, calls[name]), with_kwargs=True) for name in names
     ]
-    try:
+    with removing(handles):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _note(calls: list[Call], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.export.positions import SUM_ERROR, ChosenMaxima
+from qtoolkit.model_state import removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
@@ -253,8 +254,5 @@ def same_grid(one: Grid, other: Grid) -> bool:
 def forward_hooks(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Register a forward hook on modules for the duration of a `with` block."""
     handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    with removing(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

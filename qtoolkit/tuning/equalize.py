@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import calls_of
-from qtoolkit.model_state import check_module, deepcopy_model
+from qtoolkit.model_state import check_module, deepcopy_model, removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.nodes import kind_of, module_of
@@ -227,11 +227,8 @@ def _ranges_of_inputs(model: nn.Module, links: Sequence[_Link], example_inputs: 
 
     dims = {link.taken_by: link.second.dims for link in links}
     handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in dims]
-    try:
+    with removing(handles):
         outputs_of(model, example_inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [ranges[link.taken_by] for link in links]
 
 

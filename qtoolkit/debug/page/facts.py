@@ -13,7 +13,7 @@ from qtoolkit.debug.similarity import Comparison, LayerComparison
 from qtoolkit.eager.record import plan_of
 from qtoolkit.graph.plan import Plan
 from qtoolkit.model_inputs import call_arguments
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import evaluating, removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid, ShapedActivation
@@ -166,14 +166,10 @@ class _Listener:
 
 def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: Any) -> dict[str, Values]:
     listeners = {name: _Listener(quantizer) for name, quantizer in quantizers.items() if not quantizer.of_weight}
-    handles = [each.quantizer.register_forward_pre_hook(each.hear) for each in listeners.values()]
     args, kwargs = call_arguments(model, inputs, "report: inputs do")
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [each.quantizer.register_forward_pre_hook(each.hear) for each in listeners.values()]
+    with removing(handles), torch.no_grad(), evaluating(model):
+        model(*args, **kwargs)
     return {name: each.read() for name, each in listeners.items() if each.all.seen() and each.all.finite()}
 
 

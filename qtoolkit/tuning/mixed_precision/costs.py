@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.layer_rules import LayerRules, Rule
 from qtoolkit.model_inputs import split
-from qtoolkit.model_state import evaluating
+from qtoolkit.model_state import evaluating, removing
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import kind_of_type
@@ -61,14 +61,10 @@ def count_macs(model: nn.Module, modules: Mapping[str, Any], example_inputs: Any
     def count(module: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         counts[names[module]] += _macs(module, input_of(args, kwargs), output)
 
-    handles = [module.register_forward_hook(count, with_kwargs=True) for module in modules.values()]
     args, kwargs = split(example_inputs)
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [module.register_forward_hook(count, with_kwargs=True) for module in modules.values()]
+    with removing(handles), torch.no_grad(), evaluating(model):
+        model(*args, **kwargs)
     return counts
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
-from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.model_state import check_module, evaluating, removing
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import quantization_report
@@ -222,8 +222,5 @@ def _inputs_through(modules: Mapping[str, Any], function: Callable[[str, Tensor]
         return hook
 
     handles = [module.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()]
-    try:
+    with removing(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
