@@ -113,6 +113,26 @@ def train(training: Training, folder: Path, data: Data, schedule: Schedule, chec
     return replace(row, calibrated=before, trained=accuracy(model, data), minutes=minutes)
 
 
+def train_missing(
+    missing: Sequence[Training], rows: list[Row], folder: Path, images: Mapping[str, int], args: argparse.Namespace
+) -> None:
+    """Add the rows of the trainings to the others, and write the file of results after each."""
+    data = load(folder, images["train"], images["test"])
+    results: dict[str, Any] = {
+        **facts("cpu"),
+        "commands": commands_of(args.out),
+        "threads": args.threads,
+        "images": images,
+        "schedule": asdict(Schedule(images["train"], args.epochs)),
+        "float_weights": accuracy(resnet20_of(folder), data),
+    }
+    args.checkpoints.mkdir(parents=True, exist_ok=True)
+    for training in tqdm(missing, desc="trainings"):
+        schedule = Schedule(images["train"], training.epochs)
+        rows.append(train(training, folder, data, schedule, args.checkpoints))
+        write_rows(args.out, results, [asdict(row) for row in rows])
+
+
 def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the names of columns and the lines: a line for each quantizer, number of bits and schedule."""
     images = results["images"]
@@ -208,21 +228,9 @@ def main() -> None:
         for bits in bits_of(subject, args.bits)
         for forward in args.forward
     )
-    missing = [training for training in wanted if training not in done]
-    data = load(DATA, images["train"], images["test"])
-    results: dict[str, Any] = {
-        **facts("cpu"),
-        "commands": commands_of(args.out),
-        "threads": args.threads,
-        "images": images,
-        "schedule": asdict(Schedule(images["train"], args.epochs)),
-        "float_weights": accuracy(resnet20_of(DATA), data),
-    }
-    args.checkpoints.mkdir(parents=True, exist_ok=True)
-    for training in tqdm(missing, desc="trainings"):
-        rows.append(train(training, DATA, data, Schedule(images["train"], training.epochs), args.checkpoints))
-        write_rows(args.out, results, [asdict(row) for row in rows])
-    show(Console(width=160), *table({**results, "rows": [asdict(row) for row in rows]}))
+    if missing := [training for training in wanted if training not in done]:
+        train_missing(missing, rows, DATA, images, args)
+    show(Console(width=160), *table(json.loads(args.out.read_text())))
     return None
 
 

@@ -270,6 +270,10 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     schedule = replace(schedule, steps=args.steps or schedule.steps)
     settings = {"schedule": asdict(schedule), "test_images": QUICK_TEST_IMAGES if args.quick else TEST_IMAGES}
     rows = [Row(**row) for row in rows_before(args.out, settings)]
+    done = {row.key for row in rows}
+    missing = [row for row in wanted(args.only, args.bits, args.seeds) if row.key not in done]
+    if not missing:
+        return dict(json.loads(args.out.read_text()))
     data = load(folder, settings["test_images"])
     results: dict[str, Any] = {
         **facts("cpu"),
@@ -278,8 +282,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "threads": args.threads,
         "float_model": psnr(float_model(folder), data),
     }
-    done = {row.key for row in rows}
-    for row in tqdm([row for row in wanted(args.only, args.bits, args.seeds) if row.key not in done], desc="lines"):
+    for row in tqdm(missing, desc="lines"):
         rows.append(measure(row, folder, data, schedule, args.quick))
         write_rows(args.out, results, [asdict(each) for each in rows])
     return {**results, "rows": [asdict(row) for row in rows]}
