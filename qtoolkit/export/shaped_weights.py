@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.model_state import removing
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 
 
@@ -48,13 +49,9 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any]) -> Iterator[Non
             )
         weights[grid] = weight
 
-    hooks = [grid.register_forward_pre_hook(note) for grid in grids]
-    try:
-        if grids:
+    if grids:
+        with removing([grid.register_forward_pre_hook(note) for grid in grids]):
             run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     shapes = {grid: grid.shape for grid in weights if grid.shape is not None}
     for grid, shape in shapes.items():
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
-from qtoolkit.model_state import check_module
+from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of
 from qtoolkit.progress import batches_of, note, progress_bar
@@ -166,14 +166,10 @@ def _empirical(
 
     handles = [layer.register_forward_hook(partial(take, name)) for name, layer in layers.items()]
     count = 0
-    try:
-        with torch.no_grad(), disable_quantization(model):
-            for batch in batches_of("bias: float", data, progress):
-                data.run(model, batch)
-                count += 1
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removing(handles), torch.no_grad(), disable_quantization(model):
+        for batch in batches_of("bias: float", data, progress):
+            data.run(model, batch)
+            count += 1
     skipped.update({name: "no batch reached it" for name in layers if name not in order})
     skipped.update({n: "the model calls it several times" for n in order if calls[n] > count})
     shifts: dict[str, Tensor] = {}
@@ -188,14 +184,10 @@ def _empirical(
 def _mean_of(model: nn.Module, name: str, layer: QuantWeighted, data: Batches) -> Tensor:
     """Return the mean of a layer's output, as the model now is."""
     mean = _Mean(layer)
-    handle = layer.register_forward_hook(partial(mean.add, stop=True))
-    try:
-        with torch.no_grad():
-            for batch in data:
-                with suppress(ReachedError):
-                    data.run(model, batch, name)
-    finally:
-        handle.remove()
+    with removing([layer.register_forward_hook(partial(mean.add, stop=True))]), torch.no_grad():
+        for batch in data:
+            with suppress(ReachedError):
+                data.run(model, batch, name)
     return mean.value()
 
 

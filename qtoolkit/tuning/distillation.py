@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qtoolkit.errors import check_known, check_sequence, with_article
 from qtoolkit.model_inputs import split
-from qtoolkit.model_state import check_module, evaluating
+from qtoolkit.model_state import check_module, evaluating, removing
 
 
 class Distillation:
@@ -88,12 +88,9 @@ class Distillation:
             ValueError: The logits or the features of both models differ in shape.
         """
         of_teacher, handles = _hooked(self.teacher, self.features)
-        try:
-            with torch.no_grad(), evaluating(self.teacher):
-                args, kwargs = split(tuple(inputs) if isinstance(inputs, list) else inputs)
-                target = self.teacher(*args, **kwargs)
-        finally:
-            _remove(handles)
+        with removing(handles), torch.no_grad(), evaluating(self.teacher):
+            args, kwargs = split(tuple(inputs) if isinstance(inputs, list) else inputs)
+            target = self.teacher(*args, **kwargs)
         logits, wanted = (each if self.logits_of is None else self.logits_of(each) for each in (output, target))
         _check_logits(logits, wanted)
         loss = self.logits_weight * kl_of_logits(logits, wanted, self.temperature)
@@ -106,7 +103,8 @@ class Distillation:
 
     def close(self) -> None:
         """Remove the hooks from the student."""
-        _remove(self._handles)
+        for handle in self._handles:
+            handle.remove()
         self._of_student.clear()
 
     def __enter__(self) -> Self:
@@ -147,11 +145,6 @@ class _Kept:
 def _hooked(model: nn.Module, names: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
     outputs: dict[str, Any] = {}
     return outputs, [model.get_submodule(name).register_forward_hook(_Kept(outputs, name)) for name in names]
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _taken(outputs: Mapping[str, Any], name: str, role: str) -> Tensor:

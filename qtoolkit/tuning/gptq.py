@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
-from qtoolkit.model_state import check_module
+from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
 from qtoolkit.progress import note, progress_bar
@@ -156,15 +156,11 @@ def _order(model: nn.Module, names: Sequence[str], data: Batches) -> list[str]:
         model.get_submodule(name).register_forward_hook(lambda *args, name=name: order.setdefault(name))
         for name in names
     ]
-    try:
-        with torch.no_grad():
-            for batch in data:
-                data.run(model, batch)
-                if len(order) == len(names):
-                    break
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removing(handles), torch.no_grad():
+        for batch in data:
+            data.run(model, batch)
+            if len(order) == len(names):
+                break
     return list(order)
 
 
@@ -199,16 +195,11 @@ def _products(model: nn.Module, layer: Any, name: str, data: Batches) -> _Produc
             sums[half] += part.T @ part
             counts[half] += len(part)
 
-    handle = layer.register_forward_pre_hook(add, with_kwargs=True)
-    stop = layer.register_forward_hook(_Stop())
-    try:
-        with torch.no_grad():
-            for batch in data:
-                with suppress(ReachedError):
-                    data.run(model, batch, name)
-    finally:
-        handle.remove()
-        stop.remove()
+    handles = [layer.register_forward_pre_hook(add, with_kwargs=True), layer.register_forward_hook(_Stop())]
+    with removing(handles), torch.no_grad():
+        for batch in data:
+            with suppress(ReachedError):
+                data.run(model, batch, name)
     both = sums.sum(0) / max(sum(counts), 1)
     if not all(counts):
         return _Products(both, both, both)

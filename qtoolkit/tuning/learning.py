@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.model_inputs import clone_tensors, tensors_of, with_tensors
+from qtoolkit.model_state import removing
 from qtoolkit.quantizers.spec_ops import fake_quant
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.tuning.cache import BatchCache
@@ -149,11 +150,8 @@ def _dropped(quantized: Tensor, in_float: Tensor, drop: float, random: torch.Gen
 @contextmanager
 def _answering(quantizer: TensorQuantizer, answer: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Let a quantizer return answer(x, y) instead of y."""
-    handle = quantizer.register_forward_hook(lambda module, args, y: answer(args[0], y))
-    try:
+    with removing([quantizer.register_forward_hook(lambda module, args, y: answer(args[0], y))]):
         yield
-    finally:
-        handle.remove()
 
 
 def _can_learn(quantizer: TensorQuantizer) -> bool:

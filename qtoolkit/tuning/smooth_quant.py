@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.model_inputs import clone_tensors, tensors_of
-from qtoolkit.model_state import check_module, deepcopy_model, evaluating, random_state_kept
+from qtoolkit.model_state import check_module, deepcopy_model, evaluating, random_state_kept, removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.progress import batches_of
 from qtoolkit.shared_modules import first_names
@@ -194,21 +194,17 @@ def _watch(model: nn.Module, data: Batches, uses: _Uses, progress: bool) -> tupl
     """Run all batches; return the first one with the tensors of its result."""
     first: tuple[Any, list[Tensor]] | None = None
     handles = [norm.register_forward_hook(_noting(uses, name)) for name, norm in uses.norms.items()]
-    try:
+    with removing(handles):
         for batch in batches_of("smooth", data, progress):
-            uses.outputs.clear()
             with uses:
                 result = data.run(model, batch)
             returned = {id(tensor) for tensor in tensors_of(result)}
             for key, (name, _) in uses.outputs.items():
                 if key in returned:
                     uses.others[name].setdefault("the caller of the model")
+            uses.outputs.clear()
             if first is None:
                 first = batch, tensors_of(clone_tensors(result))
-    finally:
-        uses.outputs.clear()
-        for handle in handles:
-            handle.remove()
     if first is None:
         raise ValueError("smooth_quant: batches must hold at least one batch, got none.")
     return first
