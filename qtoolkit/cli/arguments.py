@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "qtoolkit", description="Checks of quantized ONNX files, of any tool.", epilog=EXIT_CODES, allow_abbrev=False
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.set_defaults(command=info, file=None, json=False)  # without a command
+    commands = parser.add_subparsers(metavar="command")
 
     check = commands.add_parser(
         "lint", help="check the Q/DQ nodes of a file against the rules of a target", epilog=EXIT_CODES

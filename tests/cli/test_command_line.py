@@ -128,7 +128,10 @@ def test_info_on_the_installation(capsys) -> None:
     assert found["torch"]["version"] == torch.__version__
     assert found["packages"]["onnx"] == onnx.__version__
     assert main(["info"]) == 0
-    assert found["instruction_set"] in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert found["instruction_set"] in table
+    assert main([]) == 0
+    assert capsys.readouterr().out == table
 
 
 def refused(capsys, *argv: str) -> str:
