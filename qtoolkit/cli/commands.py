@@ -85,7 +85,7 @@ def _codes(found: RuntimeComparison) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"runtime": name, "version": codes.runtime, "compared": codes.codes.compared}
         entry |= {"differing": codes.codes.differing, "steps": codes.codes.steps, "first_difference": first}
         entry |= {"output_difference": codes.output_difference, "not_compared": list(codes.not_compared)}
-        entry |= {"program_difference": found.program.get(name), "quantizers": quantizers}
+        entry |= {"program_difference": found.program.get(name), "quantizers": quantizers, "remark": codes.remark}
         entry["integer_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.integer_layers]
         entry["float_layers"] = [{"layer": layer.name, "kernel": layer.kernel} for layer in codes.float_layers]
         listed.append(entry)

@@ -35,6 +35,8 @@ def codes(data: dict[str, Any]) -> str:
         parts.append(f"  outputs: largest difference {run['output_difference']:.3g}")
         if run["program_difference"] is not None:
             parts.append(f"  outputs: largest difference from the program {run['program_difference']:.3g}")
+        if run["remark"]:
+            parts.append(f"  {run['remark']}")
         if run["not_compared"]:
             parts.append(f"  not compared, as the runtime merged their nodes: {', '.join(run['not_compared'])}")
         if rows:

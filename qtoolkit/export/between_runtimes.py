@@ -130,6 +130,7 @@ def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode])
         tuple(dict.fromkeys(node.quantizer for node in nodes if node.quantizer not in counts)),
         run.changed_by_reading,
         run.share,
+        run.remark,
     )
 
 

@@ -39,6 +39,7 @@ class RuntimeCodes:
         changed_by_reading: The largest difference in the outputs between the graph that users run and the one that also
             returns the codes.
         share: The share of the codes that may differ, by one step each, because the runtime rounds in another order.
+        remark: What users of this runtime have to know, beside the figures; "" for nothing.
     """
 
     runtime: str
@@ -49,6 +50,7 @@ class RuntimeCodes:
     not_compared: tuple[str, ...]
     changed_by_reading: float
     share: float
+    remark: str = ""
 
     @property
     def codes(self) -> CodeCount:
@@ -87,6 +89,7 @@ class RuntimeCodes:
             raise RuntimeError(
                 f"verify: {self.codes} in {self.runtime}; the first at {first!r}: {self.by_quantizer[first]}. The float "
                 f"reference does not round as integer kernels do: verify qtoolkit.convert(prepared, arithmetic='integer')."
+                f"{' ' * bool(self.remark)}{self.remark}"
             )
 
     def __str__(self) -> str:
@@ -100,6 +103,7 @@ class RuntimeCodes:
         lines += [f"  not compared: {', '.join(self.not_compared)}"] if self.not_compared else []
         if self.changed_by_reading:
             lines.append(f"  reading the codes changes the outputs by up to {self.changed_by_reading:.3g}")
+        lines += [f"  {self.remark}"] if self.remark else []
         return "\n".join(lines)
 
 
@@ -207,4 +211,5 @@ def compare_execution(model: ModelCodes, executed: Executed, nodes: Sequence[Qua
         tuple(name for name in expected if name not in counts and name not in constant),
         executed.changed_by_reading,
         executed.share,
+        executed.remark,
     )

@@ -111,13 +111,7 @@ class OpenedFile:
             ValueError: The file has another number of inputs.
             RuntimeError: onnxruntime cannot run it.
         """
-        from onnx import numpy_helper
-
-        constants = {
-            t.name: self.weights[t.name] if t.name in self.weights else numpy_helper.to_array(t, self.folder)
-            for t in self.proto.graph.initializer
-            if t.name in names
-        }
+        constants = {t.name: self.constant(t) for t in self.proto.graph.initializer if t.name in names}
         session = self._session([name for name in dict.fromkeys(names) if name not in constants])
         inputs_of_file = [value.name for value in session.get_inputs()]
         if len(inputs_of_file) != len(inputs):
@@ -130,6 +124,12 @@ class OpenedFile:
         values = {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
         kinds = _small_floats(self.proto.graph)
         return {name: _places(array.astype(kinds.get(name, array.dtype))) for name, array in values.items()}
+
+    def constant(self, tensor: "onnx.TensorProto") -> Any:
+        """Return the array of an initializer."""
+        from onnx import numpy_helper
+
+        return self.weights[tensor.name] if tensor.name in self.weights else numpy_helper.to_array(tensor, self.folder)
 
     def _session(self, names: Sequence[str]) -> Any:
         """Return a session of the model whose outputs include the tensors of these names."""

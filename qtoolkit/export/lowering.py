@@ -151,7 +151,11 @@ class _Lowering:
         if self.zero_point is None:
             scale = _constant(self.scale)
             sizes = _sizes(self.scale) if scale is None else scale.shape
-            return self.constants.shared(np.zeros(sizes, np.float32), dtype, f"zero_{dtype.name.lower()}")
+            zeros = np.zeros(sizes, np.float32)
+            if _constant(self.x) is not None:
+                # Shared by weights, onnxruntime 1.30 cannot load the file with session.x64quantprecision=1.
+                return self.constants.add(zeros, dtype, f"{self.x.name}.zero")
+            return self.constants.shared(zeros, dtype, f"zero_{dtype.name.lower()}")
         zero_point = _constant(self.zero_point)
         if zero_point is None:
             return self._node("Cast", self.zero_point, to=dtype)

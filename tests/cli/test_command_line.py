@@ -179,9 +179,7 @@ def test_bad_arguments_of_verify(tmp_path, capsys) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["lint"], ["lint", "x", "--backend", "tensort"], ["verify", "x", "--runtime", "y"]]
-)
+@pytest.mark.parametrize("argv", [["lint"], ["lint", "x", "--backend", "tensort"], ["verify", "x", "--runtime", "y"]])
 def test_wrong_arguments_exit_with_2(argv: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         main(argv)

@@ -41,6 +41,7 @@ class Executed:
             returns the codes.
         share: The share of the codes that may differ, by one step each, where its kernels round in another order than the
             model does.
+        remark: What users of this runtime have to know, beside the figures; "" for nothing.
     """
 
     runtime: str
@@ -50,6 +51,7 @@ class Executed:
     conversions: int
     changed_by_reading: float
     share: float
+    remark: str = ""
 
 
 # A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.

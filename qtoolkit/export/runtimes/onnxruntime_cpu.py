@@ -13,6 +13,8 @@ that is read is the one before it. Three facts of onnxruntime 1.30 are used:
 import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from qtoolkit.export.codes import largest_difference
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
 from qtoolkit.export.runtimes.execution import Executed, Layer
+from qtoolkit.export.runtimes.saturating_sums import has_wide_weights, processor_saturates
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.frozen import Grid
@@ -36,6 +39,13 @@ MOVES = {
     *("ReorderInput", "ReorderOutput", "Constant"),
 }
 FLOAT_SHARE = 1e-5  # of the codes behind ops that it computes in float: ties of their sums
+# Weights with int8 codes get uint8 codes 128 higher on processors whose sums saturate; it changes nothing on others.
+EXACT_SUMS = ("session.x64quantprecision", "1")
+SATURATES = "Without VNNI, as on this processor, onnxruntime's sums of uint8 times int8 codes saturate at 16 bits"
+SET_IT = f"{SATURATES}, unless options.add_session_config_entry{EXACT_SUMS} of SessionOptions is called, as here."
+NO_REMEDY = (
+    f"{SATURATES}, and it cannot load this file with the session option {'='.join(EXACT_SUMS)}, which avoids that."
+)
 
 
 def execute(
@@ -47,13 +57,32 @@ def execute(
 ) -> Executed:
     """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
 
+    Where sums of int8 products saturate on this processor, a session option makes them exact, and the remark says so.
+
     Raises:
         RuntimeError: onnxruntime cannot run the file.
     """
+    saturates = optimized and processor_saturates() and has_wide_weights(OpenedFile.of(path))
+    if saturates:
+        with suppress(RuntimeError):
+            executed = _execute(path, inputs, nodes, grids, optimized, EXACT_SUMS)
+            return replace(executed, remark=SET_IT)
+    executed = _execute(path, inputs, nodes, grids, optimized)
+    return replace(executed, remark=NO_REMEDY if saturates else "")
+
+
+def _execute(
+    path: Path,
+    inputs: Sequence[Tensor],
+    nodes: Sequence[QuantizerNode],
+    grids: Mapping[str, "Grid"],
+    optimized: bool,
+    *entries: tuple[str, str],
+) -> Executed:
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as folder:
-        open_session = functools.partial(_session, path, Path(folder), optimized)
+        open_session = functools.partial(_session, path, Path(folder), optimized, entries)
         session = open_session("default")
         open_session("fused", TO_NHWC)
         fused = OpenedFile.of(Path(folder) / "fused.onnx")
@@ -76,7 +105,9 @@ def execute(
     )
 
 
-def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: str) -> Any:
+def _session(
+    path: Path, folder: Path, optimized: bool, entries: Sequence[tuple[str, str]], name: str, *disabled: str
+) -> Any:
     """Return a session, and save its graph under a name in a folder. Large weights are saved beside it."""
     import onnxruntime
 
@@ -88,6 +119,8 @@ def _session(path: Path, folder: Path, optimized: bool, name: str, *disabled: st
     key = "session.optimized_model_external_initializers"
     options.add_session_config_entry(f"{key}_file_name", f"{name}.data")
     options.add_session_config_entry(f"{key}_min_size_in_bytes", "1024")
+    for entry in entries:
+        options.add_session_config_entry(*entry)
     try:
         return onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)

@@ -16,6 +16,7 @@ from qtoolkit.export.codes import largest_difference
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
 from qtoolkit.export.runtimes.execution import Executed, Layer
+from qtoolkit.export.runtimes.saturating_sums import has_wide_weights, processor_saturates
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.frozen import Grid
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 PLUMBING = ("Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Split", "Convert")
 # Its kernels add the bias in float, and multiply by the scales in another order than onnxruntime's.
 SHARE = 1e-4
+SATURATES = (
+    "Without VNNI, as on this processor, OpenVINO's sums of uint8 times int8 codes saturate at 16 bits, and this file has "
+    "weights with codes beyond 64: the backend 'openvino' quantizes weights to 7 bits."
+)
 
 
 def execute(
@@ -44,10 +49,12 @@ def execute(
     codes = {}
     for name in names:
         codes[read[name].codes] = grids[read[name].quantizer].codes(torch.tensor(values[name])).numpy()
-    labels = layer_names(OpenedFile.of(path).proto.graph)
+    file = OpenedFile.of(path)
+    labels = layer_names(file.proto.graph)
     layers, conversions = _layers(plain, labels)
     change = largest_difference(outputs, results[: len(outputs)])
-    return Executed(_description(plain), outputs, codes, layers, conversions, change, SHARE)
+    remark = SATURATES if processor_saturates() and has_wide_weights(file) else ""
+    return Executed(_description(plain), outputs, codes, layers, conversions, change, SHARE, remark)
 
 
 def _compiled(path: Path) -> Any:
