@@ -34,7 +34,7 @@ from training.algorithms import FLOAT, SUBJECTS, bits_of, build
 from training.cifar import CALIBRATION, Data, Run, Schedule, accuracy, load
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
-SEEDS, BITS = (0, 1, 2), (8, 4, 3, 2)
+SEEDS, BITS, RATE = (0, 1, 2), (8, 4, 3, 2), 0.01
 IMAGES, QUICK_IMAGES = 50_000, 200
 TEST_IMAGES, QUICK_TEST_IMAGES = 10_000, 100
 BEGIN, END = "<!-- begin: benchmarks/accuracy.py -->", "<!-- end -->"
@@ -51,6 +51,8 @@ class Training:
         epochs: How long.
         teacher: Whether the float model's classes count as much as the labels.
         forward: The option of `qtoolkit.prepare`.
+        rate: The first learning rate.
+        clip: The largest norm of the gradient; None for any.
     """
 
     subject: str
@@ -59,6 +61,8 @@ class Training:
     epochs: int
     teacher: bool = False
     forward: str = "auto"
+    rate: float = RATE
+    clip: float | None = None
 
     @property
     def name(self) -> str:
@@ -68,7 +72,12 @@ class Training:
     @property
     def line(self) -> tuple[object, ...]:
         """What it shares with the other seeds of its line of the table, in the order of the lines."""
-        return self.epochs, self.teacher, -self.bits, SUBJECTS.index(self.subject), self.forward
+        schedule = self.epochs, self.teacher, self.rate, self.clip or 0
+        return *schedule, -self.bits, SUBJECTS.index(self.subject), self.forward
+
+    def schedule(self, images: int) -> Schedule:
+        """Return how it is trained on this number of images."""
+        return Schedule(images, self.epochs, rate=self.rate, clip=self.clip)
 
 
 @dataclass(frozen=True)
@@ -123,13 +132,12 @@ def train_missing(
         "commands": commands_of(args.out),
         "threads": args.threads,
         "images": images,
-        "schedule": asdict(Schedule(images["train"], args.epochs)),
+        "batch": Schedule.batch,
         "float_weights": accuracy(resnet20_of(folder), data),
     }
     args.checkpoints.mkdir(parents=True, exist_ok=True)
     for training in tqdm(missing, desc="trainings"):
-        schedule = Schedule(images["train"], training.epochs)
-        rows.append(train(training, folder, data, schedule, args.checkpoints))
+        rows.append(train(training, folder, data, training.schedule(images["train"]), args.checkpoints))
         write_rows(args.out, results, [asdict(row) for row in rows])
 
 
@@ -140,42 +148,51 @@ def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
         f"ResNet-20, CIFAR-10: accuracy on {images['test']:,} images, %; epochs of {images['train']:,} images; "
         f"float weights {results['float_weights']:.2f}"
     )
-    names = ["epochs", "teacher", "bits", "trained", "seeds"]
+    names = ["epochs", "teacher", "rate", "clip", "bits", "trained", "seeds"]
     names += ["calibrated", "mean", "spread", "to float", "minutes each", "remark"]
     return title, names, list(_lines([Row.of(row) for row in results["rows"]]))
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
     ordered = sorted(rows, key=lambda row: row.training.line)
-    float_model: dict[tuple[int, bool], float] = {}
-    for _, of in itertools.groupby(ordered, key=lambda row: row.training.line):
-        line = list(of)
+    lines = [list(of) for _, of in itertools.groupby(ordered, key=lambda row: row.training.line)]
+    float_models = _float_models(lines)
+    for line in lines:
         training = line[0].training
-        schedule = training.epochs, training.teacher
         name = training.subject + ("" if training.forward == "auto" else f", {training.forward} forward")
-        head = [str(training.epochs), "yes" if training.teacher else "", str(training.bits), name]
+        head = [str(training.epochs), "yes" if training.teacher else "", f"{training.rate:g}"]
+        head += ["" if training.clip is None else f"{training.clip:g}", str(training.bits), name]
         trained = [row.trained for row in line if row.trained is not None]
         if not trained:
             yield [*head, *[""] * 6, line[0].failure]
             continue
         mean = statistics.mean(trained)
-        if training.subject == FLOAT:
-            float_model[schedule] = mean
         calibrated = statistics.mean(row.calibrated or 0 for row in line)
-        drop = f"{mean - float_model[schedule]:+.2f}" if schedule in float_model else ""
+        drop = f"{mean - float_models[training.epochs]:+.2f}" if training.epochs in float_models else ""
         minutes = statistics.mean(row.minutes for row in line)
         spread = max(trained) - min(trained)
         figures = f"{calibrated:.2f}", f"{mean:.2f}", f"{spread:.2f}", drop, f"{minutes:.1f}"
         yield [*head, str(len(trained)), *figures, ""]
 
 
+def _float_models(lines: Sequence[Sequence[Row]]) -> dict[int, float]:
+    """Return the best mean accuracy of the float model by the number of epochs."""
+    best: dict[int, float] = {}
+    for line in lines:
+        training, trained = line[0].training, [row.trained for row in line if row.trained is not None]
+        if training.subject == FLOAT and trained:
+            best[training.epochs] = max(best.get(training.epochs, 0.0), statistics.mean(trained))
+    return best
+
+
 def plotted(rows: Sequence[Row]) -> tuple[dict[tuple[str, int], list[float]], float | None]:
-    """Return the accuracies of the shortest schedule by subject and bits, and the mean of the float model's."""
-    epochs = min(row.training.epochs for row in rows)
+    """Return the accuracies of the shortest schedule, as it is by default, by subject and bits, and the float model's mean."""
+    usual = min(row.training.epochs for row in rows), False, RATE, None, "auto"
     found: dict[tuple[str, int], list[float]] = {}
     for row in sorted(rows, key=lambda row: row.training.line):
         training = row.training
-        if row.trained is not None and (training.epochs, training.teacher, training.forward) == (epochs, False, "auto"):
+        options = training.epochs, training.teacher, training.rate, training.clip, training.forward
+        if row.trained is not None and options == usual:
             found.setdefault((training.subject, training.bits), []).append(row.trained)
     of_float = [value for (subject, _), of in found.items() if subject == FLOAT for value in of]
     accuracies = {key: of for key, of in found.items() if key[0] != FLOAT}
@@ -201,6 +218,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--teacher", action="store_true", help="learn from the float model's classes too")
+    parser.add_argument("--rate", type=float, default=RATE, help="the first learning rate")
+    parser.add_argument("--clip", type=float, default=None, help="the largest norm of the gradient (default: any)")
     parser.add_argument("--forward", nargs="+", choices=("auto", "float", "integer"), default=["auto"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few images")
@@ -222,7 +241,7 @@ def main() -> None:
     rows = [Row.of(row) for row in rows_before(args.out, {"images": images})]
     done = {row.training for row in rows}
     wanted = (
-        Training(subject, bits, seed, args.epochs, args.teacher, forward)
+        Training(subject, bits, seed, args.epochs, args.teacher, forward, args.rate, args.clip)
         for seed in args.seeds
         for subject in args.only
         for bits in bits_of(subject, args.bits)

@@ -209,7 +209,8 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
         assert (row["failure"] != "") if missing else (row["trained"] > 60)
     assert rows["float"]["training"]["bits"] == 32
     assert "accuracy.py" in results["commands"][0]
-    results, _ = run_training("accuracy.py", "--only", "lsq", "--forward", "float", "integer", "--teacher", *options)
+    longer = ["--rate", "0.03", "--clip", "5", *options]
+    results, _ = run_training("accuracy.py", "--only", "lsq", "--forward", "float", "integer", "--teacher", *longer)
     assert results["rows"][: len(rows)] == list(rows.values())  # nothing is trained twice
     assert [row["training"]["forward"] for row in results["rows"][len(rows) :]] == ["float", "integer"]
     page.write_text("before\n<!-- begin: benchmarks/accuracy.py -->\nold\n<!-- end -->\nafter\n")
@@ -218,8 +219,8 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| 1 |  | 4 | lsq | 1 |" in text
-    assert "| 1 | yes | 4 | lsq, integer forward | 1 |" in text
+    assert "| 1 |  | 0.01 |  | 4 | lsq | 1 |" in text
+    assert "| 1 | yes | 0.03 | 5 | 4 | lsq, integer forward | 1 |" in text
     assert "learnable" in (tmp_path / "qat.svg").read_text()
 
 

@@ -20,12 +20,16 @@ WEIGHT_DECAY = 1e-4
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a model is trained: SGD with momentum and a learning rate that falls from `rate` to 0 along a cosine."""
+    """How a model is trained: SGD with momentum and a learning rate that falls from `rate` to 0 along a cosine.
+
+    Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it.
+    """
 
     images: int
     epochs: int
     batch: int = 100
     rate: float = 0.01
+    clip: float | None = None
 
     @property
     def steps(self) -> int:
@@ -108,6 +112,8 @@ class Run:
         if self.teacher is not None:
             loss = loss + self.teacher(images, logits)
         loss.backward()
+        if self.schedule.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
         self.optimizer.step()
         self.step += 1
 
