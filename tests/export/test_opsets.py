@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.export.runtimes.onnxruntime_cpu import EXACT_SUMS
 from tests import nets
 
 NEWEST = onnx.defs.onnx_opset_version()
@@ -42,7 +43,9 @@ def calibrated(backend: str) -> nn.Module:
 
 
 def run_file(path, x: Tensor) -> np.ndarray:
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry(*EXACT_SUMS)
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
