@@ -84,6 +84,13 @@ void through_factor(const Tensor& of_product, const LayerWeight& w, const Geomet
   }
 }
 
+// In a memory format, with its strides along dimensions of one element too: torch's convolutions in float16 need them.
+Tensor laid_out(const Tensor& weight, MemoryFormat format) {
+  const Tensor y = weight.contiguous(format);
+  if (format != MemoryFormat::ChannelsLast) return y;
+  return y.as_strided_symint(y.sym_sizes(), c10::get_channels_last_strides_2d(y.sym_sizes()));
+}
+
 // ---- by rows
 
 MemoryFormat other_format(MemoryFormat format) {
@@ -186,7 +193,7 @@ Tensor usable_scales(const Tensor& scale, at::ScalarType type) { return scale.to
 Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format) {
   if (Rows rows{w, g}) return rows.values(format);
   const Tensor y = std::get<0>(fake_quant(scaled(w, g), w, false));
-  return w.weight.dim() == 4 ? y.contiguous(format) : y;
+  return w.weight.dim() == 4 ? laid_out(y, format) : y;
 }
 
 WeightCodes quantize_weight(const LayerWeight& w, const Geometry& g, at::ScalarType type) {

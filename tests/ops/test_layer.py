@@ -218,6 +218,18 @@ def test_every_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_a_weight_with_other_strides_along_one_element(dtype: torch.dtype) -> None:
+    """Dense in channels_last, but not for those of torch's convolutions that compare strides."""
+    shape = conv((1, 2, 5, 7), (1, 2, 1, 3))
+    g = given(shape, dtype=dtype)
+    plain = dataclasses.replace(g, weight=leaf(g.weight.detach().contiguous(memory_format=torch.channels_last)))
+    g.weight = leaf(plain.weight.detach().as_strided(shape.weight, (1, 1, 1, 2)))
+    found, wanted = (gradients(each.run(integer=True), each.leaves()) for each in (g, plain))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_depthwise", "linear2d"])
 def test_the_dtype_to_compute_in(name: str, dtype: torch.dtype) -> None:
     shape = SHAPES[name]
