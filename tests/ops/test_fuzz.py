@@ -921,24 +921,72 @@ def check_quant_weight(drawn: Drawn, found: Results, **given) -> None:
     assert_same(found[0], OPS["fake_quant"](product, **parts(given, *WEIGHT_GRID))[0].to(found[0].dtype))
 
 
-def check_quant_weight_backward(drawn: Drawn, found: Results, **given) -> None:
-    """The weight's gradient bit for bit; sums in another order where they are finite."""
-    leaves = leaves_of(*(given[n] for n in ("weight", "factor", "scale", "zero_point")))
-    weight, factor, scale, zero_point = leaves
+def check_quant_weight_backward(drawn: Drawn, found: Results, grad: Tensor, **given) -> None:
+    """The weight's gradient bit for bit; sums within the rounding of their terms."""
+    weight, factor = leaves_of(given["weight"], given["factor"])
     product = weight if factor is None else weight_of(given).scaled(weight, factor)
-    grid = parts(given, *WEIGHT_GRID) | {"scale": scale, "zero_point": zero_point}
-    y = OPS["fake_quant"](product, **grid, grad_factor=given["grad_factor"])[0]
-    asked = [t for t, is_wanted in zip(leaves, given["wanted"], strict=True) if is_wanted and t is not None]
-    of_asked = iter(torch.autograd.grad(y, asked, given["grad"].to(y.dtype)) if asked else ())
-    for got, t, is_wanted in zip(found, leaves, given["wanted"], strict=True):
-        if not is_wanted or t is None:
-            assert got.numel() == 0
-            continue
-        want = next(of_asked)
-        if t is weight:
-            assert_same(got, want)
-        else:
-            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    y = OPS["fake_quant"](product, **parts(given, *WEIGHT_GRID))[0]
+    if given["wanted"][0]:
+        assert_same(found[0], torch.autograd.grad(y, weight, grad.to(y.dtype))[0])
+    else:
+        assert found[0].numel() == 0
+    check_sums_of_weight(found, weight_of(given), given, grad)
+
+
+def check_sums_of_weight(found: Results, shape: Shape, given: dict, grad: Tensor, apart: Tensor | None = None) -> None:
+    """Gradients of factor, scale and zero point, for one of the quantized weight that is at most `apart` off.
+
+    n terms are summed in some order with an error of at most n roundings of the sum of their magnitudes, in the type of the
+    product where torch sums them.
+    """
+    names = ("weight", "factor", "scale", "zero_point")
+    for got, name, is_wanted in zip(found, names, given["wanted"], strict=False):
+        asked = is_wanted and given[name] is not None
+        assert (got.shape, got.dtype) == (given[name].shape, given[name].dtype) if asked else got.numel() == 0, name
+    weight, factor, scale, zero_point = (given[name] for name in names)
+    product = weight if factor is None else shape.scaled(weight, factor)
+    apart = torch.zeros_like(product) if apart is None else apart.to(product.dtype)
+    if not all(t is None or t.isfinite().all() for t in (product, scale, zero_point, grad.to(product.dtype), apart)):
+        return
+    grid = {"x": product, **parts(given, *WEIGHT_GRID, "grad_factor")}
+    wanted, off = (reference.Gradients(g.to(product.dtype), **grid) for g in (grad, apart))
+    if given["wanted"][2]:
+        assert_sum(found[2], scale, wanted.ds, wanted.ds_mass, product, off.ds_mass)
+    if given["wanted"][3] and zero_point is not None:
+        assert_sum(found[3], zero_point, wanted.dz, wanted.dz_mass, product, off.dz_mass)
+    of_weight, of_factor = zip(
+        *(
+            through_factor(shape, *each)
+            for each in (
+                (wanted.dx, weight, factor),
+                (wanted.dx.abs(), weight.abs(), factor),
+                (off.dx.abs(), weight.abs(), None if factor is None else factor.abs()),
+            )
+        ),
+        strict=True,
+    )
+    if given["wanted"][0]:
+        rounded = torch.finfo(product.dtype).eps * of_weight[1].abs()
+        assert_within(found[0], of_weight[0], of_weight[1].abs(), of_weight[2] + rounded)
+    if given["wanted"][1] and factor is not None:
+        rounded = (weight.numel() // max(shape.channels, 1) + 2) * torch.finfo(product.dtype).eps * of_factor[1]
+        assert_within(found[1], of_factor[0], of_factor[1], of_factor[2] + rounded)
+
+
+def through_factor(shape: Shape, dx: Tensor, weight: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of weight and factor for one of their product, in float64."""
+    weight, factor = leaves_of(weight.double(), None if factor is None else factor.double())
+    if factor is None:
+        return dx.double(), None
+    return torch.autograd.grad(shape.scaled(weight, factor), (weight, factor), dx.double())
+
+
+def assert_within(got: Tensor, wanted: Tensor, mass: Tensor, bound: Tensor) -> None:
+    """But for the rounding to the type of the result, where the magnitudes of the terms do not overflow it."""
+    info = torch.finfo(got.dtype)
+    fits = mass + bound < info.max / 2
+    apart = (got.double() - wanted).abs()
+    assert (apart <= bound + info.eps * wanted.abs() + max(info.tiny * info.eps, 1e-38))[fits].all()
 
 
 def is_strided_image(shape: Shape, weight: Tensor) -> bool:
@@ -992,7 +1040,7 @@ def check_on_integers(found: Tensor, product: Tensor, shape: Shape, given: dict,
 
 
 def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
-    """The gradients of the composition; on integers torch's convolutions sum in another order."""
+    """The gradients of the composition; on integers, and sums of them, within the rounding of their terms."""
     shape, grid = layer_of(given)
     grad, codes, size, wanted = (given[n] for n in ("grad", "codes", "size", "wanted"))
     of_input = {"scale": given["x_scale"], "zero_point": given["x_zero_point"], "dtype": given["x_dtype"]}
@@ -1001,27 +1049,47 @@ def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
         if codes.dim() == 1
         else OPS["dequantize"](codes, **of_input)
     )
-    leaves = leaves_of(
-        x, given["weight"], given["factor"], given["scale"], given["zero_point"], torch.zeros(shape.channels).to(grad)
+    x, weight = leaves_of(x, given["weight"])
+    quantized = OPS["quant_weight"](
+        weight, given["factor"], **grid, **parts(given, "grad_factor", "transposed", "groups")
     )
-    x, weight, factor, scale, zero_point, bias = leaves
-    grid |= {"scale": scale, "zero_point": zero_point, **parts(given, "grad_factor", "transposed", "groups")}
-    quantized = OPS["quant_weight"](weight, factor, **grid)
-    y = shape.compute(x.to(grad.dtype), quantized.to(grad.dtype), bias)
-    asked = [t for t, is_wanted in zip(leaves, wanted, strict=True) if is_wanted and t is not None]
-    of_asked = iter(torch.autograd.grad(y, asked, grad) if asked else ())
-    for got, t, is_wanted in zip(found, leaves, wanted, strict=True):
-        if not is_wanted or t is None:
-            assert got.numel() == 0
-            continue
-        want = next(of_asked)
-        if given["integer"] or (t is x and is_strided_image(shape, weight)):
-            assert (got.dtype, got.shape) == (want.dtype, want.shape)
-        elif any(t is each for each in (scale, zero_point, bias)):  # sums, whose order differs for other layouts
-            mass = float(torch.cat([grad.double().flatten(), want.double().flatten()]).abs().nan_to_num(0, 0, 0).sum())
-            torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(got.dtype).eps * mass, equal_nan=True)
-        else:
-            assert_same(got, want)
+    y = shape.compute(x.to(grad.dtype), quantized.to(grad.dtype), None)
+    dx, of_quantized, dweight = torch.autograd.grad(y, (x, quantized, weight), grad)
+    apart = None
+    if given["integer"] or is_strided_image(shape, weight):
+        of_x, of_w = of_exact(shape, x, quantized.to(grad.dtype), grad)
+        if wanted[0]:
+            assert_within(found[0], *of_x)
+    elif wanted[0]:
+        assert_same(found[0], dx)
+    if given["integer"]:
+        of_quantized, _, apart = of_w
+        apart = apart + torch.finfo(grad.dtype).eps * of_quantized.abs()
+    elif wanted[1]:
+        assert_same(found[1], dweight)
+    for got, like, is_wanted in zip(found[:2], (x, weight), wanted, strict=False):
+        assert (got.shape, got.dtype) == (like.shape, like.dtype) if is_wanted else got.numel() == 0
+    check_sums_of_weight(found[1:5], shape, {**given, "wanted": wanted[1:5]}, of_quantized, apart)
+    if wanted[5]:
+        of_channel = grad.double().movedim(1 if shape.geometry.stride else -1, 0).flatten(1)
+        mass = of_channel.abs().sum(1)
+        assert_within(found[5], of_channel.sum(1), mass, of_channel.size(1) * torch.finfo(grad.dtype).eps * mass)
+    else:
+        assert found[5].numel() == 0
+
+
+def of_exact(shape: Shape, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Results, ...]:
+    """The gradients of input and weight in float64, the sums of their magnitudes, and how far sums may be off."""
+    each = []
+    for part in (torch.clone, torch.abs):
+        leaves = leaves_of(*(part(t.detach()).double() for t in (x, weight)))
+        each.append(torch.autograd.grad(shape.compute(*leaves, None), leaves, part(grad).double()))
+    info, terms = torch.finfo(grad.dtype), max(weight.numel(), grad.numel())
+    rounded = (terms * (info.eps * mass + info.tiny * info.eps) for _, mass in zip(*each, strict=True))
+    return tuple(
+        (want, mass, bound.where(mass < info.max / 2, math.inf))
+        for want, mass, bound in zip(*each, rounded, strict=True)
+    )
 
 
 CHECKS: dict[str, Callable] = {name: globals()[f"check_{name}"] for name in NAMES if f"check_{name}" in globals()}

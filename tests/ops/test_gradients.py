@@ -51,12 +51,14 @@ def fixed_gradient(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | 
     return torch.autograd.grad(ops.fake_quant(x, scale, zero_point, **grid), x, grad)[0]
 
 
-def assert_sum(got: Tensor, like: Tensor, wanted, mass, x: Tensor) -> None:
+def assert_sum(got: Tensor, like: Tensor, wanted, mass, x: Tensor, apart=0.0) -> None:
+    """`apart`: how far off the terms may be, in all."""
     assert (got.shape, got.dtype) == (like.shape, like.dtype)
     unit = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps / 2
     got, wanted, mass = got.double().reshape(-1), torch.from_numpy(wanted), torch.from_numpy(mass)
     info = torch.finfo(like.dtype)
     bound = (22 * unit + x.numel() * 2**-53) * mass + info.eps * wanted.abs() + max(info.tiny * info.eps, 1e-38)
+    bound = bound + torch.as_tensor(apart)
     assert torch.equal(got.isnan(), wanted.isnan())
     same = got == wanted.to(like.dtype).double()  # infinities of the scale's type
     assert (same | ((got - wanted).abs() <= bound))[~wanted.isnan()].all()
