@@ -62,10 +62,9 @@ class Call:
             return forward(model, *by_place, **by_name)
 
         names = ("self", *self.signature.parameters)
-        code = call.__code__.replace(
-            co_argcount=len(names), co_varnames=names, co_nlocals=len(names), co_flags=0, co_freevars=(), co_cellvars=()
-        )
-        described = FunctionType(code, {})  # never called: torch.fx reads its code and its signature
+        # Never called: torch.fx reads its code and its signature. From Python 3.12 on, code must have the variables it uses.
+        code = (lambda: None).__code__.replace(co_argcount=len(names), co_varnames=names, co_nlocals=len(names))
+        described = FunctionType(code, {})
         described.__signature__ = self.signature  # type: ignore[attr-defined]
         described.__annotations__ = inspect.unwrap(forward).__annotations__
         call.__wrapped__ = described  # type: ignore[attr-defined]
