@@ -1,7 +1,7 @@
 """Protection of the user's model: its check, a copy to change, its state restored after an error, its modes after a run."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -62,9 +62,9 @@ def unchanged_on_error(model: nn.Module, parameters: bool = False) -> Iterator[N
     """
     states = [(module, type(module), dict(vars(module)), _contents(vars(module))) for module in model.modules()]
     tensors = [*model.buffers(), *(model.parameters() if parameters else ())]
-    values = [tensor.detach().clone() for tensor in tensors]
     try:
-        yield
+        with values_unchanged_on_error(tensors):
+            yield
     except BaseException:
         for module, kind, state, contents in states:
             object.__setattr__(module, "__class__", kind)
@@ -73,6 +73,16 @@ def unchanged_on_error(model: nn.Module, parameters: bool = False) -> Iterator[N
             for name, content in contents.items():
                 state[name].clear()
                 state[name].update(content)
+        raise
+
+
+@contextmanager
+def values_unchanged_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the values of tensors if the block raises. They are copied before the block."""
+    values = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    except BaseException:
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 if tensor.shape == value.shape:

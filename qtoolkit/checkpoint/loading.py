@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qtoolkit.checkpoint.aside import loaded_aside
 from qtoolkit.checkpoint.contents import is_object, random_name
 from qtoolkit.checkpoint.file import read_file
 from qtoolkit.checkpoint.fitting import check_config, check_names, check_ranges, check_shapes, differences
@@ -174,7 +175,11 @@ class Loading:
         )
         loaded._metadata = self.metadata  # type: ignore[attr-defined]
         objects = {name: value for name, value in self.state.items() if is_object(value)}
-        with unchanged_on_error(self.model, parameters=True), _restored_on_error([*objects.values()], self.optimizer):
+        with (
+            loaded_aside(self.model, loaded),
+            unchanged_on_error(self.model),
+            _restored_on_error([*objects.values()], self.optimizer),
+        ):
             self.model.load_state_dict(loaded, strict=self.strict)
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(self.of_optimizer)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +251,43 @@ def test_what_fails_while_loading_brings_all_back(tmp_path: Path, kind: str) -> 
     state = copy.deepcopy(optimizer.state_dict())
     refused(tmp_path / kind, "not today", model, optimizer=optimizer, state={"it": Stubborn()})
     assert str(state) == str(optimizer.state_dict())
+
+
+@each_kind
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_keep_their_memory_which_is_written_last(tmp_path: Path, kind: str, fails: bool) -> None:
+    """A tied weight, one in channels_last, one of another type, and a view of a larger tensor, with a hook that looks."""
+    model, seen = parameters_of_all_kinds(), []
+    qt.save_checkpoint(model, tmp_path / kind)
+    model[2].bias.data = model[2].bias.double()
+    first, memory = everything(model), [(p.data_ptr(), p.stride()) for p in model.parameters()]
+    views = [p.detach() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    changed = everything(model)
+
+    def look(module: nn.Module, keys: object) -> None:
+        seen.append([torch.equal(p, was) for p, was in zip(module.parameters(), first, strict=True)])
+        seen.append([torch.equal(v, now) for v, now in zip(views, changed, strict=True)])
+        if fails:
+            raise ValueError("not today")
+
+    model.register_load_state_dict_post_hook(look)
+    with pytest.raises(ValueError, match="not today") if fails else nullcontext():
+        qt.load_checkpoint(tmp_path / kind, model)
+    assert seen == [[True] * 5, [True, True, True, True, False]]  # a value of another type is converted in place
+    assert [(p.data_ptr(), p.stride()) for p in model.parameters()] == memory
+    for p, view, wanted in zip(model.parameters(), views, changed if fails else first, strict=True):
+        assert torch.equal(p, wanted)
+        assert torch.equal(view, wanted)
+
+
+def parameters_of_all_kinds() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[1].weight
+    model[1].bias = nn.Parameter(torch.randn(2, 8)[1, 2:6])
+    return model
 
 
 @each_kind
