@@ -93,8 +93,8 @@ def values_unchanged_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _contents(state: dict[str, Any]) -> dict[str, dict[Any, Any]]:
-    # A module stores hooks, submodules and parameters in dicts.
-    return {name: dict(value) for name, value in state.items() if isinstance(value, dict)}
+    # A module stores hooks, submodules and parameters in dicts. Most are empty, and slow to copy.
+    return {name: dict(value) if value else {} for name, value in state.items() if isinstance(value, dict)}
 
 
 @contextmanager

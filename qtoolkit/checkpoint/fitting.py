@@ -12,21 +12,27 @@ from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.sharding import is_sharded
 
+Modules = Mapping[str, nn.Module]  # of a model, by all of their names
+
 
 def differences(
-    model: nn.Module, own: Collection[str], saved: Mapping[str, Any], metadata: Mapping[str, Any]
+    modules: Modules, own: Collection[str], saved: Mapping[str, Any], metadata: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
     """Return the entries that only the model has, and those that only the checkpoint has.
 
     What was observed is not needed, and a checkpoint of the float model needs no entry of a quantizer. Entries of quantizers of
     earlier versions have other names: `load_state_dict` checks these.
     """
-    optional = set(_inside(model, Observer))
-    quantizers = _inside(model, Quantizer)
+    optional = set(_inside(modules, Observer))
+    quantizers = _inside(modules, Quantizer)
     if not any(_owner(name) in quantizers for name in saved):
-        optional |= _inside(model, TensorQuantizer)
+        optional |= _inside(modules, TensorQuantizer)
     else:
-        optional |= {name for name, q in named_quantizers(model).items() if _is_of_another_version(q, name, metadata)}
+        optional |= {
+            name
+            for name, module in modules.items()
+            if isinstance(module, Quantizer) and _is_of_another_version(module, name, metadata)
+        }
     missing = [name for name in own if name not in saved and _owner(name) not in optional]
     unexpected = [name for name in saved if name not in own and _owner(name) not in optional]
     return missing, unexpected
@@ -36,10 +42,13 @@ def _is_of_another_version(quantizer: nn.Module, name: str, metadata: Mapping[st
     return bool(metadata.get(name, {}).get("version", quantizer._version) != quantizer._version)
 
 
-def _inside(model: nn.Module, kind: type[nn.Module]) -> frozenset[str]:
+def _inside(modules: Modules, kind: type[nn.Module]) -> set[str]:
     """Return the names of the modules of a type, and of the modules in them."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
-    return frozenset(f"{name}.{part}".strip(".") for name, module in found for part, _ in module.named_modules())
+    found: set[str] = set()
+    for name, module in modules.items():  # a module before those in it
+        if isinstance(module, kind) or (name and _owner(name) in found):
+            found.add(name)
+    return found
 
 
 def _owner(name: str) -> str:
@@ -86,10 +95,10 @@ def _with_nearest(name: str, known: list[str]) -> str:
     return repr(name) if near is None else f"{name!r} (did you mean {near!r}?)"
 
 
-def check_ranges(model: nn.Module, saved: Collection[str]) -> None:
+def check_ranges(modules: Modules, own: Mapping[str, Tensor], saved: Collection[str]) -> None:
     """Raise ValueError if scales would be set from float weights, and the parameters that train them are sharded."""
-    quantizers = _inside(model, TensorQuantizer)
-    sharded = [name for name, p in model.named_parameters() if _owner(name) in quantizers and is_sharded(p)]
+    quantizers = _inside(modules, TensorQuantizer)
+    sharded = [name for name, tensor in own.items() if _owner(name) in quantizers and is_sharded(tensor)]
     if sharded and not any(_owner(name) in quantizers for name in saved):
         raise ValueError(
             f"it is a state dict of the float model, and fully_shard has divided the scale {sharded[0]!r}, which its weights "
@@ -97,9 +106,9 @@ def check_ranges(model: nn.Module, saved: Collection[str]) -> None:
         )
 
 
-def check_shapes(model: nn.Module, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(modules: Modules, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if an entry has another shape; a quantizer takes its number of channels from a state dict."""
-    quantizers = _inside(model, Quantizer)
+    quantizers = _inside(modules, Quantizer)
     differing = [
         f"{name!r} has shape {shapes[name]}, in the model {tuple(tensor.shape)}"
         for name, tensor in own.items()

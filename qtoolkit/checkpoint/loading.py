@@ -126,11 +126,12 @@ class Loading:
             raise ValueError("the model is on the meta device; call model.to_empty(device='cpu') first")
         backend = None if self.source.record is None else self.source.record.backend
         check_config(self.model, self.metadata, self.shapes, backend)
-        self.missing, self.unexpected = differences(self.model, self.own, self.shapes, self.metadata)
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        self.missing, self.unexpected = differences(modules, self.own, self.shapes, self.metadata)
         if self.strict:
             check_names(self.missing, self.unexpected, self.own)
-        check_shapes(self.model, self.own, self.shapes)
-        check_ranges(self.model, self.shapes)
+        check_shapes(modules, self.own, self.shapes)
+        check_ranges(modules, self.own, self.shapes)
         if self.optimizer is not None:
             check_optimizer(self.model, self.optimizer, self._optimizer_tree())
         for name in (name for name, value in self.state.items() if is_object(value)):
