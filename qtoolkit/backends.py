@@ -56,6 +56,8 @@ class Backend:
         joined_activations: The activations that ops of these kinds join.
         repeated_pairs: ONNX ops that move values, and that the target executes on codes only if a Q/DQ pair stands behind them
             too. The file repeats the pair of their input there.
+        sub_pixel: Whether the file has a convolution and a DepthToSpace for a transposed convolution
+            (`qtoolkit.export.passes.sub_pixel`), because the target has integer kernels for these two alone.
         quantize_outputs: Whether outputs of ops are quantized as well, after their batch norm and activation: the target
             computes in integers throughout.
         quantize_graph_inputs: Whether inputs of the graph are quantized like other tensors.
@@ -87,6 +89,7 @@ class Backend:
     splits_silu: bool = False
     joined_activations: tuple[str, ...] = ACTIVATIONS
     repeated_pairs: tuple[str, ...] = ()
+    sub_pixel: bool = False
     quantize_outputs: bool = False
     quantize_graph_inputs: bool = True
     quantize_graph_outputs: bool = False
@@ -188,24 +191,27 @@ TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_c
 # docs/runtimes.md), and agrees with its selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/
 # qdq_selectors.cc): QLinearConv, QLinearAdd, QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only
 # if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
-# that the saturation of a QuantizeLinear replaces. Transposed convolutions and linear resizes have no integer kernel: between
-# Q/DQ nodes they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax, which run in
-# float even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases
-# are int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+# that the saturation of a QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes
+# onnxruntime quantizes the weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on
+# codes. Linear resizes have no integer kernel either: between Q/DQ nodes they are slower than in float.
+# F.scaled_dot_product_attention is written as products around a softmax, which run in float even between Q/DQ nodes. Ops with a
+# constant stay float, because the constant has no quantizer. Biases are int32
+# (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),
     roles=_roles(
-        compute=("conv", "linear", "matmul", "attention", "embedding", "avg_pool", "sigmoid", "leaky_relu"),
+        compute=(*_PRODUCTS, "embedding", "avg_pool", "sigmoid", "leaky_relu"),
         merge=("add", "mul"),
     ),
-    needs_quantized_output=("conv", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
+    needs_quantized_output=("conv", "conv_transpose", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
     splits_silu=True,
     joined_activations=("relu", "relu6", "clamp"),
     repeated_pairs=(
         *("Concat", "DepthToSpace", "Expand", "Flatten", "Pad", "Reshape", "Resize", "Slice", "Split", "Squeeze"),
         *("Tile", "Transpose", "Unsqueeze"),
     ),
+    sub_pixel=True,
     integer_bias=True,
     runtime="onnxruntime",
 )

@@ -14,7 +14,6 @@ from qtoolkit.graph.capture import trace
 from qtoolkit.graph.passes import insert, swap
 from qtoolkit.layer_rules import LayerRules
 from tests import nets
-from tests.targets import with_deconvolutions
 
 SHAPE = (4, 3, 8, 8)
 BACKENDS = list(qt.backends)
@@ -134,7 +133,7 @@ def test_without_batch_norm_quantizers_off_is_bit_equal() -> None:
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if not name.endswith("-nlp")])  # convolutions stay float
 def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).eval()
-    prepared = qt.prepare(model, backend=with_deconvolutions(backend))
+    prepared = qt.prepare(model, backend=backend)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in prepared.modules())
     x = torch.randn(SHAPE)
     with qt.disable_quantization(prepared):

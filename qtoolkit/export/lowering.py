@@ -147,19 +147,18 @@ class _Lowering:
         return self.scale
 
     def _codes_of_zero(self) -> onnx_ir.Value:
-        dtype = self.storage.dtype
+        dtype, of_weight = self.storage.dtype, _constant(self.x) is not None
+        name = f"{(self.x if of_weight else self.scale).name}.zero"
+        # Weights share none: where onnxruntime makes them uint8 (session.x64quantprecision), it fails at the second use.
+        add = self.constants.add if of_weight else self.constants.shared
         if self.zero_point is None:
             scale = _constant(self.scale)
             sizes = _sizes(self.scale) if scale is None else scale.shape
-            zeros = np.zeros(sizes, np.float32)
-            if _constant(self.x) is not None:
-                # Shared by weights, onnxruntime 1.30 cannot load the file with session.x64quantprecision=1.
-                return self.constants.add(zeros, dtype, f"{self.x.name}.zero")
-            return self.constants.shared(zeros, dtype, f"zero_{dtype.name.lower()}")
+            return add(np.zeros(sizes, np.float32), dtype, name)
         zero_point = _constant(self.zero_point)
         if zero_point is None:
             return self._node("Cast", self.zero_point, to=dtype)
-        return self.constants.shared(zero_point, dtype, f"{self.zero_point.name}.{dtype.name.lower()}")
+        return add(zero_point, dtype, name)
 
     def _stored(self, constant: Array) -> onnx_ir.Value:
         zero_point = None if self.zero_point is None else _constant(self.zero_point)

@@ -24,6 +24,7 @@ from qtoolkit.export.passes.fusible import write_fusible_forms
 from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_moved_codes
 from qtoolkit.export.passes.repeated_pairs import repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
+from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
 from qtoolkit.graph.plan import Cause
@@ -292,6 +293,8 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
     write_fusible_forms(model)
     quantize_moved_codes(model, opset)
     keep_products_of_codes(model, opset)
+    if backend.sub_pixel:
+        write_sub_pixel_convolutions(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     repeat_pairs(model, backend.repeated_pairs)
 

@@ -5,6 +5,9 @@ from typing import Any
 
 from qtoolkit.graph.passes.insert import WEIGHT_HOLDER
 
+# Ops on the stored codes of a weight (`qtoolkit.export.passes.sub_pixel`).
+REARRANGED = ("Pad", "Reshape", "Slice", "Transpose")
+
 
 @dataclass(frozen=True)
 class QuantizerNode:
@@ -48,6 +51,8 @@ def pairs(graph: Any) -> list[QuantizerNode]:
         if node.op_type != "DequantizeLinear":
             continue
         codes = node.input[0]
+        while codes not in varying and codes in made_by and made_by[codes].op_type in REARRANGED:
+            codes = made_by[codes].input[0]
         origin = made_by.get(codes)
         while origin is not None and origin.op_type in ("Clip", "Cast"):
             origin = made_by.get(origin.input[0])

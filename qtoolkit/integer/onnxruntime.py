@@ -23,6 +23,7 @@ from qtoolkit.op_kinds.nodes import module_of
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.sub_pixel import sub_pixel
 
 
 def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
@@ -205,8 +206,10 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
     Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
     """
-    if layer.KIND not in ("conv", "linear"):
+    if layer.KIND not in ("conv", "conv_transpose", "linear"):
         return f"onnxruntime has no integer kernel for {with_article(layer.KIND)}"
+    if layer.KIND == "conv_transpose" and not _has_sub_pixel_form(layer):
+        return "onnxruntime has no integer kernel for a conv_transpose that is no convolution of sub-pixels"
     reason, weight = why_no_sums(layer, source), layer.weight_quantizer
     if reason is not None:
         return reason
@@ -217,6 +220,14 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     if output is None:
         return "its output goes to something else than a quantizer"
     return QLinearConv if _same_type(source, output) else _SAME_TYPE
+
+
+def _has_sub_pixel_form(layer: Any) -> bool:
+    """Return whether the file has a convolution for a transposed one (`qtoolkit.export.passes.sub_pixel`)."""
+    if len(layer.stride) != 2 or len(set(layer.stride)) > 1 or set(layer.dilation) != {1} or layer.groups != 1:
+        return False
+    dimensions = zip(layer.kernel_size, layer.stride, layer.padding, layer.output_padding, strict=True)
+    return all(sub_pixel(size, stride, (cut, cut), extra) is not None for size, stride, cut, extra in dimensions)
 
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:

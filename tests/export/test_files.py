@@ -15,7 +15,6 @@ from torch import nn
 import qtoolkit as qt
 from qtoolkit.export import files, verify_onnx
 from tests import nets
-from tests.targets import with_deconvolutions
 
 SHAPE = (4, 3, 8, 8)
 
@@ -26,7 +25,7 @@ def a_small_limit(monkeypatch) -> None:
 
 
 def converted_net(backend: str) -> nn.Module:
-    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), backend=with_deconvolutions(backend))
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), backend=backend)
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     return qt.convert(prepared)
 

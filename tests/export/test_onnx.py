@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.quantizers.frozen import Grid
 from tests import nets
-from tests.targets import with_deconvolutions
 
 SHAPE = (4, 3, 8, 8)
 EXPORTERS = ["dynamo", "torchscript"]
@@ -26,7 +25,7 @@ def converted_net(backend: str = "onnxruntime", bits: int = 8, **spec: object) -
     activation = qt.backends[backend].qconfig.activation
     activation = qt.QuantSpec(bits=bits, signed=activation.signed, symmetric=activation.symmetric, **spec)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    prepared = qt.prepare(model, backend=with_deconvolutions(backend), qconfig_mapping=mapping)
+    prepared = qt.prepare(model, backend=backend, qconfig_mapping=mapping)
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     return qt.convert(prepared)
 
@@ -91,7 +90,7 @@ def test_weights_are_stored_as_integers_on_the_right_axis(tmp_path, exporter: st
         def forward(self, x: Tensor) -> Tensor:
             return self.up(x)
 
-    prepared = qt.prepare(Up().eval(), backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(Up().eval(), backend="onnxruntime")
     x = torch.randn(2, 4, 5, 5)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
@@ -113,7 +112,7 @@ def test_a_grouped_transposed_convolution_has_a_scale_for_each_output_channel(
     model = nn.Sequential(nn.ConvTranspose2d(8, 12, 3, stride=2, groups=groups), nn.BatchNorm2d(12), nn.ReLU()).eval()
     with torch.no_grad():  # channels of very different size, which shared scales would lose
         model[0].weight.mul_(torch.logspace(-2, 1, 8 * 12 // groups).view(8, 12 // groups, 1, 1))
-    prepared = qt.prepare(model, backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(model, backend="onnxruntime")
     x = torch.randn(2, 8, 5, 5)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
@@ -140,7 +139,7 @@ def converted_groups(backend: str, **options: object) -> Any:
     weight = qt.QuantSpec(axis=1, group_size=8, **options)
     activation = qt.backends[backend].qconfig.activation
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    prepared = qt.prepare(model, backend=with_deconvolutions(backend), qconfig_mapping=mapping)
+    prepared = qt.prepare(model, backend=backend, qconfig_mapping=mapping)
     qt.calibrate(prepared, [torch.randn(4, 16, 6, 6)], progress=False)
     return qt.convert(prepared)
 
@@ -341,7 +340,7 @@ def test_inputs_in_a_dict_are_verified(tmp_path, exporter: str) -> None:
 
 def test_half_precision_inputs_pass_through_float32(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval()
-    prepared = qt.prepare(model, backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(model, backend="onnxruntime")
     qt.calibrate(prepared, [torch.randn(16, 8)], progress=False)
     half = qt.convert(prepared).half()
     assert half.get_submodule("0").weight_quantizer.scale.dtype == torch.float32
@@ -456,7 +455,7 @@ def test_float_models_are_refused(tmp_path) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_converted_equals_the_fake_quant_model_in_eval(backend: str, training: bool) -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).train(training)
-    prepared = qt.prepare(model, backend=with_deconvolutions(backend)).double()
+    prepared = qt.prepare(model, backend=backend).double()
     x = torch.randn(SHAPE, dtype=torch.float64)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)

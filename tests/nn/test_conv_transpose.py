@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from tests import nets, reference, reference_layers
-from tests.targets import with_deconvolutions
 
 DIMS = (1, 2, 3)
 GROUPS = (1, 2, 4)
@@ -49,7 +48,7 @@ def numpy_of(*tensors: Tensor | None) -> list:
     return [None if t is None else t.detach().double().numpy() for t in tensors]
 
 
-FLOAT_BIAS = replace(with_deconvolutions("onnxruntime"), integer_bias=False)
+FLOAT_BIAS = replace("onnxruntime", integer_bias=False)
 
 
 class Oracle:
@@ -149,7 +148,7 @@ class Branches(nn.Module):
 def test_the_matrix_in_onnxruntime(tmp_path, dims: int, training: bool) -> None:
     x = data(dims)
     model = nets.trained(Branches(dims), *x.shape, steps=2).train(training)
-    prepared = qt.prepare(model, x, backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(model, x, backend="onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
     result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")  # raises where a code differs that no tie explains
     codes, layers = result.verification, [m for m in model.modules() if hasattr(m, "kernel_size")]
@@ -190,7 +189,7 @@ def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, di
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_axis_is_that_of_the_backend(tmp_path, dims: int, axis: int) -> None:
-    backend = replace(with_deconvolutions("onnxruntime"), conv_transpose_axis=axis)
+    backend = replace("onnxruntime", conv_transpose_axis=axis)
     x = data(dims)
     prepared = qt.prepare(block(dims, 1, "plain").eval(), backend=backend)
     qt.calibrate(prepared, [x], progress=False)
@@ -305,7 +304,7 @@ def test_an_output_size_with_a_batch_norm_exports(tmp_path, dims: int, training:
 
     x = torch.randn(2, IN, *(6, 7, 8)[:dims])
     model = nets.trained(Up(), *x.shape).train(training)
-    prepared = qt.prepare(model, x, backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(model, x, backend="onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
     result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")
     assert result.verification.weight_codes.differing == 0

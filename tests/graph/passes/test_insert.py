@@ -15,7 +15,6 @@ from qtoolkit.graph.plan import Cause, Status, Verdict
 from tests import nets
 from tests.nn import test_attention
 from tests.op_kinds.test_nodes import Probe, edges
-from tests.targets import with_deconvolutions
 
 ORT = qt.backends["onnxruntime"]
 TRT = qt.backends["tensorrt"]
@@ -386,7 +385,7 @@ def test_a_rule_for_a_whole_block_does_not_cut_its_units() -> None:
     ],
 )
 def test_a_weight_of_a_function_is_quantized_per_output_channel(op: Any, axis: int, scales: int) -> None:
-    prepared = qt.prepare(Probe(op), backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(Probe(op), backend="onnxruntime")
     ((name, quantizer),) = ((n, q) for n, q in qt.quantizers_of(prepared).items() if n.startswith("weight_quantizers."))
     assert (quantizer.spec.axis, quantizer.scale.numel()) == (axis, scales)
     assert quantizer.ready

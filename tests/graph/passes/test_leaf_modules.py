@@ -14,7 +14,6 @@ from qtoolkit.graph.passes import swap
 from qtoolkit.graph.passes.leaf_modules import run
 from qtoolkit.layer_rules import LayerRules
 from tests import nets, reference
-from tests.targets import with_deconvolutions
 
 
 class Block(nn.Module):
@@ -51,7 +50,7 @@ HOW = [{"skip": ["block"]}, {"leaf_modules": [Block]}]
 
 def prepared_net(training: bool = False, backend: str = "onnxruntime", **kwargs: object) -> nn.Module:
     model = nets.trained(Net(), *SHAPE).train(training)
-    options = {"skip": ["block"], "backend": with_deconvolutions(backend), **kwargs}
+    options = {"skip": ["block"], "backend": backend, **kwargs}
     prepared = qt.prepare(model, torch.randn(SHAPE), **options)
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     return prepared
@@ -323,7 +322,7 @@ class Sides(nn.Module):
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "snpe"])
 def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: str) -> None:
     model, x = Sides().eval(), torch.randn(8, 4)
-    prepared = qt.prepare(model, skip=["block"], backend=with_deconvolutions(backend))
+    prepared = qt.prepare(model, skip=["block"], backend=backend)
     qt.calibrate(prepared, [x], progress=False)
     quantizers = qt.quantizers_of(prepared)
     assert "first.input_quantizer" in quantizers

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.quantizers.observers import RangeObserver
 from tests import nets
-from tests.targets import with_deconvolutions
 
 BACKENDS = list(qt.backends)
 
@@ -70,7 +69,7 @@ def test_every_type_of_the_table_is_swapped_or_reported(backend: str) -> None:
 
 def test_the_float_state_dict_loads_after_swap() -> None:
     model = AllLayers()
-    prepared = qt.prepare(AllLayers(), backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(AllLayers(), backend="onnxruntime")
     prepared.load_state_dict(model.state_dict())  # strict
     assert set(model.state_dict()) <= set(prepared.state_dict())
     assert {n for n, _ in prepared.named_parameters()} == {n for n, _ in model.named_parameters()}
@@ -79,14 +78,14 @@ def test_the_float_state_dict_loads_after_swap() -> None:
 
 def test_what_was_left_float_is_listed_with_the_reason() -> None:
     mapping = qt.QConfigMapping().set_module_name("up2", None).set_object_type(nn.Embedding, None)
-    prepared = qt.prepare(AllLayers(), backend=with_deconvolutions("onnxruntime"), qconfig_mapping=mapping)
+    prepared = qt.prepare(AllLayers(), backend="onnxruntime", qconfig_mapping=mapping)
     reasons = {line.name: line.reason for line in qt.quantization_report(prepared).left_float}
     assert reasons["table"] == reasons["up2"] == "float: the qconfig_mapping says so"
     assert type(prepared.get_submodule("up2")) is nn.ConvTranspose2d
 
 
 def test_a_swapped_model_trains_compiles_and_exports(tmp_path) -> None:
-    prepared = qt.prepare(AllLayers(), INDICES, backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(AllLayers(), INDICES, backend="onnxruntime")
     qt.calibrate(prepared, [INDICES], progress=False)
     prepared.train()(INDICES).square().sum().backward()
     assert all(parameter.grad is not None for parameter in prepared.parameters())
@@ -121,7 +120,7 @@ def test_convert_folds_batch_norms_and_leaves_no_observer_state() -> None:
 
 
 def test_convert_puts_forward_fp32_beside_every_quantized_layer() -> None:
-    prepared = qt.prepare(AllLayers().eval(), backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(AllLayers().eval(), backend="onnxruntime")
     qt.calibrate(prepared, [INDICES], progress=False)
     converted, model = qt.convert(prepared), AllLayers()
     model.load_state_dict({k: v for k, v in converted.state_dict().items() if k in model.state_dict()})
@@ -253,7 +252,7 @@ def test_weights_are_read_for_their_ranges_alone(monkeypatch) -> None:
 
     monkeypatch.setattr(qt.nn.QuantWeighted, "effective_weight", counted)
     monkeypatch.setattr(RangeObserver, "forward", counted_observation)
-    prepared = qt.prepare(nets.ConvNet(), backend=with_deconvolutions("onnxruntime"))
+    prepared = qt.prepare(nets.ConvNet(), backend="onnxruntime")
     qt.quantization_report(prepared)
     layers = [m for m in prepared.modules() if isinstance(m, qt.nn.QuantWeighted)]
     with_norm = [layer for layer in layers if layer.batch_norm is not None]

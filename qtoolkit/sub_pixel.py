@@ -1,0 +1,52 @@
+"""A transposed convolution as a convolution whose channels are the pixels of a block, and a pixel shuffle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SubPixel:
+    """One dimension of a transposed convolution with stride s, as a convolution of stride 1 with s times the channels.
+
+    Output s * m + r is channel r at place m: the sum over taps of x[m + tap - before] times the weight at
+    s * (taps - 1 - tap) + r of the weight with `front` and `back` zeros around it.
+
+    Attributes:
+        front: Zeros in front of the weight.
+        back: Zeros behind it.
+        taps: The size of the convolution.
+        before: Its padding in front of the input.
+        after: Its padding behind it.
+    """
+
+    front: int
+    back: int
+    taps: int
+    before: int
+    after: int
+
+
+def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: int) -> SubPixel | None:
+    """Return the form of one dimension; None where the output is no multiple of the stride longer than the input.
+
+    Args:
+        size: Taps of the weight, without dilation.
+        stride: Its stride.
+        padding: What is cut off at the front and at the back.
+        output_padding: What is added at the back.
+
+    Example:
+        >>> sub_pixel(4, 2, (1, 1), 0)
+        SubPixel(front=1, back=1, taps=3, before=1, after=1)
+        >>> sub_pixel(3, 2, (0, 0), 0) is None
+        True
+    """
+    front_cut, back_cut = padding
+    longer = size + output_padding - stride - front_cut - back_cut
+    first, last = -((stride - 1 + front_cut) // stride), (size - 1 - front_cut) // stride
+    taps = last - first + 1
+    after = longer // stride - last + taps - 1
+    if longer % stride or last < 0 or after < 0:
+        return None
+    front = -stride * first - front_cut
+    return SubPixel(front, stride * taps - size - front, taps, last, after)

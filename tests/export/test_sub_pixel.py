@@ -1,0 +1,108 @@
+"""Transposed convolutions between codes are a convolution and a DepthToSpace in onnxruntime's file: no code differs."""
+
+from collections import Counter
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.export import verify
+from qtoolkit.integer.onnxruntime import layer_kernel
+
+X = torch.randn(2, 6, 7, 9, generator=torch.Generator().manual_seed(7))
+
+
+class Deconvolutions(nn.Module):
+    """Two transposed convolutions, with batch norm and without bias, between convolutions and in front of a PReLU."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 4, 3), nn.PReLU(8)
+        self.up, self.bn = nn.ConvTranspose2d(8, 8, *args, **kwargs), nn.BatchNorm2d(8)
+        self.up2 = nn.ConvTranspose2d(8, 8, *args, bias=False, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn(self.up(torch.relu(self.first(x)))))
+        return torch.tanh(self.last(self.act(self.up2(x))))
+
+
+def integer_form(model: nn.Module, bits: int = 8, weight_axis: int | None = 0) -> nn.Module:
+    config = qt.QConfig(qt.QuantSpec(bits, signed=False, symmetric=False), qt.QuantSpec(bits, axis=weight_axis))
+    prepared = qt.prepare(model.eval(), X, "onnxruntime", qt.QConfigMapping().set_global(config))
+    qt.calibrate(prepared, [X], progress=False)
+    return qt.convert(prepared, arithmetic="integer")
+
+
+def kinds(path: object) -> Counter:
+    return Counter(node.op_type for node in onnx.load(str(path)).graph.node)
+
+
+def assert_no_code_differs(integer: nn.Module, path: object) -> None:
+    codes = verify(path, integer, X).runtimes["onnxruntime"]
+    codes.check()
+    assert codes.codes.differing == 0, codes
+    assert sum(layer.kernel == "QLinearConv" for layer in codes.integer_layers) == 4, codes
+    assert not any(layer.kernel == "ConvTranspose" for layer in codes.layers)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("weight_axis", [0, None])
+@pytest.mark.parametrize(
+    "geometry", [(2, 2), (4, 2, 1), (9, 2, 4, 1), (3, 2, 1, 1), (5, 3, 1), ((4, 2), 2, (1, 0)), (3, 1, 1), (8, 4, 2)]
+)
+def test_no_code_differs(tmp_path, geometry: tuple, weight_axis: int | None, bits: int, exporter: str) -> None:
+    integer = integer_form(Deconvolutions(*geometry), bits, weight_axis)
+    computed = integer.plan.computed
+    assert computed["up"].kernel == computed["up2"].kernel == "QLinearConv"
+    result = qt.export_onnx(integer, X, tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.weight_codes.differing == result.verification.quantizer_codes.differing == 0
+    assert kinds(result.path)["DepthToSpace"] == 2
+    assert_no_code_differs(integer, result.path)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 21, 26])
+def test_in_each_opset(tmp_path, opset: int) -> None:
+    integer = integer_form(Deconvolutions(4, 2, 1))
+    assert_no_code_differs(integer, qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset).path)
+
+
+def test_of_any_batch_and_size(tmp_path) -> None:
+    integer, sizes = integer_form(Deconvolutions(4, 2, 1)), ({0: "batch", 2: "height", 3: "width"},)
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx", dynamic_shapes=sizes).path
+    x = torch.randn(3, 6, 11, 5)
+    assert verify(path, integer, x).runtimes["onnxruntime"].codes.differing == 0
+
+
+@pytest.mark.parametrize(
+    ("geometry", "options"),
+    [((3, 2), {}), ((2, 2), {"groups": 2}), ((3, 1), {"dilation": 2}), ((2, (2, 1)), {}), ((1, 2, 1, 1), {})],
+)
+def test_other_geometries_stay_as_they_are(tmp_path, geometry: tuple, options: dict) -> None:
+    integer = integer_form(Deconvolutions(*geometry, **options))
+    assert "no convolution of sub-pixels" in str(integer.plan.computed["up"])
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
+    assert kinds(path)["ConvTranspose"] == 2
+    verify(path, integer, X).check()
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "openvino", "snpe"])
+def test_files_of_other_backends_keep_the_op(tmp_path, backend: str) -> None:
+    prepared = qt.prepare(Deconvolutions(2, 2).eval(), X, backend)
+    qt.calibrate(prepared, [X], progress=False)
+    found = kinds(qt.export_onnx(prepared, X, tmp_path / "m.onnx").path)
+    assert (found["ConvTranspose"], found["DepthToSpace"]) == (2, 0)
+
+
+def test_one_whose_output_is_returned_stays_float(tmp_path) -> None:
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
+    integer = integer_form(model)
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
+    assert kinds(path)["ConvTranspose"] == 1
+    assert verify(path, integer, X).runtimes["onnxruntime"].codes.differing == 0
+    assert layer_kernel(integer.get_submodule("2"), integer.get_submodule("activation_quantizers._1"), None) == (
+        "its output goes to something else than a quantizer"
+    )
