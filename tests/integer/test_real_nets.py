@@ -45,8 +45,9 @@ def prepared() -> nn.Module:
     return model
 
 
-def test_no_code_of_resnet20_differs_on_all_images(tmp_path, prepared: nn.Module) -> None:
-    model, x = qt.convert(prepared, arithmetic="integer"), images("test", 10_000)
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.sweep)])
+def test_no_code_of_resnet20_differs(tmp_path, prepared: nn.Module, count: int) -> None:
+    model, x = qt.convert(prepared, arithmetic="integer"), images("test", count)
     path = qt.export_onnx(model, (x[:100],), tmp_path / "m.onnx", verify=False).path
     codes = []
     for batch in x.split(100):

@@ -48,7 +48,7 @@ def numpy_of(*tensors: Tensor | None) -> list:
     return [None if t is None else t.detach().double().numpy() for t in tensors]
 
 
-FLOAT_BIAS = replace("onnxruntime", integer_bias=False)
+FLOAT_BIAS = replace(qt.backends["onnxruntime"], integer_bias=False)
 
 
 class Oracle:
@@ -189,7 +189,7 @@ def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, di
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_axis_is_that_of_the_backend(tmp_path, dims: int, axis: int) -> None:
-    backend = replace("onnxruntime", conv_transpose_axis=axis)
+    backend = replace(qt.backends["onnxruntime"], conv_transpose_axis=axis)
     x = data(dims)
     prepared = qt.prepare(block(dims, 1, "plain").eval(), backend=backend)
     qt.calibrate(prepared, [x], progress=False)

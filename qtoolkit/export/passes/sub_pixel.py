@@ -45,9 +45,10 @@ class _Rewriting:
         pairs: list[Any] = [_dequantize(value) for value in constants]
         if quantize is None or _dequantize(x) is None or None in pairs:
             return
-        codes = pairs[0].inputs[0]
+        codes, scale = pairs[0].inputs[0], constant_input(pairs[0], 1)
         forms = self._forms(codes)
-        if forms is None:
+        along_outputs = scale is not None and (scale.size == 1 or pairs[0].attributes.get_int("axis", 1) == 1)
+        if forms is None or not along_outputs:
             return
         stride, channels = self._ints("strides", [1, 1])[0], codes.shape[1]
         arranged = self._arranged(codes, forms, stride)
