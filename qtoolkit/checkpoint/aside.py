@@ -37,6 +37,8 @@ def loaded_aside(model: nn.Module, loaded: dict[str, Tensor]) -> Iterator[None]:
                 parameter.data = memory
             raise
     kept = [(parameter, memory) for parameter, memory in own if _can_take(parameter, memory)]
+    if not kept:
+        return
     with torch.no_grad():  # in one call, which Ctrl-C does not interrupt
         torch._foreach_copy_([memory for _, memory in kept], [parameter.detach() for parameter, _ in kept])
     for parameter, memory in kept:

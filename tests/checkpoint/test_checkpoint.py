@@ -283,6 +283,15 @@ def test_parameters_keep_their_memory_which_is_written_last(tmp_path: Path, kind
         assert torch.equal(view, wanted)
 
 
+@each_kind
+def test_a_model_none_of_whose_parameters_has_the_type_of_its_value(tmp_path: Path, kind: str) -> None:
+    model = nn.Linear(4, 2)
+    qt.save_checkpoint(model, tmp_path / kind)
+    other = nn.Linear(4, 2).double()
+    qt.load_checkpoint(tmp_path / kind, other)
+    assert same(model.double(), other)
+
+
 def parameters_of_all_kinds() -> nn.Module:
     model = nn.Sequential(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[1].weight
