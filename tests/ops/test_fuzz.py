@@ -1058,7 +1058,7 @@ def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
     apart = None
     if given["integer"] or is_strided_image(shape, weight):
         of_x, of_w = of_exact(shape, x, quantized.to(grad.dtype), grad)
-        if wanted[0]:
+        if wanted[0] and quantized.isfinite().all():  # a convolution of phases multiplies by zeros, NaN too
             assert_within(found[0], *of_x)
     elif wanted[0]:
         assert_same(found[0], dx)
