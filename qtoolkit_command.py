@@ -8,13 +8,18 @@ from typing import Any
 
 def main() -> int:
     """Run the command line of `qtoolkit.cli`; return its exit code."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # a job in the background ignores it
-        signal.signal(signal.SIGINT, _end)
+    end_on_interrupt()
     from qtoolkit.cli import main as run
 
-    signal.signal(signal.SIGINT, handler)
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end the process without a traceback, until `main` runs the command."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background ignores it
+        signal.signal(signal.SIGINT, _end)
 
 
 def _end(*_: Any) -> None:

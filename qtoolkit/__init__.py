@@ -1,7 +1,15 @@
 """qtoolkit: quantization-aware training for PyTorch, and ONNX models that compute the codes seen in training."""
 
+import sys
 from importlib import import_module
 from types import ModuleType
+
+if (
+    sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
+):  # python -m qtoolkit, before its main module runs
+    import qtoolkit_command
+
+    qtoolkit_command.end_on_interrupt()
 
 from qtoolkit import debug, export, graph, nn, ops, quant_modules, tuning
 from qtoolkit.backends import Backend, backends

@@ -2,7 +2,7 @@
 
 import sys
 
-from qtoolkit.cli import main
+from qtoolkit_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

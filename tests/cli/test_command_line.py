@@ -222,21 +222,23 @@ def test_ctrl_c_leaves_no_traceback() -> None:
     assert (run.returncode, err) == (130, "qtoolkit: interrupted.\n")
 
 
-def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "how", [("-c", "import sys, qtoolkit_command; sys.exit(qtoolkit_command.main())"), ("-m", "qtoolkit")]
+)
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path, how: tuple[str, str]) -> None:
     (tmp_path / "torch.py").write_text(
         "import time\n"
         "print('importing', flush=True)\n"
         "try:\n    time.sleep(60)\nexcept BaseException:\n    raise ImportError('lost') from None\n"
     )
-    code = (
-        "import signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from qtoolkit_command import main\n"
-        "sys.exit(main())"
-    )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(qt.__file__).parents[1]}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.Popen([sys.executable, "-c", code, "info"], env=env, text=True, **pipes)
+    foreground = (  # a job in the background starts without Ctrl-C
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    run = subprocess.Popen([sys.executable, "-c", foreground, *how, "info"], env=env, text=True, cwd=tmp_path, **pipes)
     assert run.stdout.readline() == "importing\n"
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=30)
