@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
   args.codes = codes.numel() > 0 ? static_cast<uint8_t*>(codes.mutable_data_ptr()) : nullptr;
   args.mean = mean.mutable_data_ptr();
   args.variance = variance.mutable_data_ptr();
-  batch_norm_forward(args, x.device());
+  on(x.device()).batch_norm_forward(args, x.device());
   return {y, codes, mean, variance};
 }
 
@@ -168,14 +168,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
   const Tensor sums = at::empty({3 * args.channels + 2}, x.options().dtype(at::kDouble));
   args.learned = ds.numel() > 0;
   args.gradients = sums.mutable_data_ptr<double>();
-  batch_norm_backward(args, x.device());
+  on(x.device()).batch_norm_backward(args, x.device());
 
   for (int64_t i = 0; i < 3; ++i) {
     if (per_channel[i].numel() > 0) per_channel[i].copy_(sums.narrow(0, i * args.channels, args.channels));
   }
   const double* totals = args.gradients + 3 * args.channels;
-  if (ds.numel() > 0) learned_gradient(totals, grad_factor, &*scale, ds);
-  if (dz.numel() > 0) learned_gradient(totals + 1, grad_factor, nullptr, dz);
+  if (ds.numel() > 0) on(x.device()).learned_gradient(totals, grad_factor, &*scale, ds);
+  if (dz.numel() > 0) on(x.device()).learned_gradient(totals + 1, grad_factor, nullptr, dz);
   return results();
 }
 
@@ -200,7 +200,7 @@ void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& 
   statistics.offset = pointer(3);
   statistics.momentum = momentum;
   statistics.count = static_cast<double>(count.expect_int());
-  batch_norm_track(statistics, running_mean.device());
+  on(running_mean.device()).batch_norm_track(statistics, running_mean.device());
 }
 
 }  // namespace

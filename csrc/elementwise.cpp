@@ -21,7 +21,7 @@ void run_elementwise(KernelId kernel, KernelArgs args, const Tensor& y, const Te
   args.x = operand_of(in, y);
   args.y_dtype = args.x.dtype;
   args.mask = mask.numel() > 0 ? mask.mutable_data_ptr<uint8_t>() : nullptr;
-  launch(kernel, args, grid, x.device());
+  on(x.device()).launch(kernel, args, grid, x.device());
 }
 
 void run_elementwise(KernelId kernel, const KernelArgs& args, const Tensor& y, const Tensor& mask, const Tensor& x,
@@ -46,12 +46,12 @@ LearnedSums::LearnedSums(KernelId kernel, KernelArgs args, const Tensor& dx, con
   args.sum_scale = sums_.mutable_data_ptr<double>();
   args.sum_zero_point = both ? args.sum_scale + scale.numel() : nullptr;
   const OrderedGrid grid(scale, zero_point, dx, axis);
-  launch(kernel, args, grid.tensors(), x.device());
+  on(x.device()).launch(kernel, args, grid.tensors(), x.device());
 }
 
 void LearnedSums::write_gradient(int64_t row, double factor, const Tensor* sign, const Tensor& result) const {
   const Tensor sum = from_memory_order(sums_.select(0, row), dx_, axis_);
-  learned_gradient(sum.const_data_ptr<double>(), factor, sign, result);
+  on(sum.device()).learned_gradient(sum.const_data_ptr<double>(), factor, sign, result);
 }
 
 }  // namespace qtoolkit

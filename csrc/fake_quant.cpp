@@ -66,8 +66,8 @@ std::tuple<Tensor, Tensor> observe_fake_quant(const Tensor& x, Tensor& lo, Tenso
   auto [y, mask] = empty_results(x, group, with_mask);
   if (y.is_meta()) return {y, mask};
   const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), !zero_point.has_value(), pow2_scale};
-  blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
-  grid_of_ranges(lo, hi, {&scale, pointer(zero_point)}, codes);
+  on(x.device()).blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
+  on(x.device()).grid_of_ranges(lo, hi, {&scale, pointer(zero_point)}, codes);
   fake_quant_onto(y, mask, x, scale, zero_point, qmin, qmax, a);
   return {y, mask};
 }
@@ -95,7 +95,7 @@ void write_block_scales(KernelArgs args, const Tensor& scales, const Tensor& x, 
   args.x = operand_of(in, y);
   args.y = scales.mutable_data_ptr();
   args.y_dtype = dtype_of(scales);
-  launch(KernelId::block_scale, args, {pointer(tensor_scale), nullptr}, x.device());
+  on(x.device()).launch(KernelId::block_scale, args, {pointer(tensor_scale), nullptr}, x.device());
 }
 
 std::tuple<Tensor, Tensor, Tensor> fake_quant_block(const Tensor& x, std::string_view format, int64_t block_size,
@@ -129,7 +129,7 @@ Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayR
   args.x.dtype = args.y_dtype = args.grad.dtype;
   args.y = dx.mutable_data_ptr();
   args.mask = const_cast<uint8_t*>(mask.const_data_ptr<uint8_t>());  // only read
-  launch(KernelId::fake_quant_backward, args, {}, grad.device());
+  on(grad.device()).launch(KernelId::fake_quant_backward, args, {}, grad.device());
   return dx;
 }
 

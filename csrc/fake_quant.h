@@ -44,9 +44,10 @@ struct IntegerFunctor {
   QT_FN IntegerFunctor from(const KernelArgs& args) {
     return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
   }
-  QT_FN Quantized<V> apply(const IntegerFunctor& functor, V x, V scale, V zero_point) {
+  template <class S>
+  QT_FN Quantized<V> apply(const IntegerFunctor& functor, V x, S scale, V zero_point) {
     const auto point = snap(x, scale, zero_point, functor.lo, functor.hi);
-    return {value_of(point.code, scale, zero_point), inside_bits(point)};
+    return {value_of<V>(point.code, scale, zero_point), inside_bits(point)};
   }
 };
 
@@ -55,9 +56,10 @@ struct FloatFunctor {
   static constexpr bool kMemoryBound = true;
   FloatGrid<V> grid;
   QT_FN FloatFunctor from(const KernelArgs& args) { return {float_grid<A, V>(args.format)}; }
-  QT_FN Quantized<V> apply(const FloatFunctor& functor, V x, V scale, V) {
+  template <class S>
+  QT_FN Quantized<V> apply(const FloatFunctor& functor, V x, S scale, V) {
     const auto point = snap(functor.grid, x, scale);
-    return {point.code * scale, inside_bits(point)};
+    return {point.code * V(scale), inside_bits(point)};
   }
 };
 
@@ -134,10 +136,11 @@ struct LearnedGradient {
   QT_FN LearnedGradient from(const KernelArgs& args) {
     return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
   }
-  QT_FN Gradient<V> apply(const LearnedGradient& functor, V x, V grad, V scale, V zero_point) {
+  template <class S>
+  QT_FN Gradient<V> apply(const LearnedGradient& functor, V x, V grad, S scale, V zero_point) {
     const auto point = snap(x, scale, zero_point, functor.lo, functor.hi);
     return {is_inside(point) ? grad : V{}, inside_bits(point), scale_gradient(point, grad, zero_point),
-            zero_point_gradient(point, grad, scale)};
+            zero_point_gradient<V>(point, grad, scale)};
   }
 };
 

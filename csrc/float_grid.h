@@ -53,8 +53,8 @@ QT_FN V round_to(const FloatGrid<V>& grid, V v) {
 }
 
 // Divides, rounds, then clamps, as on the integer grid. `level`, the number before clamping, shows what saturates.
-template <class V>
-QT_FN GridPoint<V> snap(const FloatGrid<V>& grid, V x, V scale) {
+template <class V, class S>
+QT_FN GridPoint<V> snap(const FloatGrid<V>& grid, V x, S scale) {
   const V quotient = x / scale;
   const V level = round_to(grid, quotient);
   return {quotient, level, clamp(level, -grid.largest, grid.largest)};

@@ -39,6 +39,14 @@ QT_FN V broadcast(A value) {
 // NaN fails both comparisons and stays NaN.
 template <class V>
 QT_FN V clamp(V v, V lo, V hi) {
+#if __CUDA_ARCH__ >= 800
+  // Two instructions, which keep NaN, instead of four. They clamp -0 to a bound of +0, which no caller can tell: only
+  // codes have such bounds, and subtracting the zero point from a code gives +0 for either.
+  if constexpr (sizeof(V) == sizeof(float)) {
+    asm("max.NaN.f32 %0, %0, %1;\n\tmin.NaN.f32 %0, %0, %2;" : "+f"(v) : "f"(lo), "f"(hi));
+    return v;
+  }
+#endif
   v = v < lo ? lo : v;
   return v > hi ? hi : v;
 }
@@ -65,9 +73,10 @@ struct GridPoint {
   V code;      // the code
 };
 
-// ONNX QuantizeLinear: divide (never multiply by the reciprocal), round half to even, add the zero point, clamp.
-template <class V>
-QT_FN GridPoint<V> snap(V x, V scale, V zero_point, V lo, V hi) {
+// ONNX QuantizeLinear: divide (never multiply by the reciprocal), round half to even, add the zero point, clamp. S is
+// V, or a type that divides a V with the same result.
+template <class V, class S>
+QT_FN GridPoint<V> snap(V x, S scale, V zero_point, V lo, V hi) {
   const V quotient = x / scale;
   const V level = Round<V>::half_even(quotient) + zero_point;
   return {quotient, level, clamp(level, lo, hi)};

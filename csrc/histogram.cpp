@@ -27,7 +27,7 @@ void add_to(const RunningHistogram& first, const Tensor& x, const Axis& axis, in
   args.channels = channels_of(order, axis, channels);
   args.x = operand_of(in, order);
   args.histogram = first;
-  launch(KernelId::histogram, args, {}, x.device());
+  on(x.device()).launch(KernelId::histogram, args, {}, x.device());
 }
 
 // A CPU divides each channel between its threads; a GPU counts all channels at once.

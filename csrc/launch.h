@@ -36,30 +36,47 @@ class OrderedGrid {
   at::Tensor scale_, zero_point_;
 };
 
-// Runs a kernel on the device of its result. For the reductions, args.sum_* point to memory of that device.
-void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device);
-
 // The lowest (row 0) and highest (row 1) values of each channel of x, in float64: exact for every input dtype.
 at::Tensor ranges_of(const at::Tensor& x, const Axis& axis);
 
-// Widens lo and hi to hold the ranges of a batch; with a momentum, moves them towards those ranges. `skipped` may be
-// null; see next_range() in observe.h.
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
-                  const at::Tensor* skipped);
+// What is computed on the device of its tensors. CUDA's use the current stream of the device and do not wait for it.
+struct DeviceKernels {
+  // Runs a kernel. For the reductions, args.sum_* point to memory of the device.
+  void (*launch)(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device);
 
-// Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
-void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
+  // Widens lo and hi to hold the ranges of a batch; with a momentum, moves them towards those ranges. `skipped` may be
+  // null; see next_range() in observe.h.
+  void (*blend_ranges)(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch,
+                       std::optional<double> momentum, const at::Tensor* skipped);
 
-// The gradient of a learned scale, or (if scale is null) of a zero point, from the sums of the learned backward.
-void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
+  // Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
+  void (*grid_of_ranges)(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 
-// Batch norm of x, and its gradients.
-void batch_norm_forward(BatchNormArgs& args, c10::Device device);
-void batch_norm_backward(BatchNormArgs& args, c10::Device device);
-void batch_norm_track(const TrackedStatistics& statistics, c10::Device device);
+  // The gradient of a learned scale, or (if scale is null) of a zero point, from the sums of the learned backward.
+  void (*learned_gradient)(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
 
-// Max pooling of x, and its gradient.
-void max_pool_forward(const PoolArgs& args, c10::Device device);
-void max_pool_backward(const PoolArgs& args, c10::Device device);
+  // Batch norm of x, and its gradients.
+  void (*batch_norm_forward)(BatchNormArgs& args, c10::Device device);
+  void (*batch_norm_backward)(BatchNormArgs& args, c10::Device device);
+  void (*batch_norm_track)(const TrackedStatistics& statistics, c10::Device device);
+
+  // Max pooling of x, and its gradient.
+  void (*max_pool_forward)(const PoolArgs& args, c10::Device device);
+  void (*max_pool_backward)(const PoolArgs& args, c10::Device device);
+};
+
+namespace cpu {
+extern const DeviceKernels kDeviceKernels;
+}
+namespace cuda {
+extern const DeviceKernels kDeviceKernels;
+}
+
+inline const DeviceKernels& on([[maybe_unused]] c10::Device device) {
+#ifdef QTOOLKIT_CUDA
+  if (device.is_cuda()) return cuda::kDeviceKernels;
+#endif
+  return cpu::kDeviceKernels;
+}
 
 }  // namespace qtoolkit

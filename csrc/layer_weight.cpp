@@ -158,7 +158,7 @@ class Rows {
       const bool shared = w_.scale.numel() == 1;
       const Tensor of_scale = shared ? sums.select(0, 0).sum() : sums.select(0, 0);
       result[2] = at::empty(w_.scale.sizes(), w_.scale.options());
-      learned_gradient(of_scale.const_data_ptr<double>(), w_.grad_factor, &w_.scale, result[2]);
+      on(of_scale.device()).learned_gradient(of_scale.const_data_ptr<double>(), w_.grad_factor, &w_.scale, result[2]);
     }
     return result;
   }

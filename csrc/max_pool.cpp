@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> max_pool_offsets(const Tensor& x, at::IntArrayRef ker
   args.x = in.const_data_ptr();
   args.y = y.mutable_data_ptr();
   args.offsets = offsets.mutable_data_ptr<uint8_t>();
-  max_pool_forward(args, x.device());
+  on(x.device()).max_pool_forward(args, x.device());
   return {y, offsets};
 }
 
@@ -90,7 +90,7 @@ Tensor max_pool_offsets_backward(const Tensor& grad, const Tensor& offsets, c10:
   args.x = in.const_data_ptr();
   args.y = dx.mutable_data_ptr();
   args.offsets = const_cast<uint8_t*>(places.const_data_ptr<uint8_t>());  // only read
-  max_pool_backward(args, dx.device());
+  on(dx.device()).max_pool_backward(args, dx.device());
   return dx;
 }
 

@@ -26,7 +26,7 @@ Tensor ranges_of(const Tensor& x, const Axis& axis) {
   args.x = operand_of(in, order);
   args.sum_scale = ranges.mutable_data_ptr<double>();
   args.sum_zero_point = args.sum_scale + count;
-  launch(KernelId::minmax, args, {}, x.device());
+  on(x.device()).launch(KernelId::minmax, args, {}, x.device());
   if (axis.block == 0 || order.is_contiguous()) return ranges;
   const auto sorted = [&](int64_t row) { return from_memory_order(ranges.select(0, row), order, axis).flatten(); };
   return at::stack({sorted(0), sorted(1)});
@@ -53,7 +53,7 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
   const Axis a = check_axis("observe_minmax_", x, axis, group, block_size);
   check_running_ranges("observe_minmax_", lo, hi, skipped, x, a);
   check_momentum("observe_minmax_", momentum);
-  if (!x.is_meta()) blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
+  if (!x.is_meta()) on(x.device()).blend_ranges(lo, hi, ranges_of(x, a), momentum, pointer(skipped));
 }
 
 std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int
   const Tensor scale = empty(), zero_point = symmetric ? at::empty({0}, lo.options()) : empty();
   if (scale.is_meta()) return {scale, zero_point};
   const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), symmetric, pow2_scale};
-  grid_of_ranges(lo.contiguous(), hi.contiguous(), {&scale, symmetric ? nullptr : &zero_point}, codes);
+  on(lo.device()).grid_of_ranges(lo.contiguous(), hi.contiguous(), {&scale, symmetric ? nullptr : &zero_point}, codes);
   return {scale, zero_point};
 }
 

@@ -19,7 +19,7 @@ void run(KernelId kernel, KernelArgs args, const Tensor& y, const Tensor& order,
   args.numel = order.numel();
   args.channels = channels_of(order, axis, scale.numel());
   args.y = y.mutable_data_ptr();
-  launch(kernel, args, grid.tensors(), scale.device());
+  on(scale.device()).launch(kernel, args, grid.tensors(), scale.device());
 }
 
 Tensor quantize(const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,

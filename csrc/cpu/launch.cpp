@@ -291,8 +291,11 @@ void run(KernelId id, KernelArgs& args, const GridTensors& grid) {
 
 const char* instruction_set() { return chosen().name; }
 
-void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid) {
-  return args.is_f64() ? run<double>(kernel, args, grid) : run<float>(kernel, args, grid);
+namespace {
+
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device) {
+  if (args.numel == 0 && !is_reduction(kernel)) return;
+  args.is_f64() ? run<double>(kernel, args, grid) : run<float>(kernel, args, grid);
 }
 
 template <class A>
@@ -345,6 +348,19 @@ void learned_gradient(const double* sums, double factor, const at::Tensor* scale
     }
   });
 }
+
+}  // namespace
+
+const DeviceKernels kDeviceKernels = {
+    launch,
+    blend_ranges,
+    grid_of_ranges,
+    learned_gradient,
+    [](BatchNormArgs& args, c10::Device) { batch_norm_forward(args); },
+    [](BatchNormArgs& args, c10::Device) { batch_norm_backward(args); },
+    [](const TrackedStatistics& statistics, c10::Device) { batch_norm_track(statistics); },
+    [](const PoolArgs& args, c10::Device) { max_pool_forward(args); },
+    [](const PoolArgs& args, c10::Device) { max_pool_backward(args); }};
 
 }  // namespace cpu
 }  // namespace qtoolkit

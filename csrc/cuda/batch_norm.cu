@@ -28,6 +28,10 @@ QT_DEVICE double inverse_at(const BatchNormArgs& args, int64_t c) {
   return inverse_deviation(static_cast<const A*>(args.variance)[c], args.eps, value_at<A>(args.divisor, c, 1));
 }
 
+// How many blocks a multiprocessor holds at the least, as many as fit without spilling registers. Not in float64.
+template <class A, int kMost = 3>
+constexpr int kBlocks = std::is_same_v<A, float> ? kMost : 1;
+
 // ---- elements
 
 template <class A, class At>
@@ -81,6 +85,11 @@ struct Channel {
 };
 
 template <class A>
+struct SlopedChannel : Channel<A> {
+  A slope, offset;
+};
+
+template <class A>
 QT_DEVICE Channel<A> channel_at(const NormArgs<A>& args, int64_t c) {
   return {static_cast<const A*>(args.of.mean)[c], args.factor[c], value_at<A>(args.of.bias, c, 0)};
 }
@@ -125,28 +134,17 @@ QT_DEVICE Gradient<A> gradient_of(const Settings<A>& s, A before, A grad) {
           scale_gradient(point, grad, s.zero_point), zero_point_gradient(point, grad, s.scale)};
 }
 
-// Calls f(k, channel number) for the elements of a vector.
-template <class F>
-QT_DEVICE void for_channels(const Channels& channels, int64_t numel, const Contiguous& at, F f) {
-  ChannelIterator it = channel_iterator(channels, numel, at.first);
-#pragma unroll
-  for (int k = 0; k < kVectorSize; ++k) {
-    if (k < at.n) {
-      f(k, it.group_start + it.within);
-      advance(channels, it);
-    }
-  }
-}
-
 template <class A>
-__global__ void __launch_bounds__(kThreads) norm_forward_kernel(const __grid_constant__ NormArgs<A> args) {
+__global__ void __launch_bounds__(kThreads, kBlocks<A, 4>)
+    norm_forward_kernel(const __grid_constant__ NormArgs<A> args) {
   const Settings<A> settings = settings_of<A>(args.of);
   for_vectors(args.numel, [&](const Contiguous& at) {
     Elements<A> e;
     A y[kVectorSize], codes[kVectorSize];
     load_elements(args.of, at, e);
-    for_channels(args.channels, args.numel, at, [&](int k, int64_t c) {
-      y[k] = activate(settings.ends, before_of(settings, e, k, channel_at(args, c)));
+    const auto channel_of = [&](int64_t c) { return channel_at(args, c); };
+    for_channels(args.channels, args.numel, at, channel_of, [&](int k, const Channel<A>& channel) {
+      y[k] = activate(settings.ends, before_of(settings, e, k, channel));
       if (!settings.quantized) return;
       const A code = snap(y[k], settings.scale, settings.zero_point, settings.lo, settings.hi).code;
       y[k] = value_of(code, settings.scale, settings.zero_point);
@@ -158,16 +156,18 @@ __global__ void __launch_bounds__(kThreads) norm_forward_kernel(const __grid_con
 }
 
 template <class A>
-__global__ void __launch_bounds__(kThreads) norm_backward_kernel(const __grid_constant__ NormArgs<A> args) {
+__global__ void __launch_bounds__(kThreads, kBlocks<A>) norm_backward_kernel(const __grid_constant__ NormArgs<A> args) {
   const Settings<A> settings = settings_of<A>(args.of);
   for_vectors(args.numel, [&](const Contiguous& at) {
     Elements<A> e;
     A dx[kVectorSize], grads[kVectorSize];
     load_elements(args.of, at, e);
-    for_channels(args.channels, args.numel, at, [&](int k, int64_t c) {
-      const Channel<A> channel = channel_at(args, c);
+    const auto channel_of = [&](int64_t c) {
+      return SlopedChannel<A>{channel_at(args, c), args.slope[c], args.offset[c]};
+    };
+    for_channels(args.channels, args.numel, at, channel_of, [&](int k, const SlopedChannel<A>& channel) {
       grads[k] = gradient_of(settings, before_of(settings, e, k, channel), e.grad[k]).before;
-      dx[k] = input_gradient(grads[k], e.x[k] - channel.mean, channel.factor, args.slope[c], args.offset[c]);
+      dx[k] = input_gradient(grads[k], e.x[k] - channel.mean, channel.factor, channel.slope, channel.offset);
     });
     store_like(args.of.dtype, args.of.y, at, dx);
     if (args.of.residual_grad != nullptr) store_like(args.of.dtype, args.of.residual_grad, at, grads);
@@ -194,22 +194,25 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
   const A shift = it.left > 0 ? shift_of(args, it.channel) : A(0);
   At at;
   while (next(tiling, args.numel, it, at)) {
-    A x[kVectorSize], squares[kVectorSize];
+    A x[kVectorSize];
+    TreeSum<A> values, squares;
     load_like(args.of.dtype, args.of.x, at, x);
 #pragma unroll
-    for (int k = 0; k < kVectorSize; ++k) {
-      x[k] = k < at.n ? x[k] - shift : A(0);
-      squares[k] = x[k] * x[k];
+    for (int i = 0; i < kVectorSize; ++i) {
+      const int k = TreeSum<A>::place(i);
+      const A value = k < at.n ? x[k] - shift : A(0);
+      values.add(i, value);
+      squares.add(i, value * value);
     }
-    sum.first += sum_of(x);
-    sum.second += sum_of(squares);
+    sum.first += values.total();
+    sum.second += squares.total();
   }
   join_block(tiling, sum, sums, Add());
 }
 
 // The sums of scale and zero point go to the rows behind those of the gradient and the product.
 template <class A, class At>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks<A>)
     sums_kernel(const __grid_constant__ NormArgs<A> args, const __grid_constant__ ReductionTiling tiling, Pairs sums) {
   const Settings<A> settings = settings_of<A>(args.of);
   Pair sum = {0, 0}, learned = {0, 0};
@@ -218,21 +221,22 @@ __global__ void __launch_bounds__(kThreads)
   At at;
   while (next(tiling, args.numel, it, at)) {
     Elements<A> e;
-    A grads[kVectorSize], products[kVectorSize], scales[kVectorSize], zero_points[kVectorSize];
+    TreeSum<A> grads, products, scales, zero_points;
     load_elements(args.of, at, e);
 #pragma unroll
-    for (int k = 0; k < kVectorSize; ++k) {
+    for (int i = 0; i < kVectorSize; ++i) {
+      const int k = TreeSum<A>::place(i);
       const auto g = gradient_of(settings, before_of(settings, e, k, channel), e.grad[k]);
       const bool exists = k < at.n;
-      grads[k] = exists ? g.before : A(0);
-      products[k] = exists ? g.before * (e.x[k] - channel.mean) : A(0);
-      scales[k] = exists ? g.scale : A(0);
-      zero_points[k] = exists ? g.zero_point : A(0);
+      grads.add(i, exists ? g.before : A(0));
+      products.add(i, exists ? g.before * (e.x[k] - channel.mean) : A(0));
+      scales.add(i, exists ? g.scale : A(0));
+      zero_points.add(i, exists ? g.zero_point : A(0));
     }
-    sum.first += sum_of(grads);
-    sum.second += sum_of(products);
-    learned.first += sum_of(scales);
-    learned.second += sum_of(zero_points);
+    sum.first += grads.total();
+    sum.second += products.total();
+    learned.first += scales.total();
+    learned.second += zero_points.total();
   }
   join_block(tiling, sum, sums, Add());
   if (!args.of.learned) return;
@@ -331,18 +335,6 @@ void reduce(Reduction<A> contiguous, Reduction<A> scattered, const NormArgs<A>& 
 }
 
 template <class A>
-void launch_channels(void (*kernel)(NormArgs<A>), const NormArgs<A>& args, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(divide_up(args.of.channels, kThreads));
-  kernel<<<blocks, kThreads, 0, stream>>>(args);
-}
-
-template <class A>
-void launch_statistics(const NormArgs<A>& args, bool known, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(divide_up(args.of.channels, kThreads));
-  statistics_kernel<A><<<blocks, kThreads, 0, stream>>>(args, known);
-}
-
-template <class A>
 void launch_vectors(void (*kernel)(NormArgs<A>), const NormArgs<A>& args, cudaStream_t stream) {
   const unsigned blocks =
       static_cast<unsigned>(least(divide_up(args.numel, int64_t{kVectorSize} * kThreads), int64_t{1} << 14));
@@ -353,16 +345,16 @@ template <class A>
 void forward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
   const NormArgs<A> args = with_memory<A>(given, workspace);
   reduce<A>(moments_kernel<A, Contiguous>, moments_kernel<A, Scattered>, args, 1, stream);
-  launch_statistics(args, false, stream);
+  launch_each(statistics_kernel<A>, given.channels, stream, args, false);
   launch_vectors<A>(norm_forward_kernel<A>, args, stream);
 }
 
 template <class A>
 void backward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
   const NormArgs<A> args = with_memory<A>(given, workspace);
-  launch_statistics(args, true, stream);
+  launch_each(statistics_kernel<A>, given.channels, stream, args, true);
   reduce<A>(sums_kernel<A, Contiguous>, sums_kernel<A, Scattered>, args, given.learned ? 2 : 1, stream);
-  launch_channels<A>(gradients_kernel<A>, args, stream);
+  launch_each(gradients_kernel<A>, given.channels, stream, args);
   if (given.learned) {
     double *from = args.sums + 2 * given.channels, *to = given.gradients + 3 * given.channels;
     const Pairs all = {from, from + given.channels}, results = {to, to + 1};
@@ -387,9 +379,7 @@ void batch_norm_backward(const BatchNormArgs& args, double* workspace, cudaStrea
 }
 
 void batch_norm_track(const TrackedStatistics& s, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(divide_up(s.channels, kThreads));
-  const auto kernel = s.f64 ? track_kernel<double> : track_kernel<float>;
-  kernel<<<blocks, kThreads, 0, stream>>>(s);
+  launch_each(s.f64 ? track_kernel<double> : track_kernel<float>, s.channels, stream, s);
 }
 
 }  // namespace cuda

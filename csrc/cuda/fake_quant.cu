@@ -8,21 +8,32 @@ namespace qtoolkit {
 namespace cuda {
 namespace {
 
+// What divides by a scale. Functors with long arithmetic do not wait for the division.
+template <class F, class A>
+using ScaleOf = std::conditional_t<F::kMemoryBound, DivisorOf<A>, A>;
+
+// How many blocks a multiprocessor holds at the least: as many as fit without spilling registers.
+template <template <class, class> class Functor>
+constexpr int kMapBlocks = 6;
+template <>
+constexpr int kMapBlocks<FloatFunctor> = 5;
+
 // Functor is one of fake_quant.h or shaped.h.
 template <class A, bool kDense, template <class, class> class Functor>
-__global__ void __launch_bounds__(kThreads) elementwise_kernel(const __grid_constant__ KernelArgs args) {
-  const auto functor = Functor<A, A>::from(args);
-  for_vectors(args.numel, [&](const Contiguous& at) {
-    A v[kVectorSize];
-    load<kDense>(args.x, at, v);
+__global__ void __launch_bounds__(kThreads, kDense ? kMapBlocks<Functor> : 1)
+    elementwise_kernel(const __grid_constant__ KernelArgs args) {
+  using F = Functor<A, A>;
+  const auto functor = F::from(args);
+  const Grids<ScaleOf<F, A>, A> grids(args);
+  map_vectors<A, kDense, F::kMemoryBound>(args, args.x, [&](const Contiguous& at, A(&v)[kVectorSize]) {
     unsigned inside = 0;
-    for_grids<A>(args, at, [&](int k, Grid<A> grid) {
-      const auto mapped = Functor<A, A>::apply(functor, v[k], grid.scale, grid.zero_point);
+    grids.apply(at, v, [&](int k, auto scale, A zero_point) {
+      const auto mapped = F::apply(functor, v[k], scale, zero_point);
       v[k] = mapped.value;
       inside |= mapped.inside << k;
     });
-    store(args, at, v);
-    if (args.mask != nullptr) args.mask[at.first / 8] = static_cast<uint8_t>(inside & ((1u << at.n) - 1));
+    if (args.mask != nullptr)
+      args.mask[at.first / 8] = static_cast<uint8_t>(at.is_whole ? inside : inside & ((1u << at.n) - 1));
   });
 }
 
@@ -39,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) block_scale_kernel(const KernelArgs 
     A amax = 0;
     if (thread < blocks * vectors) {
       A v[kVectorSize];
-      load<kDense>(args.x, Contiguous{(first * vectors + thread) * kVectorSize, kVectorSize}, v);
+      load<kDense>(args.x, Contiguous{(first * vectors + thread) * kVectorSize, kVectorSize, true}, v);
 #pragma unroll
       for (int k = 0; k < kVectorSize; ++k) {
         const A magnitude = v[k] < 0 ? -v[k] : v[k];
@@ -63,39 +74,42 @@ __global__ void __launch_bounds__(kThreads) block_scale_kernel(const KernelArgs 
 
 template <class A, bool kDense>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const KernelArgs args) {
-  for_vectors(args.numel, [&](const Contiguous& at) {
-    A grad[kVectorSize];
-    load<kDense>(args.grad, at, grad);
+  map_vectors<A, kDense, true>(args, args.grad, [&](const Contiguous& at, A(&grad)[kVectorSize]) {
     const unsigned inside = args.mask[at.first / 8];
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) grad[k] = inside >> k & 1u ? grad[k] : A(0);
-    store(args, at, grad);
   });
 }
 
 template <class A, class At, bool kDense, template <class, class> class Functor>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kDense ? 4 : 1)
     learned_backward_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,
                             Pairs sums) {
-  const auto functor = Functor<A, A>::from(args);
+  using F = Functor<A, A>;
+  const auto functor = F::from(args);
   Pair sum = {0, 0};
   ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
-  const Grid<A> grid = it.left > 0 ? grid_of<A>(args, it.channel) : Grid<A>{};
+  Grid<A, ScaleOf<F, A>> grid;
+  if (it.left > 0) grid = grid_of<A, ScaleOf<F, A>>(args, it.channel);
   At at;
   while (next(tiling, args.numel, it, at)) {
-    A x[kVectorSize], grad[kVectorSize], ds[kVectorSize], dz[kVectorSize];
+    A x[kVectorSize], grad[kVectorSize];
+    TreeSum<A> ds, dz;
     load<kDense>(args.x, at, x);
     load<kDense>(args.grad, at, grad);
+    with_divisor(grid.scale, x, [&](auto scale) {
 #pragma unroll
-    for (int k = 0; k < kVectorSize; ++k) {
-      const auto gradient = Functor<A, A>::apply(functor, x[k], grad[k], grid.scale, grid.zero_point);
-      ds[k] = gradient.scale;
-      dz[k] = gradient.zero_point;
-      grad[k] = gradient.dx;
-    }
+      for (int i = 0; i < kVectorSize; ++i) {
+        const int k = TreeSum<A>::place(i);
+        const auto gradient = F::apply(functor, x[k], grad[k], scale, grid.zero_point);
+        ds.add(i, gradient.scale);
+        dz.add(i, gradient.zero_point);
+        grad[k] = gradient.dx;
+      }
+    });
     store(args, at, grad);
-    sum.first += sum_of(ds);
-    sum.second += sum_of(dz);
+    sum.first += ds.total();
+    sum.second += dz.total();
   }
   join_block(tiling, sum, sums, Add());
 }
@@ -160,10 +174,8 @@ void fake_quant_backward(const KernelArgs& args, double*, cudaStream_t stream) {
 
 void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,
                       cudaStream_t stream) {
-  if (count == 0) return;
   const auto kernel = dtype == Dtype::f64 ? learned_gradient_kernel<double> : learned_gradient_kernel<float>;
-  const unsigned blocks = static_cast<unsigned>(divide_up(count, kThreads));
-  kernel<<<blocks, kThreads, 0, stream>>>(sums, factor, scale, count, dtype, gradient);
+  launch_each(kernel, count, stream, sums, factor, scale, count, dtype, gradient);
 }
 
 int64_t workspace_size(KernelId kernel, const KernelArgs& args) {

@@ -1,4 +1,5 @@
-#include "launch.h"
+// The launch of CUDA kernels on the current stream of a device.
+#include "../launch.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -11,48 +12,48 @@
 namespace qtoolkit {
 namespace cuda {
 
+namespace {
+
 #define QT_ADDRESS(name, ...) name,
-static constexpr void (*kKernels[])(const KernelArgs&, double*, cudaStream_t) = {
+constexpr void (*kKernels[])(const KernelArgs&, double*, cudaStream_t) = {
     QT_ELEMENTWISE_KERNELS(QT_ADDRESS) QT_LEARNED_KERNELS(QT_ADDRESS) QT_OTHER_KERNELS(QT_ADDRESS)};
 #undef QT_ADDRESS
 
-void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {
+// Calls f(stream).
+template <class F>
+void on_stream(c10::Device device, F f) {
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
-  at::Tensor scale, zero_point, workspace;
-  if (grid.scale != nullptr) {
-    scale = in_arithmetic(*grid.scale, args.is_f64());
-    args.scale = scale.const_data_ptr();
-  }
-  if (grid.zero_point != nullptr) {
-    zero_point = in_arithmetic(*grid.zero_point, args.is_f64());
-    args.zero_point = zero_point.const_data_ptr();
-  }
-  const int64_t size = workspace_size(kernel, args);
-  if (size > 0) workspace = at::empty({size}, at::TensorOptions().dtype(at::kDouble).device(device));
-  kKernels[static_cast<int>(kernel)](args, size > 0 ? workspace.mutable_data_ptr<double>() : nullptr, stream);
+  f(c10::cuda::getCurrentCUDAStream(device.index()).stream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
-                  const at::Tensor* skipped) {
-  const c10::cuda::CUDAGuard guard(lo.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(lo.device().index()).stream();
-  const double* news = batch.const_data_ptr<double>();
-  const int64_t count = lo.numel();
-  const double m = momentum.value_or(0);
-  int64_t* skips = skipped == nullptr ? nullptr : skipped->mutable_data_ptr<int64_t>();
-  if (lo.scalar_type() == at::kDouble) {
-    blend_ranges<double>(lo.mutable_data_ptr<double>(), hi.mutable_data_ptr<double>(), news, news + count, count,
-                         momentum.has_value(), m, skips, stream);
-  } else {
-    blend_ranges<float>(lo.mutable_data_ptr<float>(), hi.mutable_data_ptr<float>(), news, news + count, count,
-                        momentum.has_value(), static_cast<float>(m), skips, stream);
-  }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+at::Tensor empty_workspace(int64_t size, c10::Device device) {
+  return at::empty({size}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
-namespace {
+void launch(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) {
+    at::Tensor scale, zero_point, workspace;
+    if (grid.scale != nullptr) {
+      scale = in_arithmetic(*grid.scale, args.is_f64());
+      args.scale = scale.const_data_ptr();
+    }
+    if (grid.zero_point != nullptr) {
+      zero_point = in_arithmetic(*grid.zero_point, args.is_f64());
+      args.zero_point = zero_point.const_data_ptr();
+    }
+    const int64_t size = workspace_size(kernel, args);
+    if (size > 0) workspace = empty_workspace(size, device);
+    kKernels[static_cast<int>(kernel)](args, size > 0 ? workspace.mutable_data_ptr<double>() : nullptr, stream);
+  });
+}
+
+template <class A>
+void blend(const at::Tensor& lo, const at::Tensor& hi, const double* batch, std::optional<double> momentum,
+           int64_t* skipped, cudaStream_t stream) {
+  blend_ranges<A>(lo.mutable_data_ptr<A>(), hi.mutable_data_ptr<A>(), batch, batch + lo.numel(), lo.numel(),
+                  momentum.has_value(), static_cast<A>(momentum.value_or(0)), skipped, stream);
+}
 
 template <class A>
 void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
@@ -62,65 +63,47 @@ void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, 
                     grid.scale->mutable_data_ptr<A>(), zero_point, stream);
 }
 
-}  // namespace
-
-void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
-  const c10::cuda::CUDAGuard guard(lo.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(lo.device().index()).stream();
-  lo.scalar_type() == at::kDouble ? grids<double>(lo, hi, grid, codes, stream)
-                                  : grids<float>(lo, hi, grid, codes, stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient) {
-  const c10::cuda::CUDAGuard guard(gradient.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(gradient.device().index()).stream();
-  const at::Tensor values = scale == nullptr ? at::Tensor() : scale->contiguous();
-  learned_gradient(sums, factor, scale == nullptr ? nullptr : values.const_data_ptr(), gradient.numel(),
-                   dtype_of(gradient), gradient.mutable_data_ptr(), stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-namespace {
-
-// Calls f(stream) on the current stream of a device.
-template <class F>
-void on_stream(c10::Device device, F f) {
-  const c10::cuda::CUDAGuard guard(device);
-  f(c10::cuda::getCurrentCUDAStream(device.index()).stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
 void with_workspace(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t), const BatchNormArgs& args,
                     c10::Device device) {
   on_stream(device, [&](cudaStream_t stream) {
-    const at::Tensor workspace =
-        at::empty({batch_norm_workspace(args)}, at::TensorOptions().dtype(at::kDouble).device(device));
+    const at::Tensor workspace = empty_workspace(batch_norm_workspace(args), device);
     kernels(args, workspace.mutable_data_ptr<double>(), stream);
   });
 }
 
 }  // namespace
 
-void batch_norm_forward(const BatchNormArgs& args, c10::Device device) {
-  with_workspace(batch_norm_forward, args, device);
-}
-
-void batch_norm_backward(const BatchNormArgs& args, c10::Device device) {
-  with_workspace(batch_norm_backward, args, device);
-}
-
-void batch_norm_track(const TrackedStatistics& statistics, c10::Device device) {
-  on_stream(device, [&](cudaStream_t stream) { batch_norm_track(statistics, stream); });
-}
-
-void max_pool_forward(const PoolArgs& args, c10::Device device) {
-  on_stream(device, [&](cudaStream_t stream) { max_pool_forward(args, stream); });
-}
-
-void max_pool_backward(const PoolArgs& args, c10::Device device) {
-  on_stream(device, [&](cudaStream_t stream) { max_pool_backward(args, stream); });
-}
+const DeviceKernels kDeviceKernels = {
+    launch,
+    [](const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
+       const at::Tensor* skipped) {
+      int64_t* skips = skipped == nullptr ? nullptr : skipped->mutable_data_ptr<int64_t>();
+      const auto blends = lo.scalar_type() == at::kDouble ? blend<double> : blend<float>;
+      on_stream(lo.device(),
+                [&](cudaStream_t stream) { blends(lo, hi, batch.const_data_ptr<double>(), momentum, skips, stream); });
+    },
+    [](const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
+      const auto covers = lo.scalar_type() == at::kDouble ? grids<double> : grids<float>;
+      on_stream(lo.device(), [&](cudaStream_t stream) { covers(lo, hi, grid, codes, stream); });
+    },
+    [](const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient) {
+      const at::Tensor values = scale == nullptr ? at::Tensor() : scale->contiguous();
+      on_stream(gradient.device(), [&](cudaStream_t stream) {
+        learned_gradient(sums, factor, scale == nullptr ? nullptr : values.const_data_ptr(), gradient.numel(),
+                         dtype_of(gradient), gradient.mutable_data_ptr(), stream);
+      });
+    },
+    [](BatchNormArgs& args, c10::Device device) { with_workspace(batch_norm_forward, args, device); },
+    [](BatchNormArgs& args, c10::Device device) { with_workspace(batch_norm_backward, args, device); },
+    [](const TrackedStatistics& statistics, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { batch_norm_track(statistics, stream); });
+    },
+    [](const PoolArgs& args, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { max_pool_forward(args, stream); });
+    },
+    [](const PoolArgs& args, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { max_pool_backward(args, stream); });
+    }};
 
 }  // namespace cuda
 }  // namespace qtoolkit

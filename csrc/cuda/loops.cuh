@@ -3,6 +3,7 @@
 #pragma once
 
 #include "channel_iterator.h"
+#include "divisor.cuh"
 #include "memory.cuh"
 #include "reduction_tiling.h"
 
@@ -24,36 +25,115 @@ QT_DEVICE void for_vectors(int64_t numel, F f) {
   const int64_t step = int64_t{kVectorSize} * kThreads * gridDim.x;
   const int64_t thread = int64_t{kThreads} * blockIdx.x + threadIdx.x;
   for (int64_t i = thread * kVectorSize; i < numel; i += step) {
-    f(Contiguous{i, numel - i < kVectorSize ? static_cast<int>(numel - i) : kVectorSize});
+    f(vector_at(i, numel));
   }
 }
 
-// Calls f(k, grid) for the elements of a vector; if they share a channel, the grid is loaded once.
-template <class A, class F>
-QT_DEVICE void for_grids(const KernelArgs& args, const Contiguous& at, F f) {
-  ChannelIterator it = {0, 0, kVectorSize, kVectorSize};
-  if (args.channels.count != 1) it = channel_iterator(args.channels, args.numel, at.first);
-  if (it.run_left >= at.n && it.group_left >= at.n) {
-    const Grid<A> grid = grid_of<A>(args, it.group_start + it.within);
-#pragma unroll
-    for (int k = 0; k < kVectorSize; ++k) f(k, grid);
-    return;
+// Loads each vector of an operand, calls f(at, v), and stores v to args.y. With kTyped, the operand is dense and of the
+// result's dtype: each dtype has a loop of its own.
+template <class A, bool kDense, bool kTyped, class F>
+QT_DEVICE void map_vectors(const KernelArgs& args, const Operand& from, F f) {
+  if constexpr (kDense && kTyped) {
+    with_type<A, Kind::values>(args.y_dtype, [&](auto* type) {
+      auto* y = static_cast<decltype(type)>(args.y);
+      const auto* x = static_cast<const std::remove_pointer_t<decltype(type)>*>(from.data);
+      const bool aligned = is_aligned(x) && is_aligned(y);
+      for_vectors(args.numel, [&](const Contiguous& at) {
+        A v[kVectorSize];
+        load_dense(x, at, aligned, v);
+        f(at, v);
+        store_dense(y, at, aligned, v);
+      });
+    });
+  } else {
+    for_vectors(args.numel, [&](const Contiguous& at) {
+      A v[kVectorSize];
+      load<kDense>(from, at, v);
+      f(at, v);
+      store(args, at, v);
+    });
   }
+}
+
+// The channel that the elements of a vector share; -1 if they do not.
+QT_DEVICE int64_t one_channel(const ChannelIterator& it, const Contiguous& at) {
+  return it.run_left >= at.n && it.group_left >= at.n ? it.group_start + it.within : -1;
+}
+
+// Calls f(k, channel number) for the elements of a vector.
+template <class F>
+QT_DEVICE void each_channel(const Channels& channels, int64_t numel, const Contiguous& at, F f) {
+  ChannelIterator it = channel_iterator(channels, numel, at.first);
 #pragma unroll
   for (int k = 0; k < kVectorSize; ++k) {
     if (k < at.n) {
-      f(k, grid_of<A>(args, it.group_start + it.within));
-      advance(args.channels, it);
+      f(k, it.group_start + it.within);
+      advance(channels, it);
     }
   }
+}
+
+// Calls f(k, load(channel number)) for the elements of a vector; what they share is loaded once.
+template <class Load, class F>
+QT_DEVICE void for_channels(const Channels& channels, int64_t numel, const Contiguous& at, Load load, F f) {
+  const int64_t shared = one_channel(channel_iterator(channels, numel, at.first), at);
+  if (shared >= 0) {
+    const auto channel = load(shared);
+#pragma unroll
+    for (int k = 0; k < kVectorSize; ++k) f(k, channel);
+  } else {
+    each_channel(channels, numel, at, [&](int k, int64_t own) { f(k, load(own)); });
+  }
+}
+
+// The grids of a thread's vectors; that of a whole tensor is loaded once. S is A or what divides by it.
+template <class S, class A>
+class Grids {
+ public:
+  __device__ explicit Grids(const KernelArgs& args) : args_(args) {
+    if (args.channels.count == 1) whole_ = grid_of<A, S>(args, 0);
+  }
+
+  // Calls f(k, scale, zero_point) for the elements of a vector.
+  template <class F>
+  __device__ __forceinline__ void apply(const Contiguous& at, const A (&v)[kVectorSize], F f) const {
+    Grid<A, S> grid = whole_;
+    int64_t channel = 0;
+    if (args_.channels.count != 1) {
+      channel = one_channel(channel_iterator(args_.channels, args_.numel, at.first), at);
+      if (channel >= 0) grid = grid_of<A, S>(args_, channel);
+    }
+    if (channel >= 0 && divides(grid.scale, v)) {
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) f(k, grid.scale, grid.zero_point);
+    } else {
+      each_channel(args_.channels, args_.numel, at, [&](int k, int64_t own) {
+        const Grid<A> of = grid_of<A>(args_, own);
+        f(k, of.scale, of.zero_point);
+      });
+    }
+  }
+
+ private:
+  const KernelArgs& args_;
+  Grid<A, S> whole_;
+};
+
+// Runs a kernel with a thread for each of `count` elements.
+template <class... Parameters, class... Args>
+void launch_each(void (*kernel)(Parameters...), int64_t count, cudaStream_t stream, const Args&... args) {
+  if (count == 0) return;
+  kernel<<<static_cast<unsigned>(divide_up(count, kThreads)), kThreads, 0, stream>>>(args...);
 }
 
 // `results`: how many a block of threads computes at once.
 static inline void launch_elementwise(void (*kernel)(KernelArgs), const KernelArgs& args, cudaStream_t stream,
                                       int64_t results = kVectorSize * kThreads) {
-  constexpr int64_t kMostBlocks = 1 << 14;  // several waves on the largest GPU
+  constexpr int64_t kFewBlocks = 1 << 11, kMostBlocks = 1 << 14;  // two and several waves on the largest GPU
+  constexpr int64_t kVectors = 4;                                 // of a thread, which pay for its start
   if (args.numel == 0) return;
-  const int64_t blocks = least(divide_up(args.numel, results), kMostBlocks);
+  const int64_t all = divide_up(args.numel, results), several = divide_up(all, kVectors);
+  const int64_t blocks = least(several < kFewBlocks ? least(all, kFewBlocks) : several, kMostBlocks);
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
 }
 
@@ -68,11 +148,30 @@ struct Add {
   __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
 };
 
-// Sums a vector as a tree, in the type of the arithmetic; larger sums are float64.
+// The sum of a vector as a tree, in the type of the arithmetic, of which no more than a branch is in registers: element
+// place(i) is added as the i-th. Larger sums are float64.
 template <class A>
-QT_DEVICE double sum_of(const A (&v)[kVectorSize]) {
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
+class TreeSum {
+ public:
+  __device__ static constexpr int place(int i) { return (i & 1) << 2 | (i & 2) | i >> 2; }
+
+  __device__ __forceinline__ void add(int i, A v) {
+#pragma unroll
+    for (int level = 0; level < 3; ++level) {
+      if ((i >> level & 1) == 0) {
+        branch_[level] = v;
+        return;
+      }
+      v = branch_[level] + v;
+    }
+    branch_[3] = v;
+  }
+
+  __device__ double total() const { return branch_[3]; }
+
+ private:
+  A branch_[4];
+};
 
 // Results for each channel and slice; `second` is null if it is not needed.
 struct Pairs {
@@ -88,22 +187,36 @@ QT_DEVICE void write(const Pairs& to, int64_t slot, Pair pair) {
 // The next elements of a thread, all of one channel; false if none are left.
 QT_DEVICE bool next(const ReductionTiling& s, int64_t numel, ReductionIterator& it, Contiguous& at) {
   if (it.left == 0) return false;
-  at.first = it.unit * kVectorSize;
-  at.n = numel - at.first < kVectorSize ? static_cast<int>(numel - at.first) : kVectorSize;
+  at = vector_at(it.unit * kVectorSize, numel);
   advance(s, it);
+  --it.left;
   return true;
 }
 
 QT_DEVICE bool next(const ReductionTiling& s, int64_t, ReductionIterator& it, Scattered& at) {
-  at.n = 0;
+  at.first = it.unit;
+  if (!s.is_near) {
+    at.n = it.left > 0 ? 1 : 0;
+    at.offset[0] = 0;
+    advance(s, it);
+  } else {
+    const uint32_t step = s.step, step_columns = s.step_columns, width = s.width, gap = s.pattern - s.width;
+    uint32_t offset = 0, column = it.column;
+    at.n = it.left < kVectorSize ? static_cast<int>(it.left) : kVectorSize;
 #pragma unroll
-  for (int k = 0; k < kVectorSize; ++k) {
-    at.index[k] = it.unit;
-    if (it.left > 0) {
-      ++at.n;
-      advance(s, it);
+    for (int k = 0; k < kVectorSize; ++k) {
+      at.offset[k] = offset;
+      offset += step;
+      column += step_columns;
+      if (column >= width) {
+        column -= width;
+        offset += gap;
+      }
     }
+    it.unit += offset;
+    it.column = column;
   }
+  it.left -= at.n;
   return at.n > 0;
 }
 

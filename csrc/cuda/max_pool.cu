@@ -1,8 +1,7 @@
 // Max pooling and its backward on CUDA: a thread for each element that is written.
 #include "../max_pool.h"
 #include "kernels.h"
-#include "memory.cuh"
-#include "reduction_tiling.h"
+#include "loops.cuh"
 
 namespace qtoolkit {
 namespace cuda {
@@ -87,9 +86,7 @@ __global__ void __launch_bounds__(kThreads) pool_backward_kernel(const PoolArgs 
 void launch_pool(void (*f32)(PoolArgs, int64_t), void (*f64)(PoolArgs, int64_t), const PoolArgs& args, int64_t pixels,
                  cudaStream_t stream) {
   const int64_t numel = args.images * args.channels * pixels;
-  const unsigned blocks = static_cast<unsigned>(divide_up(numel, kThreads));
-  const auto kernel = args.dtype == Dtype::f64 ? f64 : f32;
-  kernel<<<blocks, kThreads, 0, stream>>>(args, numel);
+  launch_each(args.dtype == Dtype::f64 ? f64 : f32, numel, stream, args, numel);
 }
 
 }  // namespace

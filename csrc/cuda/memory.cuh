@@ -22,11 +22,18 @@ constexpr int kVectorSize = 8;  // one byte of the mask
 struct Contiguous {  // consecutive; `first` is a multiple of 8
   int64_t first;
   int n;
+  bool is_whole;  // n == 8
 };
-struct Scattered {
-  int64_t index[kVectorSize];
+struct Scattered {  // offsets from `first`, which take fewer registers than positions
+  int64_t first;
+  uint32_t offset[kVectorSize];
   int n;
 };
+
+QT_DEVICE Contiguous vector_at(int64_t first, int64_t numel) {
+  const bool is_whole = first <= numel - kVectorSize;
+  return {first, is_whole ? kVectorSize : static_cast<int>(numel - first), is_whole};
+}
 
 // ---- storage types ----------------------------------------------------------------------------------------------
 
@@ -94,7 +101,7 @@ QT_FN int64_t offset_of(const Operand& from, int64_t i) {
 
 QT_DEVICE void offsets_of(const Operand& from, const Scattered& at, int64_t (&offset)[kVectorSize]) {
 #pragma unroll
-  for (int k = 0; k < kVectorSize; ++k) offset[k] = k < at.n ? offset_of(from, at.index[k]) : 0;
+  for (int k = 0; k < kVectorSize; ++k) offset[k] = k < at.n ? offset_of(from, at.first + at.offset[k]) : 0;
 }
 
 // Consecutive elements differ by the innermost stride, so only the start of a run needs divisions.
@@ -120,18 +127,35 @@ struct alignas(sizeof(T) == 1 ? 8 : 16) Pack {
   T v[kVectorSize];
 };
 
+// Whether whole vectors of a tensor can be loaded and stored at once.
 template <class T>
-QT_DEVICE bool is_whole(const T* data, int n) {
-  return n == kVectorSize && reinterpret_cast<uintptr_t>(data) % alignof(Pack<T>) == 0;
+QT_DEVICE bool is_aligned(const T* data) {
+  return reinterpret_cast<uintptr_t>(data) % alignof(Pack<T>) == 0;
 }
 
 template <class A, class T>
-QT_DEVICE void load_dense(const T* data, const Contiguous& at, A (&v)[kVectorSize]) {
-  data += at.first;
-  if (is_whole(data, at.n)) {
-    const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(data);
+QT_DEVICE void unpack(const Pack<T>& pack, A (&v)[kVectorSize]) {
 #pragma unroll
-    for (int k = 0; k < kVectorSize; ++k) v[k] = to_arithmetic<A>(pack.v[k]);
+  for (int k = 0; k < kVectorSize; ++k) v[k] = to_arithmetic<A>(pack.v[k]);
+}
+
+// A bfloat16 is the upper half of a float: one instruction for each half of a word.
+QT_DEVICE void unpack(const Pack<__nv_bfloat16>& pack, float (&v)[kVectorSize]) {
+  uint32_t words[kVectorSize / 2];
+  memcpy(words, &pack, sizeof(words));
+#pragma unroll
+  for (int k = 0; k < kVectorSize / 2; ++k) {
+    v[2 * k] = __builtin_bit_cast(float, words[k] << 16);
+    v[2 * k + 1] = __builtin_bit_cast(float, words[k] & 0xffff0000u);
+  }
+}
+
+template <class A, class T>
+QT_DEVICE void load_dense(const T* data, const Contiguous& at, bool aligned, A (&v)[kVectorSize]) {
+  data += at.first;
+  if (aligned && at.is_whole) {
+    const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(data);
+    unpack(pack, v);
   } else {
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) v[k] = k < at.n ? to_arithmetic<A>(data[k]) : A(0);
@@ -139,22 +163,26 @@ QT_DEVICE void load_dense(const T* data, const Contiguous& at, A (&v)[kVectorSiz
 }
 
 template <class A, class T>
-QT_DEVICE void load_each(const T* data, const int64_t (&offset)[kVectorSize], int n, A (&v)[kVectorSize]) {
+QT_DEVICE void load_dense(const T* data, const Contiguous& at, A (&v)[kVectorSize]) {
+  load_dense(data, at, is_aligned(data), v);
+}
+
+template <class A, class T, class Offset>
+QT_DEVICE void load_each(const T* data, const Offset (&offset)[kVectorSize], int n, A (&v)[kVectorSize]) {
 #pragma unroll
   for (int k = 0; k < kVectorSize; ++k) v[k] = k < n ? to_arithmetic<A>(data[offset[k]]) : A(0);
 }
 
 template <class A, class T>
 QT_DEVICE void load_dense(const T* data, const Scattered& at, A (&v)[kVectorSize]) {
-  load_each(data, at.index, at.n, v);
+  load_each(data + at.first, at.offset, at.n, v);
 }
 
 // ---- 4-bit codes, two a byte: a vector is four bytes
 
 QT_DEVICE uint32_t bytes_of(const uint8_t* data, const Contiguous& at) {
   data += at.first / 2;
-  if (at.n == kVectorSize && reinterpret_cast<uintptr_t>(data) % 4 == 0)
-    return *reinterpret_cast<const uint32_t*>(data);
+  if (at.is_whole && reinterpret_cast<uintptr_t>(data) % 4 == 0) return *reinterpret_cast<const uint32_t*>(data);
   uint32_t bytes = 0;
 #pragma unroll
   for (int k = 0; k < kVectorSize / 2; ++k) bytes |= 2 * k < at.n ? static_cast<uint32_t>(data[k]) << 8 * k : 0u;
@@ -177,7 +205,7 @@ QT_DEVICE void pack(uint8_t* data, const Contiguous& at, const A (&v)[kVectorSiz
   for (int k = 0; k < kVectorSize; ++k) {
     bytes |= k < at.n ? (static_cast<uint32_t>(static_cast<int32_t>(v[k])) & 15u) << 4 * k : 0u;
   }
-  if (at.n == kVectorSize) {
+  if (at.is_whole) {
     *reinterpret_cast<uint32_t*>(data) = bytes;  // aligned, as the allocator aligns `data`
     return;
   }
@@ -205,9 +233,9 @@ QT_DEVICE void load(const Operand& from, const At& at, A (&v)[kVectorSize]) {
 }
 
 template <class A, class T>
-QT_DEVICE void store_dense(T* data, const Contiguous& at, const A (&v)[kVectorSize]) {
+QT_DEVICE void store_dense(T* data, const Contiguous& at, bool aligned, const A (&v)[kVectorSize]) {
   data += at.first;
-  if (is_whole(data, at.n)) {
+  if (aligned && at.is_whole) {
     Pack<T> pack;
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) pack.v[k] = from_arithmetic<T>(v[k]);
@@ -221,10 +249,16 @@ QT_DEVICE void store_dense(T* data, const Contiguous& at, const A (&v)[kVectorSi
 }
 
 template <class A, class T>
+QT_DEVICE void store_dense(T* data, const Contiguous& at, const A (&v)[kVectorSize]) {
+  store_dense(data, at, is_aligned(data), v);
+}
+
+template <class A, class T>
 QT_DEVICE void store_dense(T* data, const Scattered& at, const A (&v)[kVectorSize]) {
+  data += at.first;
 #pragma unroll
   for (int k = 0; k < kVectorSize; ++k) {
-    if (k < at.n) data[at.index[k]] = from_arithmetic<T>(v[k]);
+    if (k < at.n) data[at.offset[k]] = from_arithmetic<T>(v[k]);
   }
 }
 
@@ -238,17 +272,18 @@ QT_DEVICE void store(const KernelArgs& args, const At& at, const A (&v)[kVectorS
 
 // ---- scales -----------------------------------------------------------------------------------------------------
 
-template <class A>
+template <class A, class S = A>
 struct Grid {
-  A scale, zero_point;
+  S scale;
+  A zero_point;
 };
 
-template <class A>
-QT_DEVICE Grid<A> grid_of(const KernelArgs& args, int64_t channel) {
+template <class A, class S = A>
+QT_DEVICE Grid<A, S> grid_of(const KernelArgs& args, int64_t channel) {
   const A* scale = static_cast<const A*>(args.scale);
   const A* zero_point = static_cast<const A*>(args.zero_point);
   const A zero = zero_point == nullptr ? A(0) : __ldg(zero_point + channel);
-  return {usable_scale(__ldg(scale + channel)), args.fractional ? zero : usable_zero_point(zero)};
+  return {S(usable_scale(__ldg(scale + channel))), args.fractional ? zero : usable_zero_point(zero)};
 }
 
 }  // namespace cuda

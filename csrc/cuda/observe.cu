@@ -15,7 +15,7 @@ struct Unite {
 };
 
 template <class A, class At, bool kDense>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kDense ? 5 : 1)
     minmax_kernel(const __grid_constant__ KernelArgs args, const __grid_constant__ ReductionTiling tiling,
                   Pairs ranges) {
   Range<A> range = {static_cast<A>(INFINITY), static_cast<A>(-INFINITY)};
@@ -73,17 +73,13 @@ void minmax(const KernelArgs& args, double* workspace, cudaStream_t stream) {
 template <class A>
 void blend_ranges(A* lo, A* hi, const double* batch_lo, const double* batch_hi, int64_t count, bool average, A momentum,
                   int64_t* skipped, cudaStream_t stream) {
-  if (count == 0) return;
-  const unsigned blocks = static_cast<unsigned>(divide_up(count, kThreads));
-  blend_kernel<A><<<blocks, kThreads, 0, stream>>>(lo, hi, batch_lo, batch_hi, count, average, momentum, skipped);
+  launch_each(blend_kernel<A>, count, stream, lo, hi, batch_lo, batch_hi, count, average, momentum, skipped);
 }
 
 template <class A>
 void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& codes, A* scale, A* zero_point,
                     cudaStream_t stream) {
-  if (count == 0) return;
-  const unsigned blocks = static_cast<unsigned>(divide_up(count, kThreads));
-  grid_kernel<A><<<blocks, kThreads, 0, stream>>>(lo, hi, count, codes, scale, zero_point);
+  launch_each(grid_kernel<A>, count, stream, lo, hi, count, codes, scale, zero_point);
 }
 
 template void grid_of_ranges(const float*, const float*, int64_t, const CodeRange&, float*, float*, cudaStream_t);

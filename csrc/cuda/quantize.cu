@@ -10,11 +10,12 @@ namespace {
 template <class A, bool kDense>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(const KernelArgs args) {
   const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
+  const Grids<DivisorOf<A>, A> grids(args);
   for_vectors(args.numel, [&](const Contiguous& at) {
     A v[kVectorSize];
     load<kDense>(args.x, at, v);
-    for_grids<A>(args, at, [&](int k, Grid<A> grid) {
-      const A code = snap(v[k], grid.scale, grid.zero_point, lo, hi).code;
+    grids.apply(at, v, [&](int k, auto scale, A zero_point) {
+      const A code = snap(v[k], scale, zero_point, lo, hi).code;
       v[k] = code == code ? code : lo;
     });
     store<Kind::codes>(args, at, v);
@@ -23,10 +24,11 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const KernelArgs arg
 
 template <class A, bool kDense>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const KernelArgs args) {
+  const Grids<A, A> grids(args);
   for_vectors(args.numel, [&](const Contiguous& at) {
     A v[kVectorSize];
     load<kDense, Kind::codes>(args.x, at, v);
-    for_grids<A>(args, at, [&](int k, Grid<A> grid) { v[k] = value_of(v[k], grid.scale, grid.zero_point); });
+    grids.apply(at, v, [&](int k, A scale, A zero_point) { v[k] = value_of(v[k], scale, zero_point); });
     store(args, at, v);
   });
 }

@@ -24,8 +24,9 @@ struct ReductionTiling {
   int lanes = kThreads;   // threads with work; whole rows of the tile if it has several channels
   int64_t step = 0;       // from a thread's unit to its next, unless that crosses the end of a tile's row
   int64_t step_columns = 0;
-  int64_t length = 0;  // of a slice, a multiple of lanes
-  int64_t count = 0;   // of slices in a tile
+  bool is_near = true;  // whether the distances between 8 units of a thread fit into 32 bits
+  int64_t length = 0;   // of a slice, a multiple of lanes
+  int64_t count = 0;    // of slices in a tile
 };
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -58,6 +59,7 @@ static inline ReductionTiling tiling_of(const KernelArgs& args) {
   constexpr int64_t kBlocks = 2048;  // blocks at the most: enough to fill the largest GPU
   constexpr int64_t kResults =
       131072;  // partial results at the most: a workspace of 2 MB, unless there are more channels
+  constexpr int64_t kFarthest = UINT32_MAX;
   if (args.numel == 0) return {};
   ReductionTiling s = shape_of(args);
   s.unit = s.inner % 8 == 0 || args.channels.count == 1 ? 8 : 1;
@@ -72,6 +74,7 @@ static inline ReductionTiling tiling_of(const KernelArgs& args) {
   const int64_t wanted = least(all * s.unit / kWork, most);
   s.step_columns = s.lanes % s.width;
   s.step = s.lanes / s.width * s.pattern + s.step_columns;
+  s.is_near = s.step + s.pattern <= kFarthest / 8;
   s.length = divide_up(divide_up(all, wanted < 1 ? 1 : wanted), s.lanes) * s.lanes;
   s.count = divide_up(all, s.length);
   return s;
@@ -110,6 +113,7 @@ QT_FN ReductionIterator reduction_iterator(const ReductionTiling& s, int64_t blo
           works ? (end - begin + s.lanes - 1) / s.lanes : 0};
 }
 
+// Moves on, without counting in `left`.
 QT_FN void advance(const ReductionTiling& s, ReductionIterator& it) {
   it.unit += s.step;
   it.column += s.step_columns;
@@ -117,7 +121,6 @@ QT_FN void advance(const ReductionTiling& s, ReductionIterator& it) {
     it.column -= s.width;
     it.unit += s.pattern - s.width;
   }
-  --it.left;
 }
 
 }  // namespace cuda

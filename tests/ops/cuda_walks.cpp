@@ -51,7 +51,7 @@ static void check_tiling(const KernelArgs& args) {
                   it.channel == tile.first_channel + thread % s.width / s.inner,  // join_channel reads by thread
               "a thread's channel", args, thread);
       require(!works || it.channel - tile.first_channel < tile.channels, "a tile's channel", args, thread);
-      for (; it.left > 0; advance(s, it)) {
+      for (; it.left > 0; advance(s, it), --it.left) {
         for (int64_t i = it.unit * s.unit; i < (it.unit + 1) * s.unit && i < args.numel; ++i) {
           require(i >= 0 && !visited[i]++, "elements visited once", args, i);
           require(channel_of(args.channels, i) == it.channel, "an element's channel", args, i);

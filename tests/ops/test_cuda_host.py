@@ -117,6 +117,39 @@ def check_elementwise(run, shape: str, x: Tensor) -> None:
             assert_same(g, w)
 
 
+def every_number(dtype: torch.dtype, scale: float) -> Tensor:
+    """All numbers of a 16-bit type; of float32, a sample, and those around the middles between two codes."""
+    if dtype != torch.float32:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
+    middles = (torch.arange(-300, 300) + 0.5) * torch.tensor(scale)
+    around = [middles.nextafter(torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    numbers = bits.to(torch.int32).view(torch.float32) * 1  # no NaN is signaling, as on a GPU
+    return torch.cat([numbers, middles, *around])
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-30, 2.0**-60, 1e-3, 0.1, 0.5, 1 / 3, 1.7, 2.0**60, 1e30, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+def test_division_is_exact(run, dtype, scale):
+    """Whether by the divisor or, out of its range, by the scale: the values and masks are the CPU's."""
+    x, grid = every_number(dtype, scale), [torch.tensor([scale]), torch.tensor([-0.3])]
+    zeros = torch.zeros(8, dtype=dtype)
+    x = torch.cat([zeros, zeros.neg(), x])  # vectors of zeros, which need no look at other elements
+    fields = {"numel": x.numel(), "channels": channels(x.shape), "x": x, "y_dtype": dtype_number(x), "scale": grid[0]}
+    integer, small = (
+        native.fake_quant(x, *grid, -128, 127, mask=True),
+        native.fake_quant_float(x, grid[0], "e4m3", mask=True),
+    )
+    for kernel, wanted, options in (
+        ("fake_quant", integer, {"bounds": (-128, 127), "zero_point": grid[1]}),
+        ("fake_quant_float", small, {"format": FORMATS["e4m3"]}),
+    ):
+        got = [like(t) for t in wanted]
+        run(kernel, "forwards", y=got[0], mask=got[1], **fields, **options)
+        for g, w in zip(got, wanted, strict=True):
+            assert_same(g, w)
+
+
 @pytest.mark.sweep(2)
 @strided
 @dtypes

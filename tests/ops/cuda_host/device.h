@@ -21,7 +21,7 @@
 #define __shared__ static
 #define __grid_constant__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 using cudaStream_t = void*;
 

@@ -1,0 +1,88 @@
+"""What the compiled CUDA kernels take, read from the machine code of the built library: docs/performance.md states it."""
+
+from pathlib import Path
+
+import pytest
+
+from qtoolkit import _native
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _import_from_the_folder(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def kernels() -> list:
+    import cuda_sass
+
+    if cuda_sass.cuobjdump() is None:
+        pytest.skip(
+            "cuobjdump, which reads the kernels' resources, is not installed; it comes with CUDA and with Triton"
+        )
+    found = cuda_sass.kernels_of(_native.FILE)
+    if not found:
+        pytest.skip("this build of qtoolkit has no CUDA kernels")
+    return [k for k in found if k.architecture in cuda_sass.PROCESSORS]
+
+
+def named(kernels: list, *words: str) -> list:
+    found = [k for k in kernels if all(word in k.symbol for word in words)]
+    assert found, words
+    return found
+
+
+def test_no_kernel_spills_registers(kernels):
+    assert [k for k in kernels if k.stack + k.local > 0] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "registers", "occupancy"),
+    [
+        (("18elementwise_kernelIfLb1E", "IntegerFunctor"), 40, 0.75),
+        (("learned_backward_kernelIf", "ScatteredELb1E", "LearnedGradient"), 64, 0.5),
+        (("learned_backward_kernelIf", "ContiguousELb1E", "LearnedGradient"), 64, 0.5),
+        (("norm_forward_kernelIf",), 64, 0.5),
+        (("norm_backward_kernelIf",), 80, 0.375),
+        (("sums_kernelIf",), 80, 0.375),
+    ],
+    ids=["fake_quant", "learned_backward_planes_of_7x7", "learned_backward", "norm", "norm_backward", "norm_sums"],
+)
+def test_registers_and_occupancy(kernels, words, registers, occupancy):
+    for kernel in named(kernels, *words):
+        assert kernel.registers <= registers, kernel
+        assert kernel.occupancy >= occupancy, kernel
+
+
+def test_instructions_of_a_16_bit_element_fit_below_the_roof(kernels):
+    import cuda_sass
+
+    loops = [loop for loop in cuda_sass.loops() if loop.title == "fake_quant, bfloat16, per tensor, mask"]
+    for kernel in named(kernels, "18elementwise_kernelIfLb1E", "IntegerFunctor"):
+        code = cuda_sass.code_of(_native.FILE, kernel)
+        (count,) = (cuda_sass.counted(loop, kernel, code) for loop in loops)
+        assert count.instructions <= 24
+        assert count.instructions < 0.7 * count.roof
+
+
+def test_the_shortest_path_has_what_it_needs():
+    import cuda_sass
+
+    code = {0: "LDG R0", 1: "@P0 BRA 0x4", 2: "FRND R1", 3: "FRND R2", 4: "@P1 BRA 0x0", 5: "CALL 0x2", 6: "EXIT"}
+    assert cuda_sass.shortest(code, 0, 0, {}) == [0, 1, 4]
+    assert cuda_sass.shortest(code, 0, 0, {"FRND": 2}) == [0, 1, 2, 3, 4]
+    assert cuda_sass.shortest(code, 0, 0, {"FRND": 2}, without="R2") is None
+    assert cuda_sass.shortest(code, 0, 6, {}) is None  # behind a call
+
+
+def test_occupancy_is_limited_by_registers_shared_memory_and_threads():
+    import cuda_sass
+
+    h100 = cuda_sass.PROCESSORS["sm_90"]
+    assert h100.occupancy(79, 4096, 256) == 0.375
+    assert h100.occupancy(64, 4096, 256) == 0.5
+    assert h100.occupancy(32, 0, 256) == 1
+    assert h100.occupancy(32, 100 << 10, 256) == 0.25
+    assert h100.occupancy(16, 0, 1024) == 1
