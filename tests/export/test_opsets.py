@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.export.runtimes.onnxruntime_cpu import EXACT_SUMS
 from tests import nets
+from tests.sessions import exact_session
 
 NEWEST = onnx.defs.onnx_opset_version()
 NEWEST_IN_ONNXRUNTIME = 26
@@ -43,9 +43,7 @@ def calibrated(backend: str) -> nn.Module:
 
 
 def run_file(path, x: Tensor) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry(*EXACT_SUMS)
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = exact_session(path)
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
