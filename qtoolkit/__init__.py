@@ -4,9 +4,8 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-if (
-    sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
-):  # python -m qtoolkit, before its main module runs
+# python -m qtoolkit, before its main module runs
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:
     import qtoolkit_command
 
     qtoolkit_command.end_on_interrupt()

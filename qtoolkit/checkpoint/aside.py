@@ -1,12 +1,22 @@
 """Loading of parameters without a copy of what they had: their memory is written last, when nothing can fail any more."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from qtoolkit.model_state import values_unchanged_on_error
+
+
+def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into tensors, one after another."""
+    for tensor, value in zip(to, values, strict=True):
+        tensor.copy_(value)
+
+
+# torch's own, not documented, copies in one call, which Ctrl-C does not interrupt.
+COPY = getattr(torch, "_foreach_copy_", copy_each)
 
 
 @contextmanager
@@ -39,8 +49,8 @@ def loaded_aside(model: nn.Module, loaded: dict[str, Tensor]) -> Iterator[None]:
     kept = [(parameter, memory) for parameter, memory in own if _can_take(parameter, memory)]
     if not kept:
         return
-    with torch.no_grad():  # in one call, which Ctrl-C does not interrupt
-        torch._foreach_copy_([memory for _, memory in kept], [parameter.detach() for parameter, _ in kept])
+    with torch.no_grad():
+        COPY([memory for _, memory in kept], [parameter.detach() for parameter, _ in kept])
     for parameter, memory in kept:
         parameter.data = memory
 
