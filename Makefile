@@ -21,7 +21,7 @@ test-all: lint docs $(VENV)/built ## the same with every case of every sweep, be
 
 unit: $(VENV)/built          ## the tests; of exhaustive sweeps a sample that covers each value (tests/sweep.py)
 	@echo "== tests"
-	$(TESTS)
+	$(TESTS) $(OPTIONS)
 
 lint: $(VENV)/built          ## ruff, mypy --strict, clang-format
 	@echo "== lints"
@@ -32,9 +32,9 @@ docs: $(VENV)/built          ## the site, in build/site; each warning is an erro
 	@echo "== build/site/index.html"
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 
-second:                      ## the tests on the oldest torch that CI knows, in a copy of the tree with an environment of its own
+second:                      ## the tests on the oldest torch that CI knows, fewer cases, without real data and benchmarks, in a copy of the tree
 	git checkout-index --all --force --prefix=build/second/
-	$(MAKE) -C build/second unit TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
+	$(MAKE) -C build/second unit TORCH=torch==2.13.0 QTOOLKIT_CUDA=0 OPTIONS='--few -m "not data" --ignore=tests/test_benchmarks.py'
 
 sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
 	tests/sanitize/run address $(RUN)/python

@@ -26,11 +26,12 @@ collect_ignore = ["compat/legacy_scripts", *([] if "QTOOLKIT_SANITIZE" in os.env
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="run all cases of the tests marked sweep (tests/sweep.py)")
+    parser.addoption("--few", action="store_true", help="of these, run only cases that together contain every value")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    names = set() if config.getoption("sweep") else left_out(items)
+    names = set() if config.getoption("sweep") else left_out(items, config.getoption("few"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
     items[:] = [item for item in items if item.nodeid not in names]
 

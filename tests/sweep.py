@@ -1,8 +1,8 @@
-"""Select the cases of a parametrized test that the default run takes; `pytest --sweep` takes all.
+"""Select the cases of a parametrized test that the default run takes; `pytest --sweep` takes all, `pytest --few` fewer.
 
 `@pytest.mark.sweep(1)` keeps few cases that together contain every value of every parameter.
 `@pytest.mark.sweep(2)` keeps few cases that together contain every pair of values: each dtype with each layout, for example.
-`@pytest.mark.sweep`, on a test or a parameter, keeps none.
+`@pytest.mark.sweep`, on a test or a parameter, keeps none. With --few, every number is 1.
 """
 
 import zlib
@@ -36,13 +36,14 @@ def shuffled(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def left_out(items: Iterable[pytest.Item]) -> set[str]:
-    """Ids of the cases that the default run leaves out."""
+def left_out(items: Iterable[pytest.Item], few: bool) -> set[str]:
+    """Ids of the cases that the default run leaves out, or one with --few."""
     names, sweeps = set(), defaultdict(dict)
     for item in items:
         strengths = [mark.args for mark in item.iter_markers("sweep")]
         if () in strengths:
             names.add(item.nodeid)
         elif strengths:
-            sweeps[item.nodeid.partition("[")[0], strengths[0][0]][item.nodeid] = values_of(item)
+            strength = 1 if few else strengths[0][0]
+            sweeps[item.nodeid.partition("[")[0], strength][item.nodeid] = values_of(item)
     return names.union(*(cases.keys() - covering(cases, strength) for (_, strength), cases in sweeps.items()))

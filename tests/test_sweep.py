@@ -29,6 +29,11 @@ SUITE = """
     @pytest.mark.parametrize("b", [0, False, "0"])
     def test_values(a, b): pass
 
+    @pytest.mark.sweep(2)
+    @pytest.mark.parametrize("a", [1, 2])
+    @pytest.mark.parametrize("b", [1, 2])
+    def test_pairs(a, b): pass
+
     @pytest.mark.sweep
     def test_full_run_only(): pass
 
@@ -37,8 +42,8 @@ SUITE = """
 """
 
 
-@pytest.mark.parametrize(("options", "run"), [((), 3 + 1), (("--sweep",), 9 + 1 + 2)])
+@pytest.mark.parametrize(("options", "run"), [((), 3 + 4 + 1), (("--few",), 3 + 2 + 1), (("--sweep",), 9 + 4 + 1 + 2)])
 def test_what_runs(pytester: pytest.Pytester, options: tuple, run: int) -> None:
     pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
     pytester.makepyfile(SUITE)
-    pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(passed=run, deselected=12 - run)
+    pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(passed=run, deselected=16 - run)
