@@ -82,7 +82,8 @@ def page_of(model: nn.Module, folder: Path, **options: Any) -> Content:
 
 def test_every_section_is_there_with_all_arguments(tmp_path) -> None:
     pytest.importorskip("onnxruntime", reason="needs onnxruntime, which is not installed")
-    model, prepared = calibrated(backend="onnxruntime")
+    mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, None)
+    model, prepared = calibrated(backend="onnxruntime", qconfig_mapping=mapping)
     x = torch.randn(SHAPE)
     result = qt.debug.compare(model, prepared, x, progress=False)
     scores = qt.debug.sensitivity(prepared, lambda m: float((m(x) - model(x)).square().mean().detach()), progress=False)

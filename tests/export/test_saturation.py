@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.export.runtimes.onnxruntime_cpu import EXACT_SUMS
 
 X = torch.linspace(-1, 1, 2 * 3 * 9 * 9).reshape(2, 3, 9, 9)
 
@@ -53,6 +54,7 @@ def net(activation: nn.Module, end: float | str, backend: str) -> nn.Module:
 def run(path: str, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = level
+    options.add_session_config_entry(*EXACT_SUMS)
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return session.run(None, {session.get_inputs()[0].name: X.numpy()})[0]
 
