@@ -50,3 +50,29 @@ def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: in
         return None
     front = -stride * first - front_cut
     return SubPixel(front, stride * taps - size - front, taps, last, after)
+
+
+def sub_pixels_of_image(
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[SubPixel, ...] | None:
+    """Return the form of both dimensions of a transposed convolution of images; None for one that has none.
+
+    One with dilation, with groups, in one or three dimensions, or with two strides has none. Files and integer arithmetic ask
+    here, so that both mean the same layers.
+
+    Example:
+        >>> len(sub_pixels_of_image((4, 4), (2, 2), ((1, 1), (1, 1)), (0, 0), (1, 1), groups=1))
+        2
+        >>> sub_pixels_of_image((4, 4), (2, 1), ((1, 1), (1, 1)), (0, 0), (1, 1), groups=1) is None
+        True
+    """
+    if len(sizes) != 2 or len(set(strides)) > 1 or set(dilation) != {1} or groups != 1:
+        return None
+    found = [sub_pixel(*dimension) for dimension in zip(sizes, strides, padding, output_padding, strict=True)]
+    forms = tuple(form for form in found if form is not None)
+    return forms if len(forms) == len(found) else None

@@ -31,15 +31,15 @@ def lower(model: onnx_ir.Model, opset: int, integer_weights: bool) -> None:
     Raises:
         ValueError: A shape does not fit ONNX's nodes.
     """
-    constants = _Constants(model.graph)
+    constants = Constants(model.graph)
     for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.domain == DOMAIN:
             _Lowering(node, opset, constants).replace(integer_weights)
     model.opset_imports.pop(DOMAIN, None)
 
 
-class _Constants:
-    """The constants that lowering adds to a graph: equal ones once."""
+class Constants:
+    """The constants that are added to a graph: `shared` ones that are equal once."""
 
     def __init__(self, graph: onnx_ir.Graph) -> None:
         self.graph = graph
@@ -72,7 +72,7 @@ class _Lowering:
         constants: The constants of the graph.
     """
 
-    def __init__(self, node: onnx_ir.Node, opset: int, constants: _Constants) -> None:
+    def __init__(self, node: onnx_ir.Node, opset: int, constants: Constants) -> None:
         given = {key: attribute.value for key, attribute in node.attributes.items()}
         self.node, self.opset, self.constants, self.name = node, opset, constants, given.get(QUANTIZER)
         self.format, self.ends = given["format"], (given["qmin"], given["qmax"])

@@ -23,7 +23,7 @@ from qtoolkit.op_kinds.nodes import module_of
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.sub_pixel import sub_pixel
+from qtoolkit.sub_pixel import sub_pixels_of_image
 
 
 def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
@@ -224,10 +224,9 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
 def _has_sub_pixel_form(layer: Any) -> bool:
     """Return whether the file has a convolution for a transposed one (`qtoolkit.export.passes.sub_pixel`)."""
-    if len(layer.stride) != 2 or len(set(layer.stride)) > 1 or set(layer.dilation) != {1} or layer.groups != 1:
-        return False
-    dimensions = zip(layer.kernel_size, layer.stride, layer.padding, layer.output_padding, strict=True)
-    return all(sub_pixel(size, stride, (cut, cut), extra) is not None for size, stride, cut, extra in dimensions)
+    cuts = [(cut, cut) for cut in layer.padding]
+    sizes, of_output = layer.kernel_size, layer.output_padding
+    return sub_pixels_of_image(sizes, layer.stride, cuts, of_output, layer.dilation, layer.groups) is not None
 
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:

@@ -1,11 +1,12 @@
 """Transposed convolutions of codes, written as a convolution and a DepthToSpace, which runtimes compute on codes."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qtoolkit.export.passes.saturation import constant_input
-from qtoolkit.sub_pixel import SubPixel, sub_pixel
+from qtoolkit.sub_pixel import SubPixel, sub_pixels_of_image
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -32,7 +33,9 @@ class _Rewriting:
     """Rewrites one node, if it has the form."""
 
     def __init__(self, model: "onnx_ir.Model", node: "onnx_ir.Node") -> None:
-        self.model, self.node = model, node
+        from qtoolkit.export.lowering import Constants
+
+        self.model, self.node, self.constants = model, node, Constants(model.graph)
         self.nodes: list[onnx_ir.Node] = []
         self.joined: list[onnx_ir.Value] = []  # outputs of activations in front of the QuantizeLinear
 
@@ -79,30 +82,26 @@ class _Rewriting:
             self.joined.append(value)
         return None
 
-    def _forms(self, codes: Any) -> list[SubPixel] | None:
-        """Return the form of each dimension of a weight with these codes; None without them."""
-        if codes.const_value is None or len(codes.shape) != 4:
+    def _forms(self, codes: Any) -> Sequence[SubPixel] | None:
+        """Return the form of both dimensions of a weight with these codes; None without them."""
+        attributes = self.node.attributes
+        given = attributes.get_string("auto_pad", "NOTSET") == "NOTSET" and "output_shape" not in attributes
+        if codes.const_value is None or not given:
             return None
-        strides, pads = self._ints("strides", [1, 1]), self._ints("pads", [0] * 4)
-        extra = self._ints("output_padding", [0, 0])
-        plain = set(self._ints("dilations", [1, 1])) == {1} and self.node.attributes.get_int("group", 1) == 1
-        given = (
-            self.node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-            and "output_shape" not in self.node.attributes
-        )
-        if len(set(strides)) > 1 or not plain or not given:
-            return None
-        sizes = codes.shape[2:]
-        forms = [sub_pixel(sizes[d], strides[d], (pads[d], pads[d + 2]), extra[d]) for d in range(2)]
-        found = [form for form in forms if form is not None]
-        return found if len(found) == len(forms) else None
+        sizes = list(codes.shape[2:])
+        ones, zeros = [1] * len(sizes), [0] * len(sizes)
+        pads = self._ints("pads", [*zeros, *zeros])
+        cuts = list(zip(pads[: len(sizes)], pads[len(sizes) :], strict=True))
+        strides, dilations = self._ints("strides", ones), self._ints("dilations", ones)
+        extra = self._ints("output_padding", zeros)
+        return sub_pixels_of_image(sizes, strides, cuts, extra, dilations, attributes.get_int("group", 1))
 
     def _ints(self, name: str, default: list[int]) -> list[int]:
         return list(self.node.attributes.get_ints(name, default) or default)
 
     # ---- what is written
 
-    def _arranged(self, codes: Any, forms: list[SubPixel], stride: int) -> Any:
+    def _arranged(self, codes: Any, forms: Sequence[SubPixel], stride: int) -> Any:
         """Return the codes (in, out, k, k) as (out * stride * stride, in, taps, taps)."""
         columns, channels = codes.shape[:2]
         taps = [form.taps for form in forms]
@@ -124,13 +123,11 @@ class _Rewriting:
         return y
 
     def _repeated(self, value: Any, channels: int) -> Any:
-        import onnx_ir
-
         array = value.const_value.numpy()
         if array.ndim == 0:
             return value
         block = self._ints("strides", [1, 1])[0] ** 2
-        return self._stored(onnx_ir.tensor(np.repeat(array, block), name=f"{value.name}.blocks"))
+        return self.constants.add(np.repeat(array, block), value.dtype, f"{value.name}.blocks")
 
     def _shuffle(self, quantize: Any, stride: int) -> None:
         """Put a pair and a DepthToSpace in front of a QuantizeLinear."""
@@ -147,21 +144,9 @@ class _Rewriting:
         quantize.replace_input_with(0, pixels)
 
     def _constant(self, values: list[int]) -> Any:
-        import onnx_ir
+        from onnx_ir import DataType
 
-        return self._stored(onnx_ir.tensor(np.array(values, np.int64), name=f"{self.node.name}/sizes"))
-
-    def _stored(self, tensor: Any) -> Any:
-        """Return an initializer."""
-        import onnx_ir
-
-        name, number = tensor.name, 1
-        while tensor.name in self.model.graph.initializers:
-            number += 1
-            tensor.name = f"{name}_{number}"
-        value = onnx_ir.val(tensor.name, tensor.dtype, tensor.shape, const_value=tensor)
-        self.model.graph.register_initializer(value)
-        return value
+        return self.constants.add(np.array(values, np.int64), DataType.INT64, f"{self.node.name}/sizes")
 
     def _add(
         self, op_type: str, inputs: list[Any], attributes: dict[str, Any] | None = None, name: str | None = None
