@@ -36,24 +36,32 @@ class Request:
     output_names: Sequence[str] | None
     dynamic_shapes: Any
 
+    @torch.no_grad()
+    def run(self) -> Any:
+        """Return what the model computes of its inputs."""
+        return self.model(*self.inputs.args, **self.inputs.kwargs)
+
 
 def _export_dynamo(request: Request) -> "onnx_ir.Model":
+    from qtoolkit.export.quantized_constants import QuantizedConstants
     from qtoolkit.export.translation import TRANSLATIONS, keep_quantizers
 
+    constants = QuantizedConstants(request.model, request.run)
     try:
-        program = torch.onnx.export(
-            request.model,
-            _closed(request.inputs.args),
-            kwargs=request.inputs.kwargs,
-            dynamo=True,
-            opset_version=request.opset,
-            custom_translation_table=dict(TRANSLATIONS),
-            input_names=request.inputs.given_names or None,
-            output_names=request.output_names,
-            dynamic_shapes=request.dynamic_shapes,
-            verbose=False,
-            optimize=False,
-        )
+        with constants.kept_out():
+            program = torch.onnx.export(
+                request.model,
+                _closed(request.inputs.args),
+                kwargs=request.inputs.kwargs,
+                dynamo=True,
+                opset_version=request.opset,
+                custom_translation_table=dict(TRANSLATIONS),
+                input_names=request.inputs.given_names or None,
+                output_names=request.output_names,
+                dynamic_shapes=request.dynamic_shapes,
+                verbose=False,
+                optimize=False,
+            )
     except torch.onnx.OnnxExporterError as error:
         if request.dynamic_shapes is not None and "static shape" in str(error.__cause__):
             raise RuntimeError(_describe_constants(error.__cause__)) from error
@@ -62,6 +70,7 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
         raise RuntimeError(_describe_failure(request.model, error)) from error
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
+    constants.put_back(program.model)
     _name_axes(program.model, _names_of_axes(request))
     # Before the optimizer, which merges scales of equal value.
     _name_by_quantizers(program.model, _first_names(request.model))

@@ -38,6 +38,15 @@ def lower(model: onnx_ir.Model, opset: int, integer_weights: bool) -> None:
     model.opset_imports.pop(DOMAIN, None)
 
 
+def unused_name(graph: onnx_ir.Graph, name: str) -> str:
+    """Return this name, with a number if a constant of the graph has it."""
+    unique, number = name, 1
+    while unique in graph.initializers:
+        number += 1
+        unique = f"{name}_{number}"
+    return unique
+
+
 class Constants:
     """The constants that are added to a graph: `shared` ones that are equal once."""
 
@@ -54,10 +63,7 @@ class Constants:
 
     def add(self, array: Array, dtype: DataType, name: str) -> onnx_ir.Value:
         """Return a new constant, named like this."""
-        unique, number = name, 1
-        while unique in self.graph.initializers:
-            number += 1
-            unique = f"{name}_{number}"
+        unique = unused_name(self.graph, name)
         value = onnx_ir.val(unique, dtype, array.shape, const_value=tensor(array, dtype, unique))
         self.graph.register_initializer(value)
         return value

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 
 from qtoolkit.backends import Backend, backends
@@ -215,13 +214,11 @@ def written(
     from qtoolkit.export.translation import DOMAIN
 
     model, inputs = request.model, request.inputs
-    with evaluating(model), torch.no_grad():
-        check_outputs(model(*inputs.args, **inputs.kwargs), request.output_names)
-    shaped = shaped_weights(model, partial(_run, model, inputs))
     if dynamic_batch:
         inputs, shapes = inputs.with_dynamic_batch()
         request = replace(request, inputs=inputs, dynamic_shapes=shapes)
-    with evaluating(model), in_float(model), without_noise(), shaped:
+    with evaluating(model), in_float(model), without_noise(), shaped_weights(model, request.run):
+        check_outputs(request.run(), request.output_names)
         exported = convert_opset(EXPORTERS[exporter](request), opset, exporter)
         # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
         onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)
@@ -236,11 +233,6 @@ def _backend_of(model: nn.Module) -> Backend:
     """Return the backend that a model was prepared for, or the default one if the model records none."""
     plan = plan_of(model)
     return backends["tensorrt"] if plan is None else plan.backend
-
-
-@torch.no_grad()
-def _run(model: nn.Module, inputs: Inputs) -> None:
-    model(*inputs.args, **inputs.kwargs)
 
 
 def require_extra(what: str) -> None:

@@ -13,6 +13,8 @@ import onnxscript
 import torch
 from onnx import defs
 
+from qtoolkit.errors import present
+
 DOMAIN, PLACEHOLDER = "qtoolkit", "FakeQuant"
 QUANTIZER = "quantizer"  # a note in the metadata, then an attribute: the name of the quantizer
 _OPSET = onnxscript.opset18  # the first of the translations in torchlib
@@ -67,6 +69,17 @@ def _write(x: Any, scale: Any, zero_point: Any, format: str, ends: tuple[int, in
     shape = () if x.shape is None else tuple(x.shape)
     y = op(x, scale, zero_point, **_attributes(onnx_ir.DataType(x.dtype), shape, format, ends, *channels))
     return y, _OPSET.Constant(value_ints=[])  # the mask, which nothing takes
+
+
+def placeholder(inputs: Sequence[onnx_ir.Value], settings: Mapping[str, Any]) -> onnx_ir.Node:
+    """Return the placeholder of a call; `settings` are the op's other arguments by name."""
+    channels = (settings[name] for name in ("axis", "group", "block_size"))
+    ends = settings.get("qmin", 0), settings.get("qmax", 0)
+    x, shape = inputs[0], inputs[0].shape or ()
+    attributes = _attributes(
+        present(x.dtype, f"the type of {x.name!r}"), tuple(shape), settings.get("format", "int"), ends, *channels
+    )
+    return onnx_ir.node(PLACEHOLDER, inputs, attributes, domain=DOMAIN)
 
 
 def _fake_quant(

@@ -1,0 +1,177 @@
+"""Quantizers of parameters and buffers stay out of the graph that torch records, and return when it is an ONNX graph.
+
+For a model with quantizers, most nodes of that graph would compute constants, and torch.onnx.export takes milliseconds for each
+node. In place of a quantized constant, the graph has the constant itself, as a buffer of its own.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qtoolkit.export.lowering import unused_name
+from qtoolkit.export.translation import DOMAIN, TRANSLATIONS, placeholder
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.frozen import Grid
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The call of a quantizing op on a constant.
+
+    Attributes:
+        kept: The name of the buffer that stands for its result.
+        names: The dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of a computed
+            scale.
+        tensors: Their values.
+        settings: Its other arguments by name.
+    """
+
+    kept: str
+    names: Sequence[str]
+    tensors: Sequence[Tensor]
+    settings: Mapping[str, Any]
+
+
+class QuantizedConstants:
+    """The quantized constants of a converted model.
+
+    Args:
+        model: The model.
+        run: Runs it once, which shows them.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
+        self._model = model
+        self._named = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._calls: dict[_Quantizing, _Call | None] = {}  # None: of several constants, or of none
+        with _replaced({method: self._recording(method) for method in _quantizing(model)}):
+            run()
+
+    def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Any]:
+        def record(x: Tensor) -> Any:
+            with _Ops() as ops:
+                y = method.call(x)
+            call = self._call_in(ops.calls)
+            before = self._calls.setdefault(method, call)
+            if before is None or call is None or not all(map(torch.equal, before.tensors, call.tensors)):
+                self._calls[method] = None
+            return y
+
+        return record
+
+    def _call_in(self, calls: Sequence[Mapping[str, Any]]) -> _Call | None:
+        """Return the call that is all that a quantizer does; None if it does more, or not to a constant."""
+        if len(calls) != 1:
+            return None
+        tensors = [value.detach() for value in calls[0].values() if isinstance(value, Tensor)]
+        named = [self._named.get(id(value), "") for value in calls[0].values() if isinstance(value, Tensor)]
+        if not named[0]:
+            return None
+        settings = {name: value for name, value in calls[0].items() if not isinstance(value, Tensor)}
+        return _Call(f"qtoolkit_constant_{len(self._calls)}", named, tensors, settings)
+
+    @contextmanager
+    def kept_out(self) -> Iterator[None]:
+        """Let each quantizer of a constant return the buffer that stands for its result, for the duration of a `with` block."""
+        calls = {method: call for method, call in self._calls.items() if call is not None}
+        for call in calls.values():
+            self._model.register_buffer(call.kept, call.tensors[0])
+        try:
+            with _replaced({method: self._returning(method, call) for method, call in calls.items()}):
+                yield
+        finally:
+            for call in calls.values():
+                delattr(self._model, call.kept)
+
+    def _returning(self, method: "_Quantizing", call: _Call) -> Callable[[Tensor], Any]:
+        owner, _, attribute = call.names[0].rpartition(".")
+
+        def kept(x: Tensor) -> Any:
+            # While torch records, the attributes of the model are stand-ins for its tensors.
+            is_constant = x is getattr(self._model.get_submodule(owner), attribute)
+            return getattr(self._model, call.kept) if is_constant else method.call(x)
+
+        return kept
+
+    def put_back(self, model: onnx_ir.Model) -> None:
+        """Add the placeholders of the quantizers to a file's graph, which has the buffers as its initializers."""
+        graph, first = model.graph, model.graph[0]
+        for call in self._calls.values():
+            x = None if call is None else graph.initializers.pop(call.kept, None)
+            if call is None or x is None:
+                continue
+            x.name = unused_name(graph, call.names[0])
+            graph.register_initializer(x)
+            scale = call.names[1] or unused_name(graph, f"{x.name}.scale")
+            names = scale, *call.names[2:]
+            grid = [_constant(graph, name, tensor) for name, tensor in zip(names, call.tensors[1:], strict=True)]
+            node = placeholder([x, *grid], call.settings)
+            y = node.outputs[0]
+            y.name, y.shape, y.type = f"{x.name}.quantized", x.shape, x.type
+            onnx_ir.convenience.replace_all_uses_with(x, y)
+            node.replace_input_with(0, x)
+            graph.insert_before(first, node)
+        model.opset_imports[DOMAIN] = 1
+
+
+def _constant(graph: onnx_ir.Graph, name: str, tensor: Tensor) -> onnx_ir.Value:
+    if name not in graph.initializers:
+        value = TorchTensor(tensor)
+        made = onnx_ir.Value(name=name, const_value=value, shape=value.shape, type=onnx_ir.TensorType(value.dtype))
+        graph.register_initializer(made)
+    return graph.initializers[name]
+
+
+@dataclass(frozen=True)
+class _Quantizing:
+    """A method of a module that may quantize a constant."""
+
+    module: nn.Module
+    name: str
+
+    def call(self, x: Tensor) -> Any:
+        """Call the method of the module's class."""
+        return getattr(type(self.module), self.name)(self.module, x)
+
+
+def _quantizing(model: nn.Module) -> Iterator[_Quantizing]:
+    for module in model.modules():
+        if isinstance(module, Grid):
+            yield _Quantizing(module, "forward")
+        if isinstance(module, QuantWeighted):
+            yield _Quantizing(module, "bias_in_sums")
+
+
+@contextmanager
+def _replaced(methods: Mapping[_Quantizing, Callable[[Tensor], Any]]) -> Iterator[None]:
+    """Replace methods for the duration of a `with` block."""
+    for method, function in methods.items():
+        vars(method.module)[method.name] = function
+    try:
+        yield
+    finally:
+        for method in methods:
+            del vars(method.module)[method.name]
+
+
+class _Ops(TorchFunctionMode):
+    """The calls of quantizing ops in a `with` block, each as its arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Mapping[str, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in TRANSLATIONS:
+            given = inspect.signature(TRANSLATIONS[func]).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            self.calls.append(given.arguments)
+        return func(*args, **(kwargs or {}))
