@@ -82,6 +82,12 @@ def largest_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
     return float(max(gaps, default=0.0))
 
 
+def relative_difference(ours: Tensor, theirs: Any) -> float:
+    """Return the largest difference between a tensor and an array, as a share of the largest value of both."""
+    size = max(np.abs(_array(ours)).max(initial=0), np.abs(_array(theirs)).max(initial=0))
+    return largest_difference([ours], [theirs]) / float(size) if size else 0.0
+
+
 def _array(value: Any) -> Any:
     return value.detach().cpu().double().numpy() if isinstance(value, Tensor) else value
 
@@ -153,10 +159,13 @@ class CodeComparison:
         stored: Comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes.
         missing: Quantizers that are executed but have no node, once for each call.
         unreached: Quantizers that are not executed for the inputs.
+        outputs: What the model returns where it continues with onnxruntime's codes.
 
     Raises:
         TypeError: The model was not converted.
     """
+
+    outputs: Any = None
 
     def __init__(
         self,
@@ -195,7 +204,7 @@ class CodeComparison:
             forward_hooks(between_layers, self._compare_call),
             ChosenMaxima(self.positions),
         ):
-            self.converted(*args, **kwargs)
+            self.outputs = self.converted(*args, **kwargs)
         for name, (grid, weight) in self.weights.items():
             if name in self.nodes or calls[grid]:
                 self._compare_weight(name, grid, weight)

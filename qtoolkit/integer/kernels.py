@@ -100,6 +100,13 @@ class Kernel(nn.Module):
         self.register_buffer(name, value, persistent=False)
 
 
+def output_of(kernel: Kernel) -> Side:
+    """Return the quantizer of a kernel's output."""
+    if kernel.output is None:
+        raise TypeError(f"{with_article(kernel.NAME)} needs the quantizer of its output.")
+    return kernel.output
+
+
 @contextmanager
 def in_float(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its float form does, for the duration of a `with` block."""

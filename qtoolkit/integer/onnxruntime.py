@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import Kernel, LayerKernel, OpKernel, Side, why_no_sums
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of, why_no_sums
 from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import module_of
@@ -32,13 +32,6 @@ def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
     Source: mlas/lib/requantize.cpp.
     """
     return (sums.float() * factor).clamp_(*output.ends).round_().mul_(output.scale)
-
-
-def output_of(kernel: Kernel) -> Side:
-    """Return the quantizer of a kernel's output."""
-    if kernel.output is None:
-        raise TypeError(f"{with_article(kernel.NAME)} needs the quantizer of its output.")
-    return kernel.output
 
 
 class QLinearConv(LayerKernel):

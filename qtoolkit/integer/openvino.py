@@ -7,13 +7,15 @@ kernel, so that they round as in the float form.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, why_no_sums
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, output_of, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 
 CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "cat", "zero_pad")
@@ -22,8 +24,8 @@ CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "
 class MultipliedSums(FloatOutput):
     """f32(f32(f32(sums) * f32(xs * ws)) + bias); what follows is float32. xs is the width of the input's range by its codes.
 
-    Compared with the codes of each kind of layer, none behind a ReLU differs. One in a million does, at ties, where a layer has
-    no bias (the output's scale is then part of the factor) or no activation in front of a signed quantizer.
+    Compared with the codes of each kind of layer, none behind a ReLU differs. A few in a million do, at ties, behind a linear
+    layer without a ReLU, and behind a convolution without a bias, where the output's scale is part of the factor.
     """
 
     @property
@@ -32,6 +34,34 @@ class MultipliedSums(FloatOutput):
         (source,) = self.inputs
         low, high = source.ends
         return (high * source.scale - low * source.scale) / torch.full_like(source.scale, high - low)
+
+
+class QuantizedSums(MultipliedSums):
+    """rint(fma(y, f, z)) for y of `MultipliedSums`, f = f32(255 / f32(high - low)), z = f32(f32(-low * 255) / f32(high - low)).
+
+    low and high are the ends of the output's range, 255 its steps. Sources: its CPU plugin, FakeQuantize::getOptimizedFormula,
+    and oneDNN's eltwise_linear, which is a fused multiply-add. Of 50 million codes of 1x1 ones, none differs.
+    """
+
+    TO_FLOAT = False
+    factor: Tensor
+    shift: Tensor
+
+    def refresh(self) -> None:
+        """Compute the factor and the shift."""
+        super().refresh()
+        output = output_of(self)
+        low, high = (end * output.scale for end in output.ends)
+        steps = torch.full_like(low, output.ends[1] - output.ends[0])
+        self.constant("factor", (steps / (high - low)).double())
+        self.constant("shift", (-low * steps / (high - low)).double())
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the values of the output's codes."""
+        output = output_of(self)
+        # A product of two float32 numbers is exact in float64.
+        y = (super().forward(x, *args, **kwargs).double() * self.factor + self.shift).float()
+        return y.round_().add_(output.ends[0]).clamp_(*output.ends).mul_(output.scale)
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
@@ -43,7 +73,8 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
         return reason
     if layer.KIND == "conv_transpose" and source.zero_point is not None:
         return "OpenVINO computes a conv_transpose in integers only if the code of zero is 0"
-    return MultipliedSums
+    fused = layer.KIND != "linear" and layer.bias is not None and output is not None and gives_codes(output)
+    return QuantizedSums if fused else MultipliedSums
 
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, why_no_sums
-from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, output_of, requantized
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of, why_no_sums
+from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import kind_of
 from qtoolkit.quantizers.bias import gives_codes

@@ -45,6 +45,23 @@ def test_a_weight_without_a_node_is_missing(tmp_path) -> None:
         found.check()
 
 
+@pytest.mark.parametrize("what", ["bias", "weight"])
+def test_an_output_without_a_quantizer_is_compared(what: str, tmp_path) -> None:
+    prepared = qt.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), X, backend="onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    converted = qt.convert(prepared)
+    result = qt.export_onnx(converted, X, tmp_path / "model.onnx")
+    assert result.verification.output_error < 1e-5
+    proto = onnx.load(str(result.path))
+    found = next(value for value in proto.graph.initializer if value.name == f"2.{what}.codes")
+    changed = numpy_helper.to_array(found).copy()
+    changed.flat[1] = changed.flat[1] + 2000 if what == "bias" else -changed.flat[1]
+    found.CopyFrom(numpy_helper.from_array(changed, found.name))
+    compared = verify_onnx(converted, proto, X)
+    with pytest.raises(RuntimeError, match="an output differs in onnxruntime by|codes must equal the model's"):
+        compared.check()
+
+
 class Gates(nn.Module):
     """Two parameters of equal values, each quantized by a quantizer of its own through a view."""
 

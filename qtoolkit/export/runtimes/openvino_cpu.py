@@ -30,6 +30,12 @@ SATURATES = (
     "weights with codes beyond 64: the backend 'openvino' quantizes weights to 7 bits."
 )
 
+# Source: its CPU plugin, Convolution::setPostOps ("drop rounding one special residual pattern").
+UNROUNDED = (
+    "OpenVINO does not round at {}: behind a convolution into which it fuses an add and the quantizer of the sum. Where codes "
+    "are read, it does."
+)
+
 
 def execute(
     path: Path, inputs: Sequence[Tensor], nodes: Sequence[QuantizerNode], grids: Mapping[str, "Grid"], _: bool = True
@@ -53,8 +59,11 @@ def execute(
     labels = layer_names(file.proto.graph)
     layers, conversions = _layers(plain, labels)
     change = largest_difference(outputs, results[: len(outputs)])
-    remark = SATURATES if processor_saturates() and has_wide_weights(file) else ""
-    return Executed(_description(plain), outputs, codes, layers, conversions, change, SHARE, remark)
+    remarks = [SATURATES] if processor_saturates() and has_wide_weights(file) else []
+    unrounded = _unrounded(plain, nodes)
+    if unrounded:
+        remarks.append(UNROUNDED.format(", ".join(map(repr, unrounded))))
+    return Executed(_description(plain), outputs, codes, layers, conversions, change, SHARE, " ".join(remarks))
 
 
 def _compiled(path: Path) -> Any:
@@ -86,6 +95,16 @@ def _description(compiled: Any) -> str:
     return f"openvino {version}" + (
         "" if precision == openvino.Type.f32 else f" (float ops in {precision.to_string()})"
     )
+
+
+def _unrounded(compiled: Any, nodes: Sequence[QuantizerNode]) -> list[str]:
+    """Return the quantizers whose values OpenVINO does not round: in one kernel with a later quantizer."""
+    quantizers = {node.quantize: node.quantizer for node in nodes if node.quantize}
+    found = []
+    for op in compiled.get_runtime_model().get_ordered_ops():
+        fused = op.get_rt_info()["originalLayersNames"].astype(str).split(",")
+        found += [quantizers[name] for name in fused if name in quantizers][:-1]
+    return found
 
 
 def _layers(compiled: Any, labels: Mapping[str, str]) -> tuple[tuple[Layer, ...], int]:
