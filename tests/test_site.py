@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
@@ -48,6 +49,15 @@ def test_troubleshooting_quotes_sentences_of_the_code() -> None:
     every, quotations = sentences.sentences(), sentences.quoted((DOCS / "troubleshooting.md").read_text())
     assert len(quotations) > 60
     assert [quote for quote in quotations if not any(sentences.explains(quote, sentence) for sentence in every)] == []
+
+
+@pytest.mark.parametrize("folder", ["csrc", "qtoolkit", "examples", "benchmarks"])
+def test_the_map_names_every_file(folder: str) -> None:
+    named = re.findall(r"[\w.*-]*\w", (DOCS / "design" / "map.md").read_text())
+    stems = {Path(name).stem for name in named}  # x.h and x.cpp have one line
+    found = [path for path in (DOCS.parent / folder).iterdir() if not path.name.startswith(("__", "."))]
+    ours = [path.stem for path in found if path.suffix not in (".so", ".typed")]
+    assert [stem for stem in ours if not any(fnmatch(stem, pattern) for pattern in stems)] == []
 
 
 @pytest.mark.parametrize("source", sorted(DOCS.glob("design/*.dot")), ids=lambda path: path.stem)

@@ -168,7 +168,7 @@ def _check_extra() -> None:
     try:
         import safetensors  # noqa: F401
     except ImportError:
-        raise ImportError("checkpoints need safetensors; install it by: pip install 'qtoolkit[checkpoint]'.") from None
+        raise ImportError("checkpoints need safetensors; run: pip install qtoolkit[checkpoint].") from None
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Folder:
             file = self.data / Path(name).name
             if not file.is_file() or file.stat().st_size != size:
                 found = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
-                raise ValueError(f"its file {str(file)!r} {found}, and had {size} when it was written")
+                raise ValueError(f"its file {str(file)!r} {found}, and had {size} bytes when it was written")
         metadata = HuggingFaceStorageReader(path=str(self.data)).read_metadata()
         for name, shape in self.shapes.items():
             written = metadata.state_dict_metadata.get(name)

@@ -1,6 +1,7 @@
 """State dicts that other code has saved: by torch.save, in the wrappings that scripts give them."""
 
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ def read_pickle(path: Path) -> InMemory:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise ValueError(
-            f"it is not a file of tensors alone ({str(error).splitlines()[0]}). Other pickles may run code and are not loaded: "
-            f"where you trust it, save its state dict by torch.save(model.state_dict(), path)"
+            f"it is not a file of tensors alone ({_found(error)}). Other pickles may run code and are not loaded: where you "
+            f"trust it, save its state dict by torch.save(model.state_dict(), path)"
         ) from None
     found = content
     if isinstance(content, Mapping):
@@ -36,6 +37,11 @@ def read_pickle(path: Path) -> InMemory:
     if is_wrapped(found):
         metadata = {name.removeprefix(WRAPPER): value for name, value in metadata.items()}
     return InMemory(dict(without_wrapper(found)), None, metadata)
+
+
+def _found(error: Exception) -> str:
+    name = re.search(r"GLOBAL (\S+)", str(error))  # the rest is advice on other arguments of torch.load
+    return f"it holds {name[1]}" if name else f"torch.load raises {type(error).__name__}"
 
 
 def is_wrapped(state: Mapping[str, Any]) -> bool:

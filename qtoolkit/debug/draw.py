@@ -67,7 +67,7 @@ def picture_of(gm: fx.GraphModule) -> bytes:
     try:
         import pygraphviz
     except ImportError as error:
-        raise ImportError(f"draw needs {error.name}; type: pip install qtoolkit[report]") from None
+        raise ImportError(f"draw needs {error.name}; run: pip install qtoolkit[report].") from None
     faster = {"splines": "polyline", "nslimit": "1"} if len(gm.graph.nodes) > LARGE else {}
     picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica", **faster)
     picture.node_attr.update(shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")

@@ -20,10 +20,11 @@ class SizedProxy(fx.Proxy):
     tracer: "ModelTracer"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):  # a protocol that proxies do not implement
-            raise AttributeError(f"a traced value has no {name}.")
         value = self.tracer.value_of(self)
-        if value is UNKNOWN or callable(getattr(value, name, _missing)):
+        is_protocol = name.startswith("__") and name.endswith("__")  # which proxies do not implement
+        if is_protocol or (value is not UNKNOWN and not hasattr(value, name)):
+            raise AttributeError(f"a traced value has no {name!r}.")
+        if value is UNKNOWN or callable(getattr(value, name)):
             return super().__getattr__(name)
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 
@@ -97,7 +98,8 @@ class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes firs
 
     def __getattribute__(self, name: str) -> Any:
         """Return an attribute of the proxy, or record the read of a tensor's attribute."""
-        return super().__getattribute__(name) if name in _OWN else self.__getattr__(name)
+        is_own = name in _OWN or name in super().__getattribute__("__dict__")
+        return super().__getattribute__(name) if is_own else self.__getattr__(name)
 
     def __copy__(self) -> fx.Proxy:
         """Record what copy.copy does with a tensor: the result shares its memory, and passes no gradient on."""
@@ -105,7 +107,3 @@ class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes firs
 
 
 _OWN = frozenset((*dir(SizedProxy), "node", "tracer", "_is_param", "_is_buffer"))
-
-
-def _missing() -> None:
-    """Stand for an attribute that a value does not have: torch.fx treats every attribute as a method."""

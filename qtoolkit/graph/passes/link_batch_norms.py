@@ -17,12 +17,14 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Let each QAT layer take over the batch norm after it, or fold it into the layer where the model is in eval mode.
 
     Raises:
-        ValueError: The backend's strategy for batch norms is not known, or does not fit one of them.
+        ValueError: The backend's strategy for batch norms is not known, or does not fit one of them; or a hook takes the
+            values between a layer and its batch norm.
     """
     calls = calls_of(gm)
     for node, follower in list(batch_norms(gm)):
         if why_apart(node, follower, calls, rules) is not None:
             continue
+        _check_hooks(node, follower)
         if gm.training:
             _link(gm, node, follower, rules.backend.batch_norm)
         else:
@@ -60,6 +62,16 @@ def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules:
     if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
         return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
     return "the qconfig_mapping says so" if rules.of_node(follower).qconfig is None else None
+
+
+def _check_hooks(node: fx.Node, follower: fx.Node) -> None:
+    layer, bn = module_of(node), module_of(follower)
+    if layer._forward_hooks or bn._forward_hooks or bn._forward_pre_hooks:
+        hooked = node if layer._forward_hooks else follower
+        raise ValueError(
+            f"prepare: {str(hooked.target)!r} has forward hooks, which would get other values or be lost where the batch norm "
+            f"{str(follower.target)!r} is folded into the layer {str(node.target)!r}; remove them first."
+        )
 
 
 def _link(gm: QuantizedGraphModule, node: fx.Node, follower: fx.Node, strategy: str) -> None:

@@ -109,7 +109,7 @@ class Front:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError(f"plot needs {error.name}; type: pip install qtoolkit[tuning]") from None
+            raise ImportError(f"plot needs {error.name}; run: pip install qtoolkit[tuning].") from None
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         values: Sequence[float] = self.scores or [point.error for point in self.points]

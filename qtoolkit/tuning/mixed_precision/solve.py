@@ -67,5 +67,5 @@ def _scipy_optimize() -> Any:
     try:
         from scipy import optimize
     except ImportError as error:
-        raise ImportError(f"mixed precision needs {error.name}; type: pip install qtoolkit[tuning]") from None
+        raise ImportError(f"mixed precision needs {error.name}; run: pip install qtoolkit[tuning].") from None
     return optimize

@@ -262,6 +262,16 @@ def test_what_a_graph_would_lose_silently_is_refused(
         qt.prepare(Net(function), example)
 
 
+def test_a_tensor_has_no_attributes_of_other_types() -> None:
+    def unpacked(module: Construct, x: Tensor) -> Tensor:
+        return module.layers(x.tensors if hasattr(x, "tensors") else getattr(x, "first", x))
+
+    model, x = Net(unpacked), torch.randn(2, 4)
+    nets.assert_float_when_off(qt.prepare(model, x), model, x)
+    with pytest.raises(qt.UntraceableError, match="a traced value has no 'tensors'.*in <lambda>"):
+        qt.prepare(Net(lambda module, x: module.layers(x.tensors)), x)
+
+
 def test_other_attributes_of_a_value_can_be_set() -> None:
     def marked(module: Construct, x: Tensor) -> Tensor:
         x = x * 2
@@ -269,7 +279,8 @@ def test_other_attributes_of_a_value_can_be_set() -> None:
         return module.layers(x) if x.is_masked else x
 
     model, x = Net(marked), torch.randn(2, 4)
-    nets.assert_float_when_off(qt.prepare(model), model, x)
+    for example in (None, x):
+        nets.assert_float_when_off(qt.prepare(model, example), model, x)
 
 
 def test_the_report_names_the_leaf_module_of_a_custom_function() -> None:

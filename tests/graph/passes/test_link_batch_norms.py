@@ -266,3 +266,22 @@ def test_a_pattern_is_looked_for_once() -> None:
     with pytest.raises(ValueError, match="matches no chain"):
         fuse_patterns.run(gm, {PATTERN: into_linear})
     assert str(gm.graph) == before
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("index", "register"),
+    [(0, "register_forward_hook"), (1, "register_forward_hook"), (1, "register_forward_pre_hook")],
+)
+def test_hooks_between_a_layer_and_its_batch_norm_are_refused(training: bool, index: int, register: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train(training)
+    handle = getattr(model[index], register)(lambda *args: None)
+    x = torch.randn(2, 3, 5, 5)
+    with pytest.raises(ValueError, match=f"prepare: '{index}' has forward hooks.* batch norm '1' .* layer '0'"):
+        qt.prepare(model, x, backend="onnxruntime")
+    handle.remove()
+    model[2].register_forward_hook(lambda module, args, y: 2 * y)
+    model[0].register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    prepared = qt.prepare(model.eval(), x, backend="onnxruntime")
+    with qt.disable_quantization(prepared):
+        torch.testing.assert_close(prepared(x), model(x))
