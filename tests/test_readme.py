@@ -14,6 +14,7 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys) -> None:
     assert (tmp_path / "model.onnx").exists()
     assert "weight codes:     0 of" in out
     assert "end to end: 0 of" in out
+    assert re.search(r"in float: +none;", out)
     assert len([line for line in program.splitlines() if line]) <= 30
 
 

@@ -64,6 +64,44 @@ def test_no_code_differs(tmp_path, geometry: tuple, weight_axis: int | None, bit
     assert_no_code_differs(integer, result.path)
 
 
+class Moved(nn.Module):
+    """A transposed convolution of values that another op moves."""
+
+    def __init__(self, move: nn.Module) -> None:
+        super().__init__()
+        self.first, self.move, self.up = nn.Conv2d(6, 8, 3, padding=1), move, nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.last(torch.relu(self.up(self.move(torch.relu(self.first(x)))))))
+
+
+class Cut(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, 1:, 2:].transpose(2, 3)
+
+
+@pytest.mark.parametrize("opset", [18, 21])
+@pytest.mark.parametrize(
+    "move",
+    [
+        nn.MaxPool2d(2),
+        nn.Sequential(nn.MaxPool2d(3, 1), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Unflatten(3, (3, 3)), nn.Flatten(2, 3)),
+        Cut(),
+    ],
+    ids=["pool", "pools", "reshapes", "slice and transpose"],
+)
+def test_of_moved_codes(tmp_path, move: nn.Module, opset: int) -> None:
+    integer = integer_form(Moved(move))
+    assert integer.plan.computed["up"].kernel == "QLinearConv"
+    path = qt.export_onnx(integer, X, tmp_path / "m.onnx", opset=opset).path
+    codes = verify(path, integer, X).runtimes["onnxruntime"]
+    codes.check()
+    assert codes.codes.differing == 0, codes
+    assert sum(layer.kernel == "QLinearConv" for layer in codes.integer_layers) == 3, codes
+
+
 @pytest.mark.parametrize("opset", [13, 17, 21, 26])
 def test_in_each_opset(tmp_path, opset: int) -> None:
     integer = integer_form(Deconvolutions(4, 2, 1))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qtoolkit.export.passes.moved_codes import MOVES
 from qtoolkit.export.passes.saturation import constant_input
 from qtoolkit.sub_pixel import SubPixel, sub_pixels_of_image
 
@@ -46,7 +47,7 @@ class _Rewriting:
         node, quantize = self.node, self._quantize()
         x, *constants = (value for value in node.inputs if value is not None)
         pairs: list[Any] = [_dequantize(value) for value in constants]
-        if quantize is None or _dequantize(x) is None or None in pairs:
+        if quantize is None or not _is_on_codes(x) or None in pairs:
             return
         codes, scale = pairs[0].inputs[0], constant_input(pairs[0], 1)
         forms = self._forms(codes)
@@ -161,6 +162,14 @@ def _shape(sizes: list[int]) -> Any:
     import onnx_ir
 
     return onnx_ir.Shape(sizes)
+
+
+def _is_on_codes(value: Any) -> bool:
+    """Return whether a tensor has the values of codes: of a DequantizeLinear, or moved from there."""
+    maker = value.producer()
+    while maker is not None and maker.op_type in MOVES and not maker.domain:
+        maker = maker.inputs[0].producer()
+    return maker is not None and maker.op_type == "DequantizeLinear"
 
 
 def _dequantize(value: Any) -> Any:
