@@ -95,8 +95,10 @@ def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> N
     rounded = model(x).detach()
     model.get_submodule("activation_quantizers.second").quantizing = False
     unrounded = model(x).detach()
-    error, without = (float((torch.tensor(theirs) - y).abs().mean()) for y in (rounded, unrounded))
-    assert without < error / 10
+    near = 2**-8  # of a value: where the processor has it, OpenVINO returns bfloat16
+    error, without = (torch.isclose(torch.tensor(theirs), y, near, 1e-6).logical_not() for y in (rounded, unrounded))
+    assert error.double().mean() > 0.1
+    assert without.double().mean() < 1e-3
 
 
 LAYERS = {
