@@ -32,7 +32,7 @@ docs: $(VENV)/built          ## the site, in build/site; each warning is an erro
 	@echo "== build/site/index.html"
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 
-second:                      ## the tests on the oldest torch that CI knows, fewer cases, without real data and benchmarks, in a copy of the tree
+second:                      ## one case of each test on the oldest torch that CI knows, without real data and benchmarks, in a copy of the tree
 	git checkout-index --all --force --prefix=build/second/
 	$(MAKE) -C build/second unit TORCH=torch==2.13.0 QTOOLKIT_CUDA=0 OPTIONS='--few -m "not data" --ignore=tests/test_benchmarks.py'
 

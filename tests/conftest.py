@@ -26,7 +26,7 @@ collect_ignore = ["compat/legacy_scripts", *([] if "QTOOLKIT_SANITIZE" in os.env
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="run all cases of the tests marked sweep (tests/sweep.py)")
-    parser.addoption("--few", action="store_true", help="of these, run only cases that together contain every value")
+    parser.addoption("--few", action="store_true", help="run one case of each test")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m

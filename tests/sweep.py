@@ -1,8 +1,8 @@
-"""Select the cases of a parametrized test that the default run takes; `pytest --sweep` takes all, `pytest --few` fewer.
+"""Select the cases of a parametrized test that the default run takes; `pytest --sweep` takes all, `pytest --few` one.
 
 `@pytest.mark.sweep(1)` keeps few cases that together contain every value of every parameter.
 `@pytest.mark.sweep(2)` keeps few cases that together contain every pair of values: each dtype with each layout, for example.
-`@pytest.mark.sweep`, on a test or a parameter, keeps none. With --few, every number is 1.
+`@pytest.mark.sweep`, on a test or a parameter, keeps none. With --few, every other test keeps one case, marked or not.
 """
 
 import zlib
@@ -20,7 +20,7 @@ def values_of(item: pytest.Item) -> tuple:
 
 
 def covering(cases: Mapping[str, tuple], strength: int) -> set[str]:
-    """Names of few cases that together contain all combinations of `strength` values of the given cases."""
+    """Names of few cases that together contain all combinations of `strength` values of the given cases; of one case for 0."""
     covers = {name: set(combinations(cases[name], strength)) for name in sorted(cases, key=shuffled)}
     missing, kept = set().union(*covers.values()), set()
     for most in range(max(map(len, covers.values())), 0, -1):  # greedy: the cases that add most come first
@@ -37,13 +37,13 @@ def shuffled(name: str) -> int:
 
 
 def left_out(items: Iterable[pytest.Item], few: bool) -> set[str]:
-    """Ids of the cases that the default run leaves out, or one with --few."""
+    """Ids of the cases that the default run leaves out, or the run with --few."""
     names, sweeps = set(), defaultdict(dict)
     for item in items:
         strengths = [mark.args for mark in item.iter_markers("sweep")]
         if () in strengths:
             names.add(item.nodeid)
-        elif strengths:
-            strength = 1 if few else strengths[0][0]
+        elif few or strengths:
+            strength = 0 if few else strengths[0][0]
             sweeps[item.nodeid.partition("[")[0], strength][item.nodeid] = values_of(item)
     return names.union(*(cases.keys() - covering(cases, strength) for (_, strength), cases in sweeps.items()))

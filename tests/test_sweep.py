@@ -13,7 +13,7 @@ def combined(names, strength: int) -> set:
     return {c for name in names for c in combinations(CASES[name], strength)}
 
 
-@pytest.mark.parametrize(("strength", "fewest"), [(1, 7), (2, 35), (3, 105), (4, 210)])
+@pytest.mark.parametrize(("strength", "fewest"), [(0, 1), (1, 7), (2, 35), (3, 105), (4, 210)])
 def test_all_combinations_occur_in_few_cases(strength: int, fewest: int) -> None:
     kept = covering(CASES, strength)
     assert combined(kept, strength) == combined(CASES, strength)
@@ -42,7 +42,7 @@ SUITE = """
 """
 
 
-@pytest.mark.parametrize(("options", "run"), [((), 3 + 4 + 1), (("--few",), 3 + 2 + 1), (("--sweep",), 9 + 4 + 1 + 2)])
+@pytest.mark.parametrize(("options", "run"), [((), 3 + 4 + 1), (("--few",), 1 + 1 + 1), (("--sweep",), 9 + 4 + 1 + 2)])
 def test_what_runs(pytester: pytest.Pytester, options: tuple, run: int) -> None:
     pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
     pytester.makepyfile(SUITE)
