@@ -52,7 +52,7 @@ def opset_of(path) -> int:
     return version
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("opset", [13, 17, 18, 21, 23, NEWEST_IN_ONNXRUNTIME])
 @pytest.mark.parametrize("backend", BACKENDS)
