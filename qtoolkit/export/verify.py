@@ -105,7 +105,8 @@ class Verification:
         if self.output_error > OUTPUT_ERROR:
             raise RuntimeError(
                 f"export: an output differs in onnxruntime by {self.output_error:.1%} of its largest value, where its inputs "
-                f"have the same codes; at most {OUTPUT_ERROR:.0%} is rounding. Export the model again."
+                f"have the same codes; at most {OUTPUT_ERROR:.0%} is rounding. The file may be of another model: export this "
+                f"one. If it differs too, a layer behind the last quantizers computes something else: report it with the model."
             )
 
     def __str__(self) -> str:
