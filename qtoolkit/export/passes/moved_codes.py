@@ -27,8 +27,13 @@ def quantize_moved_codes(model: "onnx_ir.Model", opset: int) -> None:
         uses = tuple(dequantize.outputs[0].uses())
         if _is_int8_with_one_scale(dequantize) and len(uses) == 1 and not dequantize.outputs[0].is_graph_output():
             mover, index = uses[0]
-            if mover.op_type in MOVES and not mover.domain and index == 0:
+            if moves_values(mover) and index == 0:
                 waiting += _insert_behind(mover, dequantize)
+
+
+def moves_values(node: "onnx_ir.Node") -> bool:
+    """Return whether a node moves values of its first input, and computes none."""
+    return node.op_type in MOVES and not node.domain
 
 
 def _is_int8_with_one_scale(dequantize: "onnx_ir.Node") -> bool:

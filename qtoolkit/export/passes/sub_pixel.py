@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.passes.moved_codes import MOVES
+from qtoolkit.export.passes.moved_codes import moves_values
 from qtoolkit.export.passes.saturation import constant_input
 from qtoolkit.sub_pixel import SubPixel, sub_pixels_of_image
 
@@ -166,10 +166,9 @@ def _shape(sizes: list[int]) -> Any:
 
 def _is_on_codes(value: Any) -> bool:
     """Return whether a tensor has the values of codes: of a DequantizeLinear, or moved from there."""
-    maker = value.producer()
-    while maker is not None and maker.op_type in MOVES and not maker.domain:
-        maker = maker.inputs[0].producer()
-    return maker is not None and maker.op_type == "DequantizeLinear"
+    while (maker := value.producer()) is not None and moves_values(maker):
+        value = maker.inputs[0]
+    return _dequantize(value) is not None
 
 
 def _dequantize(value: Any) -> Any:

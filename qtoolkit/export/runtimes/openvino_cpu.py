@@ -5,7 +5,7 @@ keep some ops from being fused, so codes deep in a network may differ from those
 `Executed.changed_by_reading` is what that makes of the outputs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,21 +101,30 @@ def _unrounded(compiled: Any, nodes: Sequence[QuantizerNode]) -> list[str]:
     """Return the quantizers whose values OpenVINO does not round: in one kernel with a later quantizer."""
     quantizers = {node.quantize: node.quantizer for node in nodes if node.quantize}
     found = []
-    for op in compiled.get_runtime_model().get_ordered_ops():
-        fused = op.get_rt_info()["originalLayersNames"].astype(str).split(",")
-        found += [quantizers[name] for name in fused if name in quantizers][:-1]
+    for _, facts in _executed_nodes(compiled):
+        found += [quantizers[name] for name in _fused(facts) if name in quantizers][:-1]
     return found
 
 
 def _layers(compiled: Any, labels: Mapping[str, str]) -> tuple[tuple[Layer, ...], int]:
     """Return the nodes that compute, and how many convert."""
     layers, conversions = [], 0
-    for op in compiled.get_runtime_model().get_ordered_ops():
-        facts = {key: value.astype(str) for key, value in op.get_rt_info().items()}
+    for name, facts in _executed_nodes(compiled):
         kernel, integer = facts["layerType"], facts["runtimePrecision"] in ("u8", "i8")
         if kernel in ("FakeQuantize", "Convert"):
             conversions += 1
         elif kernel not in PLUMBING:
-            sources = [labels[name] for name in facts["originalLayersNames"].split(",") if name in labels]
-            layers.append(Layer(sources[0] if sources else op.get_friendly_name(), kernel, integer))
+            sources = [labels[fused] for fused in _fused(facts) if fused in labels]
+            layers.append(Layer(sources[0] if sources else name, kernel, integer))
     return tuple(layers), conversions
+
+
+def _executed_nodes(compiled: Any) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Return the name and the facts of each node that OpenVINO executes."""
+    for op in compiled.get_runtime_model().get_ordered_ops():
+        yield op.get_friendly_name(), {key: value.astype(str) for key, value in op.get_rt_info().items()}
+
+
+def _fused(facts: Mapping[str, str]) -> list[str]:
+    """Return the names of the file's nodes that an executed node stands for."""
+    return facts["originalLayersNames"].split(",")
