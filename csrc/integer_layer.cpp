@@ -116,7 +116,7 @@ Tensor in_float(const Tensor& codes, const Tensor& weight, const Tensor& steps, 
 
 }  // namespace
 
-Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, at::ScalarType dtype) {
+Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l) {
   constexpr double kInt32 = 2147483647;
   const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto [weight, poison] = quantize_weight(l, l.geometry, type);
@@ -131,7 +131,7 @@ Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer&
     y = by_kernels(codes, *zero_point, weight, steps, b, l.geometry);
   }
   if (!y.defined()) y = in_float(codes, weight, steps, b, l, !zero_point.has_value());
-  return y.contiguous(output_format(x, l)).to(dtype);
+  return y;
 }
 
 }  // namespace qtoolkit

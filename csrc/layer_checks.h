@@ -23,6 +23,15 @@ inline void check_per_output(const char* op, const char* name, const std::option
                     t->sym_sizes(), ".");
 }
 
+inline void check_memory_format(const char* op, std::optional<at::MemoryFormat> format, const Layer& l) {
+  if (!format.has_value() || *format == at::MemoryFormat::Contiguous) return;
+  const bool is_2d = l.geometry.stride.size() == 2;
+  TORCH_CHECK_VALUE(is_2d && *format == at::MemoryFormat::ChannelsLast, op,
+                    ": memory_format must be None, torch.contiguous_format or, for a 2-d convolution, "
+                    "torch.channels_last, got ",
+                    *format, " and stride=", at::IntArrayRef(l.geometry.stride), ".");
+}
+
 inline void check_input_codes(const char* op, const Layer& l, c10::SymIntArrayRef size, const at::Tensor& like) {
   const at::Tensor& codes = l.codes;
   check_same_device(op, "codes", codes, like);

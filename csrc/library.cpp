@@ -137,9 +137,11 @@ TORCH_LIBRARY(qtoolkit, m) {
   // quant_weight(weight, factor, scale, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin,
   // x_qmax]. factor, bias: one element per output channel. codes: the codes of x, or two per byte in one dimension
   // (quantize_int4). integer: computes on the codes, and backward in channels_last. dtype: the type of the computation,
-  // by default that of x. Differentiable in x, weight, factor, scale, zero_point and bias; backward keeps x as its
-  // codes, and computes the quantized weight again.
-  m.def("quant_layer(Tensor x, Tensor? bias, " QT_LAYER ", ScalarType? dtype=None) -> Tensor");
+  // by default that of x. memory_format: of the output image, by default the one that torch's layer returns.
+  // Differentiable in x, weight, factor, scale, zero_point and bias; backward keeps x as its codes, and computes the
+  // quantized weight again.
+  m.def("quant_layer(Tensor x, Tensor? bias, " QT_LAYER
+        ", ScalarType? dtype=None, MemoryFormat? memory_format=None) -> Tensor");
 
   // Returns its gradients in x, weight, factor, scale, zero_point and bias; empty where one is not wanted or there is
   // none. size, x_dtype: those of x. grad has the type of the computation.

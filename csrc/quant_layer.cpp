@@ -33,17 +33,20 @@ optional<Tensor> cast(const optional<Tensor>& t, at::ScalarType dtype) {
   return t.has_value() ? optional<Tensor>(t->to(dtype)) : std::nullopt;
 }
 
-Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, optional<at::ScalarType> dtype) {
+Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, optional<at::ScalarType> dtype,
+                   optional<at::MemoryFormat> format) {
   constexpr const char* kOp = "quant_layer";
   check_float(kOp, "x", x);
   check_layer(kOp, l, x.sym_sizes(), x);
   check_per_output(kOp, "bias", bias, output_channels(l.weight, l.geometry), x);
   const at::ScalarType type = dtype.value_or(x.scalar_type());
   check_float_dtype(kOp, type);
+  check_memory_format(kOp, format, l);
   const WithoutAutocast guard;
-  if (l.integer && !x.is_meta()) return integer_layer(x, bias, l, type);
+  const at::MemoryFormat of_output = format.value_or(output_format(x, l));
+  if (l.integer && !x.is_meta()) return integer_layer(x, bias, l).contiguous(of_output).to(type);
   const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format());
-  return apply(x.to(type), weight.to(type), cast(bias, type), l.geometry).contiguous(output_format(x, l));
+  return apply(x.to(type), weight.to(type), cast(bias, type), l.geometry).contiguous(of_output);
 }
 
 // ---- backward
@@ -120,10 +123,11 @@ void quant_layer_boxed(const c10::OperatorHandle& op, Stack* stack) {
   optional<Tensor> bias;
   Layer layer;
   optional<at::ScalarType> dtype;
+  optional<at::MemoryFormat> format;
   const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> x >> bias >> layer >> dtype;
+  Reader(torch::jit::last(*stack, count)) >> x >> bias >> layer >> dtype >> format;
   torch::jit::drop(*stack, count);
-  stack->emplace_back(quant_layer(x, bias, layer, dtype));
+  stack->emplace_back(quant_layer(x, bias, layer, dtype, format));
 }
 
 void quant_layer_backward_boxed(const c10::OperatorHandle& op, Stack* stack) {

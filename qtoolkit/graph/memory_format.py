@@ -1,7 +1,7 @@
 """The memory format in which a prepared model computes in training: channels_last where its layers compute on codes.
 
 torch's int8 convolutions take and return channels_last. So do the convolutions of backward, which are faster in it: without
-conversions at each layer, the model converts its inputs, and its outputs back.
+conversions at each layer, the convolutions return it, and the model converts its outputs back.
 """
 
 import functools
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph.block_calls import map_leaves
-from qtoolkit.nn import QuantConv2d, on_codes
+from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, on_codes
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 VIEWS = ("view", "view_as", "as_strided")  # methods that fail where a tensor has other strides than the model expects
 
@@ -21,22 +22,42 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
     """Return a forward that computes what another one does, in channels_last in training where that is faster.
 
     Args:
-        gm: The model.
+        gm: The model. Its 2-d convolutions are told in which memory format to return images.
         forward: The function of its code.
     """
     names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
-    if not names or not _takes_any_strides(gm):
+    converts = bool(names) and _takes_any_strides(gm)
+    for module in gm.modules():
+        if isinstance(module, QuantConv2d | QuantConvTranspose2d):
+            module.memory_format = torch.channels_last if converts else None
+    if not converts:
         return forward
+    quantized = _quantized_inputs(gm)
 
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trains = self.training and torch.is_grad_enabled() and any(map(_is_in_rows, (*args, *kwargs.values())))
+        trains = self.training and torch.is_grad_enabled() and any(map(_may_be_in_rows, (*args, *kwargs.values())))
         if not trains or not any(_computes_on_codes(self, name) for name in names):
             return forward(self, *args, **kwargs)
-        args, kwargs = map_leaves((args, kwargs), _to_channels_last)
+        args = tuple(x if i in quantized else map_leaves(x, _to_channels_last) for i, x in enumerate(args))
+        kwargs = {name: x if name in quantized else map_leaves(x, _to_channels_last) for name, x in kwargs.items()}
         return map_leaves(forward(self, *args, **kwargs), _to_rows)
 
     return converted
+
+
+def _quantized_inputs(gm: fx.GraphModule) -> frozenset[int | str]:
+    """Return the places and the names of the inputs that quantizers alone take: to convert them would copy a batch.
+
+    A learned quantizer keeps its input for backward. Behind it, a convolution converts codes, a quarter of the bytes.
+    """
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    found = [(place, node.target) for place, node in enumerate(inputs) if all(_is_quantizer(gm, u) for u in node.users)]
+    return frozenset(key for keys in found for key in keys)
+
+
+def _is_quantizer(gm: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), TensorQuantizer)
 
 
 def _computes_on_codes(model: nn.Module, name: str) -> bool:
@@ -54,13 +75,15 @@ def _takes_any_strides(gm: fx.GraphModule) -> bool:
     return not any(node.op == "call_method" and node.target in VIEWS for node in gm.graph.nodes)
 
 
-def _is_in_rows(x: Any) -> bool:
-    """Return whether a value is a float32 image on the CPU with its channels outermost."""
-    return isinstance(x, Tensor) and x.dim() == 4 and x.is_cpu and x.dtype == torch.float32 and x.is_contiguous()
+def _may_be_in_rows(x: Any) -> bool:
+    """Return whether a value is an image for int8 kernels that is not in channels_last, or, with one channel, in both."""
+    if not isinstance(x, Tensor) or x.dim() != 4 or not on_codes.has_kernel_type(x):
+        return False
+    return x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _to_channels_last(x: Any) -> Any:
-    return x.contiguous(memory_format=torch.channels_last) if _is_in_rows(x) else x
+    return x.contiguous(memory_format=torch.channels_last) if _may_be_in_rows(x) else x
 
 
 def _to_rows(y: Any) -> Any:

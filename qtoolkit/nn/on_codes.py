@@ -100,7 +100,8 @@ def run(
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
     bias = layer.bias_in_sums(bias)  # after the weight's range, on whose steps it lies
-    return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast)
+    memory_format = layer.memory_format if integer and has_kernel_type(x) else None
+    return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast, memory_format)
 
 
 def quantized_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor | None:
@@ -128,10 +129,15 @@ def _scaled_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor:
     return weight if factor is None else layer.scale_output_channels(weight, factor.detach())
 
 
+def has_kernel_type(x: Tensor) -> bool:
+    """Return whether torch's int8 kernels can compute a layer of a tensor: a float32 one on the CPU."""
+    return x.dtype == torch.float32 and x.is_cpu
+
+
 def _on_integers(layer: "QuantWeighted", x: Tensor) -> bool:
     if why_in_float(layer) is not None:
         return False
-    exact_type = x.dtype == layer.weight.dtype == torch.float32 and x.is_cpu
+    exact_type = x.dtype == layer.weight.dtype and has_kernel_type(x)
     return layer.training_arithmetic.forward == "integer" or exact_type
 
 

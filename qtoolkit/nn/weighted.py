@@ -40,6 +40,8 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
         integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None.
+        memory_format: That of the images that a 2-d convolution returns where it computes on codes in training; None for that
+            of its input.
     """
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
@@ -49,6 +51,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
     integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
+    memory_format: torch.memory_format | None = None
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer, ...] = ()
     _source: on_codes.Source | None = None
@@ -89,6 +92,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
             "_source",
             "training_arithmetic",
             "integer_kernel",
+            "memory_format",
         )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:

@@ -110,6 +110,7 @@ def quant_layer(
     factor: Tensor | None = None,
     integer: bool = False,
     dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """Return a layer of x with the weight `quant_weight(weight, grid, factor)`, keeping little for backward.
 
@@ -135,6 +136,7 @@ def quant_layer(
         factor: Multiplies each output channel of the weight before it is quantized; None for 1.
         integer: Whether to compute on codes.
         dtype: The type to compute in, as under autocast; by default that of x.
+        memory_format: That of the output of a 2-d convolution; by default the one that torch's layer returns.
 
     Raises:
         TypeError: x or another tensor of values is not floating point, or codes are neither int8 nor uint8.
@@ -178,5 +180,6 @@ def quant_layer(
         geometry.groups,
         integer,
         dtype,
+        memory_format,
     )
     return y

@@ -273,6 +273,32 @@ def test_a_dropout_that_drops_nothing_leaves_values_on_their_grid_until_it_does(
         assert_equal(*found)
 
 
+def test_layers_compute_in_channels_last_without_a_copy_of_the_batch() -> None:
+    """The learned quantizer keeps its input for backward: the batch itself, in either memory format."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2))
+    prepared = quantized("graph", LSQ, model, forward="integer")
+    in_channels_last = []
+    for name in ("0", "2"):
+        prepared.get_submodule(name).register_forward_hook(
+            lambda _, inputs, y: in_channels_last.append(y.is_contiguous(memory_format=torch.channels_last))
+        )
+    rows, last = images(), images().contiguous(memory_format=torch.channels_last)
+    assert prepared(rows).is_contiguous()
+    assert in_channels_last == [True, True]
+    assert bytes_kept(prepared, rows) == bytes_kept(prepared, last)
+    assert_equal(step(copy.deepcopy(prepared), leaf(rows)), step(prepared, leaf(last)))
+
+
+@pytest.mark.parametrize(
+    "x", [images()[:, :, ::2], images()[:, :1], images().permute(0, 1, 3, 2)], ids=["sliced", "one channel", "turned"]
+)
+def test_an_output_has_the_memory_format_of_a_batch_with_other_strides(x: Tensor) -> None:
+    model = nn.Sequential(nn.Conv2d(x.size(1), 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    prepared = qt.prepare(model, (x,), qconfig_mapping=qt.QConfigMapping().set_global(LSQ), forward="integer")
+    qt.calibrate(prepared, [x], progress=False)
+    assert prepared(x).is_contiguous()
+
+
 @pytest.mark.skipif(not HAS_INT8, reason="torch has no exact int8 kernels on this processor")
 def test_auto_computes_on_codes_where_torch_has_kernels() -> None:
     auto, integer = quantized("graph"), quantized("graph", forward="integer")

@@ -490,6 +490,11 @@ class DrawnLayer(Drawn):
     def on_integers(self) -> bool:
         return self.r.random() < 0.4
 
+    def memory_format(self) -> torch.memory_format | None:
+        is_2d = len(self.shape.geometry.stride) == 2
+        fits = [None, torch.contiguous_format, *[torch.channels_last] * is_2d]
+        return self.mostly(self.r.choice(fits), torch.channels_last, torch.channels_last_3d, torch.preserve_format)
+
     @cached_property
     def of_input(self) -> tuple[int, int, bool]:
         """The range of the input's codes, and whether they are packed."""
@@ -1001,6 +1006,8 @@ def check_quant_layer(drawn: Drawn, found: Results, **given) -> None:
     shape, grid = layer_of(given)
     product = weight if factor is None else shape.scaled(weight, factor)
     dtype = given["dtype"] or x.dtype
+    if given["memory_format"] is not None:
+        assert found[0].is_contiguous(memory_format=given["memory_format"])
     if given["integer"]:
         return check_on_integers(found[0], product, shape, given, dtype)
     wanted = shape.compute(

@@ -685,6 +685,20 @@ def arguments(g: Given, integer: bool) -> tuple:
     return g.x, g.bias, *layer_arguments(g, integer)
 
 
+@pytest.mark.parametrize("name", ["conv2d", "transposed2d_groups"])
+@pytest.mark.parametrize("integer", [False, True])
+def test_the_memory_format_of_an_output(name: str, integer: bool) -> None:
+    """It moves elements alone; opcheck compares it with that of meta tensors."""
+    g = given(SHAPES[name])
+    outputs = {}
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        args = (*arguments(g, integer), None, memory_format)
+        outputs[memory_format] = library.quant_layer.default(*args)
+        assert outputs[memory_format].is_contiguous(memory_format=memory_format)
+        torch.library.opcheck(library.quant_layer.default, args)
+    assert torch.equal(*outputs.values())
+
+
 @pytest.mark.parametrize("wanted", [[True] * 6, [True, False, False, False, False, True], [False, True] * 3])
 @pytest.mark.parametrize("name", ["conv2d", "linear3d"])
 def test_opcheck_of_backward(name: str, wanted: list[bool]) -> None:

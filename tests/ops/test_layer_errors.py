@@ -15,7 +15,7 @@ OF_BACKWARD = [a.name for a in library.quant_layer_backward.default._schema.argu
 
 def named(shape: Shape, **grid) -> dict:
     g = given(shape, factor=False, **grid)
-    values = g.x, g.bias, *layer_arguments(g, False), None
+    values = g.x, g.bias, *layer_arguments(g, False), None, None
     return {n: t.detach() if isinstance(t, Tensor) else t for n, t in zip(ARGUMENTS, values, strict=True)}
 
 
@@ -183,6 +183,19 @@ CASES = {
         ValueError,
         "x must have at least 2 dimensions, (..., features), got 1; add a batch dimension: x.unsqueeze(0).",
     ),
+    "memory_format": (
+        SHAPES["linear3d"],
+        {"memory_format": torch.channels_last},
+        ValueError,
+        "memory_format must be None, torch.contiguous_format or, for a 2-d convolution, torch.channels_last, got "
+        "ChannelsLast and stride=[].",
+    ),
+    "memory_format_unknown": (
+        CONV,
+        {"memory_format": torch.preserve_format},
+        ValueError,
+        "memory_format must be None, torch.contiguous_format or, for a 2-d convolution, torch.channels_last, got Preserve",
+    ),
     "integer_zero_point": (
         CONV,
         {"zero_point": torch.ones(8), "integer": True},
@@ -224,7 +237,7 @@ def test_the_sentence(name: str) -> None:
     call = named(shape) | wrong
     with pytest.raises(error, match=rf"^quant_layer: {re.escape(sentence)}"):
         library.quant_layer.default(**call)
-    if name not in ("x_dtype", "dtype", "bias", "bias_dtype"):
+    if name not in ("x_dtype", "dtype", "bias", "bias_dtype", "memory_format", "memory_format_unknown"):
         with pytest.raises(error, match=rf"^quant_layer_backward: {re.escape(sentence)}"):
             library.quant_layer_backward.default(**backward_of(call, torch.ones(2, 8, 9, 8)))
 
