@@ -159,8 +159,8 @@ bool weight_differentiably(Stack& stack) {
 
 const Differentiated kQuantLayer = {"quant_layer",
                                     "qtoolkit::quant_layer_backward",
-                                    {"x", "weight", "factor", "scale", "zero_point", "bias"},
-                                    {"codes", "x_scale", "x_zero_point"},
+                                    {"x", "weight", "factor", "scale", "zero_point", "bias", "raw_scale"},
+                                    {"codes", "x_scale", "x_zero_point", "raw"},
                                     nullptr};
 const Differentiated kQuantWeight = {"quant_weight",
                                      "qtoolkit::quant_weight_backward",

@@ -100,6 +100,21 @@ QT_FN V scale_gradient(const GridPoint<V>& p, V grad, V zero_point) {
   return grad * (is_inside(p) ? residual : steps);
 }
 
+// The same for an incoming gradient of 1, as an elementwise kernel.
+template <class A, class V>
+struct ScaleTermsFunctor {
+  static constexpr bool kMemoryBound = true;
+  V lo, hi;
+  QT_FN ScaleTermsFunctor from(const KernelArgs& args) {
+    return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
+  }
+  template <class S>
+  QT_FN Quantized<V> apply(const ScaleTermsFunctor& functor, V x, S scale, V zero_point) {
+    const auto point = snap(x, scale, zero_point, functor.lo, functor.hi);
+    return {scale_gradient(point, broadcast<V>(A(1)), zero_point), inside_bits(point)};
+  }
+};
+
 // The gradient of `scale`, from the sum of the gradients of a channel: the sum times the gradient factor, with the sign
 // of the scale, since a scale counts by its magnitude (usable_scale). For a zero point, pass 1.
 template <class A>

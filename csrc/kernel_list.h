@@ -4,6 +4,7 @@
 // Elementwise kernels: name, functor of fake_quant.h. A line here makes the kernels for the CPU and for CUDA.
 #define QT_ELEMENTWISE_KERNELS(X)    \
   X(fake_quant, IntegerFunctor)      \
+  X(scale_terms, ScaleTermsFunctor)  \
   X(fake_quant_float, FloatFunctor)  \
   X(fake_quant_log, LogFunctor)      \
   X(to_levels, LevelsFunctor)        \

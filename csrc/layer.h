@@ -33,6 +33,12 @@ struct Layer : LayerWeight {
   bool integer;
 };
 
+// What the input of a layer was before it was fake-quantized, and the scale that is trained by it; or neither.
+struct RawInput {
+  std::optional<at::Tensor> x, scale;
+  double factor;  // of the scale's gradient
+};
+
 // Reads arguments in the order of a schema.
 class Reader {
  public:
@@ -54,6 +60,7 @@ class Reader {
     *this >> w.weight >> w.factor >> w.scale >> w.zero_point >> w.qmin >> w.qmax;
     return *this >> w.axis >> w.group >> w.block_size >> w.grad_factor;
   }
+  Reader& operator>>(RawInput& raw) { return *this >> raw.x >> raw.scale >> raw.factor; }
   Reader& operator>>(Layer& l) {
     *this >> l.codes >> l.x_scale >> l.x_zero_point >> l.x_qmin >> l.x_qmax;
     return *this >> static_cast<LayerWeight&>(l) >> l.geometry >> l.integer;

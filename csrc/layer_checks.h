@@ -23,6 +23,17 @@ inline void check_per_output(const char* op, const char* name, const std::option
                     t->sym_sizes(), ".");
 }
 
+inline void check_raw(const char* op, const RawInput& raw, c10::SymIntArrayRef size, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(raw.x.has_value() == raw.scale.has_value(), op, ": raw and raw_scale must be given together, got ",
+                    raw.x.has_value() ? "raw" : "raw_scale", " alone; pass both, or neither.");
+  if (!raw.x.has_value()) return;
+  check_float(op, "raw", *raw.x);
+  check_same_device(op, "raw", *raw.x, like);
+  TORCH_CHECK_VALUE(raw.x->sym_sizes() == size, op, ": raw must have the shape of x, ", size, ", got ",
+                    raw.x->sym_sizes(), ".");
+  check_one(op, "raw_scale", *raw.scale, like);
+}
+
 inline void check_memory_format(const char* op, std::optional<at::MemoryFormat> format, const Layer& l) {
   if (!format.has_value() || *format == at::MemoryFormat::Contiguous) return;
   const bool is_2d = l.geometry.stride.size() == 2;

@@ -137,16 +137,19 @@ TORCH_LIBRARY(qtoolkit, m) {
   // quant_weight(weight, factor, scale, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin,
   // x_qmax]. factor, bias: one element per output channel. codes: the codes of x, or two per byte in one dimension
   // (quantize_int4). integer: computes on the codes, and backward in channels_last. dtype: the type of the computation,
-  // by default that of x. memory_format: of the output image, by default the one that torch's layer returns.
-  // Differentiable in x, weight, factor, scale, zero_point and bias; backward keeps x as its codes, and computes the
-  // quantized weight again.
+  // by default that of x. memory_format: of the output image, by default the one that torch's layer returns. raw,
+  // raw_scale: the tensor that x was before it was fake-quantized, and the scale, for the gradient in raw_scale, which
+  // is multiplied by raw_factor. Differentiable in x, weight, factor, scale, zero_point, bias and raw_scale; backward
+  // keeps x as its codes, and computes the quantized weight again.
   m.def("quant_layer(Tensor x, Tensor? bias, " QT_LAYER
-        ", ScalarType? dtype=None, MemoryFormat? memory_format=None) -> Tensor");
+        ", ScalarType? dtype=None, MemoryFormat? memory_format=None, Tensor? raw=None, Tensor? raw_scale=None, "
+        "float raw_factor=1.0) -> Tensor");
 
-  // Returns its gradients in x, weight, factor, scale, zero_point and bias; empty where one is not wanted or there is
-  // none. size, x_dtype: those of x. grad has the type of the computation.
+  // Returns its gradients in x, weight, factor, scale, zero_point, bias and raw_scale; empty where one is not wanted or
+  // there is none. size, x_dtype: those of x. grad has the type of the computation.
   m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER
-        ", ScalarType x_dtype, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+        ", ScalarType x_dtype, bool[7] wanted, Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // 2-d max pooling with at most 256 elements in a window: returns the values and, for each, the place of the largest
   // element in its window (uint8, counted row by row). Sides have one number or two. Differentiable in x.

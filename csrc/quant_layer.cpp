@@ -3,13 +3,17 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/sum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 
 #include "call_op.h"
+#include "elementwise.h"
 #include "integer_layer.h"
 #include "layer_checks.h"
 #include "layer_ops.h"
@@ -34,7 +38,7 @@ optional<Tensor> cast(const optional<Tensor>& t, at::ScalarType dtype) {
 }
 
 Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, optional<at::ScalarType> dtype,
-                   optional<at::MemoryFormat> format) {
+                   optional<at::MemoryFormat> format, const RawInput& raw) {
   constexpr const char* kOp = "quant_layer";
   check_float(kOp, "x", x);
   check_layer(kOp, l, x.sym_sizes(), x);
@@ -42,6 +46,7 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
   const at::ScalarType type = dtype.value_or(x.scalar_type());
   check_float_dtype(kOp, type);
   check_memory_format(kOp, format, l);
+  check_raw(kOp, raw, x.sym_sizes(), x);
   const WithoutAutocast guard;
   const at::MemoryFormat of_output = format.value_or(output_format(x, l));
   if (l.integer && !x.is_meta()) return integer_layer(x, bias, l).contiguous(of_output).to(type);
@@ -51,8 +56,9 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
 
 // ---- backward
 
-// The gradients that are wanted, of: x, weight, factor, scale, zero_point, bias.
-using Wanted = std::array<bool, 6>;
+// The gradients that are wanted, of: x, weight, factor, scale, zero_point, bias, raw_scale.
+using Wanted = std::array<bool, 7>;
+using Gradients = std::array<Tensor, 7>;
 
 std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                   const Geometry& g, std::array<bool, 3> wanted) {
@@ -87,12 +93,31 @@ Tensor rebuilt(const Layer& l, c10::SymIntArrayRef size, at::ScalarType x_dtype,
   return is_image ? x.contiguous(format) : x;
 }
 
-std::array<Tensor, 6> quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l,
-                                           at::ScalarType x_dtype, const Wanted& wanted) {
+// The gradient of the scale of the input: the sum of dx times the terms of LSQ. dx is linear in the weight, so this is
+// the sum of the weight times its own gradient for an input of these terms. For an image, which has few channels and no
+// gradient of its own, that takes a fifth to three fifths of the time of dx.
+Tensor raw_scale_gradient(const Tensor& dy, const Tensor& weight, const Layer& l, const RawInput& raw,
+                          at::MemoryFormat format) {
+  const Tensor result = at::empty_symint(raw.scale->sym_sizes(), raw.scale->options());
+  if (result.is_meta()) return result;
+  const Tensor terms = at::empty_like(*raw.x, raw.x->options().memory_format(format));
+  KernelArgs args;
+  args.bounds = representable(l.x_qmin, l.x_qmax, *raw.x);
+  run_elementwise(KernelId::scale_terms, args, terms, empty_mask(terms, false), *raw.x, l.x_scale, l.x_zero_point, {});
+  const Tensor dw = std::get<1>(
+      layer_backward(dy, terms.to(dy.scalar_type()), weight, l.geometry, std::array<bool, 3>{false, true, false}));
+  const Tensor sum = at::sum(at::mul(dw, weight), at::kDouble);
+  on(sum.device()).learned_gradient(sum.const_data_ptr<double>(), raw.factor, &*raw.scale, result);
+  return result;
+}
+
+Gradients quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l, at::ScalarType x_dtype,
+                               const Wanted& wanted, const RawInput& raw) {
   constexpr const char* kOp = "quant_layer_backward";
   check_float(kOp, "grad", grad);
   check_float_dtype(kOp, x_dtype);
   check_layer(kOp, l, size, grad);
+  check_raw(kOp, raw, size, grad);
   const std::vector<c10::SymInt> expected = output_size(size, l.weight, l.geometry);
   TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(expected), kOp,
                     ": grad must have the shape of the output, ", c10::SymIntArrayRef(expected), ", got ",
@@ -109,7 +134,10 @@ std::array<Tensor, 6> quant_layer_backward(const Tensor& grad, c10::SymIntArrayR
   WeightGradients w;
   if (in_weight) w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]});
   if (wanted[0]) dx = dx.to(x_dtype).contiguous(x.suggest_memory_format());
-  std::array<Tensor, 6> gradients = {dx, w[0], w[1], w[2], w[3], dbias};
+  Gradients gradients = {dx, w[0], w[1], w[2], w[3], dbias};
+  if (wanted[6] && raw.x.has_value()) {
+    gradients[6] = raw_scale_gradient(dy, weight, l, raw, x.suggest_memory_format());
+  }
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!wanted[i] || !gradients[i].defined()) gradients[i] = at::empty({0}, grad.options());
   }
@@ -124,10 +152,11 @@ void quant_layer_boxed(const c10::OperatorHandle& op, Stack* stack) {
   Layer layer;
   optional<at::ScalarType> dtype;
   optional<at::MemoryFormat> format;
+  RawInput raw;
   const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> x >> bias >> layer >> dtype >> format;
+  Reader(torch::jit::last(*stack, count)) >> x >> bias >> layer >> dtype >> format >> raw;
   torch::jit::drop(*stack, count);
-  stack->emplace_back(quant_layer(x, bias, layer, dtype, format));
+  stack->emplace_back(quant_layer(x, bias, layer, dtype, format, raw));
 }
 
 void quant_layer_backward_boxed(const c10::OperatorHandle& op, Stack* stack) {
@@ -136,10 +165,11 @@ void quant_layer_backward_boxed(const c10::OperatorHandle& op, Stack* stack) {
   Layer layer;
   at::ScalarType x_dtype;
   Wanted wanted;
+  RawInput raw;
   const size_t count = op.schema().arguments().size();
-  Reader(torch::jit::last(*stack, count)) >> grad >> size >> layer >> x_dtype >> wanted;
+  Reader(torch::jit::last(*stack, count)) >> grad >> size >> layer >> x_dtype >> wanted >> raw;
   torch::jit::drop(*stack, count);
-  for (Tensor& gradient : quant_layer_backward(grad, size, layer, x_dtype, wanted)) {
+  for (Tensor& gradient : quant_layer_backward(grad, size, layer, x_dtype, wanted, raw)) {
     stack->emplace_back(std::move(gradient));
   }
 }

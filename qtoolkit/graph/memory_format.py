@@ -32,12 +32,13 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
             module.memory_format = torch.channels_last if converts else None
     if not converts:
         return forward
-    quantized = _quantized_inputs(gm)
+    quantized, paths = _quantized_inputs(gm), [name.split(".") for name in names]
 
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         trains = self.training and torch.is_grad_enabled() and any(map(_may_be_in_rows, (*args, *kwargs.values())))
-        if not trains or not any(_computes_on_codes(self, name) for name in names):
+        layers = (functools.reduce(getattr, path, self) for path in paths)  # a quarter of get_submodule's time
+        if not trains or not any(map(_computes_on_codes, layers)):
             return forward(self, *args, **kwargs)
         args = tuple(x if i in quantized else map_leaves(x, _to_channels_last) for i, x in enumerate(args))
         kwargs = {name: x if name in quantized else map_leaves(x, _to_channels_last) for name, x in kwargs.items()}
@@ -60,8 +61,7 @@ def _is_quantizer(gm: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), TensorQuantizer)
 
 
-def _computes_on_codes(model: nn.Module, name: str) -> bool:
-    layer = model.get_submodule(name)
+def _computes_on_codes(layer: Any) -> bool:
     if not isinstance(layer, QuantConv2d) or on_codes.why_not_on_codes(layer) is not None:
         return False
     return all(quantizer is not None and quantizer.quantizing for quantizer in (layer.source, layer.weight_quantizer))

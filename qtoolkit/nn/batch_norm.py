@@ -251,11 +251,17 @@ def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
         return variance
-    versions = [None if p.is_inference() else p._version for p in (*layer.parameters(), *bn.parameters())]
-    state = (steps_taken(), *versions, variance.dtype, variance.device)
+    state = (steps_taken(), *_versions(layer), *_versions(bn), variance.dtype, variance.device)
     if bn._seen is None or (bn._seen[0] != state and not is_recomputing()):
         bn._seen = state, variance.clone()
     return bn._seen[1]
+
+
+def _versions(module: Any) -> list[int | None]:
+    """Return how often the parameters of a layer or a batch norm were changed."""
+    is_parametrized = "parametrizations" in module._modules
+    parameters = module.parameters() if is_parametrized else (module.weight, module.bias)  # a tenth of the time
+    return [None if p is None or p.is_inference() else p._version for p in parameters]
 
 
 def factor_of(bn: nn.Module) -> Tensor:
@@ -266,7 +272,7 @@ def factor_of(bn: nn.Module) -> Tensor:
 def divisor_of(bn: nn.Module, variance: Tensor | None = None) -> Tensor:
     """Return the factor with zeros replaced by 1, as a divisor, and so that a channel with gamma 0 still has a range."""
     factor = _factor(bn, running_variance(bn) if variance is None else variance)
-    return torch.where(factor == 0, torch.ones_like(factor), factor)
+    return factor.masked_fill(factor == 0, 1.0)
 
 
 def folded_bias(bn: Any, bias: Tensor | None, factor: Tensor, mean: Tensor | None = None) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import check_known
 from qtoolkit.integer.onednn import is_exact
-from qtoolkit.nn.hooks import is_recorded, is_transformed
-from qtoolkit.ops.layer import WeightGrid, quant_layer, quant_weight
-from qtoolkit.quantizers.handed_over import codes_of
+from qtoolkit.nn.hooks import has_hooks, is_recorded, is_transformed
+from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
+from qtoolkit.quantizers.handed_over import codes_of, raw_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 HAS_INT8 = is_exact()
 ON_INT8 = ("conv", "linear")  # the kinds of layers for which torch has int8 kernels
 NO_KERNEL = "no int8 kernel"
+MOST_IMAGE_CHANNELS = 4
 MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit codes that fits in int32 for certain
 
 
@@ -101,7 +102,14 @@ def run(
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
     bias = layer.bias_in_sums(bias)  # after the weight's range, on whose steps it lies
     memory_format = layer.memory_format if integer and has_kernel_type(x) else None
-    return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast, memory_format)
+    raw = raw_of(x) if autocast == x.dtype and _reads_image(layer, x, geometry) else None
+    return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast, memory_format, raw)
+
+
+def _reads_image(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
+    """Return whether a layer reads a tensor with so few channels that its gradient takes the CPU longer than the weight's."""
+    is_plain = bool(geometry.stride) and not geometry.transposed and geometry.groups == 1
+    return is_plain and x.is_cpu and x.size(1) <= MOST_IMAGE_CHANNELS and not has_hooks(layer)
 
 
 def quantized_weight(layer: "QuantWeighted", factor: Tensor | None) -> Tensor | None:

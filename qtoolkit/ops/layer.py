@@ -56,6 +56,21 @@ class Geometry:
     groups: int = 1
 
 
+@dataclass(frozen=True)
+class RawInput:
+    """What the input of a layer was before it was fake-quantized, where only its scale is trained.
+
+    Attributes:
+        values: The tensor, without a gradient.
+        scale: Its scale, one element, with a gradient.
+        grad_factor: Multiplies that gradient.
+    """
+
+    values: Tensor
+    scale: Tensor
+    grad_factor: float = 1.0
+
+
 def quant_weight(
     weight: Tensor, grid: WeightGrid, factor: Tensor | None = None, transposed: bool = False, groups: int = 1
 ) -> Tensor:
@@ -111,6 +126,7 @@ def quant_layer(
     integer: bool = False,
     dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = None,
+    raw: RawInput | None = None,
 ) -> Tensor:
     """Return a layer of x with the weight `quant_weight(weight, grid, factor)`, keeping little for backward.
 
@@ -137,6 +153,9 @@ def quant_layer(
         integer: Whether to compute on codes.
         dtype: The type to compute in, as under autocast; by default that of x.
         memory_format: That of the output of a 2-d convolution; by default the one that torch's layer returns.
+        raw: What x was before it was fake-quantized, on the grid of `codes`. Then x has no gradient, and the scale gets its
+            own from the gradient of the weight for another input, which takes less time for an image: the sum of the same
+            terms in another order.
 
     Raises:
         TypeError: x or another tensor of values is not floating point, or codes are neither int8 nor uint8.
@@ -155,7 +174,7 @@ def quant_layer(
         True
     """
     y: Tensor = _quant_layer(
-        x,
+        x if raw is None else x.detach(),
         bias,
         codes.codes,
         codes.scale,
@@ -181,5 +200,6 @@ def quant_layer(
         integer,
         dtype,
         memory_format,
+        *((None, None, 1.0) if raw is None else (raw.values, raw.scale, raw.grad_factor)),
     )
     return y

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
-from qtoolkit.ops.layer import Codes
+from qtoolkit.ops.layer import Codes, RawInput
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import code_dtype
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -21,7 +21,7 @@ from qtoolkit.quantizers.spec_ops import has_codes
 
 @dataclass(frozen=True)
 class _Handed:
-    """What was handed over with a tensor: its grid, its codes if they are known, and the tensor's version then."""
+    """What was handed over with a tensor: its grid, its codes if they are known, its version then, what it was before."""
 
     scale: Tensor
     zero_point: Tensor | None
@@ -29,6 +29,7 @@ class _Handed:
     qmax: int
     codes: Tensor | None
     version: int
+    raw: RawInput | None = None
 
 
 _handed = WeakTensorKeyDictionary()  # a cache: without it layers compute the codes again
@@ -39,7 +40,14 @@ def is_packed(qmin: int, qmax: int) -> bool:
     return qmax - qmin < 16
 
 
-def hand_over(y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> None:
+def hand_over(
+    y: Tensor,
+    codes: Tensor | None,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    spec: QuantSpec,
+    raw: RawInput | None = None,
+) -> None:
     """Keep the codes of a tensor with it; not in compiled code, which has no use for a cache.
 
     Args:
@@ -48,23 +56,31 @@ def hand_over(y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor
         scale: The step between codes, of either sign, as `QuantizerKind.grid` returns it.
         zero_point: The code of zero, which is rounded, or None.
         spec: The range of codes, for which `qtoolkit.quantizers.spec_ops.has_codes` holds.
+        raw: What the values were before, if only the scale has a gradient.
     """
     if torch.compiler.is_compiling() or y.is_inference():
         return
-    _handed[y] = _grid(scale, zero_point, spec, codes, y._version)
+    _handed[y] = _grid(scale, zero_point, spec, codes, y._version, raw)
 
 
-def _grid(scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, codes: Tensor | None, version: int) -> _Handed:
+def _grid(
+    scale: Tensor,
+    zero_point: Tensor | None,
+    spec: QuantSpec,
+    codes: Tensor | None,
+    version: int,
+    raw: RawInput | None = None,
+) -> _Handed:
     """Return a grid with tensors of its own: an observer may change those of its quantizer."""
     code_of_zero = None if zero_point is None else zero_point.detach().round()
-    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, codes, version)
+    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, codes, version, raw)
 
 
 def hand_on(x: Tensor, y: Tensor) -> None:
     """Hand over with y that its values lie on the grid of x, if that was handed over: those of a max pool do."""
     found = None if torch.compiler.is_compiling() or y.is_inference() else _grid_of(x, None)
     if found is not None:
-        _handed[y] = replace(found, codes=None, version=y._version)
+        _handed[y] = replace(found, codes=None, version=y._version, raw=None)
 
 
 def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Codes | None:
@@ -89,6 +105,14 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
     if codes is not found.codes and not torch.compiler.is_compiling() and not y.is_inference():
         _handed[y] = replace(found, codes=codes)
     return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
+
+
+def raw_of(y: Tensor) -> RawInput | None:
+    """Return what a tensor was before it was quantized; None where that is not known, or somebody waits for its gradient."""
+    found: _Handed | None = None if torch.compiler.is_compiling() else _handed.get(y)  # type: ignore[no-untyped-call]
+    if found is None or found.version != y._version or y._backward_hooks or y.retains_grad:
+        return None
+    return found.raw
 
 
 def knows_codes(quantizer: nn.Module | None) -> bool:

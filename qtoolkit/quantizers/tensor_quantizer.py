@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
-from qtoolkit.ops.layer import WeightGrid
+from qtoolkit.ops.layer import RawInput, WeightGrid
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
 from qtoolkit.quantizers.handed_over import hand_over, knows_codes
 from qtoolkit.quantizers.kinds.base import QuantizerKind
@@ -297,8 +297,16 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         y = self.kind.quantize(self, x)
         gives_codes = not self.of_weight and knows_codes(self)
         if gives_codes and isinstance(y, Tensor) and y.requires_grad:
-            hand_over(y, None, *self.kind.grid(self), self.spec)
+            scale, zero_point = self.kind.grid(self)
+            hand_over(y, None, scale, zero_point, self.spec, self._raw(x, scale, zero_point))
         return y
+
+    def _raw(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> RawInput | None:
+        """Return an input with what a layer needs to train its scale; None where a gradient goes elsewhere too, or is seen."""
+        learns_more = x.requires_grad or (zero_point is not None and zero_point.requires_grad)
+        if learns_more or not (scale.requires_grad and self.has_integer_grid) or self._forward_hooks:
+            return None
+        return RawInput(x, scale, self.kind.grad_factor(self, x))
 
     def weight_grid(self, like: Tensor, values: Callable[[], Tensor]) -> WeightGrid | None:
         """Return the grid on which forward would put a weight, for an op that does it; None where only forward can.

@@ -289,6 +289,35 @@ def test_layers_compute_in_channels_last_without_a_copy_of_the_batch() -> None:
     assert_equal(step(copy.deepcopy(prepared), leaf(rows)), step(prepared, leaf(last)))
 
 
+@roads
+@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.parametrize("watched", ["nothing", "gradient"])
+def test_the_scale_of_a_batch_is_trained_without_the_gradient_of_the_batch(
+    road: str, forward: str, watched: str
+) -> None:
+    """Unless somebody may see that gradient; both ways give the same sum, in another order."""
+    ours, other = (quantized(road, forward=forward) for _ in range(2))
+    end = "input_quantizer" if road == "modules" else "activation_quantizers.x"
+    name = next(n for n, _ in ours.named_modules() if n.endswith(end))
+    gradients = []
+    other.get_submodule(name).register_forward_hook(lambda _, inputs, y: None)
+    if watched == "gradient":
+        ours.get_submodule(name).register_forward_hook(
+            lambda _, inputs, y: gradients.append(y.register_hook(lambda grad: None))
+        )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        found, wanted = step(ours, images()), step(other, images())
+    assert len(gradients) == (watched == "gradient")
+    backwards = [e for e in profile.events() if e.name == "qtoolkit::fake_quant_learned_backward"]
+    of_image = [e for e in backwards if list(images().shape) in e.input_shapes]
+    assert len(of_image) == 1 + (watched != "nothing"), "one is that of the other model"
+    for parameter, gradient in wanted[1].items():
+        if parameter.startswith(name):
+            torch.testing.assert_close(found[1][parameter], gradient, rtol=1e-4, atol=1e-5)
+        elif gradient is not None:
+            assert torch.equal(found[1][parameter], gradient), parameter
+
+
 @pytest.mark.parametrize(
     "x", [images()[:, :, ::2], images()[:, :1], images().permute(0, 1, 3, 2)], ids=["sliced", "one channel", "turned"]
 )

@@ -138,7 +138,7 @@ def sample(op: str, x: Tensor) -> dict:
             "size": list(x.shape),
             **layer,
             "x_dtype": x.dtype,
-            "wanted": [True] * 6,
+            "wanted": [True] * 7,
         },
         "snapshot": {"x": x},
         "positive_scale": {"start": scales(6), "ratio": torch.linspace(-0.5, 2, 6), "rate": scales(6)},

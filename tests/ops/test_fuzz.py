@@ -596,7 +596,22 @@ class DrawnLayer(Drawn):
         return self.mostly(self.r.choice(FLOATS), *OTHERS)
 
     def wanted(self) -> list[bool]:
-        return [self.r.random() < 0.7 for _ in range(4 if self.op == "quant_weight_backward" else 6)]
+        return [self.r.random() < 0.7 for _ in range(4 if self.op == "quant_weight_backward" else 7)]
+
+    @cached_property
+    def has_raw(self) -> bool:
+        return self.r.random() < 0.4
+
+    def raw(self) -> Tensor | None:
+        if not self.has_raw:
+            return self.mostly(None, torch.ones(self.shape.x))
+        return self.mostly(self.x(), None, torch.ones(2, 3))
+
+    def raw_scale(self) -> Tensor | None:
+        return self.mostly(self.vector(1), None, torch.ones(2)) if self.has_raw else self.mostly(None, torch.ones(1))
+
+    def raw_factor(self) -> float:
+        return self.r.choice([1.0, 0.01, -2.0])
 
 
 # ---- what is right --------------------------------------------------------------------------------------------------
@@ -1077,6 +1092,8 @@ def check_quant_layer_backward(drawn: Drawn, found: Results, **given) -> None:
     for got, like, is_wanted in zip(found[:2], (x, weight), wanted, strict=False):
         assert (got.shape, got.dtype) == (like.shape, like.dtype) if is_wanted else got.numel() == 0
     check_sums_of_weight(found[1:5], shape, {**given, "wanted": wanted[1:5]}, of_quantized, apart)
+    of_scale = given["raw_scale"] if wanted[6] else None
+    assert found[6].shape == (torch.Size([0]) if of_scale is None else of_scale.shape)
     if wanted[5]:
         of_channel = grad.double().movedim(1 if shape.geometry.stride else -1, 0).flatten(1)
         mass = of_channel.abs().sum(1)

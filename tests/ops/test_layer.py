@@ -699,7 +699,9 @@ def test_the_memory_format_of_an_output(name: str, integer: bool) -> None:
     assert torch.equal(*outputs.values())
 
 
-@pytest.mark.parametrize("wanted", [[True] * 6, [True, False, False, False, False, True], [False, True] * 3])
+@pytest.mark.parametrize(
+    "wanted", [[True] * 7, [True, False, False, False, False, True, False], [False, True] * 3 + [False]]
+)
 @pytest.mark.parametrize("name", ["conv2d", "linear3d"])
 def test_opcheck_of_backward(name: str, wanted: list[bool]) -> None:
     g = given(SHAPES[name])

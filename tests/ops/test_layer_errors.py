@@ -15,12 +15,12 @@ OF_BACKWARD = [a.name for a in library.quant_layer_backward.default._schema.argu
 
 def named(shape: Shape, **grid) -> dict:
     g = given(shape, factor=False, **grid)
-    values = g.x, g.bias, *layer_arguments(g, False), None, None
+    values = g.x, g.bias, *layer_arguments(g, False), None, None, None, None, 1.0
     return {n: t.detach() if isinstance(t, Tensor) else t for n, t in zip(ARGUMENTS, values, strict=True)}
 
 
 def backward_of(call: dict, grad: Tensor) -> dict:
-    more = {"grad": grad, "size": list(call["x"].shape), "x_dtype": torch.float32, "wanted": [True] * 6}
+    more = {"grad": grad, "size": list(call["x"].shape), "x_dtype": torch.float32, "wanted": [True] * 7}
     return {name: (call | more)[name] for name in OF_BACKWARD}
 
 

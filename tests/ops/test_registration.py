@@ -374,7 +374,7 @@ def test_a_build_without_cuda_says_how_to_rebuild(op):
         pytest.skip("CUDA kernels are built in")
     overload = getattr(native, op).default
     placeholders = {"Tensor": torch.ones(1), "Optional[Tensor]": None, "int": 1, "SymInt": 1, "float": 1.0, "str": ""}
-    placeholders |= {"bool": True, "Optional[int]": None, "List[bool]": [True] * 6}
+    placeholders |= {"bool": True, "Optional[int]": None, "List[bool]": [True] * 7}
     args = [
         placeholders.get(str(a.type), [1])
         for a in overload._schema.arguments

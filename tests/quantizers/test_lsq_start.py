@@ -117,26 +117,28 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, lr: float) -> Non
             optimizer.step()
 
 
-def test_two_bits_train_further_than_from_the_observed_range() -> None:
-    torch.manual_seed(0)
+def two_bits_after(observer: str, args: dict, seed: int) -> float:
+    """Return the accuracy on digits of a float model trained further in two bits, on any processor."""
+    torch.manual_seed(seed)
     digits = load_digits()
     x, y = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], torch.tensor(digits.target)
     model = Net()
     train(model, x[:1200], y[:1200], 15, 0.05)
-    found = {}
-    for observer, args in (("minmax", {}), ("moving_average", {"momentum": 1.0})):  # one batch: the observed range
-        activation = lsq(signed=False, symmetric=False, observer=observer, observer_args=args)
-        mapping = qt.QConfigMapping().set_global(
-            qt.QConfig(activation, lsq(axis=0, observer=observer, observer_args=args))
-        )
-        prepared = qt.prepare(
-            model, backend="onnxruntime", qconfig_mapping=mapping, forward="float"
-        )  # on any processor
-        qt.calibrate(prepared, [x[:1200]], progress=False)
-        torch.manual_seed(0)
-        train(prepared, x[:1200], y[:1200], 3, 0.01)
-        found[observer] = (prepared.eval()(x[1200:]).argmax(1) == y[1200:]).float().mean().item()
-    assert found["minmax"] > found["moving_average"] + 0.05, found
+    activation = lsq(signed=False, symmetric=False, observer=observer, observer_args=args)
+    config = qt.QConfig(activation, lsq(axis=0, observer=observer, observer_args=args))
+    mapping = qt.QConfigMapping().set_global(config)
+    prepared = qt.prepare(model, backend="onnxruntime", qconfig_mapping=mapping, forward="float")
+    qt.calibrate(prepared, [x[:1200]], progress=False)
+    torch.manual_seed(seed)
+    train(prepared, x[:1200], y[:1200], 3, 0.01)
+    return (prepared.eval()(x[1200:]).argmax(1) == y[1200:]).float().mean().item()
+
+
+def test_two_bits_train_further_than_from_the_observed_range() -> None:
+    """On average: single trainings end up to 0.06 apart, by the rounding of their sums alone."""
+    observed = {"minmax": {}, "moving_average": {"momentum": 1.0}}  # one batch: the observed range
+    found = {name: [two_bits_after(name, args, seed) for seed in range(3)] for name, args in observed.items()}
+    assert sum(found["minmax"]) > sum(found["moving_average"]) + 3 * 0.05, found
 
 
 def paper_step(x: Tensor, g: Tensor, spec: qt.QuantSpec, multiplier: float, rate: float) -> tuple[Tensor, Tensor]:
