@@ -30,6 +30,7 @@ class _Handed:
     codes: Tensor | None
     version: int
     raw: RawInput | None = None
+    raw_version: int = 0
 
 
 _handed = WeakTensorKeyDictionary()  # a cache: without it layers compute the codes again
@@ -73,7 +74,8 @@ def _grid(
 ) -> _Handed:
     """Return a grid with tensors of its own: an observer may change those of its quantizer."""
     code_of_zero = None if zero_point is None else zero_point.detach().round()
-    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, codes, version, raw)
+    raw_version = 0 if raw is None else raw.values._version
+    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, codes, version, raw, raw_version)
 
 
 def hand_on(x: Tensor, y: Tensor) -> None:
@@ -110,9 +112,9 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
 def raw_of(y: Tensor) -> RawInput | None:
     """Return what a tensor was before it was quantized; None where that is not known, or somebody waits for its gradient."""
     found: _Handed | None = None if torch.compiler.is_compiling() else _handed.get(y)  # type: ignore[no-untyped-call]
-    if found is None or found.version != y._version or y._backward_hooks or y.retains_grad:
+    if found is None or found.raw is None or found.version != y._version or y._backward_hooks or y.retains_grad:
         return None
-    return found.raw
+    return found.raw if found.raw.values._version == found.raw_version else None  # autograd says that it was changed
 
 
 def knows_codes(quantizer: nn.Module | None) -> bool:

@@ -318,6 +318,17 @@ def test_the_scale_of_a_batch_is_trained_without_the_gradient_of_the_batch(
             assert torch.equal(found[1][parameter], gradient), parameter
 
 
+def test_a_batch_that_changes_behind_its_quantizer_is_an_error() -> None:
+    """Not a wrong gradient: the scale's needs the values that were quantized."""
+    layer = quantized("modules", model=nn.Sequential(nn.Conv2d(3, 8, 3))).get_submodule("0")
+    quantizer, layer.input_quantizer = layer.input_quantizer, None
+    x = images()
+    y = quantizer(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        layer(y).sum().backward()
+
+
 @pytest.mark.parametrize(
     "x", [images()[:, :, ::2], images()[:, :1], images().permute(0, 1, 3, 2)], ids=["sliced", "one channel", "turned"]
 )
