@@ -29,7 +29,7 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
     converts = bool(names) and _takes_any_strides(gm)
     for module in gm.modules():
         if isinstance(module, QuantConv2d | QuantConvTranspose2d):
-            module.memory_format = torch.channels_last if converts else None
+            module.returns_channels_last = converts
     if not converts:
         return forward
     quantized, paths = _quantized_inputs(gm), [name.split(".") for name in names]

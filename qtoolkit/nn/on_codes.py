@@ -101,7 +101,8 @@ def run(
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
     bias = layer.bias_in_sums(bias)  # after the weight's range, on whose steps it lies
-    memory_format = layer.memory_format if integer and has_kernel_type(x) else None
+    last = integer and layer.returns_channels_last and has_kernel_type(x)
+    memory_format = torch.channels_last if last else None
     raw = raw_of(x) if autocast == x.dtype and _reads_image(layer, x, geometry) else None
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast, memory_format, raw)
 

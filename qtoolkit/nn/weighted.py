@@ -40,8 +40,8 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
         integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None.
-        memory_format: That of the images that a 2-d convolution returns where it computes on codes in training; None for that
-            of its input.
+        returns_channels_last: Whether a 2-d convolution returns images in channels_last where it computes on codes in training;
+            otherwise in the memory format of its input.
     """
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
@@ -51,7 +51,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
     integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
-    memory_format: torch.memory_format | None = None
+    returns_channels_last: bool = False
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer, ...] = ()
     _source: on_codes.Source | None = None
@@ -92,7 +92,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
             "_source",
             "training_arithmetic",
             "integer_kernel",
-            "memory_format",
+            "returns_channels_last",
         )
 
     def quantized_weights(self) -> Mapping[str, tuple[Quantizer, Tensor]]:
