@@ -241,14 +241,7 @@ QT_FN void for_norm_chunks(const BatchNormArgs& args, const cpu::NormChannels<A>
 template <class T>
 QT_FN bool may_stream(const BatchNormArgs& args, const void* to) {
   const bool whole = args.inner == 1 || args.inner * sizeof(T) % 64 == 0;
-  return kStreams && args.stream && whole && reinterpret_cast<uintptr_t>(to) % 64 == 0;
-}
-
-template <class F>
-QT_FN void with_stream(bool stream, F f) {
-  if (!stream) return f(std::false_type{});
-  f(std::bool_constant<kStreams>{});
-  stream_fence();
+  return args.stream && whole && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
 template <class A>
@@ -256,7 +249,7 @@ void norm_forward(const BatchNormArgs& args, const cpu::NormChannels<A>& row, co
   const NormSettings<A> settings = settings_of<A>(args);
   with_storage<A>(args.dtype, [&](auto* type) {
     using T = typename std::remove_pointer<decltype(type)>::type;
-    with_stream(may_stream<T>(args, args.y), [&](auto stream) {
+    with_stream<true>(may_stream<T>(args, args.y), [&](auto stream) {
       for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of) {
         forward_chunk<stream.value, A>(settings, chunk, of);
       });
@@ -270,7 +263,7 @@ void norm_backward(const BatchNormArgs& args, const cpu::NormChannels<A>& row, c
   with_storage<A>(args.dtype, [&](auto* type) {
     using T = typename std::remove_pointer<decltype(type)>::type;
     const bool stream = may_stream<T>(args, args.y) && may_stream<T>(args, args.residual_grad);
-    with_stream(stream, [&](auto stream) {
+    with_stream<true>(stream, [&](auto stream) {
       for_norm_chunks<A, T>(args, row, part, [&](const NormChunk<T>& chunk, const auto& of) {
         backward_chunk<stream.value, A>(settings, chunk, of);
       });

@@ -17,10 +17,12 @@ namespace qtoolkit {
 namespace cpu {
 namespace {
 
-constexpr int64_t kPart = 32768;           // elements of a part, at the least
-constexpr int64_t kParts = 64;             // parts that a tensor is worth dividing into
-constexpr int64_t kGroup = 2048;           // elements of a channel and its neighbours in one plane, at the least
-constexpr int64_t kLargeResult = 4 << 20;  // elements from which streaming stores pay off
+constexpr int64_t kPart = 32768;  // elements of a part, at the least
+constexpr int64_t kParts = 64;    // parts that a tensor is worth dividing into
+constexpr int64_t kGroup = 2048;  // elements of a channel and its neighbours in one plane, at the least
+// Elements from which streaming stores pay off: fewer than for an op alone, whose result stays in a cache, since what a
+// training step reads until it comes back to this one replaces it.
+constexpr int64_t kLargeResult = 1 << 20;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

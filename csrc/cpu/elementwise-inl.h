@@ -36,21 +36,11 @@ void elementwise_typed(const KernelArgs& args, int64_t begin, int64_t end) {
     });
     if (kMasked) write_mask(args.mask, at, n, mask);
   });
-  if (kStream) stream_fence();
-}
-
-// Calls f with whether the result is written with streaming stores, as a compile-time constant.
-template <bool kMemoryBound, class F>
-QT_FN void with_stream(const KernelArgs& args, F f) {
-  if constexpr (kStreams && kMemoryBound) {
-    if (args.stream) return f(std::true_type{});
-  }
-  f(std::false_type{});
 }
 
 template <class A, class Functor>
 void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream<Functor::kMemoryBound>(args, [&](auto stream) {
+  with_stream<Functor::kMemoryBound>(args.stream, [&](auto stream) {
     return args.mask == nullptr ? elementwise_typed<A, false, stream.value, Functor>(args, begin, end)
                                 : elementwise_typed<A, true, stream.value, Functor>(args, begin, end);
   });
@@ -71,12 +61,11 @@ void backward_typed(const KernelArgs& args, int64_t begin, int64_t end) {
       }
     });
   });
-  if (kStream) stream_fence();
 }
 
 template <class A>
 void fake_quant_backward(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream<true>(args, [&](auto stream) { backward_typed<A, stream.value>(args, begin, end); });
+  with_stream<true>(args.stream, [&](auto stream) { backward_typed<A, stream.value>(args, begin, end); });
 }
 
 // The largest magnitude of whole vectors; NaN is ignored.

@@ -235,12 +235,11 @@ void learned_backward_typed(const KernelArgs& args, int64_t begin, int64_t end) 
   } else {
     learned_of_channels<A, kZeroPoint, kStream, Functor>(args, begin, end);
   }
-  if (kStream) stream_fence();
 }
 
 template <class A, class Functor>
 void learned_backward(const KernelArgs& args, int64_t begin, int64_t end) {
-  with_stream<Functor::kMemoryBound>(args, [&](auto stream) {
+  with_stream<Functor::kMemoryBound>(args.stream, [&](auto stream) {
     if constexpr ((Functor::kSums & kBothSums) != 0) {
       if (args.sum_zero_point != nullptr) {
         return learned_backward_typed<A, true, stream.value, Functor>(args, begin, end);

@@ -8,6 +8,10 @@ constexpr int kChunk = cpu::kChunk;
 constexpr int kBlock = 1024;
 constexpr int kAhead = 1024;  // elements to prefetch ahead if the arithmetic is too short to hide the latency of reads
 
+// The storage type that needs no conversion.
+template <class A>
+constexpr Dtype kNative = std::is_same<A, double>::value ? Dtype::f64 : Dtype::f32;
+
 template <class A>
 struct Block {
   alignas(64) A values[kBlock];
@@ -55,8 +59,7 @@ enum class Pad { last, zero };
 
 template <class A>
 const A* fetch(const Operand& from, int64_t begin, int n, Block<A>& buffer, Pad pad = Pad::last) {
-  constexpr Dtype native = std::is_same<A, double>::value ? Dtype::f64 : Dtype::f32;
-  if (from.dense && from.dtype == native && n % kChunk == 0) return static_cast<const A*>(from.data) + begin;
+  if (from.dense && from.dtype == kNative<A> && n % kChunk == 0) return static_cast<const A*>(from.data) + begin;
   with_storage<A>(from.dtype, [&](auto* type) {
     read<A, typename std::remove_pointer<decltype(type)>::type>(from, begin, n, buffer.values);
   });
@@ -72,8 +75,7 @@ void write(const A* from, int n, T* to) {
 
 template <class A>
 A* result_buffer(const KernelArgs& args, int64_t begin, int n, Block<A>& buffer) {
-  constexpr Dtype native = std::is_same<A, double>::value ? Dtype::f64 : Dtype::f32;
-  return args.y_dtype == native && n % kChunk == 0 ? static_cast<A*>(args.y) + begin : buffer.values;
+  return args.y_dtype == kNative<A> && n % kChunk == 0 ? static_cast<A*>(args.y) + begin : buffer.values;
 }
 
 template <class A>

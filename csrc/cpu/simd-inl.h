@@ -33,10 +33,9 @@ QT_FN void store(A* to, Vector<A> v) {
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
-constexpr bool kStreams = QT_BYTES == 64;  // stores of half a cache line (AVX2) gain nothing
-
 // Stores a vector. A streaming store bypasses the caches: it saves reading the lines first, for results too large to
-// stay in a cache. It needs an aligned address, and stream_fence() before another thread reads.
+// stay in a cache. Stores of half a cache line (AVX2) would gain nothing. It needs an aligned address, and the fence of
+// with_stream() before another thread reads.
 template <bool kStream, class T, class V>
 QT_FN void put(T* to, V v) {
 #if QT_BYTES == 64
@@ -47,10 +46,19 @@ QT_FN void put(T* to, V v) {
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
-QT_FN void stream_fence() {
+// Calls f with whether it writes with streaming stores, as a compile-time constant: never where kMay is false, for
+// which nothing is compiled.
+template <bool kMay, class F>
+QT_FN void with_stream(bool stream, F f) {
 #if QT_BYTES == 64
-  _mm_sfence();
+  if constexpr (kMay) {
+    if (stream) {
+      f(std::true_type{});
+      return _mm_sfence();
+    }
+  }
 #endif
+  f(std::false_type{});
 }
 
 #if QT_BYTES == 64

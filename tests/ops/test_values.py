@@ -512,6 +512,18 @@ def test_onnxruntime_per_tensor(dtype):
         assert_same(y, onnxruntime("DequantizeLinear", q, scale, z, dtype))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_dequantize_of_large_results_is_streamed(axis, dtype):
+    """The values of a part, which the caches hold."""
+    codes = torch.arange(6 * 800_013).remainder(251).sub(125).to(torch.int8).view(6, -1)
+    scale = torch.tensor(0.3) if axis is None else torch.linspace(0.1, 2.0, codes.size(axis))
+    y = ops.dequantize(codes, scale, axis=axis, dtype=dtype)
+    for row, (got, of_row) in enumerate(zip(y, codes, strict=True)):
+        of_scale = scale[row] if axis == 0 else scale
+        assert_same(got, ops.dequantize(of_row, of_scale, axis=0 if axis == 1 else None, dtype=dtype))
+
+
 def test_oracle_itself_on_numbers_worked_out_by_hand():
     x = torch.tensor([-1.0, -0.25, 0.25, 0.75, 0.3, 9.0])
     assert reference.fake_quant(x, torch.tensor(0.5), None, -1, 3).tolist() == [-0.5, 0, 0, 1, 0.5, 1.5]
