@@ -44,13 +44,9 @@ struct BatchNormFakeQuant : torch::autograd::Function<BatchNormFakeQuant> {
                             constants.residual_zero_point.value_or(Tensor()), mean, variance, scale.value_or(Tensor()),
                             zero_point.value_or(Tensor())});
     auto& data = ctx->saved_data;
-    data["eps"] = constants.eps;
-    data["low"] = constants.low;
-    data["high"] = constants.high;
-    data["slope"] = constants.slope;
-    data["qmin"] = constants.qmin;
-    data["qmax"] = constants.qmax;
-    data["grad_factor"] = constants.grad_factor;
+    data["numbers"] =
+        std::vector<double>{constants.eps, constants.low, constants.high, constants.slope, constants.grad_factor};
+    data["codes"] = std::vector<int64_t>{constants.qmin, constants.qmax};
     data["residual_grad"] = residual_grad;
     data["scale_grad"] = scale_grad;
     return y;
@@ -62,17 +58,18 @@ struct BatchNormFakeQuant : torch::autograd::Function<BatchNormFakeQuant> {
     const variable_list saved = ctx->get_saved_variables();
     const auto of = [&](int i) { return optional_of(saved[i]); };
     auto& data = ctx->saved_data;
-    const auto [dx, dweight, dbias, ddivisor, dresidual, ds, dz] =
-        op.call(grads[0], saved[0], of(1), of(2), of(3), of(4), of(5), of(6), of(7), saved[8], saved[9],
-                data["eps"].toDouble(), data["low"].toDouble(), data["high"].toDouble(), data["slope"].toDouble(),
-                of(10), of(11), data["qmin"].toInt(), data["qmax"].toInt(), data["grad_factor"].toDouble(),
-                data["residual_grad"].toBool(), data["scale_grad"].toBool());
+    const std::vector<double> numbers = data["numbers"].toDoubleVector();
+    const std::vector<int64_t> codes = data["codes"].toIntVector();
+    const bool residual_grad = data["residual_grad"].toBool(), scale_grad = data["scale_grad"].toBool();
+    const auto [dx, dweight, dbias, ddivisor, dresidual, ds, dz] = op.call(
+        grads[0], saved[0], of(1), of(2), of(3), of(4), of(5), of(6), of(7), saved[8], saved[9], numbers[0], numbers[1],
+        numbers[2], numbers[3], of(10), of(11), codes[0], codes[1], numbers[4], residual_grad, scale_grad);
     const auto if_given = [&](int i, const Tensor& gradient) { return saved[i].defined() ? gradient : Tensor(); };
     return {dx,
             if_given(1, dweight),
             if_given(2, dbias),
             if_given(3, ddivisor),
-            data["residual_grad"].toBool() ? dresidual : Tensor(),
+            residual_grad ? dresidual : Tensor(),
             ds.numel() > 0 ? ds : Tensor(),
             dz.numel() > 0 ? dz : Tensor(),
             {},

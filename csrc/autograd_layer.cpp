@@ -1,5 +1,7 @@
 // Autograd of quant_layer and quant_weight. A node keeps the arguments that the backward op shares with the op, found
-// by their names.
+// by their names: once, since a small layer takes less time than that.
+#include <ATen/core/jit_type.h>
+
 #include "autograd.h"
 #include "layer_weight.h"
 
@@ -21,26 +23,63 @@ struct Differentiated {
   bool (*differentiably)(Stack& stack);
 };
 
-// The arguments of a call by name.
-class Arguments {
- public:
-  Arguments(const c10::OperatorHandle& op, const Stack& stack)
-      : schema_(op.schema()), values_(torch::jit::last(stack, op.schema().arguments().size())) {}
-
-  // nullptr where the op has no such argument.
-  const IValue* find(const std::string& name) const {
-    const auto index = schema_.argumentIndexWithName(name);
-    return index.has_value() ? &values_[*index] : nullptr;
-  }
-
- private:
-  const c10::FunctionSchema& schema_;
-  at::ArrayRef<IValue> values_;
+// Where an argument of a backward op comes from.
+struct Source {
+  enum { grad, wanted, size, x_dtype, tensor, other } from;
+  size_t index;  // among the arguments of the op, of a tensor or another argument
+  bool is_grid;
 };
 
+// What the schemas of an op and of its backward op say.
+class Plan {
+ public:
+  explicit Plan(const Differentiated& spec) : backward(handle(spec.backward)) {
+    const c10::FunctionSchema& schema = handle((std::string("qtoolkit::") + spec.op).c_str()).schema();
+    const auto place = [&](const std::string& name) {
+      return static_cast<size_t>(schema.argumentIndexWithName(name).value());
+    };
+    count = schema.arguments().size();
+    for (const char* name : spec.differentiable) differentiable.push_back(place(name));
+    for (const char* name : spec.constant) constant.push_back(place(name));
+    for (const auto& argument : backward.schema().arguments()) {
+      const std::string& name = argument.name();
+      const bool is_grid = name.find("scale") != std::string::npos || name.find("zero_point") != std::string::npos;
+      if (name == "grad") {
+        sources.push_back({Source::grad, 0, false});
+      } else if (name == "wanted") {
+        sources.push_back({Source::wanted, 0, false});
+      } else if (name == "size") {
+        sources.push_back({Source::size, 0, false});
+      } else if (name == "x_dtype") {
+        sources.push_back({Source::x_dtype, 0, false});
+      } else {
+        const bool is_tensor = argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor());
+        sources.push_back({is_tensor ? Source::tensor : Source::other, place(name), is_grid});
+      }
+    }
+  }
+
+  c10::OperatorHandle backward;
+  size_t count;                                  // of the op's arguments
+  std::vector<size_t> differentiable, constant;  // places among them
+  std::vector<Source> sources;                   // of the arguments of the backward op
+
+ private:
+  static c10::OperatorHandle handle(const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  }
+};
+
+template <const Differentiated& kSpec>
+const Plan& plan() {
+  static const Plan found(kSpec);
+  return found;
+}
+
 // A scale that is no parameter may be a buffer, which an observer changes before backward.
-Tensor kept(const Tensor& t, const std::string& name) {
-  const bool is_grid = name.find("scale") != std::string::npos || name.find("zero_point") != std::string::npos;
+Tensor kept(const IValue& value, bool is_grid) {
+  if (!value.isTensor()) return {};
+  const Tensor& t = value.toTensor();
   return is_grid && !t.requires_grad() ? t.clone() : t;
 }
 
@@ -57,30 +96,21 @@ struct Recorded {
 };
 
 template <const Differentiated& kSpec>
-const c10::OperatorHandle& backward_handle() {
-  static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(kSpec.backward, "");
-  return op;
-}
-
-template <const Differentiated& kSpec>
 struct Node : torch::autograd::Function<Node<kSpec>> {
   static Tensor forward(AutogradContext* ctx, at::TensorList inputs, const Recorded& call) {
-    const Arguments given(call.op, *call.stack);
-    auto& data = ctx->saved_data;
-    variable_list tensors;
-    for (const auto& argument : backward_handle<kSpec>().schema().arguments()) {
-      const IValue* value = given.find(argument.name());
-      if (value == nullptr) continue;
-      if (value->isTensor()) {
-        tensors.push_back(kept(value->toTensor(), argument.name()));
-      } else {
-        data[argument.name()] = *value;
-      }
-    }
+    const auto given = torch::jit::last(*call.stack, plan<kSpec>().count);
     const Tensor& x = inputs[0];  // or the weight
+    variable_list tensors;
+    c10::impl::GenericList others(c10::AnyType::get());
+    for (const Source& source : plan<kSpec>().sources) {
+      if (source.from == Source::tensor) tensors.push_back(kept(given[source.index], source.is_grid));
+      if (source.from == Source::other) others.push_back(given[source.index]);
+      if (source.from == Source::size) others.push_back(x.sym_sizes());
+      if (source.from == Source::x_dtype) others.push_back(x.scalar_type());
+    }
+    auto& data = ctx->saved_data;
     data["edges"] = call.edges;
-    data["size"] = x.sym_sizes();
-    data["x_dtype"] = x.scalar_type();
+    data["others"] = others;
     data["x_format"] = x.suggest_memory_format();
     ctx->set_materialize_grads(false);
     ctx->save_for_backward(tensors);
@@ -97,20 +127,25 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     for (size_t i = 0; i < edges.size(); ++i) wanted[edges[i]] = ctx->needs_input_grad(i);
 
     const variable_list saved = ctx->get_saved_variables();
+    const c10::impl::GenericList others = data["others"].toList();
     auto tensor = saved.begin();
+    auto other = others.begin();
     Stack stack;
-    for (const auto& argument : backward_handle<kSpec>().schema().arguments()) {
-      const auto value = data.find(argument.name());
-      if (argument.name() == "grad") {
+    stack.reserve(plan<kSpec>().sources.size());
+    for (const Source& source : plan<kSpec>().sources) {
+      if (source.from == Source::grad) {
         stack.emplace_back(grads[0]);
-      } else if (argument.name() == "wanted") {
+      } else if (source.from == Source::wanted) {
         stack.emplace_back(wanted);
+      } else if (source.from == Source::tensor) {
+        stack.push_back(tensor->defined() ? IValue(*tensor) : IValue());
+        ++tensor;
       } else {
-        stack.push_back(value != data.end() ? value->second : IValue(*tensor++));
+        stack.push_back(*other++);
       }
     }
     const bool again = at::GradMode::is_enabled() && kSpec.differentiably != nullptr;
-    if (!again || !kSpec.differentiably(stack)) backward_handle<kSpec>().callBoxed(&stack);
+    if (!again || !kSpec.differentiably(stack)) plan<kSpec>().backward.callBoxed(&stack);
     for (size_t i = 0; i < edges.size(); ++i) {
       if (wanted[edges[i]]) result[i] = stack[edges[i]].toTensor();
     }
@@ -122,18 +157,18 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
 
 template <const Differentiated& kSpec>
 void recorded(const c10::OperatorHandle& op, Stack* stack) {
-  const Arguments given(op, *stack);
-  for (const char* name : kSpec.constant) {
-    const IValue& value = *given.find(name);
-    TORCH_CHECK_NOT_IMPLEMENTED(!value.isTensor() || !is_differentiated(kSpec.op, value.toTensor()), kSpec.op, ": ",
-                                name, " must not require grad, since the gradient of the input is that of x; pass ",
-                                name, ".detach().");
+  const auto given = torch::jit::last(*stack, plan<kSpec>().count);
+  for (size_t i = 0; i < kSpec.constant.size(); ++i) {
+    const IValue& value = given[plan<kSpec>().constant[i]];
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !value.isTensor() || !is_differentiated(kSpec.op, value.toTensor()), kSpec.op, ": ", kSpec.constant[i],
+        " must not require grad, since the gradient of the input is that of x; pass ", kSpec.constant[i], ".detach().");
   }
   variable_list inputs;
   Recorded call = {op, stack, {}};
   bool any = false;
   for (size_t i = 0; i < kSpec.differentiable.size(); ++i) {
-    const IValue& value = *given.find(kSpec.differentiable[i]);
+    const IValue& value = given[plan<kSpec>().differentiable[i]];
     if (!value.isTensor()) continue;
     any |= is_differentiated(kSpec.op, value.toTensor());
     inputs.push_back(value.toTensor());

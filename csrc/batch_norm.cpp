@@ -170,12 +170,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
   args.gradients = sums.mutable_data_ptr<double>();
   on(x.device()).batch_norm_backward(args, x.device());
 
-  for (int64_t i = 0; i < 3; ++i) {
-    if (per_channel[i].numel() > 0) per_channel[i].copy_(sums.narrow(0, i * args.channels, args.channels));
-  }
-  const double* totals = args.gradients + 3 * args.channels;
-  if (ds.numel() > 0) on(x.device()).learned_gradient(totals, grad_factor, &*scale, ds);
-  if (dz.numel() > 0) on(x.device()).learned_gradient(totals + 1, grad_factor, nullptr, dz);
+  const auto write = [&](int64_t at, double factor, const Tensor* of_scale, const Tensor& gradient) {
+    if (gradient.numel() > 0) on(x.device()).learned_gradient(args.gradients + at, factor, of_scale, gradient);
+  };
+  for (int64_t i = 0; i < 3; ++i) write(i * args.channels, 1, nullptr, per_channel[i]);
+  write(3 * args.channels, grad_factor, pointer(scale), ds);
+  write(3 * args.channels + 1, grad_factor, nullptr, dz);
   return results();
 }
 

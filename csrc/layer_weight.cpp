@@ -7,6 +7,7 @@
 #include <ATen/ops/sum.h>
 
 #include "call_op.h"
+#include "grid.h"
 #include "launch.h"
 #include "weight_rows.h"
 
@@ -112,10 +113,7 @@ class Rows {
     args_.f64 = w.weight.scalar_type() == at::kDouble;
     args_.weight = w.weight.const_data_ptr();
     args_.bounds = representable(w.qmin, w.qmax, w.weight);
-    if (w.factor.has_value()) factor_ = per_row(*w.factor);
-    scale_ = per_row(usable_scales(w.scale, args_.f64 ? at::kDouble : at::kFloat));
-    args_.factor = w.factor.has_value() ? factor_.const_data_ptr() : nullptr;
-    args_.scale = scale_.const_data_ptr();
+    args_.f64 ? set_rows<double>() : set_rows<float>();
     valid_ = true;
   }
 
@@ -175,15 +173,27 @@ class Rows {
     return !w_.factor.has_value() || w_.factor->scalar_type() == type;
   }
 
-  Tensor per_row(const Tensor& values) const {
-    return in_arithmetic(values.reshape({-1}), args_.f64).expand({args_.rows}).contiguous();
+  // Two values per row: the usable scale and the factor.
+  template <class A>
+  void set_rows() {
+    per_row_ = at::empty({2, args_.rows}, w_.weight.options());
+    A* scales = per_row_.mutable_data_ptr<A>();
+    const Tensor scale = in_arithmetic(w_.scale, args_.f64);
+    const A* given = scale.const_data_ptr<A>();
+    const int64_t step = scale.numel() == 1 ? 0 : 1;
+    for (int64_t i = 0; i < args_.rows; ++i) scales[i] = usable_scale(given[i * step]);
+    args_.scale = scales;
+    if (!w_.factor.has_value()) return;
+    const Tensor factor = in_arithmetic(*w_.factor, args_.f64);
+    std::copy_n(factor.const_data_ptr<A>(), args_.rows, scales + args_.rows);
+    args_.factor = scales + args_.rows;
   }
 
   const LayerWeight& w_;
   bool valid_ = false;
   MemoryFormat format_ = MemoryFormat::Contiguous;
   WeightRows args_;
-  Tensor factor_, scale_;
+  Tensor per_row_;
 };
 
 }  // namespace

@@ -33,12 +33,13 @@ class _QuantConv(QuantWeighted):
 
     def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
         """Return the convolution for an op, or None: for an input without a batch, or padding that is not by zeros alike."""
-        edges = self.edges()
-        if self.padding_mode != "zeros" or x.dim() != self.weight.dim() or edges[::2] != edges[1::2]:
+        padding = self.padding
+        if isinstance(padding, str):
+            edges = self.edges()
+            padding = tuple(reversed(edges[::2])) if edges[::2] == edges[1::2] else None
+        if self.padding_mode != "zeros" or x.dim() != len(self.stride) + 2 or padding is None:
             return None
-        return Geometry(
-            self.stride, tuple(reversed(edges[::2])), self.dilation, (0,) * len(self.stride), False, self.groups
-        )
+        return Geometry(self.stride, padding, self.dilation, (0,) * len(self.stride), False, self.groups)
 
     def edges(self) -> list[int]:
         """Return the padding of each edge in the order of torch.nn.functional.pad, last dimension first."""

@@ -141,7 +141,8 @@ def epilogue_of(
         adds = residual is None or _is_like(x, residual)
         ours = _bounds_now(activation, bounds) if adds else None
         quantizes = ours is not None and quantizer is not None and why_quantizer_apart(quantizer) is None
-        if (factor is None and not quantizes) or all_watched() or not (_trains(bn) and _fits(bn, x)):
+        trains = factor is not None or (quantizes and not all_watched() and _trains(bn))  # layer_output has asked
+        if not (trains and _fits(bn, x)):
             # A batch norm that is not linked gives torch's bits where nothing is quantized.
             adds, ours, quantizes = residual is None, None, False
             y: Tensor = bn(x if factor is None else divided(layer, x, factor))
@@ -259,15 +260,17 @@ def _grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
     return {"scale": scale, "zero_point": zero_point, **codes}
 
 
-@torch.no_grad()
 def _track(bn: Any, mean: Tensor, variance: Tensor, factor: Tensor | None, bias: Tensor | None, count: int) -> None:
     """Update the running statistics as torch's batch norms do, from those of an undivided output without its bias."""
-    if not bn.track_running_stats or bn.running_mean is None:
+    running_mean, tracked = bn.running_mean, bn.num_batches_tracked
+    if not bn.track_running_stats or running_mean is None:
         return
-    if bn.num_batches_tracked is not None:
-        bn.num_batches_tracked.add_(1)
-    momentum = 1.0 / float(bn.num_batches_tracked) if bn.momentum is None else bn.momentum
-    ops.batch_norm_track_(bn.running_mean, bn.running_var, mean, variance, momentum, count, divisor=factor, offset=bias)
+    if tracked is not None:
+        tracked.add_(1)
+    momentum = 1.0 / float(tracked) if bn.momentum is None else bn.momentum
+    divisor = None if factor is None else factor.detach()
+    offset = None if bias is None else bias.detach()
+    ops.batch_norm_track_(running_mean, bn.running_var, mean, variance, momentum, count, divisor=divisor, offset=offset)
 
 
 def _window(kernel_size: Any) -> int:

@@ -4,7 +4,7 @@ They live as long as the tensor does. Values determine codes, so a layer that is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import has_codes
 
 
-@dataclass(frozen=True)
-class _Handed:
+class _Handed(NamedTuple):
     """What was handed over with a tensor: its grid, its codes if they are known, its version then, what it was before."""
 
     scale: Tensor
@@ -82,7 +81,7 @@ def hand_on(x: Tensor, y: Tensor) -> None:
     """Hand over with y that its values lie on the grid of x, if that was handed over: those of a max pool do."""
     found = None if torch.compiler.is_compiling() or y.is_inference() else _grid_of(x, None)
     if found is not None:
-        _handed[y] = replace(found, codes=None, version=y._version, raw=None)
+        _handed[y] = found._replace(codes=None, version=y._version, raw=None)
 
 
 def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Codes | None:
@@ -105,7 +104,7 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
     if channels_last and codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
     if codes is not found.codes and not torch.compiler.is_compiling() and not y.is_inference():
-        _handed[y] = replace(found, codes=codes)
+        _handed[y] = found._replace(codes=codes)
     return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
 
 

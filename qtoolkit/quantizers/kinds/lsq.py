@@ -79,10 +79,10 @@ class LSQ(FromStart):
         activation. It does not depend on the batch size, and is at least 1.
         """
         spec = quantizer.spec
-        sizes = x.shape
-        if x.dim() > 1 and not quantizer.of_weight and not _differs_between_rows(spec, x.dim()):
-            sizes = x.shape[1:]
-        sharing = max(sizes.numel() // max(quantizer._scale.numel(), 1), 1)
+        count = x.numel()
+        if not quantizer.of_weight and x.dim() > 1 and not _differs_between_rows(spec, x.dim()):
+            count = x.shape[1:].numel()
+        sharing = max(count // max(quantizer._scale.numel(), 1), 1)
         factor: float = float(sharing * spec.qmax) ** -0.5
         return factor
 
