@@ -1,7 +1,5 @@
 // Autograd of quant_layer and quant_weight. A node keeps the arguments that the backward op shares with the op, found
 // by their names: once, since a small layer takes less time than that.
-#include <ATen/core/jit_type.h>
-
 #include "autograd.h"
 #include "layer_weight.h"
 
@@ -26,8 +24,9 @@ struct Differentiated {
 // Where an argument of a backward op comes from.
 struct Source {
   enum { grad, wanted, size, x_dtype, tensor, other } from;
-  size_t index;  // among the arguments of the op, of a tensor or another argument
-  bool is_grid;
+  std::string name;
+  size_t index = 0;  // among the arguments of the op, of a tensor or another argument
+  bool is_grid = false;
 };
 
 // What the schemas of an op and of its backward op say.
@@ -45,16 +44,16 @@ class Plan {
       const std::string& name = argument.name();
       const bool is_grid = name.find("scale") != std::string::npos || name.find("zero_point") != std::string::npos;
       if (name == "grad") {
-        sources.push_back({Source::grad, 0, false});
+        sources.push_back({Source::grad, name});
       } else if (name == "wanted") {
-        sources.push_back({Source::wanted, 0, false});
+        sources.push_back({Source::wanted, name});
       } else if (name == "size") {
-        sources.push_back({Source::size, 0, false});
+        sources.push_back({Source::size, name});
       } else if (name == "x_dtype") {
-        sources.push_back({Source::x_dtype, 0, false});
+        sources.push_back({Source::x_dtype, name});
       } else {
         const bool is_tensor = argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor());
-        sources.push_back({is_tensor ? Source::tensor : Source::other, place(name), is_grid});
+        sources.push_back({is_tensor ? Source::tensor : Source::other, name, place(name), is_grid});
       }
     }
   }
@@ -101,16 +100,14 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     const auto given = torch::jit::last(*call.stack, plan<kSpec>().count);
     const Tensor& x = inputs[0];  // or the weight
     variable_list tensors;
-    c10::impl::GenericList others(c10::AnyType::get());
+    auto& data = ctx->saved_data;  // an entry for each: compiled autograd cannot take lists of them
     for (const Source& source : plan<kSpec>().sources) {
       if (source.from == Source::tensor) tensors.push_back(kept(given[source.index], source.is_grid));
-      if (source.from == Source::other) others.push_back(given[source.index]);
-      if (source.from == Source::size) others.push_back(x.sym_sizes());
-      if (source.from == Source::x_dtype) others.push_back(x.scalar_type());
+      if (source.from == Source::other) data[source.name] = given[source.index];
+      if (source.from == Source::size) data[source.name] = x.sym_sizes();
+      if (source.from == Source::x_dtype) data[source.name] = x.scalar_type();
     }
-    auto& data = ctx->saved_data;
     data["edges"] = call.edges;
-    data["others"] = others;
     data["x_format"] = x.suggest_memory_format();
     ctx->set_materialize_grads(false);
     ctx->save_for_backward(tensors);
@@ -127,9 +124,7 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     for (size_t i = 0; i < edges.size(); ++i) wanted[edges[i]] = ctx->needs_input_grad(i);
 
     const variable_list saved = ctx->get_saved_variables();
-    const c10::impl::GenericList others = data["others"].toList();
     auto tensor = saved.begin();
-    auto other = others.begin();
     Stack stack;
     stack.reserve(plan<kSpec>().sources.size());
     for (const Source& source : plan<kSpec>().sources) {
@@ -141,7 +136,7 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
         stack.push_back(tensor->defined() ? IValue(*tensor) : IValue());
         ++tensor;
       } else {
-        stack.push_back(*other++);
+        stack.push_back(data[source.name]);
       }
     }
     const bool again = at::GradMode::is_enabled() && kSpec.differentiably != nullptr;
