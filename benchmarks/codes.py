@@ -6,7 +6,7 @@ python benchmarks/codes.py --json FILE   writes the figures too
 
 Networks of timm have random weights, and batch norms of two batches; ResNet-20 has the real weights and images of shared/data,
 and is left out where these are missing. Each file runs in the runtime at its default settings; every code of every quantizer is
-compared (`qtoolkit.export.verify`).
+compared end to end, and layer by layer from the runtime's own codes (`qtoolkit.export.verify`).
 """
 
 import argparse
@@ -35,7 +35,10 @@ RUNTIMES = ("onnxruntime", "openvino")
 
 @dataclass(frozen=True)
 class Row:
-    """Codes of one network in one runtime, which of them differ from the model's by arithmetic, and by how many steps."""
+    """Codes of one network in one runtime, which of them differ from the model's by arithmetic, and by how many steps.
+
+    "begun": the differences that begin at a quantizer, whose layer the model computes from the runtime's own codes.
+    """
 
     network: str
     runtime: str
@@ -44,6 +47,8 @@ class Row:
     float_steps: int
     integer_differing: int
     integer_steps: int
+    integer_begun: int
+    begun_steps: int
     layers_in_float: int
 
 
@@ -84,7 +89,8 @@ def rows_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Iter
             path = qt.export_onnx(forms[0], (x,), Path(folder) / "model.onnx", verify=False).path
             found = [qt.export.verify(path, form, (x,), runtimes=(runtime,)).runtimes[runtime] for form in forms]
         ours, integer = (result.codes for result in found)
-        counts = (ours.differing, ours.steps, integer.differing, integer.steps)
+        begun = found[1].layer_codes
+        counts = (ours.differing, ours.steps, integer.differing, integer.steps, begun.differing, begun.steps)
         yield Row(name, found[0].runtime, ours.compared, *counts, len(found[0].float_layers))
 
 
@@ -96,16 +102,21 @@ def main() -> None:
     args = parser.parse_args()
     chosen = networks(QUICK, None, 64) if args.quick else networks(NETWORKS, DATA, 96)
     rows = [row for network in tqdm(chosen, desc="networks") for row in rows_of(*network)]
-    table = Table(title="codes that differ in the deployed file, end to end")
-    for column in ("network", "runtime", "codes", "float arithmetic", "integer arithmetic", "layers in float there"):
+    table = Table(title="codes that differ in the deployed file")
+    counted = ("float arithmetic", "integer arithmetic", "integer, layer by layer")
+    for column in ("network", "runtime", "codes", *counted, "layers in float there"):
         table.add_column(column, justify="left" if column in ("network", "runtime") else "right")
     for r in rows:
         shares = (
             f"{count:,} ({count / r.codes:.1e}, {steps} steps)"
-            for count, steps in ((r.float_differing, r.float_steps), (r.integer_differing, r.integer_steps))
+            for count, steps in (
+                (r.float_differing, r.float_steps),
+                (r.integer_differing, r.integer_steps),
+                (r.integer_begun, r.begun_steps),
+            )
         )
         table.add_row(r.network, r.runtime, f"{r.codes:,}", *shares, str(r.layers_in_float))
-    Console(width=140).print(table)
+    Console(width=160).print(table)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

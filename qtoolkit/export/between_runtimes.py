@@ -131,6 +131,7 @@ def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode])
         run.changed_by_reading,
         run.share,
         run.remark,
+        unrounded=run.unrounded,
     )
 
 

@@ -1,12 +1,12 @@
 """Comparison of all codes of a model with those that a runtime computes from its file, end to end."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtoolkit.export.codes import (
     TIES_IN_SMALL_TENSORS,
@@ -40,6 +40,9 @@ class RuntimeCodes:
             returns the codes.
         share: The share of the codes that may differ, by one step each, because the runtime rounds in another order.
         remark: What users of this runtime have to know, beside the figures; "" for nothing.
+        layer_by_layer: The comparison at each quantizer when the model computes it from the runtime's codes at the quantizers
+            before it: the differences that begin there. None where no model computes, in `compare_runtimes`.
+        unrounded: Quantizers at which the runtime does not round in the graph that users run.
     """
 
     runtime: str
@@ -51,11 +54,18 @@ class RuntimeCodes:
     changed_by_reading: float
     share: float
     remark: str = ""
+    layer_by_layer: Mapping[str, CodeCount] | None = None
+    unrounded: tuple[str, ...] = ()
 
     @property
     def codes(self) -> CodeCount:
         """The sum over all quantizers."""
         return sum_of(self.by_quantizer.values())
+
+    @property
+    def layer_codes(self) -> CodeCount:
+        """The sum of `layer_by_layer` over all quantizers; `codes` without it."""
+        return self.codes if self.layer_by_layer is None else sum_of(self.layer_by_layer.values())
 
     @property
     def first_difference(self) -> str | None:
@@ -75,21 +85,32 @@ class RuntimeCodes:
     def check(self) -> None:
         """Check that no more codes differ than the runtime's own order of rounding explains.
 
+        Where all layers run in integers, no code may differ end to end. Elsewhere a few float sums round in another order, and
+        the layers behind them spread each difference; those that begin at a quantizer count there (`layer_codes`).
+
         Raises:
-            RuntimeError: More codes differ, or codes could not be compared; the message names the first place.
+            RuntimeError: More codes differ, the runtime leaves out a rounding, or codes could not be compared; the message
+                names the first place.
         """
         if self.not_compared:
             raise RuntimeError(
                 f"verify: {self.runtime} does not give the codes of {', '.join(map(repr, self.not_compared))}: it merged their "
                 f"nodes with others, or these inputs do not reach them."
             )
-        allowed = max(self.share * self.codes.compared, TIES_IN_SMALL_TENSORS if self.share else 0)
-        first = self.first_difference
-        if first is not None and (self.codes.differing > allowed or self.codes.steps > 1):
+        if self.unrounded:
             raise RuntimeError(
-                f"verify: {self.codes} in {self.runtime}; the first at {first!r}: {self.by_quantizer[first]}. The float "
-                f"reference does not round as integer kernels do: verify qtoolkit.convert(prepared, arithmetic='integer')."
-                f"{' ' * bool(self.remark)}{self.remark}"
+                f"verify: {self.remark} Its outputs are thus not those of the model. Turn these quantizers off in the "
+                f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name)).apply()), or "
+                f"accept it."
+            )
+        judged = self.layer_codes if self.share else self.codes
+        allowed = max(self.share * judged.compared, TIES_IN_SMALL_TENSORS if self.share else 0)
+        first = self.first_difference
+        if first is not None and (judged.differing > allowed or judged.steps > 1):
+            raise RuntimeError(
+                f"verify: {self.codes} in {self.runtime}; the first at {first!r}: {self.by_quantizer[first]}; layer by layer, "
+                f"from the runtime's own codes: {self.layer_codes}. The float reference does not round as integer kernels do: "
+                f"verify qtoolkit.convert(prepared, arithmetic='integer').{' ' * bool(self.remark)}{self.remark}"
             )
 
     def __str__(self) -> str:
@@ -100,6 +121,9 @@ class RuntimeCodes:
         ]
         first = self.first_difference
         lines += [] if first is None else [f"  first difference: {first}: {self.by_quantizer[first]}"]
+        if first is not None and self.layer_by_layer is not None:
+            begun = [name for name, count in self.layer_by_layer.items() if count.differing]
+            lines.append(f"  layer by layer, from its own codes: {self.layer_codes}; they begin at {_first(begun)}")
         lines += [f"  not compared: {', '.join(self.not_compared)}"] if self.not_compared else []
         if self.changed_by_reading:
             lines.append(f"  reading the codes changes the outputs by up to {self.changed_by_reading:.3g}")
@@ -152,17 +176,18 @@ class ModelCodes:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
         self.codes: dict[str, list[Any]] = defaultdict(list)
         of_weights = {grid for grid, _ in layer_weights(model).values()}
         modules = ((name, module) for name, module in model.named_modules() if isinstance(module, Grid))
         self.names = {
             grid: name for name, grid in modules if grid.quantizing and not grid.of_weight and grid not in of_weights
         }
-        with forward_hooks(self.names, self._keep), torch.no_grad():
-            self.outputs = model(*args, **kwargs)
+        self.outputs = self._run(lambda grid, _, output: self.codes[self.names[grid]].append(_codes(grid, output)))
 
-    def _keep(self, grid: Any, _: Any, output: Any) -> None:
-        self.codes[self.names[grid]].append(grid.codes(output.detach()).cpu().numpy())
+    def _run(self, hook: Callable[[Any, Any, Any], Any]) -> Any:
+        with forward_hooks(self.names, hook), torch.no_grad():
+            return self.model(*self.args, **self.kwargs)
 
     def compare(self, theirs: Mapping[str, Sequence[Any]]) -> dict[str, CodeCount]:
         """Compare with a runtime's codes at each quantizer; without the quantizers that either side does not have.
@@ -172,25 +197,56 @@ class ModelCodes:
         """
         counts = {}
         for name in dict.fromkeys((*theirs, *self.codes)):
-            calls, nodes = self.codes.get(name, []), theirs.get(name, ())
-            if len(calls) == len(nodes):
-                pairs = list(zip(calls, nodes, strict=True))
-            else:
-                pairs = list(_nearest(calls, nodes or [c for other in self._like(name) for c in theirs.get(other, ())]))
-            if pairs and len(pairs) == len(calls) and all(ours.shape == node.shape for ours, node in pairs):
+            calls = self.codes.get(name, [])
+            pairs = [(ours, self._node(theirs, name, call, ours)) for call, ours in enumerate(calls)]
+            if pairs and all(node is not None for _, node in pairs):
                 counts[name] = sum_of(CodeCount.of(ours, node) for ours, node in pairs)
         return counts
+
+    def compare_layers(
+        self, theirs: Mapping[str, Sequence[Any]], end_to_end: Mapping[str, CodeCount]
+    ) -> Mapping[str, CodeCount]:
+        """Compare with a runtime's codes, and go on with them behind each quantizer, so that no difference spreads.
+
+        Args:
+            theirs: The runtime's codes.
+            end_to_end: What `compare` returned for them.
+        """
+        if not any(count.differing for count in end_to_end.values()):
+            return end_to_end
+        counts = dict.fromkeys(end_to_end, CodeCount())
+        calls: Counter[str] = Counter()
+
+        def compare_call(grid: Any, _: Any, output: Tensor) -> Tensor:
+            name, ours = self.names[grid], _codes(grid, output)
+            node = self._node(theirs, name, calls[name], ours)
+            calls[name] += 1
+            if name not in counts or node is None:
+                return output
+            counts[name] += CodeCount.of(ours, node)
+            taken: Tensor = grid.values(torch.tensor(node, device=output.device)).to(output.dtype)
+            return taken
+
+        self._run(compare_call)
+        return counts
+
+    def _node(self, theirs: Mapping[str, Sequence[Any]], name: str, call: int, ours: Any) -> Any:
+        """Return the runtime's codes at a call of a quantizer; None if it does not have them."""
+        nodes = theirs.get(name, ())
+        if len(nodes) == len(self.codes[name]):
+            nodes = nodes[call : call + 1]
+        elif not nodes:
+            nodes = [node for other in self._like(name) for node in theirs.get(other, ())]
+        alike = (node for node in nodes if node.shape == ours.shape)
+        return min(alike, key=lambda node: CodeCount.of(ours, node).differing, default=None)
 
     def _like(self, name: str) -> list[str]:
         grids = {name: grid for grid, name in self.names.items()}
         return [other for other, grid in grids.items() if other != name and same_grid(grid, grids[name])]
 
 
-def _nearest(calls: Sequence[Any], nodes: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
-    for ours in calls:
-        alike = [node for node in nodes if node.shape == ours.shape]
-        if alike:
-            yield ours, min(alike, key=lambda node: CodeCount.of(ours, node).differing)
+def _codes(grid: Any, output: Tensor) -> Any:
+    return grid.codes(output.detach()).cpu().numpy()
 
 
 def compare_execution(model: ModelCodes, executed: Executed, nodes: Sequence[QuantizerNode]) -> RuntimeCodes:
@@ -212,4 +268,6 @@ def compare_execution(model: ModelCodes, executed: Executed, nodes: Sequence[Qua
         executed.changed_by_reading,
         executed.share,
         executed.remark,
+        model.compare_layers(theirs, counts),
+        executed.unrounded,
     )

@@ -117,7 +117,8 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
         with in_float(model):
             comparison = CodeComparison(model, {**stored, **nodes})
             expected = comparison.run(*found.args, **found.kwargs)
-    counts = ours.compare(theirs)
+        counts = ours.compare(theirs)
+        by_layer = ours.compare_layers(theirs, counts)
     verification = Verification(
         comparison.stored,
         CodeCount(),
@@ -136,6 +137,7 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
         tuple(name for name in ours.codes if name not in counts),
         largest_difference(outputs, values[: len(outputs)]),
         SHARE,
+        layer_by_layer=by_layer,
     )
     return verification, end_to_end
 

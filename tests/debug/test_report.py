@@ -3,6 +3,7 @@
 import builtins
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import qtoolkit as qt
 from qtoolkit.debug.page import charts, facts, tables
+from qtoolkit.export.codes import CodeCount
 from tests.nets import ConvNet
 
 SHAPE = (4, 3, 8, 8)
@@ -118,6 +120,13 @@ def test_every_section_is_there_with_all_arguments(tmp_path) -> None:
     assert "end to end" in found.sections["verification"]
     (codes,) = deployed.runtimes.values()
     assert len(found.tables["verification-table-2"]) - 1 == len(codes.layers)
+    first, *others = codes.by_quantizer
+    spread = {name: CodeCount(100, 3, 1) for name in codes.by_quantizer}
+    begun = {first: CodeCount(100, 3, 1), **dict.fromkeys(others, CodeCount(100))}
+    differing = replace(codes, by_quantizer=spread, layer_by_layer=begun)
+    found = page_of(prepared, tmp_path, verification=replace(deployed, runtimes={"onnxruntime": differing}))
+    assert found.column("verification-table-1", "differing") == dict.fromkeys(spread, "3")
+    assert found.column("verification-table-2", "differing") == {first: "3"}
 
 
 def test_the_share_clipped_and_the_histogram_are_those_of_the_inputs(tmp_path) -> None:

@@ -88,9 +88,10 @@ def test_signed_codes_are_read_where_the_runtime_shifts_them(tmp_path) -> None:
     codes.check()
 
 
-def test_the_first_difference_is_named(tmp_path) -> None:
-    first, second, third = (nn.Conv2d(size, 4, 1, bias=False) for size in (3, 4, 4))
-    model = exact_net(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third), False)
+def test_the_first_difference_is_named_and_where_differences_begin(tmp_path) -> None:
+    sizes = ((3, 4), (4, 4), (4, 6), (6, 2))
+    layers = [layer for size in sizes for layer in (nn.Conv2d(*size, 1, bias=False), nn.ReLU())]
+    model = exact_net(nn.Sequential(*layers, nn.Conv2d(2, 2, 1, bias=False)), False)
     path = qt.export_onnx(model, X, tmp_path / "m.onnx").path
     proto = onnx.load(path)
     weight = next(t for t in proto.graph.initializer if list(t.dims) == [4, 4, 1, 1])
@@ -98,11 +99,18 @@ def test_the_first_difference_is_named(tmp_path) -> None:
     codes[:, :, 0, 0] = np.roll(codes[:, :, 0, 0], 1)
     weight.CopyFrom(numpy_helper.from_array(codes, weight.name))
     onnx.save(proto, path)
-    found = verify(path, model, X)
-    assert found.runtimes["onnxruntime"].first_difference == "activation_quantizers._3"
+    result = verify(path, model, X)
     with pytest.raises(RuntimeError, match=r"in onnxruntime 1\..+; the first at 'activation_quantizers._3': .+ differ"):
-        found.check()
-    assert "first difference: activation_quantizers._3" in str(found)
+        result.check()
+    found = result.runtimes["onnxruntime"]
+    quantizers = list(found.by_quantizer)
+    assert quantizers[1:] == [f"activation_quantizers._{place}" for place in (1, 3, 5, 7)]
+    assert [name for name in quantizers if found.by_quantizer[name].differing] == quantizers[2:]
+    assert found.first_difference == quantizers[2]
+    assert [name for name in quantizers if found.layer_by_layer[name].differing] == [quantizers[2]]
+    assert found.layer_by_layer[quantizers[2]] == found.by_quantizer[quantizers[2]]
+    assert f"first difference: {quantizers[2]}" in str(found)
+    assert f"they begin at {quantizers[2]}\n" in f"{found}\n"
 
 
 class Twice(nn.Module):
@@ -192,11 +200,16 @@ def test_only_onnxruntime_runs_without_optimizations(tmp_path) -> None:
 
 
 def test_ties_behind_float_ops_are_allowed_by_their_share() -> None:
-    counts = {"a": CodeCount(1_000_000), "b": CodeCount(1_000_000, 19, 1)}
-    found = qt.export.RuntimeCodes("runtime", counts, 0.0, (), 0, (), 0.0, 1e-5)
+    spread = {"a": CodeCount(1_000_000), "b": CodeCount(1_000_000, 19, 1), "c": CodeCount(1_000_000, 5_000, 6)}
+    begun = {**spread, "c": CodeCount(1_000_000)}
+    found = qt.export.RuntimeCodes("runtime", spread, 0.0, (), 0, (), 0.0, 1e-5, layer_by_layer=begun)
     found.check()
-    for worse in (replace(found, share=0.0), replace(found, by_quantizer={**counts, "c": CodeCount(10, 2, 1)})):
+    assert found.layer_codes == CodeCount(3_000_000, 19, 1)
+    for worse in (
+        replace(found, share=0.0),  # all layers in integers: none may differ end to end
+        replace(found, layer_by_layer=None),  # no model to tell what begins where
+        replace(found, layer_by_layer={**begun, "c": CodeCount(1_000_000, 12, 1)}),
+        replace(found, layer_by_layer={**begun, "b": CodeCount(1_000_000, 1, 2)}),
+    ):
         with pytest.raises(RuntimeError, match="the first at 'b'"):
             worse.check()
-    with pytest.raises(RuntimeError, match="by at most 2 steps"):
-        replace(found, by_quantizer={"b": CodeCount(1_000_000, 1, 2)}).check()

@@ -90,7 +90,9 @@ def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> N
     model = qt.convert(source, arithmetic="integer")
     path = qt.export_onnx(model, (x,), tmp_path / "m.onnx", verify=False).path
     executed = verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"]
-    assert "OpenVINO does not round at 'activation_quantizers.second'" in executed.remark
+    assert executed.unrounded == ("activation_quantizers.second",)
+    with pytest.raises(RuntimeError, match="verify: OpenVINO does not round at 'activation_quantizers.second'"):
+        executed.check()
     (theirs,) = openvino_cpu.execute(path, (x,), (), {}).outputs
     rounded = model(x).detach()
     model.get_submodule("activation_quantizers.second").quantizing = False
@@ -99,6 +101,10 @@ def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> N
     error, without = (torch.isclose(torch.tensor(theirs), y, near, 1e-6).logical_not() for y in (rounded, unrounded))
     assert error.double().mean() > 0.1
     assert without.double().mean() < 1e-3
+    path = qt.export_onnx(model, (x,), tmp_path / "off.onnx", verify=False).path  # the remedy of the error
+    remedied = verify(path, model, (x,), runtimes=("openvino",)).runtimes["openvino"]
+    assert remedied.unrounded == ()
+    remedied.check()
 
 
 LAYERS = {

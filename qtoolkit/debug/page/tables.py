@@ -9,7 +9,7 @@ from qtoolkit.debug.page.details import range_of
 from qtoolkit.debug.page.facts import Facts
 from qtoolkit.debug.page.words import count, percent
 from qtoolkit.export.codes import CodeCount
-from qtoolkit.export.deployed import DeployedVerification
+from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes
 from qtoolkit.export.runtimes import Layer
 from qtoolkit.export.verify import Verification
 
@@ -175,12 +175,20 @@ def verification_tables(found: Verification | DeployedVerification) -> list[tupl
             for codes in found.runtimes.values()
             for table in (
                 (title.format(codes.runtime, codes.output_difference), _codes(codes.by_quantizer)),
+                *_layer_by_layer(codes),
                 (f"Kernels of {codes.runtime}", _kernels(codes.layers)),
             )
         ]
     totals = {"weights": found.weight_codes, "quantizers": found.quantizer_codes, "layers": found.layer_codes}
     title = f"Layer by layer in onnxruntime; outputs, end to end, differ by at most {found.output_difference:.3g}"
     return [(title, _codes(totals, "codes of")), ("Codes of layers at each quantizer", _codes(found.by_quantizer))]
+
+
+def _layer_by_layer(codes: RuntimeCodes) -> list[tuple[str, Table]]:
+    if codes.layer_by_layer is None or not codes.codes.differing:
+        return []
+    begun = {name: count for name, count in codes.layer_by_layer.items() if count.differing}
+    return [(f"Where differences begin in {codes.runtime}: layer by layer, from its own codes", _codes(begun))]
 
 
 def _kernels(layers: Sequence[Layer]) -> Table:

@@ -42,6 +42,7 @@ class Executed:
         share: The share of the codes that may differ, by one step each, where its kernels round in another order than the
             model does.
         remark: What users of this runtime have to know, beside the figures; "" for nothing.
+        unrounded: Quantizers at which it does not round unless codes are read; the remark says so.
     """
 
     runtime: str
@@ -52,6 +53,7 @@ class Executed:
     changed_by_reading: float
     share: float
     remark: str = ""
+    unrounded: tuple[str, ...] = ()
 
 
 # A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.

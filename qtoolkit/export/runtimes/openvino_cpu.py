@@ -63,7 +63,8 @@ def execute(
     unrounded = _unrounded(plain, nodes)
     if unrounded:
         remarks.append(UNROUNDED.format(", ".join(map(repr, unrounded))))
-    return Executed(_description(plain), outputs, codes, layers, conversions, change, SHARE, " ".join(remarks))
+    facts = (codes, layers, conversions, change, SHARE, " ".join(remarks), unrounded)
+    return Executed(_description(plain), outputs, *facts)
 
 
 def _compiled(path: Path) -> Any:
@@ -97,13 +98,13 @@ def _description(compiled: Any) -> str:
     )
 
 
-def _unrounded(compiled: Any, nodes: Sequence[QuantizerNode]) -> list[str]:
+def _unrounded(compiled: Any, nodes: Sequence[QuantizerNode]) -> tuple[str, ...]:
     """Return the quantizers whose values OpenVINO does not round: in one kernel with a later quantizer."""
     quantizers = {node.quantize: node.quantizer for node in nodes if node.quantize}
     found = []
     for _, facts in _executed_nodes(compiled):
         found += [quantizers[name] for name in _fused(facts) if name in quantizers][:-1]
-    return found
+    return tuple(found)
 
 
 def _layers(compiled: Any, labels: Mapping[str, str]) -> tuple[tuple[Layer, ...], int]:
