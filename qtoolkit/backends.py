@@ -56,8 +56,9 @@ class Backend:
         joined_activations: The activations that ops of these kinds join.
         repeated_pairs: ONNX ops that move values, and that the target executes on codes only if a Q/DQ pair stands behind them
             too. The file repeats the pair of their input there.
-        sub_pixel: Whether the file has a convolution and a DepthToSpace for a transposed convolution
-            (`qtoolkit.export.passes.sub_pixel`), because the target has integer kernels for these two alone.
+        sub_pixel: Whether the file has a convolution and a DepthToSpace for a transposed convolution with a quantized output
+            (`qtoolkit.export.passes.sub_pixel`), because the target has integer kernels for these two alone. A transposed
+            convolution that only outputs of the graph take stays float, unless a rule names it.
         quantize_outputs: Whether outputs of ops are quantized as well, after their batch norm and activation: the target
             computes in integers throughout.
         quantize_graph_inputs: Whether inputs of the graph are quantized like other tensors.
@@ -186,17 +187,17 @@ TENSORRT_NLP = replace(
 # it rejects grouped ones (#1934).
 TENSORRT8 = replace(TENSORRT, name="tensorrt8", conv_transpose_axis=0, grouped_conv_transpose=False)
 
-# onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
-# weights int8 symmetric per channel (U8S8). What follows was measured with 1.30 at its default optimization level (the table in
+# onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point, weights
+# int8 symmetric per channel (U8S8). What follows was measured with 1.30 at its default optimization level (the table in
 # docs/runtimes.md), and agrees with its selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/
 # qdq_selectors.cc): QLinearConv, QLinearAdd, QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only
 # if their one output goes to a QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join
 # that the saturation of a QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes
 # onnxruntime quantizes the weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on
-# codes. Linear resizes have no integer kernel either: between Q/DQ nodes they are slower than in float.
-# F.scaled_dot_product_attention is written as products around a softmax, which run in float even between Q/DQ nodes. Ops with a
-# constant stay float, because the constant has no quantizer. Biases are int32
-# (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+# codes. One that only outputs of the graph take is fastest without Q/DQ nodes. Linear resizes have no integer kernel either:
+# between Q/DQ nodes they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax,
+# which run in float even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases are
+# int32 (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     qconfig=QConfig(activation=_AFFINE, weight=_PER_CHANNEL),

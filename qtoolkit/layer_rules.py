@@ -12,6 +12,7 @@ from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import Source
 from qtoolkit.errors import with_article
 from qtoolkit.graph.placement.first_last import with_least_bits
+from qtoolkit.graph.placement.returned import left_as_returned
 from qtoolkit.graph.plan import BY_CONFIG, Cause, Verdict
 from qtoolkit.nn.registry import QatModules
 from qtoolkit.op_kinds.nodes import kind_of_type, name_of, object_type_of
@@ -27,11 +28,13 @@ class Rule:
         qconfig: How to quantize it; None leaves it in float.
         source: The kind of rule; "default" is the backend's default.
         depth: 0 for a rule for the layer or op itself, more for a module around it.
+        left: What the report says where the config is None.
     """
 
     qconfig: QConfig | None
     source: Source | Literal["default"] = "default"
     depth: int = 0
+    left: Verdict = BY_CONFIG
 
     @property
     def is_general(self) -> bool:
@@ -111,13 +114,16 @@ class LayerRules:
             self.mapping.check_names([*modules, *ops])
 
     def of_node(self, node: fx.Node) -> Rule:
-        """Return the rule for a node of a graph.
+        """Return the rule for a node of a graph. A rule of the target may leave a layer in float that no explicit rule names.
 
         Raises:
             ValueError: Its module has several names, and the mapping has different configs for them.
         """
         names = self._names_of(name_of(node)) if node.op == "call_module" else (node.name,)
         rule = self._find(names, object_type_of(node), _scope_of(node) if node.op != "call_module" else None)
+        left = None if rule.is_explicit or rule.qconfig is None else left_as_returned(node, self.backend)
+        if left is not None:
+            return replace(rule, qconfig=None, left=left)
         if rule.is_general and self.backend.end_bits is not None:
             return replace(rule, qconfig=with_least_bits(node, rule.qconfig, self.backend.end_bits))
         return rule
@@ -129,7 +135,7 @@ class LayerRules:
     def decide(self, rule: Rule, float_type: type[nn.Module]) -> LayerDecision:
         """Return how a layer of a type in the table is quantized, by the rule that holds for it."""
         if rule.qconfig is None:
-            return LayerDecision(None, BY_CONFIG)
+            return LayerDecision(None, rule.left)
         kind = kind_of_type(self.table[float_type])
         activation = rule.qconfig.activation
         if not (rule.is_explicit or float_type in self.custom or self._computes(kind)):

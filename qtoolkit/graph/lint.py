@@ -21,6 +21,7 @@ from qtoolkit.op_kinds.nodes import (
     module_of,
     name_of,
     owns_weight,
+    parameters_in,
     tensor_inputs,
 )
 from qtoolkit.op_kinds.rules import argument
@@ -60,6 +61,7 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
 
 def _ops_of(graph: fx.Graph) -> list[Op]:
     ops: dict[fx.Node, Op] = {}
+    parameters = parameters_in(graph)
     for node in graph.nodes:
         quantizer = is_quantizer(node)
         sources = node.all_input_nodes[:1] if quantizer else tensor_inputs(node)
@@ -69,7 +71,7 @@ def _ops_of(graph: fx.Graph) -> list[Op]:
             [ops[source] for source in sources],
             grid=str(node.target) if quantizer else None,
             of_weight=is_weight_quantizer(node),
-            layer=_layer(node),
+            layer=_layer(node, parameters),
             node=node,
         )
     for node, op in ops.items():
@@ -77,14 +79,14 @@ def _ops_of(graph: fx.Graph) -> list[Op]:
     return list(ops.values())
 
 
-def _layer(node: fx.Node) -> Layer | None:
+def _layer(node: fx.Node, parameters: set[fx.Node]) -> Layer | None:
     """Return what is known about a layer, or about a function that takes a weight."""
     if owns_weight(node):
         return _layer_of_module(module_of(node), None if has_float_weight(node) else _weight_grid(node))
     weights = [source for source in node.all_input_nodes if is_weight_quantizer(source)]
-    if not weights:
+    if not weights and (not kind_of(node).weight_argument or parameters.isdisjoint(tensor_inputs(node))):
         return None
-    return Layer(_weight_grid(weights[0]), groups=argument(node, 6, "groups", 1))
+    return Layer(_weight_grid(weights[0]) if weights else None, groups=argument(node, 6, "groups", 1))
 
 
 def _layer_of_module(module: nn.Module, weight: WeightGrid | None) -> Layer:

@@ -1,5 +1,6 @@
 """ONNX files: their nodes, their integer codes in onnxruntime, names, dynamic sizes, and what happens on errors."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests import nets
 
 SHAPE = (4, 3, 8, 8)
 EXPORTERS = ["dynamo", "torchscript"]
+AS_THEY_ARE = replace(qt.backends["onnxruntime"], sub_pixel=False)  # transposed convolutions
 
 
 def converted_net(backend: str = "onnxruntime", bits: int = 8, **spec: object) -> nn.Module:
@@ -90,7 +92,7 @@ def test_weights_are_stored_as_integers_on_the_right_axis(tmp_path, exporter: st
         def forward(self, x: Tensor) -> Tensor:
             return self.up(x)
 
-    prepared = qt.prepare(Up().eval(), backend="onnxruntime")
+    prepared = qt.prepare(Up().eval(), backend=AS_THEY_ARE)
     x = torch.randn(2, 4, 5, 5)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)
@@ -112,7 +114,7 @@ def test_a_grouped_transposed_convolution_has_a_scale_for_each_output_channel(
     model = nn.Sequential(nn.ConvTranspose2d(8, 12, 3, stride=2, groups=groups), nn.BatchNorm2d(12), nn.ReLU()).eval()
     with torch.no_grad():  # channels of very different size, which shared scales would lose
         model[0].weight.mul_(torch.logspace(-2, 1, 8 * 12 // groups).view(8, 12 // groups, 1, 1))
-    prepared = qt.prepare(model, backend="onnxruntime")
+    prepared = qt.prepare(model, backend=AS_THEY_ARE)
     x = torch.randn(2, 8, 5, 5)
     qt.calibrate(prepared, [x], progress=False)
     converted = qt.convert(prepared)

@@ -28,9 +28,14 @@ class Deconvolutions(nn.Module):
         return torch.tanh(self.last(self.act(self.up2(x))))
 
 
-def integer_form(model: nn.Module, bits: int = 8, weight_axis: int | None = 0) -> nn.Module:
+def integer_form(
+    model: nn.Module, bits: int = 8, weight_axis: int | None = 0, named: tuple[str, ...] = ()
+) -> nn.Module:
     config = qt.QConfig(qt.QuantSpec(bits, signed=False, symmetric=False), qt.QuantSpec(bits, axis=weight_axis))
-    prepared = qt.prepare(model.eval(), X, "onnxruntime", qt.QConfigMapping().set_global(config))
+    mapping = qt.QConfigMapping().set_global(config)
+    for name in named:
+        mapping.set_module_name(name, qt.QConfig(config.activation, qt.QuantSpec(bits, axis=1)))
+    prepared = qt.prepare(model.eval(), X, "onnxruntime", mapping)
     qt.calibrate(prepared, [X], progress=False)
     return qt.convert(prepared, arithmetic="integer")
 
@@ -135,12 +140,18 @@ def test_files_of_other_backends_keep_the_op(tmp_path, backend: str) -> None:
     assert (found["ConvTranspose"], found["DepthToSpace"]) == (2, 0)
 
 
-def test_one_whose_output_is_returned_stays_float(tmp_path) -> None:
-    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
-    integer = integer_form(model)
+@pytest.mark.parametrize("named", [False, True])
+def test_one_whose_output_is_returned_stays_float(tmp_path, named: bool) -> None:
+    """Without Q/DQ, which would only cost. A rule that names it quantizes it, and onnxruntime computes it in float."""
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.PReLU(8), nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Hardtanh(0, 1))
+    integer = integer_form(model, named=("2",) if named else ())
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx").path
     assert kinds(path)["ConvTranspose"] == 1
+    assert kinds(path)["QuantizeLinear"] == (3 if named else 2)
     assert verify(path, integer, X).runtimes["onnxruntime"].codes.differing == 0
-    assert layer_kernel(integer.get_submodule("2"), integer.get_submodule("activation_quantizers._1"), None) == (
-        "its output goes to something else than a quantizer"
-    )
+    if named:
+        assert layer_kernel(integer.get_submodule("2"), integer.get_submodule("activation_quantizers._1"), None) == (
+            "its output goes to something else than a quantizer"
+        )
+    else:
+        assert type(integer.get_submodule("2")) is nn.ConvTranspose2d

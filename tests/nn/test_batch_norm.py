@@ -433,7 +433,7 @@ def test_batch_norms_in_float32_inside_a_model_in_half_precision(
     for bn in (model[1], model[4]):
         bn.float()
         nn.init.uniform_(bn.running_var, 0.5, 2)
-    backend = replace(qt.backends["onnxruntime"], batch_norm=strategy)
+    backend = replace(qt.backends["onnxruntime"], batch_norm=strategy, sub_pixel=False)
     prepared = qt.prepare(model, backend=backend)
     qt.calibrate(prepared, [x], progress=False)
     for module in (prepared, model):

@@ -49,7 +49,7 @@ def numpy_of(*tensors: Tensor | None) -> list:
     return [None if t is None else t.detach().double().numpy() for t in tensors]
 
 
-FLOAT_BIAS = replace(qt.backends["onnxruntime"], integer_bias=False)
+FLOAT_BIAS = replace(qt.backends["onnxruntime"], integer_bias=False, sub_pixel=False)
 
 
 class Oracle:

@@ -100,8 +100,10 @@ def _verdict_by_inputs(node: fx.Node, roles: Roles) -> Verdict:
         return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, "no quantized op takes its output")
     if any(quantizer_behind(source, roles.backend) is not None for source in tensor_inputs(node)):
         return Verdict.quantized()
-    qconfig = roles.rule(node).qconfig
-    if qconfig is None or qconfig.activation is None or (qconfig.weight is None and roles.weights_of(node)):
+    rule = roles.rule(node)
+    if rule.qconfig is None:
+        return rule.left
+    if rule.qconfig.activation is None or (rule.qconfig.weight is None and roles.weights_of(node)):
         return BY_CONFIG
     return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, "none of its inputs is quantized")
 
@@ -114,7 +116,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
         return Verdict.quantized(Cause.OWN_QUANTIZER, "a quantizer of the model's own")
     rule, kind = roles.rule(node), kind_of(node)
     if not rule.is_general and (rule.qconfig is None or rule.qconfig.activation is None):
-        return BY_CONFIG
+        return rule.left
     if kind.activation:
         return Verdict.left_float(Cause.TARGET, f"{with_article(kind)} that no quantized op comes right before")
     if kind is OTHER and node in roles.parameters:

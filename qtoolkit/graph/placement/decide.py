@@ -10,8 +10,9 @@ from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import with_article
 from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
 from qtoolkit.graph.placement.residual import free_branch, fuses
+from qtoolkit.graph.placement.returned import float_output, is_returned
 from qtoolkit.graph.placement.roles import Roles
-from qtoolkit.graph.plan import Cause, Verdict
+from qtoolkit.graph.plan import Verdict
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
     kind_of,
@@ -126,7 +127,7 @@ class _Collector:
                 self._take_inputs(node, qconfig.activation)
         if self.backend.quantize_outputs:
             self._take_users(node, qconfig.activation, "computes in integers throughout")
-        elif kind_of(node).name in self.backend.needs_quantized_output and not self._is_returned(node):
+        elif kind_of(node).name in self.backend.needs_quantized_output and not is_returned(node, self.backend):
             self._take_users(node, qconfig.activation, "computes it in integers only with a quantized output")
 
     def take_weights(self, node: fx.Node) -> None:
@@ -197,9 +198,7 @@ class _Collector:
             return None
         if self.roles.last_in_unit(node) in self.on_grid or fuses(node, self.roles):
             return None
-        name = self.backend.name
-        why = f"its output is taken in float, and {name} computes it in integers only between two quantized tensors"
-        return Verdict.left_float(Cause.NOT_QUANTIZED_AROUND, why)
+        return float_output(self.backend)
 
     def _needs_quantized_output(self, kind: OpKind) -> bool:
         """Return whether an op of a kind is float where its output is."""
@@ -228,16 +227,6 @@ class _Collector:
                 returned = user.op == "output" and self.backend.quantize_outputs  # see take_outputs
                 if not returned and (output, user) not in self.requests:
                     self.request(output, user, spec, why)
-
-    def _is_returned(self, node: fx.Node) -> bool:
-        """Return whether only the graph's outputs take an op's output, moved or not: they keep their precision."""
-        waiting = [user for output in outputs_of(self.roles.last_in_unit(node)) for user in output.users]
-        while waiting:
-            user = waiting.pop()
-            if user.op != "output" and self.roles[user] != "transparent":
-                return False
-            waiting += user.users
-        return not self.backend.quantize_graph_outputs
 
     def _first_in_unit(self, source: fx.Node) -> fx.Node:
         while (moved := self.roles.moves_from(source)) is not None:

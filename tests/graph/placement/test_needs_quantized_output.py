@@ -153,3 +153,60 @@ def test_dot_product_attention_stays_float_unless_a_rule_names_it(backend: str) 
     assert quantized(qt.prepare(Attention().eval(), x, backend)) == {"x", name}
     mapping = qt.QConfigMapping().set_module_name(name, qt.backends[backend].qconfig)
     assert quantized(qt.prepare(Attention().eval(), x, backend, mapping)) == {"x", "qkv", name}
+
+
+def up(function=lambda m, y, x: m.up(y), **changes: object) -> tuple[bool, set[str]]:
+    """Return whether the transposed convolution is quantized, and the quantized tensors."""
+    prepared = prepared_probe(function, Returned, **changes)
+    return isinstance(prepared.get_submodule("up"), qt.nn.QuantConvTranspose2d), quantized(prepared)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, y, x: m.up(y),
+        lambda m, y, x: F.relu(m.up(y)),
+        lambda m, y, x: m.up(y).clamp(0, 1).flatten(1),
+        lambda m, y, x: (m.up(y), m.up(x)),  # each of its calls
+        lambda m, y, x: F.conv_transpose2d(y, m.up.weight, stride=2),
+    ],
+)
+def test_a_transposed_convolution_that_is_returned_stays_float(function) -> None:
+    """It has no integer kernel without a quantized output, and Q/DQ around it would only cost."""
+    assert up(function) == (False, {"x", "first"})
+
+
+def test_a_returned_transposed_convolution_is_reported() -> None:
+    (line,) = qt.quantization_report(prepared_probe(lambda m, y, x: m.up(y), Returned)).left_float
+    assert (line.name, line.reason) == (
+        "up",
+        "float: its output is taken in float, and onnxruntime computes it in integers only between two quantized tensors",
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda m, y, x: m.last(m.up(y)), {"x", "first", "up"}),
+        (lambda m, y, x: (m.up(y), m.last(m.up(x))), {"x", "first", "up_1"}),  # one of its calls goes on
+        (lambda m, y, x: torch.exp(m.up(y)), {"x", "first", "up"}),
+    ],
+)
+def test_one_that_is_taken_again_is_quantized(function, names: set[str]) -> None:
+    assert up(function) == (True, names)
+
+
+def test_a_returned_transposed_convolution_is_quantized_by_a_rule_that_names_it_or_a_target_with_other_kernels() -> (
+    None
+):
+    config = qt.backends["onnxruntime"].qconfig
+    named = qt.QConfig(config.activation, qt.QuantSpec(axis=1))
+    for mapping, expected in (
+        (qt.QConfigMapping().set_module_name("up", named), True),
+        (qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, named), True),
+        (qt.QConfigMapping().set_global(config), False),
+    ):
+        prepared = qt.prepare(Returned(lambda m, y, x: m.up(y)).eval(), X, "onnxruntime", mapping)
+        assert isinstance(prepared.get_submodule("up"), qt.nn.QuantConvTranspose2d) is expected
+    assert up(quantize_graph_outputs=True) == (True, {"x", "first", "up"})
+    assert up(sub_pixel=False) == (True, {"x", "first"})
