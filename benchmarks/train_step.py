@@ -7,9 +7,11 @@ python benchmarks/train_step.py --quick --networks resnet18 --only ours
 
 A step is zero_grad, forward, loss, backward and SGD's step. Every subject lives in a process of its own, in which the
 allocator keeps its memory; they take turns, one step at a time, and the table has the ratio of medians and of least times.
+With --together they take turns in groups, each with a float model of its own, which its ratios are to.
 Learned scales, int8 weights and activations; networks have random weights. --device cuda measures on a GPU.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ from tqdm import tqdm
 from training import options
 from training.subjects import CODES, FLOAT, INTEGER, kind_of
 from training.tables import profile_tables, step_tables
+from training.trainer import Settings
 from training.worker import SubjectError, Worker
 
 PAUSE = 0.03  # seconds: the threads of the process before go to sleep
@@ -115,27 +118,46 @@ def profiles_of(workers: Workers) -> dict[str, dict[str, float]]:
     return profiles
 
 
+def groups_of(chosen: list[Settings], together: int | None) -> list[list[Settings]]:
+    """Return the subjects that take turns: all of them, or groups of a size, each with the float model first."""
+    first, *others = chosen
+    size = len(chosen) if together is None else max(together, 2)
+    return [[first, *others[start : start + size - 1]] for start in range(0, max(len(others), 1), size - 1)]
+
+
+def measured(group: list[Settings], args: argparse.Namespace) -> tuple[list[Row], dict[str, dict[str, float]]]:
+    """Return the rows of a group, and the profiles of those in PROFILED if they are asked for."""
+    rows = []
+    with options.environment(KEEP_MEMORY):
+        workers = {s.subject: options.started(s) for s in tqdm(group, desc=group[0].network, leave=False)}
+    for threads in args.threads:
+        set_threads(workers, threads)
+        times = take_turns(workers, args.rounds, args.seconds)
+        rows += rows_of(group[0].network, workers, threads, times)
+    profiles = profiles_of(workers) if args.profile else {}
+    for worker in workers.values():
+        if isinstance(worker, Worker):
+            worker.end()
+    return rows, profiles
+
+
 def main() -> None:
     """Measure, print, and write what the arguments ask for."""
     parser = options.parser_of(__doc__, "train_step.json")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=600, help="of the rounds of a network; 3 rounds at least")
+    parser.add_argument("--seconds", type=float, default=600, help="of the rounds of a group; 3 rounds at least")
+    parser.add_argument(
+        "--together", type=int, help="how many take turns, one of them the float model, where memory is short"
+    )
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     for network in args.networks:
-        chosen, rows = options.settings_of(args, network), []
-        with options.environment(KEEP_MEMORY):
-            workers = {s.subject: options.started(s) for s in tqdm(chosen, desc=network, leave=False)}
-        for threads in args.threads:
-            set_threads(workers, threads)
-            times = take_turns(workers, args.rounds, args.seconds)
-            rows += [asdict(row) for row in rows_of(network, workers, threads, times)]
-        profile = profiles_of(workers) if args.profile else {}
-        for worker in workers.values():
-            if isinstance(worker, Worker):
-                worker.end()
-        results = options.add_to_file(args, network, rows=rows, profile=profile)
+        found = [measured(group, args) for group in groups_of(options.settings_of(args, network), args.together)]
+        rows = [row for i, (rows, _) in enumerate(found) for row in rows if i == 0 or row.subject != FLOAT]
+        profile = {name: ops for _, profiles in reversed(found) for name, ops in profiles.items()}
+        by_threads = [asdict(row) for threads in args.threads for row in rows if row.threads == threads]
+        results = options.add_to_file(args, network, rows=by_threads, profile=profile)
     for title, names, cells in (*step_tables(results), *profile_tables(results)):
         show(Console(width=180), title, names, cells)
 

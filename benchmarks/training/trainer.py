@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from training.subjects import builder, kind_of
 
 LEARNING_RATE = 1e-4  # the weights hardly move: all steps are the same work
 SLOWEST_OPS = 40
-MEMORY_STEPS = PROFILED_STEPS = 3
+MEMORY_STEPS, PROFILED_STEPS = 3, 7
 
 
 @dataclass(frozen=True)
@@ -136,23 +137,27 @@ class Trainer:
     def profile(self) -> dict[str, float]:
         """Return the seconds of the slowest ops of a step, by name; time in ops that an op calls is theirs.
 
-        It is the mean of several steps, after one that does not count.
+        They are the medians of several steps, each profiled by itself, after one that does not count: what the profiler
+        records takes memory between the tensors, so that some of its steps touch fresh pages, which no step does without it.
         """
+        steps = [self._profile_of_step() for _ in range(1 + PROFILED_STEPS)][1:]
+        spent = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in set().union(*steps)}
+        slowest = sorted(spent, key=lambda name: spent[name], reverse=True)[:SLOWEST_OPS]
+        return {name: spent[name] for name in slowest}
+
+    def _profile_of_step(self) -> dict[str, float]:
         activities = [torch.profiler.ProfilerActivity.CPU]
         on_cpu = self.settings.device == "cpu"
         if not on_cpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        for steps in (1, PROFILED_STEPS):  # the profiler itself is slow at first
-            with torch.profiler.profile(activities=activities) as profiler:
-                for _ in range(steps):
-                    self.step()
-                self.sync()
-        spent = {
-            event.key: 1e-6 / PROFILED_STEPS * (event.self_cpu_time_total if on_cpu else event.self_device_time_total)
-            for event in profiler.key_averages()
+        with torch.profiler.profile(activities=activities) as profiler:
+            self.step()
+            self.sync()
+        events = profiler.key_averages()
+        return {
+            event.key: 1e-6 * (event.self_cpu_time_total if on_cpu else event.self_device_time_total)
+            for event in events
         }
-        slowest = sorted(spent, key=lambda name: spent[name], reverse=True)[:SLOWEST_OPS]
-        return {name: spent[name] for name in slowest}
 
 
 REQUESTS: Mapping[str, Callable[..., Any]] = {
