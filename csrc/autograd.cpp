@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 11> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 12> kWithoutGradient = {{
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "
@@ -132,6 +132,9 @@ constexpr std::array<WithoutGradient, 11> kWithoutGradient = {{
     {"fake_quant_shaped_backward",
      "fake_quant_shaped: double backward is not supported; compute the first gradient without create_graph=True, or "
      "use fake_quant with a fixed scale."},
+    {"prelu_fake_quant_backward",
+     "prelu_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or use "
+     "torch.nn.functional.prelu and fake_quant."},
     {"batch_norm_fake_quant_backward",
      "batch_norm_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, "
      "or "

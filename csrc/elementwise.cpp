@@ -1,6 +1,7 @@
 #include "elementwise.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
 
 #include "layout.h"
 
@@ -51,6 +52,11 @@ LearnedSums::LearnedSums(KernelId kernel, KernelArgs args, const Tensor& dx, con
 
 void LearnedSums::write_gradient(int64_t row, double factor, const Tensor* sign, const Tensor& result) const {
   const Tensor sum = from_memory_order(sums_.select(0, row), dx_, axis_);
+  on(sum.device()).learned_gradient(sum.const_data_ptr<double>(), factor, sign, result);
+}
+
+void LearnedSums::write_total(int64_t row, double factor, const Tensor* sign, const Tensor& result) const {
+  const Tensor sum = sums_.select(0, row).sum();
   on(sum.device()).learned_gradient(sum.const_data_ptr<double>(), factor, sign, result);
 }
 

@@ -31,6 +31,9 @@ class LearnedSums {
   // Writes the gradient of the scale (row 0) or of the zero point (row 1); `sign` is as in learned_gradient().
   void write_gradient(int64_t row, double factor, const at::Tensor* sign, const at::Tensor& result) const;
 
+  // Writes the gradient of one element that all channels share.
+  void write_total(int64_t row, double factor, const at::Tensor* sign, const at::Tensor& result) const;
+
  private:
   at::Tensor dx_, sums_;
   Axis axis_;

@@ -1,21 +1,24 @@
 // The list of all kernels, from which the enum below and the dispatch tables of both devices are made.
 #pragma once
 
-// Elementwise kernels: name, functor of fake_quant.h. A line here makes the kernels for the CPU and for CUDA.
+// Elementwise kernels: name, functor of fake_quant.h, shaped.h or prelu.h. A line here makes the kernels for the CPU
+// and for CUDA.
 #define QT_ELEMENTWISE_KERNELS(X)    \
   X(fake_quant, IntegerFunctor)      \
   X(scale_terms, ScaleTermsFunctor)  \
   X(fake_quant_float, FloatFunctor)  \
   X(fake_quant_log, LogFunctor)      \
+  X(prelu_fake_quant, PreluFunctor)  \
   X(to_levels, LevelsFunctor)        \
   X(to_interval, IntervalFunctor)    \
   X(tensor_quant, LegacyCodeFunctor) \
   X(fake_tensor_quant, LegacyValueFunctor)
 
-// The backward of learned grids: name, functor of fake_quant.h or shaped.h. They write dx and sum the gradients of the
-// two values of each channel.
+// The backward of learned grids: name, functor of fake_quant.h, shaped.h or prelu.h. They write dx and sum the
+// gradients of the two values of each channel.
 #define QT_LEARNED_KERNELS(X)                     \
   X(fake_quant_learned_backward, LearnedGradient) \
+  X(prelu_fake_quant_backward, PreluGradient)     \
   X(clipped_backward, ClippedGradient)            \
   X(soft_backward, SoftGradient)                  \
   X(levels_backward, LevelsGradient)              \

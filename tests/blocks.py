@@ -1,12 +1,17 @@
 """What tests of a model's blocks share: a group of one process, and the code of a graph that is not divided."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
+
+import qtoolkit as qt
 
 
 @contextmanager
@@ -17,6 +22,19 @@ def called_one_by_one() -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def recorded_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
+    """Return the arguments, by name, of each call of an op of `qtoolkit.ops` from here on."""
+    found: list[dict[str, Any]] = []
+    op = getattr(qt.ops, name)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        found.append(inspect.signature(op).bind(*args, **kwargs).arguments)
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(qt.ops, name, recorded)
+    return found
 
 
 @contextmanager

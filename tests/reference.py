@@ -176,6 +176,36 @@ class Gradients:
         self.ds_mass, self.dz_mass = (abs(grad_factor) * p.sum(np.abs(t)) for t in (ds_terms, dz_terms))
 
 
+class Prelu:
+    """PReLU and a symmetric grid behind it: values and dx exactly, sums and masses as in `Gradients`."""
+
+    def __init__(self, x, weight, scale, qmin=-128, qmax=127):
+        kind = arithmetic(x.dtype)
+        self.like, self.scale, self.codes = x, scale, (qmin, qmax)
+        self.x, w = array(x, kind), array(weight, kind).reshape(-1)
+        self.channel, self.count = channels(tuple(x.shape), None if weight.numel() == 1 else 1, 1)
+        self.slope = w[self.channel]
+        with np.errstate(all="ignore"):
+            self.rectified = torch.from_numpy(np.where(self.x > 0, self.x, self.slope * self.x))
+
+    def values(self) -> Tensor:
+        return fake_quant(self.rectified, self.scale, None, *self.codes).to(self.like.dtype)
+
+    def gradients(self, grad: Tensor, grad_factor: float = 1.0) -> "Prelu":
+        kind = arithmetic(self.like.dtype)
+        wide = tensor(array(grad.to(self.like.dtype), kind), self.rectified.dtype)
+        behind = Gradients(wide, self.rectified, self.scale, None, *self.codes, grad_factor=grad_factor)
+        passed = array(behind.dx, kind)
+        with np.errstate(all="ignore"):
+            self.dx = tensor(np.where(self.x > 0, passed, self.slope * passed), self.like.dtype)
+            terms = np.where(self.x > 0, 0, self.x * passed).astype(np.float64).reshape(-1)
+        self.dw, self.dw_mass = np.zeros(self.count), np.zeros(self.count)
+        np.add.at(self.dw, self.channel.reshape(-1), terms)
+        np.add.at(self.dw_mass, self.channel.reshape(-1), np.abs(terms))
+        self.ds, self.ds_mass = behind.ds, behind.ds_mass
+        return self
+
+
 # ---- histograms ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@
 #include "../fake_quant.h"
 #include "../max_pool.h"
 #include "../observe.h"
+#include "../prelu.h"
 #include "../shaped.h"
 #include "kernels.h"
 #include "simd-inl.h"

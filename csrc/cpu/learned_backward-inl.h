@@ -1,5 +1,5 @@
 // The backward of learned grids: a result for each element, and a sum for each channel or two. Functor is one of
-// fake_quant.h or shaped.h. Included once per instruction set, inside namespace qtoolkit::QT_ISA.
+// kernel_list.h. Included once per instruction set, inside namespace qtoolkit::QT_ISA.
 #pragma once
 
 #include "elementwise-inl.h"

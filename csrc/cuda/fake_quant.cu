@@ -1,5 +1,6 @@
 // Fake quantization onto every grid, and its gradients, on CUDA.
 #include "../fake_quant.h"
+#include "../prelu.h"
 #include "../shaped.h"
 #include "kernels.h"
 #include "loops.cuh"
@@ -18,7 +19,7 @@ constexpr int kMapBlocks = 6;
 template <>
 constexpr int kMapBlocks<FloatFunctor> = 5;
 
-// Functor is one of fake_quant.h or shaped.h.
+// Functor is one of kernel_list.h.
 template <class A, bool kDense, template <class, class> class Functor>
 __global__ void __launch_bounds__(kThreads, kDense ? kMapBlocks<Functor> : 1)
     elementwise_kernel(const __grid_constant__ KernelArgs args) {

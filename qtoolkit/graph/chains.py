@@ -1,6 +1,7 @@
-"""Chains of ops in a graph that run as one op: a batch norm with the layer before it, and with what follows it.
+"""Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a PReLU and its quantizer.
 
-The graph stays as it is; only the code that runs calls `qtoolkit.nn.epilogue` for a chain.
+A chain begins with the layer before its batch norm. The graph stays as it is; only the code that runs calls
+`qtoolkit.nn.epilogue` for a chain and `qtoolkit.nn.prelu` for a pair.
 """
 
 import operator
@@ -25,6 +26,7 @@ from qtoolkit.nn.epilogue import (
     why_quantizer_apart,
 )
 from qtoolkit.nn.hooks import all_watched
+from qtoolkit.nn.prelu import why_prelu_apart
 from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, module_of, name_of
 from qtoolkit.op_kinds.rules import is_number
 
@@ -78,6 +80,62 @@ class Chain:
     def last(self) -> fx.Node:
         """The node whose value the op computes."""
         return self.nodes[-1]
+
+    @property
+    def first(self) -> fx.Node:
+        """The node that a report describes."""
+        return self.batch_norm
+
+    def sentence(self) -> str:
+        """Return how the batch norm is computed in training mode, as the modules are now."""
+        bn = module_of(self.batch_norm)
+        why = "hooks of all modules are registered" if all_watched() else why_batch_norm_apart(bn)
+        joined, end = _joined(self)
+        if why is None and not isinstance(bn, LinkedBatchNorm) and (not joined or joined[-1] is not self.quantizer):
+            why = f"no quantizer is in one op with it ({end})"
+        if why is not None:
+            return f"by torch: {why}"
+        names = ", ".join(name_of(node) for node in joined)
+        said = [f"one op with {names}" if joined else "an op of its own", end]
+        if isinstance(bn, LinkedBatchNorm):
+            layer = "its layer runs elsewhere" if self.layer is None else why_layer_apart(module_of(self.layer), bn)
+            said.append("" if layer is None else f"its input is divided: {layer}")
+        return "; ".join(filter(None, said))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Nodes that run as one op.
+
+    Attributes:
+        activation: An nn.PReLU, whose only user is the other.
+        quantizer: The inserted quantizer, right after it.
+    """
+
+    activation: fx.Node
+    quantizer: fx.Node
+
+    @property
+    def first(self) -> fx.Node:
+        """The node that a report describes."""
+        return self.activation
+
+    def sentence(self) -> str:
+        """Return how the PReLU is computed in training mode, as the modules are now."""
+        why = "hooks of all modules are registered" if all_watched() else None
+        why = why or why_prelu_apart(module_of(self.activation), module_of(self.quantizer))
+        return f"one op with {name_of(self.quantizer)}" if why is None else f"by torch: {why}"
+
+
+def find_pairs(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Pair]:
+    """Return the pairs among nodes of a GraphModule; the arguments are those of `find_chains`."""
+    inside = set(nodes)
+    pairs = [Pair(node, node.next) for node in nodes if is_prelu_call(node) and list(node.users) == [node.next]]
+    return [
+        pair
+        for pair in pairs
+        if pair.quantizer in inside and pair.activation not in results and _is_activation_quantizer(pair.quantizer)
+    ]
 
 
 def find_chains(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[Chain]:
@@ -170,23 +228,6 @@ class _Finder:
         return chain.activation is not None
 
 
-def sentence(chain: Chain) -> str:
-    """Return how the batch norm of a chain is computed in training mode, as its modules are now."""
-    bn = module_of(chain.batch_norm)
-    why = "hooks of all modules are registered" if all_watched() else why_batch_norm_apart(bn)
-    joined, end = _joined(chain)
-    if why is None and not isinstance(bn, LinkedBatchNorm) and (not joined or joined[-1] is not chain.quantizer):
-        why = f"no quantizer is in one op with it ({end})"
-    if why is not None:
-        return f"by torch: {why}"
-    names = ", ".join(name_of(node) for node in joined)
-    said = [f"one op with {names}" if joined else "an op of its own", end]
-    if isinstance(bn, LinkedBatchNorm):
-        layer = "its layer runs elsewhere" if chain.layer is None else why_layer_apart(module_of(chain.layer), bn)
-        said.append("" if layer is None else f"its input is divided: {layer}")
-    return "; ".join(filter(None, said))
-
-
 def _joined(chain: Chain) -> tuple[list[fx.Node], str]:
     """Return the nodes after the batch norm that its op computes, as their modules are now, and why no more of them."""
     joined: list[fx.Node] = []
@@ -206,6 +247,12 @@ def is_batch_norm_call(node: fx.Node) -> bool:
     """Return whether a node calls a batch norm that is a module, with its input alone."""
     one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
     return node.op == "call_module" and one_input and is_batch_norm(module_of(node))
+
+
+def is_prelu_call(node: fx.Node) -> bool:
+    """Return whether a node calls an nn.PReLU with its input alone."""
+    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+    return node.op == "call_module" and one_input and type(module_of(node)) is nn.PReLU
 
 
 def is_max_pool_call(node: fx.Node) -> bool:

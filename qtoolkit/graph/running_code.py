@@ -1,8 +1,8 @@
 """Compile the graph of a model to the code that runs.
 
 The graph of the model does not change: passes, reports and exporters read its one list of nodes. The compiled code may differ
-from it: a block can run its own part of the graph, and a chain of ops that `qtoolkit.nn.epilogue` computes as one op is one
-call.
+from it: a block can run its own part of the graph, and ops that `qtoolkit.nn.epilogue` or `qtoolkit.nn.prelu` compute as one op
+are one call.
 """
 
 import functools
@@ -18,11 +18,12 @@ from torch import fx, nn
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
-from qtoolkit.graph.chains import Chain, find_chains, is_max_pool_call
+from qtoolkit.graph.chains import Chain, Pair, find_chains, find_pairs, is_max_pool_call
 from qtoolkit.graph.products import function_of
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block, node_name
 from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
 from qtoolkit.nn.hooks import all_watched, has_hooks
+from qtoolkit.nn.prelu import prelu
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.recorded import check_argument
 
@@ -72,12 +73,17 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
     return _chosen(code, divided, _Blocks(gm, division)) if whole.changed else divided
 
 
-def chains_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products) -> list[Chain]:
-    """Return the chains in the code that a training forward runs now: those of the parts while a block is watched."""
+def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products) -> list[Chain | Pair]:
+    """Return the ops that are one call in a training forward now: those of the parts while a block is watched."""
     division = Division(gm, calls) if calls else None
     if division is None or not _Blocks(gm, division).are_watched():
-        return _Writer(Whole(gm), ROOT, products).chains
-    return [chain for index in (ROOT, *division.parts) for chain in _Writer(division, index, products).chains]
+        writers = [_Writer(Whole(gm), ROOT, products)]
+    else:
+        writers = [_Writer(division, index, products) for index in (ROOT, *division.parts)]
+    found: list[Chain | Pair] = []
+    for writer in writers:
+        found += [*writer.chains, *writer.pairs.values()]
+    return found
 
 
 class _Blocks:
@@ -119,6 +125,7 @@ class _Writer:
 
     Attributes:
         chains: The chains of ops in it that are one call.
+        pairs: The pairs of ops that are one call, by their last node.
         changed: Whether the written code differs from the nodes of the model's graph.
     """
 
@@ -133,8 +140,10 @@ class _Writer:
         self.chains = find_chains(nodes, results)
         self.layers = {chain.layer: chain for chain in self.chains if chain.layer is not None}
         self.ends = {chain.last: chain for chain in self.chains}
+        self.pairs = {pair.quantizer: pair for pair in find_pairs(nodes, results)}
         self.inner = {node for chain in self.chains for node in chain.nodes}
-        self.changed = bool(self.chains)
+        self.inner |= {pair.activation for pair in self.pairs.values()}
+        self.changed = bool(self.chains or self.pairs)
 
     def write(self) -> fx.Graph:
         part = self.division.parts.get(self.index)
@@ -149,6 +158,8 @@ class _Writer:
                 self._write_layer(item, self.layers[item].batch_norm)
             elif item in self.ends:
                 self._write_chain(self.ends[item])
+            elif item in self.pairs:
+                self._write_pair(self.pairs[item])
             elif self.products is not None and is_max_pool_call(item):
                 self._write_pool(item)
             elif self.products is not None and item.name in self.products:
@@ -179,6 +190,11 @@ class _Writer:
         modules = [chain.layer, chain.batch_norm, None if function else chain.activation, chain.quantizer]
         called = [None if node is None else self._module(node) for node in modules]
         self.written[chain.last] = self.graph.call_function(epilogue_of(*steps), (*tensors, *called))
+
+    def _write_pair(self, pair: Pair) -> None:
+        modules = self._module(pair.activation), self._module(pair.quantizer)
+        source = self._value(pair.activation.all_input_nodes[0])
+        self.written[pair.quantizer] = self.graph.call_function(prelu, (source, *modules))
 
     def _write_pool(self, node: fx.Node) -> None:
         self.changed = True

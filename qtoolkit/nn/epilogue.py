@@ -111,6 +111,14 @@ def why_quantizer_apart(quantizer: nn.Module) -> str | None:
 # ---- the calls that the code of a prepared model makes
 
 
+def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
+    """Return the arguments of an op for a quantizer of a tensor of x's shape, where `why_quantizer_apart` has no reason."""
+    kind, spec = quantizer.kind, quantizer.spec
+    scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
+    codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
+    return {"scale": scale, "zero_point": zero_point, **codes}
+
+
 def layer_output(layer: Any, bn: Any, input: Any, *args: Any, **kwargs: Any) -> Output:
     """Return the output of a layer for its linked batch norm: undivided where the op may take it."""
     if not is_ordinary(input) or all_watched() or not _trains(bn) or why_layer_apart(layer, bn) is not None:
@@ -223,7 +231,7 @@ def _compute(
         divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
     known = _codes_like(x, residual) if residual is not None and torch.is_grad_enabled() else None
     of_residual = (None,) * 3 if known is None else (known.codes, known.scale, known.zero_point)
-    grid = {} if quantizer is None else _grid_now(quantizer, x)
+    grid = {} if quantizer is None else grid_now(quantizer, x)
     y, codes, mean, variance = ops.batch_norm_fake_quant(
         x,
         bn.weight,
@@ -250,14 +258,6 @@ def _codes_like(x: Tensor, residual: Tensor) -> Codes | None:
     channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     codes = codes_of(residual, None, channels_last)
     return None if codes is None or codes.codes.shape != x.shape else codes
-
-
-def _grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
-    """Return the arguments of the op for a quantizer of a tensor of x's shape."""
-    kind, spec = quantizer.kind, quantizer.spec
-    scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
-    codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
-    return {"scale": scale, "zero_point": zero_point, **codes}
 
 
 def _track(bn: Any, mean: Tensor, variance: Tensor, factor: Tensor | None, bias: Tensor | None, count: int) -> None:

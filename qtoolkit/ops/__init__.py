@@ -41,6 +41,7 @@ from qtoolkit.ops.observe import (
 )
 from qtoolkit.ops.pool import max_pool
 from qtoolkit.ops.positive import positive_scale
+from qtoolkit.ops.prelu import prelu_fake_quant
 from qtoolkit.ops.shaped import fake_quant_clipped, fake_quant_levels, interval
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "observe_histogram_",
     "observe_minmax_",
     "positive_scale",
+    "prelu_fake_quant",
     "quantize",
     "quantize_int4",
     "search_range",

@@ -8,13 +8,13 @@ from dataclasses import replace
 from torch import fx, nn
 
 from qtoolkit.graph import products as products_in
-from qtoolkit.graph.chains import is_batch_norm_call, sentence
+from qtoolkit.graph.chains import is_batch_norm_call, is_prelu_call
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import Cause, Status, Verdict
-from qtoolkit.graph.running_code import chains_now
+from qtoolkit.graph.running_code import calls_now
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import (
     is_quantizer,
@@ -61,12 +61,12 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
 def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
     """Return how ops that are no layers compute in training."""
     nodes, ops = model.graph.nodes, model.ops_in_training()
-    norms = {node: "by torch: as asked" for node in nodes if ops is None and is_batch_norm_call(node)}
-    chains = {chain.batch_norm: sentence(chain) for chain in chains_now(model, model.calls, ops)}
+    plain = [node for node in nodes if is_batch_norm_call(node) or is_prelu_call(node)] if ops is None else []
+    calls = {call.first: call.sentence() for call in calls_now(model, model.calls, ops)}
     products = {
         node: products_in.sentence(node, model.products[node.name]) for node in nodes if node.name in model.products
     }
-    return {**norms, **chains, **products}
+    return {**dict.fromkeys(plain, "by torch: as asked"), **calls, **products}
 
 
 def _has_line(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ import qtoolkit as qt
 from qtoolkit.nn import epilogue
 from qtoolkit.nn.batch_norm import STRATEGIES, LinkedBatchNorm
 from qtoolkit.quantizers.handed_over import codes_of
-from tests.blocks import called_one_by_one
+from tests.blocks import called_one_by_one, recorded_calls
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
 
@@ -136,16 +136,8 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[dict]:
-    """The keyword arguments of each call of the op."""
-    found: list[dict] = []
-    op = qt.ops.batch_norm_fake_quant
-
-    def recorded(*args: object, **kwargs: object) -> object:
-        found.append(kwargs)
-        return op(*args, **kwargs)
-
-    monkeypatch.setattr(qt.ops, "batch_norm_fake_quant", recorded)
-    return found
+    """The arguments of each call of the op."""
+    return recorded_calls(monkeypatch, "batch_norm_fake_quant")
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:

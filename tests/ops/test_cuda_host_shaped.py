@@ -1,4 +1,4 @@
-"""CUDA kernels of the shaped quantizers, executed on the CPU in three orders of their threads, against the CPU's kernels."""
+"""CUDA kernels of the shaped quantizers and of PReLU, executed on the CPU in three orders of their threads, against its own."""
 
 import ctypes
 from typing import Any
@@ -92,3 +92,35 @@ def gradients(kernels: ctypes.CDLL, order: str, given: dict, fields: dict, dx: T
     given_soft = {"zero_point": given["steepness"], "fractional": True, "grad": dx, "sum_scale": soft}
     cuda_host.run(kernels, "soft_backward", order, y=dx, **fields | given_soft)
     return [*results, soft]
+
+
+@pytest.mark.sweep(2)
+@dtypes
+@pytest.mark.parametrize(
+    "shape", [shape for shape, (_, *cut) in SHAPES.items() if cut[0] in (None, 1) and cut[1:] == [1, 0]]
+)
+@pytest.mark.parametrize("layout", ["dense", "every_second"])
+def test_prelu(kernels: ctypes.CDLL, shape: str, dtype: torch.dtype, layout: str) -> None:
+    """Values and dx bit for bit; sums up to the order of their terms, and the same in every order."""
+    sizes = SHAPES[shape][0]
+    x, grad = STRIDED[layout](floats(dtype)(*sizes)), floats(dtype, 7)(*sizes)
+    cut, wide = channels(*SHAPES[shape]), arithmetic(dtype)
+    weight, scale = torch.linspace(-0.5, 0.7, cut[3], dtype=wide), torch.tensor([0.1], dtype=wide)
+    fields = {"numel": x.numel(), "channels": cut, "x": x, "y_dtype": dtype_number(x), "bounds": (-20, 30)}
+    fields |= {"scale": scale.repeat(cut[3]), "zero_point": weight, "fractional": True}
+    value = native.prelu_fake_quant(x, weight, scale, -20, 30)
+    dx, *wanted = native.prelu_fake_quant_backward(grad, x, weight, scale, -20, 30)
+    found = []
+    for order in ORDERS:
+        y, got = like(value), like(dx)
+        cuda_host.run(kernels, "prelu_fake_quant", order, y=y, **fields)
+        assert_same(y, value)
+        sums = torch.zeros(2, cut[3], dtype=torch.float64)
+        given = {"grad": grad, "sum_scale": sums[0], "sum_zero_point": sums[1]}
+        cuda_host.run(kernels, "prelu_fake_quant_backward", order, y=got, **fields, **given)
+        assert_same(got, dx)
+        found.append(sums)
+    assert all(torch.equal(sums, found[0]) for sums in found)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+    for sum, want in zip((found[0][1], found[0][0].sum(0, keepdim=True)), wanted, strict=True):
+        torch.testing.assert_close(sum.to(want.dtype), want, rtol=tolerance, atol=tolerance * 100)

@@ -29,6 +29,7 @@ def sample(op: str, x: Tensor) -> dict:
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
     symmetric = {"scale": scales(6), "axis": 1}
     soft = {**grid, "steepness": torch.linspace(1, 7, 6), "shape": "clip"}
+    rectified = {"weight": torch.linspace(-0.5, 0.5, 6), "scale": scales(1), "qmin": -100, "qmax": 90}
     range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
     floating, counted = {"dtype": torch.float32}, {"skipped": torch.zeros(6, dtype=torch.int64)}
     mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)
@@ -122,6 +123,8 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
         "fake_quant_backward": {"grad": x, "mask": mask, "order": []},
         "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
+        "prelu_fake_quant": {"x": x, **rectified},
+        "prelu_fake_quant_backward": {"grad": x * 2, "x": x, **rectified},
         "fake_quant_shaped": {"x": x, **soft},
         "fake_quant_shaped_backward": {"grad": x * 2, "x": x, **soft},
         "quant_weight": of_weight,

@@ -155,6 +155,8 @@ class Drawn:
             return self.updated()
         if "norm" in self.op:
             return self.r.choice([None, self.vector(1)])
+        if "prelu" in self.op:
+            return self.vector(1)
         t = self.vector(self.r.choice([self.channel_count, self.channel_count, 1]))
         return t.reshape(-1, 1) if self.r.random() < 0.1 else t
 
@@ -355,14 +357,17 @@ class Drawn:
         return t * torch.randn(t.shape).sign() if t.dtype in FLOATS and not t.is_meta else t
 
     def weight(self) -> Tensor | None:
-        return self.r.choice([None, self.of_channels()])
+        if "prelu" in self.op:
+            return self.r.choice([self.vector(1), self.of_channels()])
+        return self.bias()
 
-    bias = weight
+    def bias(self) -> Tensor | None:
+        return self.r.choice([None, self.of_channels()])
 
     def divisor(self) -> Tensor | None:
         if "running_mean" in self.given:
             return self.offset()
-        return self.weight()
+        return self.bias()
 
     def residual(self) -> Tensor | None:
         self.rebuilt = self.r.random() < 0.5
@@ -732,6 +737,20 @@ def check_fake_quant_shaped_backward(drawn: Drawn, found: Results, grad, **given
     finite = all(t is None or bool(t.isfinite().all()) for t in tensors) and bool((given["scale"].abs() > 1e-3).all())
     if finite and (steepness is None or bool(((steepness > 0.05) & (steepness < 30)).all())):
         Shaped(**given).check(found, grad, tensors)
+
+
+def check_prelu_fake_quant(drawn: Drawn, found: Results, grad_factor: float, **given) -> None:
+    assert_same(found[0], reference.Prelu(**given).values())
+
+
+def check_prelu_fake_quant_backward(drawn: Drawn, found: Results, grad, grad_factor, **given) -> None:
+    wanted = reference.Prelu(**given).gradients(grad, grad_factor)
+    x, weight, scale = given["x"], given["weight"], given["scale"]
+    assert_same(found[0], wanted.dx)
+    assert (found[1].shape, found[2].shape) == (weight.shape, scale.shape)
+    if scale.isfinite().all() and weight.isfinite().all():
+        assert_sum(found[1], weight, wanted.dw, wanted.dw_mass, x)
+        assert_sum(found[2], scale, wanted.ds, wanted.ds_mass, x)
 
 
 def normalized(x, residual, residual_codes, residual_scale, residual_zero_point, **given) -> reference.Normalized:

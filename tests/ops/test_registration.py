@@ -36,6 +36,7 @@ OPS = (
     *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_"),
     *("max_pool_offsets", "max_pool_offsets_backward"),
     *("fake_quant_shaped", "fake_quant_shaped_backward"),
+    *("prelu_fake_quant", "prelu_fake_quant_backward"),
 )
 
 
@@ -88,6 +89,27 @@ def learned_backward_arguments() -> dict[str, tuple]:
         "channels_last": (grad, image("channels_last"), scales(1), zero_points(1).half(), -100, 90),
         "blocks": (grad, image("channels_last"), scales(280).view(4, 2, 5, 7), zero_points(280), -100, 90, 1, 1, 3),
         "grouped": (grad.bfloat16(), x.bfloat16(), scales(12).view(2, 6), None, -100, 90, 1, 2, 0, 0.1),
+    }
+
+
+def prelu_arguments() -> dict[str, tuple]:
+    x, w = image(), torch.linspace(-0.5, 0.5, 6)
+    last = image("channels_last", torch.bfloat16)
+    return {
+        "channels": (leaf(x), leaf(w), leaf(scales(1)), -100, 90, 0.5),
+        "one": (leaf(image("sliced")), leaf(w[:1]), leaf(scales(1)[0]), -100, 90),
+        "fixed_scale": (leaf(last), leaf(w.bfloat16()), scales(1), 0, 90),
+        "fixed_weight": (leaf(x), w, scales(1), -100, 90),
+        "empty": (leaf(image("empty")), leaf(w[:1]), leaf(scales(1)), -8, 7),
+        "inference": (x, w, scales(1), -8, 7),
+    }
+
+
+def prelu_backward_arguments() -> dict[str, tuple]:
+    sets = prelu_arguments().items()
+    return {
+        name: (torch.ones_like(x), x.detach(), w.detach(), scale.detach(), *codes)
+        for name, (x, w, scale, *codes) in sets
     }
 
 
@@ -164,6 +186,8 @@ def positional(op: str, sets: dict[str, tuple]) -> list:
         *positional("fake_quant", fake_quant_arguments()),
         *positional("fake_quant_backward", backward_arguments()),
         *positional("fake_quant_learned_backward", learned_backward_arguments()),
+        *positional("prelu_fake_quant", prelu_arguments()),
+        *positional("prelu_fake_quant_backward", prelu_backward_arguments()),
         *positional("fake_quant_shaped", shaped_arguments()),
         *positional("fake_quant_shaped_backward", shaped_backward_arguments()),
         *other_arguments(),
@@ -209,6 +233,7 @@ DIFFERENTIABLE = {
         x, torch.zeros(1), torch.zeros(1), torch.ones(1), None, -8, 7
     )[0],
     "fake_quant_shaped": lambda x: ops.fake_quant_clipped(x, torch.tensor(0.5)),
+    "prelu_fake_quant": lambda x: ops.prelu_fake_quant(x, torch.tensor([0.1]), torch.tensor(0.5)),
     "tensor_quant": lambda x: ops.tensor_quant(x, torch.tensor(1.0))[0],
     "fake_tensor_quant": lambda x: ops.fake_tensor_quant(x, torch.tensor(1.0)),
     "minmax": lambda x: ops.minmax(x)[0],

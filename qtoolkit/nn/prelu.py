@@ -1,0 +1,51 @@
+"""A PReLU in training with its quantizer, in one op.
+
+They are called one by one wherever that can make a difference, as `qtoolkit.nn.epilogue` does it for batch norms.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit import ops
+from qtoolkit.errors import with_article
+from qtoolkit.nn.epilogue import grid_now, why_quantizer_apart
+from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.quantizers.handed_over import hand_over
+from qtoolkit.quantizers.spec_ops import has_codes
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+
+def why_prelu_apart(activation: nn.Module, quantizer: nn.Module) -> str | None:
+    """Return why an op does not compute an activation with its quantizer in training mode, of the modules as they are now."""
+    if type(activation) is not nn.PReLU:
+        return f"{with_article(type(activation))} is no nn.PReLU"
+    if is_watched(activation):
+        return "it has hooks"
+    if isinstance(quantizer, TensorQuantizer) and not quantizer.spec.symmetric:
+        return "its quantizer has a zero point"
+    return why_quantizer_apart(quantizer)
+
+
+def prelu(x: Any, activation: Any, quantizer: Any) -> Tensor:
+    """Call an nn.PReLU and its quantizer, by one op where it trains."""
+    apart = all_watched() or not activation.training or why_prelu_apart(activation, quantizer) is not None
+    if apart or not is_ordinary(x) or not _fits(activation.weight, x):
+        return quantizer(activation(x))  # type: ignore[no-any-return]
+    grid = grid_now(quantizer, x)
+    del grid["zero_point"]  # it is None
+    y = ops.prelu_fake_quant(x, activation.weight, **grid)
+    if has_codes(quantizer.spec) and y.requires_grad:
+        hand_over(y, None, grid["scale"], None, quantizer.spec)
+    return y
+
+
+def _fits(weight: Tensor, x: Tensor) -> bool:
+    """Return whether the op gives a result of torch's dtype; PReLU itself has the errors for what the op does not take."""
+    device = x.device.type
+    if weight.numel() != 1 and (x.dim() < 2 or x.size(1) != weight.numel()):
+        return False
+    if torch.is_autocast_enabled(device):
+        return x.dtype == torch.get_autocast_dtype(device)
+    return x.dtype == weight.dtype and weight.device == x.device
