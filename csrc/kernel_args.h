@@ -72,6 +72,8 @@ struct KernelArgs {
   const void* scale = nullptr;       // channels.count values in the type of the arithmetic
   const void* zero_point = nullptr;  // likewise; null if symmetric
   bool fractional = false;           // the zero points are no codes: they are not rounded
+  // For PReLU, whose slopes take the place of the zero points: the one of the grid behind it, of that type, or null.
+  const void* shared_zero_point = nullptr;
   CodeBounds bounds;
   FloatFormat format;  // for fake_quant_float and block_scale
   // For block_scale, whose result has one scale for channels.inner elements of x, and whose `scale` is one number or

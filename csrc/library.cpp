@@ -97,13 +97,16 @@ TORCH_LIBRARY(qtoolkit, m) {
       "int qmax, str shape, int[] levels=[], int? axis=None, int group=1, int block_size=0) -> (Tensor, Tensor, "
       "Tensor, Tensor)");
 
-  // fake_quant(prelu(x, weight), scale, None, qmin, qmax). weight: one element, or one for each channel of dimension 1;
-  // scale: one element. Differentiable in x, weight and scale.
-  m.def("prelu_fake_quant(Tensor x, Tensor weight, Tensor scale, int qmin, int qmax, float grad_factor=1.0) -> Tensor");
+  // fake_quant(prelu(x, weight), scale, zero_point, qmin, qmax). weight: one element, or one for each channel of
+  // dimension 1; scale, zero_point: one element. Differentiable in x, weight and scale.
+  m.def(
+      "prelu_fake_quant(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, int qmin, int qmax, float "
+      "grad_factor=1.0) -> Tensor");
 
   // Returns its gradients in x, weight and scale, from x.
   m.def(
-      "prelu_fake_quant_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, int qmin, int qmax, "
+      "prelu_fake_quant_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, int qmin, int "
+      "qmax, "
       "float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
   // Batch norm in training over dimension 1 of x, + residual, an activation, and fake quantization: returns y, its

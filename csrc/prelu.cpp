@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "elementwise.h"
+#include "layout.h"
 #include "norm_checks.h"
 #include "registration.h"
 
@@ -13,32 +14,38 @@ namespace qtoolkit {
 namespace {
 
 using at::Tensor;
+using std::optional;
 
 // The checked arguments of an op: the slopes are the kernel's zero points, and each has the one scale beside it.
 struct Prelu {
   Axis axis;
   KernelArgs args;
+  Tensor zero_point;  // which args point to
 
-  Prelu(const char* op, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t qmin, int64_t qmax) {
+  Prelu(const char* op, const Tensor& x, const Tensor& weight, const Tensor& scale, const optional<Tensor>& given,
+        int64_t qmin, int64_t qmax) {
     check_float(op, "x", x);
     check_code_range(op, qmin, qmax);
-    check_one_grid(op, "", scale, std::nullopt, x);
+    check_one_grid(op, "", scale, given, x);
     TORCH_CHECK_VALUE(weight.dim() == 1, op, ": weight must have one dimension, got shape ", weight.sym_sizes(), ".");
     const bool one = weight.sym_numel() == 1;
     TORCH_CHECK_VALUE(one || x.dim() >= 2, op, ": x must have at least 2 dimensions, (batch, channels, ...), for a ",
                       "weight of ", weight.sym_numel(), " elements, got shape ", x.sym_sizes(), ".");
-    axis = check_axis(op, x, one ? std::nullopt : std::optional<int64_t>(1), 1);
+    axis = check_axis(op, x, one ? std::nullopt : optional<int64_t>(1), 1);
     check_per_channel(op, "weight", weight, x, axis);
     args.bounds = representable(qmin, qmax, x);
     args.fractional = true;
+    if (x.is_meta() || !given.has_value()) return;
+    zero_point = in_arithmetic(*given, x.scalar_type() == at::kDouble);
+    args.shared_zero_point = zero_point.const_data_ptr();
   }
 };
 
 Tensor beside(const Tensor& weight, const Tensor& scale) { return scale.reshape({1}).expand({weight.numel()}); }
 
-Tensor prelu_fake_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t qmin, int64_t qmax,
-                        double /*grad_factor*/) {
-  const Prelu given("prelu_fake_quant", x, weight, scale, qmin, qmax);
+Tensor prelu_fake_quant(const Tensor& x, const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero_point,
+                        int64_t qmin, int64_t qmax, double /*grad_factor*/) {
+  const Prelu given("prelu_fake_quant", x, weight, scale, zero_point, qmin, qmax);
   const Tensor y = empty_result(x, x.options(), 1);
   if (y.is_meta()) return y;
   run_elementwise(KernelId::prelu_fake_quant, given.args, y, empty_mask(x, false), x, beside(weight, scale), weight,
@@ -47,10 +54,10 @@ Tensor prelu_fake_quant(const Tensor& x, const Tensor& weight, const Tensor& sca
 }
 
 std::tuple<Tensor, Tensor, Tensor> prelu_fake_quant_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                             const Tensor& scale, int64_t qmin, int64_t qmax,
-                                                             double grad_factor) {
+                                                             const Tensor& scale, const optional<Tensor>& zero_point,
+                                                             int64_t qmin, int64_t qmax, double grad_factor) {
   constexpr const char* kOp = "prelu_fake_quant_backward";
-  const Prelu given(kOp, x, weight, scale, qmin, qmax);
+  const Prelu given(kOp, x, weight, scale, zero_point, qmin, qmax);
   check_float(kOp, "grad", grad);
   check_same_shape(kOp, "grad", grad, x);
   const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };

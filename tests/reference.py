@@ -177,11 +177,11 @@ class Gradients:
 
 
 class Prelu:
-    """PReLU and a symmetric grid behind it: values and dx exactly, sums and masses as in `Gradients`."""
+    """PReLU and a grid behind it: values and dx exactly, sums and masses as in `Gradients`."""
 
-    def __init__(self, x, weight, scale, qmin=-128, qmax=127):
+    def __init__(self, x, weight, scale, zero_point=None, qmin=-128, qmax=127):
         kind = arithmetic(x.dtype)
-        self.like, self.scale, self.codes = x, scale, (qmin, qmax)
+        self.like, self.grid = x, (scale, zero_point, qmin, qmax)
         self.x, w = array(x, kind), array(weight, kind).reshape(-1)
         self.channel, self.count = channels(tuple(x.shape), None if weight.numel() == 1 else 1, 1)
         self.slope = w[self.channel]
@@ -189,12 +189,12 @@ class Prelu:
             self.rectified = torch.from_numpy(np.where(self.x > 0, self.x, self.slope * self.x))
 
     def values(self) -> Tensor:
-        return fake_quant(self.rectified, self.scale, None, *self.codes).to(self.like.dtype)
+        return fake_quant(self.rectified, *self.grid).to(self.like.dtype)
 
     def gradients(self, grad: Tensor, grad_factor: float = 1.0) -> "Prelu":
         kind = arithmetic(self.like.dtype)
         wide = tensor(array(grad.to(self.like.dtype), kind), self.rectified.dtype)
-        behind = Gradients(wide, self.rectified, self.scale, None, *self.codes, grad_factor=grad_factor)
+        behind = Gradients(wide, self.rectified, *self.grid, grad_factor=grad_factor)
         passed = array(behind.dx, kind)
         with np.errstate(all="ignore"):
             self.dx = tensor(np.where(self.x > 0, passed, self.slope * passed), self.like.dtype)

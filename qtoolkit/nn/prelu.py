@@ -23,9 +23,11 @@ def why_prelu_apart(activation: nn.Module, quantizer: nn.Module) -> str | None:
         return f"{with_article(type(activation))} is no nn.PReLU"
     if is_watched(activation):
         return "it has hooks"
-    if isinstance(quantizer, TensorQuantizer) and not quantizer.spec.symmetric:
-        return "its quantizer has a zero point"
-    return why_quantizer_apart(quantizer)
+    why = why_quantizer_apart(quantizer)
+    if why is None and isinstance(quantizer, TensorQuantizer):
+        zero_point = quantizer.kind.grid(quantizer)[1]
+        why = "its quantizer trains a zero point" if zero_point is not None and zero_point.requires_grad else None
+    return why
 
 
 def prelu(x: Any, activation: Any, quantizer: Any) -> Tensor:
@@ -34,10 +36,9 @@ def prelu(x: Any, activation: Any, quantizer: Any) -> Tensor:
     if apart or not is_ordinary(x) or not _fits(activation.weight, x):
         return quantizer(activation(x))  # type: ignore[no-any-return]
     grid = grid_now(quantizer, x)
-    del grid["zero_point"]  # it is None
     y = ops.prelu_fake_quant(x, activation.weight, **grid)
     if has_codes(quantizer.spec) and y.requires_grad:
-        hand_over(y, None, grid["scale"], None, quantizer.spec)
+        hand_over(y, None, grid["scale"], grid["zero_point"], quantizer.spec)
     return y
 
 

@@ -8,9 +8,15 @@ _prelu_fake_quant = library.prelu_fake_quant.default
 
 
 def prelu_fake_quant(
-    x: Tensor, weight: Tensor, scale: Tensor, qmin: int = -128, qmax: int = 127, grad_factor: float = 1.0
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    qmin: int = -128,
+    qmax: int = 127,
+    grad_factor: float = 1.0,
 ) -> Tensor:
-    """Return `fake_quant(prelu(x, weight), scale, None, qmin, qmax)`, with one read of x, of which backward keeps x alone.
+    """Return `fake_quant(prelu(x, weight), scale, zero_point, qmin, qmax)`, with one read of x, which backward keeps.
 
     Values and the gradient of x are those of the two ops, bit for bit, where x is float32 or float64. There is no rounding to a
     16-bit dtype between them. The sums of the gradients of weight and scale are float64. PReLU is that of arXiv 1502.01852:
@@ -20,6 +26,7 @@ def prelu_fake_quant(
         x: Any shape; (N, C, ...) where weight has more than one element. float32, float64, bfloat16 or float16.
         weight: The slopes below 0: one element, or (C).
         scale: Step between codes, one element.
+        zero_point: Code that zero maps to, one element, or None for 0. It has no gradient.
         qmin: Lowest code.
         qmax: Highest code.
         grad_factor: Factor of the gradient of scale.
@@ -27,7 +34,7 @@ def prelu_fake_quant(
     Raises:
         TypeError: A tensor is not floating point.
         ValueError: A shape, a range of codes or a device does not fit.
-        NotImplementedError: Double backward; forward-mode AD; torch.func's gradient transforms.
+        NotImplementedError: The zero point requires grad; double backward; forward-mode AD; torch.func's gradient transforms.
 
     Example:
         >>> x = torch.tensor([[-8.0, 1.3], [0.4, -2.0]])
@@ -35,5 +42,5 @@ def prelu_fake_quant(
         tensor([[-2.0000,  1.5000],
                 [ 0.5000,  0.0000]])
     """
-    y: Tensor = _prelu_fake_quant(x, weight, scale, qmin, qmax, grad_factor)
+    y: Tensor = _prelu_fake_quant(x, weight, scale, zero_point, qmin, qmax, grad_factor)
     return y

@@ -100,7 +100,8 @@ def gradients(kernels: ctypes.CDLL, order: str, given: dict, fields: dict, dx: T
     "shape", [shape for shape, (_, *cut) in SHAPES.items() if cut[0] in (None, 1) and cut[1:] == [1, 0]]
 )
 @pytest.mark.parametrize("layout", ["dense", "every_second"])
-def test_prelu(kernels: ctypes.CDLL, shape: str, dtype: torch.dtype, layout: str) -> None:
+@pytest.mark.parametrize("zero_point", [None, torch.tensor([3.0])], ids=["symmetric", "affine"])
+def test_prelu(kernels: ctypes.CDLL, shape: str, dtype: torch.dtype, layout: str, zero_point: Tensor | None) -> None:
     """Values and dx bit for bit; sums up to the order of their terms, and the same in every order."""
     sizes = SHAPES[shape][0]
     x, grad = STRIDED[layout](floats(dtype)(*sizes)), floats(dtype, 7)(*sizes)
@@ -108,8 +109,10 @@ def test_prelu(kernels: ctypes.CDLL, shape: str, dtype: torch.dtype, layout: str
     weight, scale = torch.linspace(-0.5, 0.7, cut[3], dtype=wide), torch.tensor([0.1], dtype=wide)
     fields = {"numel": x.numel(), "channels": cut, "x": x, "y_dtype": dtype_number(x), "bounds": (-20, 30)}
     fields |= {"scale": scale.repeat(cut[3]), "zero_point": weight, "fractional": True}
-    value = native.prelu_fake_quant(x, weight, scale, -20, 30)
-    dx, *wanted = native.prelu_fake_quant_backward(grad, x, weight, scale, -20, 30)
+    fields |= {} if zero_point is None else {"shared_zero_point": zero_point.to(wide)}
+    grid = (weight, scale, zero_point, -20, 30)
+    value = native.prelu_fake_quant(x, *grid)
+    dx, *wanted = native.prelu_fake_quant_backward(grad, x, *grid)
     found = []
     for order in ORDERS:
         y, got = like(value), like(dx)

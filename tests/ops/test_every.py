@@ -29,7 +29,8 @@ def sample(op: str, x: Tensor) -> dict:
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
     symmetric = {"scale": scales(6), "axis": 1}
     soft = {**grid, "steepness": torch.linspace(1, 7, 6), "shape": "clip"}
-    rectified = {"weight": torch.linspace(-0.5, 0.5, 6), "scale": scales(1), "qmin": -100, "qmax": 90}
+    rectified = {"weight": torch.linspace(-0.5, 0.5, 6), "scale": scales(1)}
+    rectified |= {"zero_point": zero_points(1), "qmin": -100, "qmax": 90}
     range_of, codes_of = {"lo": -torch.ones(6), "hi": torch.ones(6)}, {"qmin": -128, "qmax": 127}
     floating, counted = {"dtype": torch.float32}, {"skipped": torch.zeros(6, dtype=torch.int64)}
     mask = torch.randint(0, 256, (x.numel() // 8,), dtype=torch.uint8)

@@ -53,9 +53,10 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
             soft = (scales(count), z, k, -100, 90, "clip", [], *how)
             yield from (native.fake_quant_shaped(x, *soft), *native.fake_quant_shaped_backward(grad, x, *soft))
     if channels.axis in (None, 1) and channels.group == 1 and not channels.block_size and count > 0:
-        rectified = (scales(count) * 4 - 0.5, scales(1), -100, 90)
-        yield native.prelu_fake_quant(x, *rectified)
-        yield from native.prelu_fake_quant_backward(grad, x, *rectified)
+        for behind in (None, zero_points(1)):
+            rectified = (scales(count) * 4 - 0.5, scales(1), behind, -100, 90)
+            yield native.prelu_fake_quant(x, *rectified)
+            yield from native.prelu_fake_quant_backward(grad, x, *rectified)
     for low in (0, -1):
         for shaped in (
             (scales(count), None, None, 40 * low, 40, "levels", [0, 1, 3, 17, 40], *how),

@@ -12,7 +12,13 @@ from tests.cases import FLOATS, LAYOUTS, RUNS, SPECIAL, assert_laid_out_as, asse
 from tests.ops.test_gradients import assert_sum
 
 native = torch.ops.qtoolkit
-CODES = {"signed": (-100, 90), "unsigned": (0, 200), "two_bits": (-2, 1)}
+GRIDS = {  # zero point and codes
+    "signed": (None, -100, 90),
+    "unsigned": (None, 0, 200),
+    "two_bits": (None, -2, 1),
+    "affine": (torch.tensor([29.0]), 0, 255),
+    "affine, not rounded": (torch.tensor(-7.4, dtype=torch.float64), -128, 127),
+}
 
 
 def slopes(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -22,13 +28,13 @@ def slopes(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return spread.to(dtype)
 
 
-def check(x: Tensor, weight: Tensor, scale: Tensor, codes: tuple[int, int]) -> None:
-    wanted = reference.Prelu(x, weight, scale, *codes)
-    y = ops.prelu_fake_quant(x, weight, scale, *codes)
+def check(x: Tensor, weight: Tensor, scale: Tensor, grid: tuple) -> None:
+    wanted = reference.Prelu(x, weight, scale, *grid)
+    y = ops.prelu_fake_quant(x, weight, scale, *grid)
     assert_same(y, wanted.values())
     assert_laid_out_as(y, x)
     grad = floats(x.dtype, 7)(*x.shape)
-    dx, dw, ds = native.prelu_fake_quant_backward(grad, x, weight, scale, *codes, 0.5)
+    dx, dw, ds = native.prelu_fake_quant_backward(grad, x, weight, scale, *grid, 0.5)
     wanted.gradients(grad, 0.5)
     assert_same(dx, wanted.dx)
     assert_sum(dw, weight, wanted.dw, wanted.dw_mass, x)
@@ -36,21 +42,21 @@ def check(x: Tensor, weight: Tensor, scale: Tensor, codes: tuple[int, int]) -> N
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_and_dtypes(layout: str, dtype: torch.dtype, codes: str) -> None:
+def test_layouts_and_dtypes(layout: str, dtype: torch.dtype, grid: str) -> None:
     x = LAYOUTS[layout](floats(dtype))
-    check(x, slopes(1), scales(1), CODES[codes])
+    check(x, slopes(1), scales(1), GRIDS[grid])
     if x.dim() >= 2 and x.size(1) > 0:
-        check(x, slopes(x.size(1), dtype), -scales(1)[0], CODES[codes])
+        check(x, slopes(x.size(1), dtype), -scales(1)[0], GRIDS[grid])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_around_chunks_blocks_and_rows(run: tuple[int, int, int]) -> None:
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = floats(torch.float32)(*run, 1).contiguous(memory_format=memory_format)
-        check(x, slopes(x.size(1)), scales(1), CODES["signed"])
+        check(x, slopes(x.size(1)), scales(1), GRIDS["signed"])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
@@ -67,7 +73,7 @@ def test_it_is_the_composition(dtype: torch.dtype, count: int) -> None:
     """Values and the gradient of x bit for bit; the sums up to the order of their terms."""
     x, grad = floats(dtype)(4, 6, 15, 17), floats(dtype, 7)(4, 6, 15, 17)
     given = [leaf(x), leaf(slopes(count, dtype)), leaf(torch.tensor(0.1, dtype=dtype))]
-    ours = ops.prelu_fake_quant(*given, -100, 90, 0.3)
+    ours = ops.prelu_fake_quant(*given, None, -100, 90, 0.3)
     theirs = ops.fake_quant(F.prelu(*given[:2]), given[2], None, -100, 90, grad_factor=0.3)
     assert_same(ours, theirs)
     found, wanted = (torch.autograd.grad(y, given, grad) for y in (ours, theirs))
@@ -78,7 +84,7 @@ def test_it_is_the_composition(dtype: torch.dtype, count: int) -> None:
 
 def test_gradients_are_given_to_those_that_ask() -> None:
     x, w, s = floats(torch.float32)(2, 3, 5), slopes(3), scales(1)
-    wanted = native.prelu_fake_quant_backward(torch.ones_like(x), x, w, s, -128, 127)
+    wanted = native.prelu_fake_quant_backward(torch.ones_like(x), x, w, s, None, -128, 127)
     for asks in range(1, 8):
         given = [leaf(t) if asks & 1 << i else t for i, t in enumerate((x, w, s))]
         ops.prelu_fake_quant(*given).sum().backward()
@@ -94,7 +100,7 @@ def test_two_runs_with_any_number_of_threads() -> None:
     try:
         for threads in (1, 2, 5, 2):
             torch.set_num_threads(threads)
-            found.append(native.prelu_fake_quant_backward(x * 2, x, w, scales(1), -100, 90))
+            found.append(native.prelu_fake_quant_backward(x * 2, x, w, scales(1), None, -100, 90))
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -133,6 +139,11 @@ ERRORS = {
     ),
     "scales": (ValueError, {"scale": torch.ones(3)}, "scale must have 1 element, since the op has one grid"),
     "codes": (ValueError, {"qmin": 5, "qmax": 5}, "qmin must be smaller than qmax, got qmin=5 and qmax=5"),
+    "zero points": (
+        ValueError,
+        {"zero_point": torch.ones(3)},
+        "zero_point must have 1 element, since the op has one grid",
+    ),
     "device": (ValueError, {"scale": torch.ones(1, device="meta")}, "scale must be on the device of the input, cpu"),
 }
 
@@ -140,17 +151,24 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
     kind, wrong, sentence = ERRORS[case]
-    given = {"x": torch.ones(2, 3), "weight": torch.ones(3), "scale": torch.ones(1)} | wrong
+    given = {"x": torch.ones(2, 3), "weight": torch.ones(3), "scale": torch.ones(1), "zero_point": None}
+    given |= {"qmin": -8, "qmax": 7} | wrong
     for op, more in ((ops.prelu_fake_quant, {}), (native.prelu_fake_quant_backward, {"grad": given["x"]})):
-        codes = {"qmin": -8, "qmax": 7} | {name: given[name] for name in ("qmin", "qmax") if name in given}
         with pytest.raises(kind) as error:
-            op(**{**given, **codes, **more})
+            op(**given, **more)
         assert sentence in str(error.value)
 
 
 def test_the_gradient_has_the_shape_of_x() -> None:
     with pytest.raises(ValueError, match="^prelu_fake_quant_backward: grad must have the shape of x, "):
-        native.prelu_fake_quant_backward(torch.ones(2, 2), torch.ones(2, 3), torch.ones(3), torch.ones(1), -8, 7)
+        native.prelu_fake_quant_backward(torch.ones(2, 2), torch.ones(2, 3), torch.ones(3), torch.ones(1), None, -8, 7)
+
+
+def test_a_zero_point_has_no_gradient() -> None:
+    with pytest.raises(
+        NotImplementedError, match="^prelu_fake_quant: zero_point must not require grad, since the op has"
+    ):
+        ops.prelu_fake_quant(torch.ones(2, 3), torch.ones(3), scales(1), leaf(torch.zeros(1)))
 
 
 def test_double_backward_is_an_error() -> None:

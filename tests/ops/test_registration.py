@@ -96,12 +96,12 @@ def prelu_arguments() -> dict[str, tuple]:
     x, w = image(), torch.linspace(-0.5, 0.5, 6)
     last = image("channels_last", torch.bfloat16)
     return {
-        "channels": (leaf(x), leaf(w), leaf(scales(1)), -100, 90, 0.5),
-        "one": (leaf(image("sliced")), leaf(w[:1]), leaf(scales(1)[0]), -100, 90),
-        "fixed_scale": (leaf(last), leaf(w.bfloat16()), scales(1), 0, 90),
-        "fixed_weight": (leaf(x), w, scales(1), -100, 90),
-        "empty": (leaf(image("empty")), leaf(w[:1]), leaf(scales(1)), -8, 7),
-        "inference": (x, w, scales(1), -8, 7),
+        "channels": (leaf(x), leaf(w), leaf(scales(1)), None, -100, 90, 0.5),
+        "one": (leaf(image("sliced")), leaf(w[:1]), leaf(scales(1)[0]), zero_points(1), -100, 90),
+        "fixed_scale": (leaf(last), leaf(w.bfloat16()), scales(1), None, 0, 90),
+        "fixed_weight": (leaf(x), w, scales(1), zero_points(1), -100, 90),
+        "empty": (leaf(image("empty")), leaf(w[:1]), leaf(scales(1)), None, -8, 7),
+        "inference": (x, w, scales(1), None, -8, 7),
     }
 
 

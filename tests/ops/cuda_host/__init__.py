@@ -54,6 +54,7 @@ class Arguments(ctypes.Structure):
         *(("numel", ctypes.c_int64), ("channels", ctypes.c_int64 * 4), ("x", Operand), ("grad", Operand)),
         *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("stream", ctypes.c_bool), ("mask", ctypes.c_void_p)),
         *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("fractional", ctypes.c_bool)),
+        ("shared_zero_point", ctypes.c_void_p),
         *(("bounds", ctypes.c_double * 2), ("format", Format), ("scale_format", Format), ("levels", Levels)),
         *(("sum_scale", ctypes.c_void_p), ("sum_zero_point", ctypes.c_void_p)),
         *(("counts", ctypes.c_void_p), ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bins", ctypes.c_int64)),
