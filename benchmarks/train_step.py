@@ -121,8 +121,8 @@ def profiles_of(workers: Workers) -> dict[str, dict[str, float]]:
 def groups_of(chosen: list[Settings], together: int | None) -> list[list[Settings]]:
     """Return the subjects that take turns: all of them, or groups of a size, each with the float model first."""
     first, *others = chosen
-    size = len(chosen) if together is None else max(together, 2)
-    return [[first, *others[start : start + size - 1]] for start in range(0, max(len(others), 1), size - 1)]
+    size = max((together or len(chosen)) - 1, 1)
+    return [[first, *others[start : start + size]] for start in range(0, max(len(others), 1), size)]
 
 
 def measured(group: list[Settings], args: argparse.Namespace) -> tuple[list[Row], dict[str, dict[str, float]]]:

@@ -135,6 +135,21 @@ def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> No
     assert "FSRCNN x2: time of a training step, batch 4" in printed
 
 
+@pytest.mark.parametrize("together", [None, 0, 1, 2, 3, 9])
+@pytest.mark.parametrize("others", [0, 1, 4])
+def test_every_group_has_the_float_model_first_and_each_other_subject_once(others: int, together: int | None) -> None:
+    pytest.importorskip("timm")
+    from train_step import groups_of
+    from training.trainer import Settings
+
+    subjects = [Settings("fsrcnn", name, "tensorrt", 1, None, quick=True) for name in ("float", *"abcd"[:others])]
+    groups = groups_of(subjects, together)
+    assert all(group[0] is subjects[0] for group in groups)
+    assert [s for group in groups for s in group[1:]] == subjects[1:]
+    if together and together > 1:
+        assert all(len(group) <= together for group in groups)
+
+
 def test_memory_of_a_training_step(tmp_path) -> None:
     pytest.importorskip("timm")
     options = ["--networks", "fsrcnn", "--only", "plain", "codes"]
