@@ -8,6 +8,8 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <future>
+
 namespace qtoolkit::onednn {
 namespace {
 
@@ -43,8 +45,10 @@ bool try_out() {
 
 }  // namespace
 
+// In a thread of its own, with which the threads of its kernels end: a process that has threads cannot be forked. It
+// also has none of the caller's dispatch modes, such as that of fake tensors.
 bool is_exact() {
-  static const bool exact = try_out();
+  static const bool exact = std::async(std::launch::async, try_out).get();
   return exact;
 }
 

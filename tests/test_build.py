@@ -81,3 +81,37 @@ def test_importing_torch_first_is_not_needed() -> None:
         [sys.executable, "-c", "import qtoolkit"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+
+
+FORKED = """
+import os
+import signal
+import torch
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before = threads()
+import qtoolkit
+print(threads() - before)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    torch.ones(64, 64, 64).exp().sum()
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux lists a process's threads there")
+def test_importing_starts_no_threads() -> None:
+    """A forked process would wait for threads that it does not have."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "0"]
