@@ -27,7 +27,7 @@ from export_models import resnet20_of
 from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
-from stored import commands_of, made_by, rows_before, write_part, write_rows
+from stored import commands_of, rows_before, write_part, write_rows
 from tqdm import tqdm
 from training.accuracy_plot import draw
 from training.algorithms import FLOAT, SUBJECTS, bits_of, build
@@ -202,12 +202,13 @@ def plotted(rows: Sequence[Row]) -> tuple[dict[tuple[str, int], list[float]], fl
 def write_page(page: Path, results: Mapping[str, Any]) -> None:
     """Replace the part of a page between the marks by the table and the plot."""
     title, names, lines = table(results)
-    made = f"{title}. Made by {made_by(results)} ({results['cpu']}, torch {results['torch']})."
+    made = f"{title}. {results['cpu']}, torch {results['torch']}; the commands are below the table."
     picture = page.with_name("qat.svg")
     accuracies, float_model = plotted([Row.of(row) for row in results["rows"]])
     draw(picture, accuracies, float_model)
     shown = f"![Accuracy against bits, for each quantizer]({picture.name})"
-    write_part(page, BEGIN, END, [made, "", shown, "", *markdown_lines(names, lines)])
+    commands = ["", "```", *results["commands"], "```"]
+    write_part(page, BEGIN, END, [made, "", shown, "", *markdown_lines(names, lines), *commands])
 
 
 def main() -> None:
