@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.eager.record import check_links
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, some
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
@@ -222,9 +222,8 @@ def _warn_of_clipping(quantizers: Mapping[str, TensorQuantizer], clipped: Mappin
         and quantizers[name].spec.observer_args.get("method") != "percentile"
     ]
     if much:
-        more = f" and {len(much) - 5} more" if len(much) > 5 else ""
         warnings.warn(
-            f"calibrate: the ranges of {', '.join(much[:5])}{more} clip more than {MUCH_CLIPPED:.0%} of the values; if the "
+            f"calibrate: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "
             f"accuracy is low, take another method of the observer 'histogram', such as 'mse', the observer 'minmax', or a "
             f"signed spec for values of both signs.",
             stacklevel=4,

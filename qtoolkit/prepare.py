@@ -13,7 +13,7 @@ from qtoolkit.computed_weights import put_parametrizations, take_parametrization
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
-from qtoolkit.errors import check_known, with_article
+from qtoolkit.errors import check_known, some, with_article
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -137,9 +137,9 @@ def convert(
 ) -> M:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
-    The result computes what the deployed model computes: every quantizer is a `Grid`. Each quantized layer also has
-    `forward_fp32`; with `qtoolkit.disable_quantization(converted)` every op, functions too, computes in float. The prepared
-    model does not change.
+    The result computes what the deployed model computes: every quantizer is a `Grid`. A quantizer that is off stays off, with
+    a warning. Each quantized layer also has `forward_fp32`; with `qtoolkit.disable_quantization(converted)` every op,
+    functions too, computes in float. The prepared model does not change.
 
     With `arithmetic="integer"`, ops between quantizers are computed on codes, as the runtime's own integer kernels do: exact
     integer sums, an int32 bias, and the runtime's order of roundings. The codes of every quantizer are then those of the
@@ -196,6 +196,7 @@ def convert(
 def _frozen(prepared: nn.Module, own: M, state_dict: Mapping[str, Tensor] | None) -> M:
     if state_dict is None:
         _warn_of_skipped(prepared)
+        _warn_of_those_off(prepared)
         return passes.freeze.run(own)
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
@@ -228,8 +229,18 @@ def _warn_of_skipped(model: nn.Module) -> None:
     if names:
         warnings.warn(
             f"convert: {len(names)} quantizers got NaN or infinities in training, which their ranges leave out: "
-            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; qtoolkit.stop_on_nonfinite finds the first one.",
-            stacklevel=3,
+            f"{some(names)}; qtoolkit.stop_on_nonfinite finds the first one.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_those_off(model: nn.Module) -> None:
+    names = [name for name, quantizer in quantizers_of(model).items() if not quantizer.active]
+    if names:
+        warnings.warn(
+            f"convert: {len(names)} quantizers are off and stay off, so that their tensors are in float: {some(names)}; "
+            f"qtoolkit.enable_quantization(prepared).apply() turns them on.",
+            stacklevel=4,
         )
 
 

@@ -133,10 +133,6 @@ class Grid(Quantizer):
         grid = (spec.axis, self.group, spec.block_size)
         return ops.dequantize(codes, self.scale, self.zero_point, *grid, self.scale.dtype)
 
-    def extra_repr(self) -> str:
-        """Return the spec's short name."""
-        return self.spec.describe()
-
 
 class DynamicActivation(Quantizer):
     """The quantizer of an activation in a converted model whose scales are computed from each input.
@@ -178,10 +174,6 @@ class DynamicActivation(Quantizer):
         zero_point = 0.0 if spec.symmetric else (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)
         codes = (torch.round(wide / scale) + zero_point).clamp(spec.qmin, spec.qmax)
         return ((codes - zero_point) * scale).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the spec's short name."""
-        return self.spec.describe()
 
 
 class ShapedActivation(nn.Module):

@@ -69,6 +69,10 @@ class Quantizer(KeepsFloat32):
         except ValueError as error:
             raise ValueError(f"quantizer {self.name!r}: {error}") from None
 
+    def extra_repr(self) -> str:
+        """Return the spec's short name, and "off" where it is."""
+        return self.spec.describe() + ("" if self.active else ", off")
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # The entries keep the names that they had in earlier versions: what is no tensor is beside them, in the metadata.

@@ -385,7 +385,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self._resize(self.scale_shape(x))
 
     def to_grid(self) -> Grid | DynamicActivation | ShapedActivation:
-        """Return a Grid with the present scale; with what shapes its input, if the quantizer does.
+        """Return a Grid with the present scale; with what shapes its input, if the quantizer does. It is off if this one is.
 
         Raises:
             RuntimeError: It has no range.
@@ -397,13 +397,16 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
                 f"that reaches it, or leave its layer in float by the QConfigMapping."
             )
         if self.dynamic:
-            return DynamicActivation(self.spec, self.group, self.name, of_weight=False, inserted=self.inserted)
+            dynamic = DynamicActivation(self.spec, self.group, self.name, of_weight=False, inserted=self.inserted)
+            dynamic.quantizing = self.active
+            return dynamic
         scale, zero_point, spec = self.scale, self.zero_point, self.grid_spec
         check_scale(self.name, scale)
         if zero_point is not None:
             zero_point = zero_point.clamp(spec.qmin, spec.qmax)
         where = {"name": self.name, "of_weight": self.of_weight, "inserted": self.inserted}
         grid = Grid(scale.clone(), zero_point, spec, self.group, **where)  # type: ignore[arg-type]  # str and bool
+        grid.quantizing = self.active
         if not self.kind.shapes(self.spec):
             return grid
         with torch.no_grad():

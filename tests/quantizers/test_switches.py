@@ -75,3 +75,64 @@ def test_fixed_scales_observe_nothing() -> None:
 def test_which_is_checked() -> None:
     with pytest.raises(ValueError, match="unknown which of disable_quantization: 'weight'; did you mean 'weights'"):
         qt.disable_quantization(prepared_net(), "weight")
+
+
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "graph": prepared_net,
+    "modules": lambda: replaced_net(qt.QuantSpec()),
+    "dynamic": lambda: replaced_net(qt.QuantSpec(dynamic=True)),
+    "shaped": lambda: replaced_net(qt.QuantSpec(bits=4, quantizer="apot")),
+}
+
+
+def replaced_net(activations: qt.QuantSpec) -> nn.Module:
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activations, qt.QuantSpec(axis=0)))
+    replaced = qt.quant_modules.replace(Net().eval(), mapping)
+    qt.calibrate(replaced, [X], progress=False)
+    return replaced
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.parametrize("which", ["weights", "activations"])
+def test_quantizers_that_are_off_stay_off_in_the_converted_model(make: Callable[[], nn.Module], which: str) -> None:
+    prepared = make().eval()
+    qt.disable_quantization(prepared, which).apply()
+    with pytest.warns(
+        UserWarning, match=r"convert: \d quantizers are off and stay off, so that .*quantizer.*turns them"
+    ):
+        converted = qt.convert(prepared)
+    assert torch.equal(converted(X), prepared(X))
+    assert ", off" in str(converted)
+    qt.enable_quantization(prepared).apply()
+    assert not torch.equal(converted(X), prepared(X))
+    qt.enable_quantization(converted).apply()
+    assert torch.equal(converted(X), prepared(X))
+
+
+def test_restored_quantizers_are_off_as_they_were() -> None:
+    prepared = prepared_net()
+    qt.disable_quantization(prepared, "activations").apply()
+    with pytest.warns(UserWarning, match="stay off"):
+        converted = qt.convert(prepared)
+    restored = qt.convert(qt.prepare(Net().eval(), backend="openvino"), state_dict=converted.state_dict())
+    assert torch.equal(restored(X), converted(X))
+    assert states(restored) == states(converted)
+
+
+def test_a_model_that_observes_is_converted_with_its_ranges() -> None:
+    prepared = prepared_net()
+    wanted = qt.convert(prepared)(X)
+    with qt.calibrating(prepared):
+        prepared(X)
+        converted = qt.convert(prepared)
+    assert all(states(converted).values())
+    assert torch.equal(converted(X), wanted)
+
+
+@pytest.mark.parametrize("off", ["fc.weight_quantizer", "activation_quantizers.x", "activation_quantizers.fc"])
+def test_integer_arithmetic_with_a_quantizer_that_is_off(off: str) -> None:
+    prepared = prepared_net().eval()
+    prepared.get_submodule(off).disable()
+    with pytest.warns(UserWarning, match="stay off"):
+        converted = qt.convert(prepared, arithmetic="integer", runtime="onnxruntime")
+    torch.testing.assert_close(converted(X), prepared(X), atol=0.02, rtol=0)

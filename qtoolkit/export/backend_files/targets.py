@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.errors import some
 from qtoolkit.export.backend_files import nnie, ppl, qualcomm, stpu, tengine, tensorrt, vitis
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.format import Format
@@ -103,8 +104,8 @@ def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: "onnx
     if other:
         warnings.warn(
             f"encodings: {format.title} has no scales of weights; the target computes them from the values, and finds others "
-            f"than the trained ones for {len(other)} weights: {', '.join(other[:5])}{', ...' if len(other) > 5 else ''}. The "
-            f"Q/DQ file of export_onnx holds the trained ones.",
+            f"than the trained ones for {len(other)} weights: {some(other)}. The Q/DQ file of export_onnx "
+            f"holds the trained ones.",
             stacklevel=4,
         )
 
