@@ -19,6 +19,7 @@ from qtoolkit.export.exporters import EXPORTERS, Request
 from qtoolkit.export.files import check_file, free_name, replace_model, save, weights_of
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
 from qtoolkit.export.opsets import choose, convert_opset, native
+from qtoolkit.export.passes.float_weights import keep_float_weights
 from qtoolkit.export.passes.fusible import write_fusible_forms
 from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_moved_codes
 from qtoolkit.export.passes.repeated_pairs import repeat_pairs
@@ -287,6 +288,8 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
     keep_products_of_codes(model, opset)
     if backend.sub_pixel:
         write_sub_pixel_convolutions(model)
+    if backend.integer_bias:
+        keep_float_weights(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     repeat_pairs(model, backend.repeated_pairs)
 

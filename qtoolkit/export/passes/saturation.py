@@ -7,6 +7,8 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx_ir
 
+JOINED = ("Relu", "Clip")
+
 
 def drop_saturated_clips(model: "onnx_ir.Model") -> None:
     """Remove each Clip whose bounds the QuantizeLinear behind it maps to its lowest and its highest code, or beyond.
@@ -42,6 +44,20 @@ def _bound(clip: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any]":
         return np.array(-np.inf if index == 1 else np.inf)
     value = constant_input(clip, index)
     return np.array(np.nan) if value is None else value
+
+
+def quantizer_behind(value: "onnx_ir.Value") -> "tuple[onnx_ir.Node | None, list[onnx_ir.Value]]":
+    """Return the QuantizeLinear that alone takes a value, or takes it behind activations, and the outputs of these."""
+    joined: list[onnx_ir.Value] = []
+    while not value.is_graph_output() and len(value.uses()) == 1:
+        ((user, index),) = value.uses()
+        if user.op_type == "QuantizeLinear":
+            return user, joined
+        if user.op_type not in JOINED or index != 0:
+            break
+        value = user.outputs[0]
+        joined.append(value)
+    return None, joined
 
 
 def constant_input(node: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any] | None":

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.export.passes.moved_codes import moves_values
-from qtoolkit.export.passes.saturation import constant_input
+from qtoolkit.export.passes.saturation import constant_input, quantizer_behind
 from qtoolkit.sub_pixel import SubPixel, sub_pixels_of_image
 
 if TYPE_CHECKING:
     import onnx_ir
 
 LAST = np.iinfo(np.int64).min  # of a Slice that runs backwards to the first element
-JOINED = ("Relu", "Clip")
 
 
 def write_sub_pixel_convolutions(model: "onnx_ir.Model") -> None:
@@ -69,19 +68,9 @@ class _Rewriting:
 
     def _quantize(self) -> Any:
         """Return the QuantizeLinear of 8 bits that alone takes the output, behind activations that it saturates; or None."""
-        value = self.node.outputs[0]
-        while not value.is_graph_output() and len(value.uses()) == 1:
-            ((user, index),) = value.uses()
-            if user.op_type == "QuantizeLinear":
-                zero_point = constant_input(user, 2)
-                return (
-                    user if zero_point is not None and zero_point.size == 1 and zero_point.dtype.itemsize == 1 else None
-                )
-            if user.op_type not in JOINED or index != 0:
-                return None
-            value = user.outputs[0]
-            self.joined.append(value)
-        return None
+        quantize, self.joined = quantizer_behind(self.node.outputs[0])
+        zero_point = None if quantize is None else constant_input(quantize, 2)
+        return quantize if zero_point is not None and zero_point.size == 1 and zero_point.dtype.itemsize == 1 else None
 
     def _forms(self, codes: Any) -> Sequence[SubPixel] | None:
         """Return the form of both dimensions of a weight with these codes; None without them."""

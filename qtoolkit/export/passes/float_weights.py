@@ -1,0 +1,82 @@
+"""Layers with a float weight between Q/DQ pairs, which onnxruntime would quantize by itself."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtoolkit.export.passes.saturation import constant_input, quantizer_behind
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+LAYERS = ("Conv", "ConvTranspose", "Gemm")
+SIGNIFICAND = 24  # bits of a float32
+LEAST_EXPONENT = -126 + SIGNIFICAND  # so that steps are normal numbers
+
+
+def keep_float_weights(model: "onnx_ir.Model") -> None:
+    """Write the biases of layers with a float weight between Q/DQ pairs as int32 codes of the same values.
+
+    onnxruntime's default optimizations round such a weight to int8 with one scale, but not where the bias comes from a
+    DequantizeLinear (core/optimizer/qdq_transformer/weight_bias_quantization.cc). A layer without a bias gets one of zeros.
+    """
+    for node in list(model.graph):
+        if (
+            node.op_type not in LAYERS
+            or not _is_dequantized(node.inputs[0])
+            or quantizer_behind(node.outputs[0])[0] is None
+        ):
+            continue
+        weight = constant_input(node, 1)
+        has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
+        if weight is None or weight.dtype != np.float32:
+            continue
+        bias = constant_input(node, 2) if has_bias else np.zeros(_channels(node, weight.shape), np.float32)
+        if bias is not None and bias.ndim == 1 and np.isfinite(bias).all():
+            _write(model, node, bias)
+
+
+def exact_codes(bias: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+    """Return int32 codes and float32 steps, powers of two, whose products are these float32 values; to 2^-127 near zero.
+
+    Example:
+        >>> exact_codes(np.array([0.75, -3.0], np.float32))
+        (array([ 12582912, -12582912], dtype=int32), array([5.9604645e-08, 2.3841858e-07], dtype=float32))
+    """
+    exponents = np.maximum(np.frexp(bias)[1], LEAST_EXPONENT) - SIGNIFICAND
+    codes = np.rint(np.ldexp(bias.astype(np.float64), -exponents)).astype(np.int32)
+    return codes, np.ldexp(np.float32(1), exponents)
+
+
+def _write(model: "onnx_ir.Model", node: "onnx_ir.Node", bias: "np.ndarray[Any, Any]") -> None:
+    import onnx_ir
+
+    from qtoolkit.export.lowering import Constants
+
+    codes, steps = exact_codes(bias)
+    constants, name = Constants(model.graph), f"{node.name}.bias"
+    inputs = [
+        constants.add(codes, onnx_ir.DataType.INT32, f"{name}.codes"),
+        constants.add(steps, onnx_ir.DataType.FLOAT, f"{name}.scale"),
+    ]
+    dequantize = onnx_ir.node("DequantizeLinear", inputs, {"axis": 0}, name=f"{name}/dequantize")
+    (value,) = dequantize.outputs
+    value.dtype, value.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape(bias.shape)
+    model.graph.insert_before(node, dequantize)
+    if len(node.inputs) < 3:
+        node.resize_inputs(3)
+    node.replace_input_with(2, value)
+
+
+def _is_dequantized(value: "onnx_ir.Value | None") -> bool:
+    maker = None if value is None else value.producer()
+    if maker is None or maker.op_type != "DequantizeLinear":
+        return False
+    scale = constant_input(maker, 1)
+    return scale is not None and scale.size == 1
+
+
+def _channels(node: "onnx_ir.Node", weight: tuple[int, ...]) -> int:
+    if node.op_type == "ConvTranspose":
+        return weight[1] * node.attributes.get_int("group", 1)
+    return weight[1 if node.op_type == "Gemm" and not node.attributes.get_int("transB", 0) else 0]
