@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 
-# Quantizer of activations, quantizer of weights: "lsq" where the first is for activations alone.
+# Quantizer of activations, quantizer of weights: "lsq" where the first is for activations alone. Behind the comma: where the
+# first scales come from; else from the quantizers' own observers.
 QUANTIZERS: Mapping[str, tuple[str, str]] = {
     "fixed": ("fixed", "fixed"),
     "lsq": ("lsq", "lsq"),
+    "lsq, histogram": ("lsq", "lsq"),
     "lsq_plus": ("lsq_plus", "lsq"),
+    "lsq_plus, histogram": ("lsq_plus", "lsq"),
     "pact": ("pact", "lsq"),
     "learned_range": ("learned_range", "lsq"),
     "dsq": ("dsq", "dsq"),
@@ -59,7 +62,9 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
             peer.learn(built)
         return built
     activation, weight = QUANTIZERS[subject]
-    config = qt.QConfig(_spec(activation, bits), replace(_spec(weight, bits), axis=0))
+    _, _, observer = subject.partition(", ")
+    activations, weights = (_spec(quantizer, bits, observer) for quantizer in (activation, weight))
+    config = qt.QConfig(activations, replace(weights, axis=0))
     mapping = qt.QConfigMapping().set_global(config)
     for name in ends(model):
         mapping.set_module_name(name, LEARNED_8_BITS)
@@ -68,10 +73,10 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
     return prepared
 
 
-def _spec(quantizer: str, bits: int) -> qt.QuantSpec:
-    return qt.QuantSpec(
-        bits=bits, quantizer=quantizer, symmetric=quantizer not in AFFINE, pow2_scale=quantizer in POWERS_OF_TWO
-    )
+def _spec(quantizer: str, bits: int, observer: str) -> qt.QuantSpec:
+    symmetric, pow2_scale = quantizer not in AFFINE, quantizer in POWERS_OF_TWO
+    spec = qt.QuantSpec(bits=bits, quantizer=quantizer, symmetric=symmetric, pow2_scale=pow2_scale)
+    return replace(spec, observer=observer) if observer else spec
 
 
 def _layers(model: nn.Module) -> list[str]:
