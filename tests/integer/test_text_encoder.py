@@ -94,11 +94,10 @@ def test_a_text_encoder(tmp_path, net: type[nn.Module], exporter: str) -> None:
         # onnxruntime joins the two transpositions around the pair of a module's key, and moves the pair in front of them.
         assert all(name.endswith(".self_attn.key_quantizer") for name in codes.not_compared)
         assert codes.codes.compared > 40_000 * len(inputs) / len(x)
-        if processor_saturates():  # a Zen 3 has 6 of 7,680 behind a GELU; why is not known
-            assert codes.layer_codes.steps <= 1
-            assert codes.layer_codes.differing <= 1e-3 * codes.layer_codes.compared
-        else:
-            assert codes.codes.differing <= 1e-5 * codes.codes.compared
+        # Float ops round in another order on each processor, which flips a rare tie; later layers spread it. A Zen 3 has 6 of
+        # 7,680 behind a GELU; why is not known.
+        assert codes.layer_codes.steps <= 1
+        assert codes.layer_codes.differing <= (1e-3 if processor_saturates() else 2e-5) * codes.layer_codes.compared
         assert {"QGemm", "MatMulIntegerToFloat"} <= {layer.kernel for layer in codes.integer_layers}
 
 
