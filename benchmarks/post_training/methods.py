@@ -128,6 +128,12 @@ def _biases_by_batch_norms(network: Network, bits: Bits) -> Forward:
     return result
 
 
+def _batch_norms(network: Network, bits: Bits) -> Forward:
+    result = prepared(network, bits, model=copy.deepcopy(network.model).train())
+    qt.tuning.reestimate_batch_norm(result, network.batches(256), progress=False)
+    return result
+
+
 def _reconstructed(method: str, granularity: Any, **options: Any) -> Callable[[Network, Bits], Forward]:
     def quantize(network: Network, bits: Bits) -> Forward:
         result = prepared(network, bits)
@@ -165,6 +171,7 @@ OURS: Mapping[str, Method] = {
     "equalize": Method(TUNING, _equalized(0)),
     "bias_correction": Method(TUNING, _biases),
     "bias_correction, analytic": Method(TUNING, _biases_by_batch_norms),
+    "reestimate_batch_norm": Method(TUNING, _batch_norms),
     "adaround": Method(TUNING, _reconstructed("adaround", "layer")),
     "adaround, block": Method(TUNING, _reconstructed("adaround", "block")),
     "brecq": Method(TUNING, _reconstructed("brecq", "block")),
