@@ -1,12 +1,14 @@
-"""Beyond ranges: post-training methods for weights, biases and statistics; bits for each layer; schedule and distillation."""
+"""Beyond ranges: post-training methods, bits for each layer; in training a schedule, distillation, oscillating weights."""
 
 from qtoolkit.public import publish
 from qtoolkit.tuning import mixed_precision
 from qtoolkit.tuning.batch_norm import Reestimation, reestimate_batch_norm
 from qtoolkit.tuning.bias_correction import BiasCorrection, bias_correction
+from qtoolkit.tuning.code_tracks import LayerOscillation, Oscillations
 from qtoolkit.tuning.distillation import Distillation
 from qtoolkit.tuning.equalize import Equalization, Pair, equalize
 from qtoolkit.tuning.gptq import GPTQ, LayerError, gptq
+from qtoolkit.tuning.oscillation import OscillationDampening, OscillationFreezing
 from qtoolkit.tuning.reconstruct import Reconstruction, UnitResult, reconstruct
 from qtoolkit.tuning.schedule import QuantizationSchedule
 from qtoolkit.tuning.smooth_quant import Smoothed, SmoothQuant, smooth_quant
@@ -17,6 +19,10 @@ __all__ = [
     "Distillation",
     "Equalization",
     "LayerError",
+    "LayerOscillation",
+    "OscillationDampening",
+    "OscillationFreezing",
+    "Oscillations",
     "Pair",
     "QuantizationSchedule",
     "Reconstruction",
@@ -33,4 +39,4 @@ __all__ = [
     "smooth_quant",
 ]
 publish(__name__, BiasCorrection, Equalization, Pair, Reconstruction, Reestimation, UnitResult)
-publish(__name__, GPTQ, LayerError, Smoothed, SmoothQuant)
+publish(__name__, GPTQ, LayerError, LayerOscillation, Oscillations, Smoothed, SmoothQuant)

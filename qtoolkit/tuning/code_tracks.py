@@ -1,0 +1,133 @@
+"""What is known of the codes of weights over the steps of a training: how often they turn, and which are frozen."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtoolkit.report.lines import table
+
+OSCILLATING = 0.005  # the frequency above which a weight counts as oscillating, that of the paper's tables
+
+
+@dataclass
+class Track:
+    """What is known of the codes of a weight. Its tensors have the weight's shape.
+
+    Attributes:
+        codes: The codes after the last step, int32; of a frozen weight those that it keeps.
+        direction: The sign of the last change of each code, int32; 0 before the first one.
+        frequency: The moving average of turns: changes against the last one. Float32.
+        average: The mean of the codes so far, and the moving average after 1 / momentum steps. Float32.
+        frozen: Which weights are frozen.
+        steps: The number of steps so far.
+    """
+
+    codes: Tensor
+    direction: Tensor
+    frequency: Tensor
+    average: Tensor
+    frozen: Tensor
+    steps: int = 0
+
+    @staticmethod
+    def of(codes: Tensor) -> "Track":
+        """Begin with codes."""
+        zeros = torch.zeros_like(codes, dtype=torch.float32)
+        return Track(codes, torch.zeros_like(codes), zeros, zeros, torch.zeros_like(codes, dtype=torch.bool))
+
+    def to(self, device: torch.device) -> "Track":
+        """Return it with its tensors on a device."""
+        codes, direction, frozen = (each.to(device) for each in (self.codes, self.direction, self.frozen))
+        return Track(codes, direction, self.frequency.to(device), self.average.to(device), frozen, self.steps)
+
+    def follow(self, codes: Tensor, momentum: float) -> None:
+        """Take the codes after a step; those of frozen weights stay."""
+        codes = torch.where(self.frozen, self.codes, codes)
+        change = (codes - self.codes).sign()
+        turned = change * self.direction < 0
+        self.steps += 1
+        self.frequency = self.frequency.lerp(turned.float(), momentum)
+        self.average = self.average.lerp(codes.float(), max(momentum, 1 / self.steps))
+        self.direction = torch.where(change == 0, self.direction, change)
+        self.codes = codes
+
+    def freeze(self, threshold: float) -> None:
+        """Freeze the weights above a threshold, each at that code of its last change which is nearer to the average."""
+        fresh = (self.frequency > threshold) & ~self.frozen
+        before = self.codes - self.direction
+        nearer = torch.where((self.average - before).abs() < (self.average - self.codes).abs(), before, self.codes)
+        self.codes, self.frozen = torch.where(fresh, nearer, self.codes), self.frozen | fresh
+
+
+@dataclass(frozen=True)
+class LayerOscillation:
+    """How many weights of a parameter oscillate and are frozen.
+
+    Attributes:
+        name: The dotted name of the parameter.
+        weights: The number of its elements.
+        oscillating: The share that is not frozen and turns in more than 0.5 % of the steps, by its moving average.
+        frozen: The share that is frozen.
+    """
+
+    name: str
+    weights: int
+    oscillating: float
+    frozen: float
+
+    @staticmethod
+    def of(name: str, track: Track) -> "LayerOscillation":
+        """Return the shares of a track."""
+        oscillating = (track.frequency > OSCILLATING) & ~track.frozen
+        return LayerOscillation(
+            name, track.codes.numel(), float(oscillating.float().mean()), float(track.frozen.float().mean())
+        )
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of its line in a table."""
+        return self.name, str(self.weights), _percent(self.oscillating), _percent(self.frozen)
+
+
+@dataclass(frozen=True)
+class Oscillations:
+    """The result of `OscillationFreezing.report`. It prints as a table.
+
+    Attributes:
+        steps: The number of steps so far.
+        layers: The shares of each parameter.
+        skipped: Why others are left out, by name.
+    """
+
+    steps: int
+    layers: tuple[LayerOscillation, ...]
+    skipped: Mapping[str, str]
+
+    @property
+    def oscillating(self) -> float:
+        """The share of all weights that oscillates."""
+        return self._share([layer.weights * layer.oscillating for layer in self.layers])
+
+    @property
+    def frozen(self) -> float:
+        """The share of all weights that is frozen."""
+        return self._share([layer.weights * layer.frozen for layer in self.layers])
+
+    def _share(self, counts: Sequence[float]) -> float:
+        return sum(counts) / max(self.weights, 1)
+
+    @property
+    def weights(self) -> int:
+        """The number of all weights."""
+        return sum(layer.weights for layer in self.layers)
+
+    def __str__(self) -> str:
+        shares = f"{_percent(self.oscillating)} of {self.weights} weights oscillate, {_percent(self.frozen)} are frozen"
+        rows = [("weight", "elements", "oscillate", "frozen"), *(layer.row() for layer in self.layers)]
+        lines = [f"after {self.steps} steps: {shares}", *table(rows)]
+        return "\n".join(lines + [f"{name}: left out: {why}" for name, why in self.skipped.items()])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"

@@ -1,0 +1,199 @@
+"""Parameters that layers quantize on grids of integers: their codes, their values, and where they may move."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from qtoolkit import ops
+from qtoolkit.errors import some
+from qtoolkit.nn import QuantModule, QuantWeighted
+from qtoolkit.nn.batch_norm import LinkedBatchNorm, divisor_of, step_variance
+from qtoolkit.processes import ranks, unwrapped
+from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
+from qtoolkit.quantizers.spec_ops import clip, ends_of, per_element
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.sharding import is_sharded
+
+
+@dataclass(frozen=True)
+class GridWeight:
+    """A parameter that a layer quantizes on a grid of integers, by itself or times the factor of a linked batch norm.
+
+    Attributes:
+        layer: The layer.
+        attribute: The name of the layer's attribute that is the quantizer.
+        quantizer: The quantizer.
+    """
+
+    layer: QuantModule
+    attribute: str
+    quantizer: TensorQuantizer
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter that is trained. A wrapper or a cast may have replaced it since the last call."""
+        layer: Any = self.layer
+        weight: nn.Parameter = (
+            layer.weight if isinstance(layer, QuantWeighted) else layer.weights_to_quantize()[self.attribute]
+        )
+        return weight
+
+    @property
+    def batch_norm(self) -> LinkedBatchNorm | None:
+        """The batch norm that multiplies the parameter before it is quantized, or None."""
+        return self.layer.batch_norm if isinstance(self.layer, QuantWeighted) else None
+
+    @property
+    def active(self) -> bool:
+        """Whether forward quantizes the weight."""
+        return self.quantizer.quantizing and self.quantizer.ready
+
+    @property
+    def per_channel(self) -> int:
+        """The number of elements of an output channel."""
+        weight = self.parameter
+        channels = self.layer.channels() if isinstance(self.layer, QuantWeighted) else weight.size(0)
+        return weight.numel() // channels
+
+    def factor(self, variance: Tensor | None = None) -> Tensor | None:
+        """Return the factor of each output channel in the present training step; None without a batch norm.
+
+        Args:
+            variance: The running variance of the batch norm, if it is another process's.
+        """
+        bn = self.batch_norm
+        if bn is None:
+            return None
+        return divisor_of(bn, step_variance(self.layer, bn) if variance is None else variance).detach()
+
+    def scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
+        """Multiply each output channel of a tensor like the parameter by its factor."""
+        layer: Any = self.layer
+        scaled: Tensor = weight if factor is None else layer.scale_output_channels(weight, factor)
+        return scaled
+
+    def take_range(self, quantized: Tensor) -> None:
+        """Set a range that follows the weight to that of what is quantized, as the next training forward does."""
+        if self.quantizer.training and self.quantizer.follows:
+            self.quantizer.follow(quantized)
+            self.quantizer.stale = True  # as after a forward: a step may change the weight
+
+    def codes(self, quantized: Tensor) -> Tensor:
+        """Return the codes of what is quantized, int32."""
+        q, spec = self.quantizer, self.quantizer.spec
+        where = spec.axis, q.group, spec.block_size
+        return ops.quantize(quantized, q.scale, q.zero_point, spec.qmin, spec.qmax, *where, torch.int32)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the values of codes, in the dtype of the scale."""
+        q, spec = self.quantizer, self.quantizer.spec
+        scale = q.scale
+        return ops.dequantize(codes, scale, q.zero_point, spec.axis, q.group, spec.block_size, scale.dtype)
+
+    def store(self, codes: Tensor, where: Tensor, factor: Tensor | None) -> None:
+        """Set elements of the parameter so that what is quantized has the values of codes there."""
+        values = self.scaled(self.values(codes), None if factor is None else factor.reciprocal())
+        weight = self.parameter
+        weight.copy_(torch.where(where, values.to(weight.dtype), weight))
+
+    def error(self) -> Tensor:
+        """Return clip(w, the grid's ends) - Q(w), of the parameter's shape and in its units.
+
+        Gradients flow to the parameter, where it is between the ends; the grid and Q(w) are constants.
+        """
+        factor = self.factor()
+        x = self.scaled(self.parameter, factor)
+        with torch.no_grad():
+            self.take_range(x)
+            values = self.values(self.codes(x))
+            q, spec = self.quantizer, self.quantizer.spec
+            ends = ends_of(spec, q.scale, q.zero_point)
+            low, high = (per_element(end, x, spec, q.group).to(values.dtype) for end in ends)
+        error = clip(x.to(values.dtype), low, high) - values
+        return self.scaled(error, None if factor is None else factor.reciprocal())
+
+
+def weights_on_grids(model: nn.Module, max_bits: int, what: str) -> tuple[dict[str, GridWeight], dict[str, str]]:
+    """Return the weights on grids of integers, each once, by the first name of the parameter; and why others are left out.
+
+    Args:
+        model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
+        max_bits: The most bits of a grid.
+        what: The public class, for errors.
+
+    Raises:
+        ValueError: There is no such weight.
+        TypeError: The quantizers are those of `qtoolkit.compat.pytorch_quantization`.
+    """
+    model = unwrapped(model)
+    found: dict[str, GridWeight] = {}
+    skipped: dict[str, str] = {}
+    owners: dict[int, str] = {}
+    for name, layer in model.named_modules():
+        for attribute, (quantizer, _) in layer.quantized_weights().items() if isinstance(layer, QuantModule) else ():
+            place = ".".join(part for part in (name, attribute.removesuffix("_quantizer")) if part)
+            why = _obstacle(layer, attribute, quantizer, max_bits, owners)
+            if why or not isinstance(quantizer, TensorQuantizer):
+                skipped[place] = why
+                continue
+            found[place] = GridWeight(layer, attribute, quantizer)
+            owners[id(found[place].parameter)] = place
+    for name, quantizer in quantizers_of(model).items():
+        if quantizer.of_weight and quantizer.inserted:
+            skipped[name] = "it quantizes the weight that a function takes; make it a layer, which owns the weight"
+    if not found:
+        refuse_legacy_quantizers(model, what)
+        raise ValueError(f"{what}: the model has no weight on a grid of integers{_remedy(skipped, max_bits)}")
+    return found, skipped
+
+
+def _obstacle(
+    layer: QuantModule, attribute: str, quantizer: Quantizer, max_bits: int, owners: Mapping[int, str]
+) -> str:
+    """Return why a weight is left out; "" where it is not."""
+    spec = quantizer.spec
+    if not isinstance(quantizer, TensorQuantizer):
+        return "it is converted, and is not trained"
+    if spec.format != "int" or not quantizer.rounds_only:
+        return f"it is quantized as {spec.describe()}, which is no plain grid of integers"
+    if spec.bits > max_bits:
+        return f"it has {spec.bits} bits, more than max_bits={max_bits}"
+    weight: object = GridWeight(layer, attribute, quantizer).parameter
+    if not isinstance(weight, nn.Parameter):
+        return "it is computed from others (pruned or parametrized); make it plain with torch.nn.utils first"
+    if is_sharded(weight):
+        return "it is sharded over processes; train in DistributedDataParallel instead of fully_shard"
+    owner = owners.get(id(weight))
+    return "" if owner is None else f"it is the same parameter as {owner}"
+
+
+def _remedy(skipped: Mapping[str, str], max_bits: int) -> str:
+    if not skipped:
+        return (
+            "; pass what qtoolkit.prepare or qtoolkit.quant_modules.replace returned, with a QuantSpec for weights in its "
+            "QConfigMapping."
+        )
+    reasons = some([f"{name}: {why}" for name, why in skipped.items()], most=3)
+    return (
+        f" of at most max_bits={max_bits} bits ({reasons}). Raise max_bits, or give the layers a weight spec of few bits with "
+        f"quantizer='lsq' or 'fixed' in the QConfigMapping."
+    )
+
+
+def shared_variances(weights: Sequence[GridWeight]) -> list[Tensor | None]:
+    """Return the running variances by which batch norms scale the weights in the next forward; None without a batch norm.
+
+    In a process group they are those of rank 0, which DistributedDataParallel gives to all ranks before the next forward.
+    """
+    pairs = [(weight.layer, weight.batch_norm) for weight in weights]
+    own = [None if bn is None else step_variance(layer, bn) for layer, bn in pairs]
+    present = [variance for variance in own if variance is not None]
+    if ranks() == 1 or not present:
+        return list(own)
+    flat = torch.cat([variance.double() for variance in present])
+    distributed.broadcast(flat, src=0)
+    parts = iter(torch.split(flat, [variance.numel() for variance in present]))
+    return [None if variance is None else next(parts).to(variance.dtype) for variance in own]

@@ -1,0 +1,285 @@
+"""Weights that oscillate between two codes in training: a loss that dampens them, and freezing (arXiv 2203.11086)."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.errors import check_known
+from qtoolkit.model_state import check_module
+from qtoolkit.tuning.code_tracks import LayerOscillation, Oscillations, Track
+from qtoolkit.tuning.grid_weights import GridWeight, shared_variances, weights_on_grids
+
+MOST_BITS = 16
+
+
+class OscillationDampening:
+    """A loss that draws each weight to the middle of its code, so that it does not oscillate between two codes.
+
+    loss = coefficient * sum over layers and output channels of mean((clip(w, lowest, highest) - Q(w))^2)
+
+    (M. Nagel et al., arXiv 2203.11086, section 4; the mean over the elements of an output channel is that of the authors'
+    code.) Q(w) and the ends of the grid are constants: the gradient goes to the weights, and there is none for a weight
+    beyond the ends. Where a linked batch norm multiplies w by a factor before it is quantized, the grid is that of the
+    product divided by the factor.
+
+    The coefficient rises along a cosine from 0 at step `begin` to `largest` at step `total_steps`. Call `step()` after each
+    step of the optimizer. Quantizers that are off add nothing.
+
+    Args:
+        model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
+        total_steps: The number of steps of the training.
+        largest: The coefficient at the end.
+        begin: The step at which the coefficient begins to rise; the paper's authors take a quarter of `total_steps`.
+
+    Attributes:
+        steps: The number of steps so far.
+        skipped: Why the weights of other quantizers are left out, by name.
+
+    Raises:
+        TypeError: The model is not a module, or a value is no number.
+        ValueError: A value is out of its range, or no weight of the model is on a grid of integers.
+
+    Example:
+        >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0, quantizer="lsq")))
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)).train(), qconfig_mapping=w3)
+        >>> optimizer = torch.optim.SGD(qt.parameter_groups(prepared), lr=0.1)
+        >>> dampening = qt.tuning.OscillationDampening(prepared, total_steps=20)
+        >>> for _ in range(10):
+        ...     optimizer.zero_grad()
+        ...     loss = prepared(torch.randn(16, 8)).square().mean() + dampening()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     dampening.step()
+        >>> dampening
+        OscillationDampening(step 10 of 20: coefficient 0.05, weights: 1)
+    """
+
+    def __init__(self, model: nn.Module, total_steps: int, largest: float = 0.1, begin: int = 0) -> None:
+        name = type(self).__name__
+        check_module(model, name)
+        _check_steps(name, total_steps, begin)
+        if not 0 <= _number(name, "largest", largest) < math.inf:
+            raise ValueError(f"{name}: largest must be at least 0 and finite, got {largest}.")
+        self.total_steps, self.largest, self.begin = total_steps, largest, begin
+        self.steps = 0
+        self._weights, self.skipped = weights_on_grids(model, MOST_BITS, name)
+
+    @property
+    def coefficient(self) -> float:
+        """The coefficient of the present step."""
+        return _annealed(0.0, self.largest, self.begin, self.total_steps, self.steps)
+
+    def __call__(self) -> Tensor:
+        """Return the loss, 0-d: for the weights as they are, on the grids of the present step's forward."""
+        active = [weight for weight in self._weights.values() if weight.active]
+        means = [weight.error().square().sum() / weight.per_channel for weight in active]
+        if not means:
+            return next(iter(self._weights.values())).parameter.new_zeros(())
+        return self.coefficient * torch.stack(means).sum()
+
+    def step(self) -> None:
+        """Count a step of the optimizer."""
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `state_dict`."""
+        self.steps = int(state["steps"])
+
+    def __repr__(self) -> str:
+        at = f"step {self.steps} of {self.total_steps}"
+        return f"OscillationDampening({at}: coefficient {self.coefficient:.3g}, weights: {len(self._weights)})"
+
+
+class OscillationFreezing:
+    """Freeze each weight that oscillates between two codes, at the code that it has most of the time.
+
+    After each step of the optimizer, for the code q of each weight (M. Nagel et al., arXiv 2203.11086, section 4):
+
+    - A weight turns where q changes in the direction against its last change. Its frequency is the moving average of turns,
+      f <- momentum * turns + (1 - momentum) * f.
+    - A weight with f above the threshold is frozen for the rest of the training, at the moving average of q, rounded. In a
+      short training this average would still be that of the first codes: it is the mean over all steps while there are fewer
+      than 1 / momentum, and is rounded to one of the two codes of the last change.
+    - A frozen weight is set to the value of its code after each step, with the scale and the batch norm of the next forward.
+      It lies on the grid, where the gradient of a learned scale is 0.
+
+    The threshold falls along a cosine from the first to the second of `thresholds`, from step `begin` to step `total_steps`;
+    before `begin` nothing is frozen. From `begin` on, ranges no longer follow these weights (see `qtoolkit.freeze_ranges`),
+    because a frozen weight may be the one that gives the range; learned scales train on.
+
+    The codes are those of the tensor that is quantized in the next forward: the weight times the factor of a linked batch norm.
+    A quantizer that is off is left alone until it is on. In a process group every rank must call `step()`.
+
+    Args:
+        model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
+        total_steps: The number of steps of the training.
+        thresholds: The threshold at the beginning and at the end, in turns for each step; those of the paper's authors for
+            MobileNetV2 in 4 bits by default. None only tracks, for `report()`.
+        momentum: Of the moving averages; below the thresholds, so that a single turn does not freeze.
+        begin: The step from which weights are frozen; the paper's authors take a quarter of `total_steps`.
+        max_bits: Weights of more bits are left out.
+
+    Attributes:
+        steps: The number of steps so far.
+        skipped: Why the weights of other quantizers are left out, by name.
+
+    Raises:
+        TypeError: The model is not a module, or a value is no number.
+        ValueError: A value is out of its range, or no weight of the model is on a grid of integers of at most `max_bits`.
+
+    Example:
+        >>> w4 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4)))
+        >>> model = qt.quant_modules.replace(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False)).train(), w4)
+        >>> weight = torch.nn.init.constant_(model.get_parameter("0.weight"), 2.05)
+        >>> model.get_submodule("0.weight_quantizer").amax = 7.0  # the grid is that of the integers
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> freezing = qt.tuning.OscillationFreezing(model, total_steps=60)
+        >>> codes = []
+        >>> for _ in range(60):
+        ...     optimizer.zero_grad()
+        ...     (model(torch.ones(1, 1)) - 2.3).square().sum().backward()  # the best weight is between two codes
+        ...     optimizer.step()
+        ...     freezing.step()
+        ...     codes.append(round(weight.item()))
+        >>> codes[10:20], codes[-10:]
+        ([3, 2, 2, 2, 3, 2, 2, 3, 2, 2], [2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+        >>> print(freezing.report())
+        after 60 steps: 0.00 % of 1 weights oscillate, 100.00 % are frozen
+        weight    elements  oscillate  frozen
+        0.weight  1         0.00 %     100.00 %
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        total_steps: int,
+        thresholds: tuple[float, float] | None = (0.1, 0.01),
+        momentum: float = 0.001,
+        begin: int = 0,
+        max_bits: int = 4,
+    ) -> None:
+        name = type(self).__name__
+        check_module(model, name)
+        _check_steps(name, total_steps, begin)
+        _check_momentum(name, momentum)
+        _check_thresholds(name, thresholds, momentum)
+        _whole(name, "max_bits", max_bits, 2)
+        self.total_steps, self.thresholds, self.momentum, self.begin = total_steps, thresholds, momentum, begin
+        self.steps = 0
+        self._weights, self.skipped = weights_on_grids(model, max_bits, name)
+        self._tracks: dict[str, Track] = {}
+
+    @property
+    def threshold(self) -> float | None:
+        """The threshold of the present step; None where nothing is frozen."""
+        if self.thresholds is None or self.steps < self.begin:
+            return None
+        return _annealed(*self.thresholds, self.begin, self.total_steps, self.steps)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Count a step of the optimizer; track the codes, and set the weights that are frozen."""
+        self.steps += 1
+        variances = shared_variances(list(self._weights.values()))
+        for (name, weight), variance in zip(self._weights.items(), variances, strict=True):
+            if weight.active:
+                self._track(name, weight, weight.factor(variance))
+
+    def _track(self, name: str, weight: GridWeight, factor: Tensor | None) -> None:
+        quantized = weight.scaled(weight.parameter, factor)
+        weight.take_range(quantized)
+        codes = weight.codes(quantized)
+        if name not in self._tracks:
+            self._tracks[name] = Track.of(codes)
+        track, threshold = self._tracks[name], self.threshold
+        track.follow(codes, self.momentum)
+        if threshold is not None:
+            weight.quantizer.following = False  # a frozen weight that gives the range would change all codes
+            track.freeze(threshold)
+            weight.store(track.codes, track.frozen, factor)
+
+    def report(self) -> Oscillations:
+        """Return which shares of the weights oscillate and are frozen. Waits for the device."""
+        layers = tuple(LayerOscillation.of(name, track) for name, track in self._tracks.items())
+        off = {name: "it is not quantized so far" for name in self._weights if name not in self._tracks}
+        return Oscillations(self.steps, layers, {**off, **self.skipped})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and what is known of each weight's codes."""
+        return {"steps": self.steps, "weights": {name: dict(vars(track)) for name, track in self._tracks.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `state_dict`: load the model's own state dict first.
+
+        Raises:
+            ValueError: The state is that of another model.
+        """
+        tracks = {}
+        for name, known in state["weights"].items():
+            check_known("weight in the state of OscillationFreezing", name, self._weights)
+            weight = self._weights[name].parameter
+            tracks[name] = Track(**known).to(weight.device)
+            if tracks[name].codes.shape != weight.shape:
+                raise ValueError(
+                    f"OscillationFreezing: the state is of another model: its {name!r} has shape "
+                    f"{tuple(tracks[name].codes.shape)}, and that of this model {tuple(weight.shape)}."
+                )
+        self.steps, self._tracks = int(state["steps"]), tracks
+
+    def __repr__(self) -> str:
+        at = f"step {self.steps} of {self.total_steps}"
+        does = "freezes nothing" if self.threshold is None else f"freezes above {self.threshold:.3g}"
+        return f"OscillationFreezing({at}: {does}, weights: {len(self._weights)})"
+
+
+def _annealed(start: float, end: float, begin: int, total_steps: int, steps: int) -> float:
+    """Return the value at a step of a cosine from `start` at `begin` to `end` at `total_steps`."""
+    share = min(max((steps - begin) / (total_steps - begin), 0.0), 1.0)
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+
+
+def _check_steps(what: str, total_steps: object, begin: object) -> None:
+    total, first = _whole(what, "total_steps", total_steps, 1), _whole(what, "begin", begin, 0)
+    if first >= total:
+        raise ValueError(f"{what}: begin must come before the end of the training, total_steps={total}, got {first}.")
+
+
+def _whole(what: str, name: str, value: object, least: int) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{what}: {name} must be a whole number, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{what}: {name} must be at least {least}, got {value}.")
+    return value
+
+
+def _number(what: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what}: {name} must be a number, got {value!r}.")
+    return value
+
+
+def _check_momentum(what: str, momentum: object) -> None:
+    if not 0 < _number(what, "momentum", momentum) < 1:
+        raise ValueError(f"{what}: momentum must be between 0 and 1, got {momentum}.")
+
+
+def _check_thresholds(what: str, thresholds: object, momentum: float) -> None:
+    if thresholds is None:
+        return
+    if not isinstance(thresholds, tuple | list) or len(thresholds) != 2:
+        raise TypeError(f"{what}: thresholds must be two numbers, such as (0.1, 0.01), or None, got {thresholds!r}.")
+    first, last = (_number(what, "each of thresholds", value) for value in thresholds)
+    if not last <= first <= 1:
+        raise ValueError(f"{what}: thresholds must fall, from at most 1, got {thresholds!r}.")
+    if not last > momentum:
+        raise ValueError(
+            f"{what}: thresholds must be above momentum={momentum}, or a single turn would freeze a weight, got "
+            f"{thresholds!r}; lower momentum, or raise the thresholds."
+        )
