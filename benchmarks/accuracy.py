@@ -1,40 +1,47 @@
-"""The accuracy that each quantizer reaches in training: ResNet-20 on CIFAR-10, in 8 to 2 bits, over several seeds.
+"""The accuracy that each quantizer reaches in training: ResNet-20 or ResNet-8 on CIFAR-10, in 8 to 2 bits, several seeds.
 
 python benchmarks/accuracy.py                  trains what is missing, writes results/accuracy.json and prints the table
 python benchmarks/accuracy.py --bits 4 --only lsq pact --seeds 0
 python benchmarks/accuracy.py --only lsq --bits 4 --forward float integer     whether both forwards train alike
 python benchmarks/accuracy.py --epochs 200 --teacher    hours of processor time for each training
-python benchmarks/accuracy.py --page docs/accuracy.md   writes the table of the results, and its plot, into the page
+python benchmarks/accuracy.py --network resnet8 --bits 8 4     a small network that takes pixels of 0 to 255
+python benchmarks/accuracy.py --page docs/accuracy.md   writes the tables of the results, and their plots, into the page
 
-Each training starts from the float weights of shared/data; the first and the last layer have eight bits, as in the papers.
+Each training starts from the float weights of shared/data; those of ResNet-8, MLPerf Tiny's network, are trained here first
+and kept with the checkpoints. The first and the last layer have eight bits, as in the papers.
 Images are cropped and flipped at random; the accuracy is that on the 10,000 test images. A training that was ended goes on
 after its last whole epoch (--checkpoints), and one with a result is not repeated. Seeds take turns, so that an early end
-leaves every quantizer with as many seeds. Other tools are trained where they are installed (benchmarks/peers).
+leaves every quantizer with as many seeds. Other tools are trained where they are installed (benchmarks/peers); on ResNet-8,
+where --only names them.
 """
 
 import argparse
 import itertools
 import json
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from export_models import resnet20_of
 from real_data import DATA, MISSING
 from report import facts, markdown_lines, show
 from rich.console import Console
 from stored import commands_of, rows_before, write_part, write_rows
+from torch import nn
 from tqdm import tqdm
 from training.accuracy_plot import draw
-from training.algorithms import FLOAT, SUBJECTS, bits_of, build
-from training.cifar import CALIBRATION, Data, Run, Schedule, accuracy, load
+from training.algorithms import FLOAT, PEERS, SUBJECTS, bits_of, build
+from training.cifar import CALIBRATION, OPTIMIZERS, Data, Run, Schedule, accuracy, load
+from training.cifar_networks import NETWORKS
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
-SEEDS, BITS, RATE = (0, 1, 2), (8, 4, 3, 2), 0.01
+SEEDS, BITS = (0, 1, 2), (8, 4, 3, 2)
 IMAGES, QUICK_IMAGES = 50_000, 200
 TEST_IMAGES, QUICK_TEST_IMAGES = 10_000, 100
 BEGIN, END = "<!-- begin: benchmarks/accuracy.py -->", "<!-- end -->"
@@ -53,6 +60,8 @@ class Training:
         forward: The option of `qtoolkit.prepare`.
         rate: The first learning rate.
         clip: The largest norm of the gradient; None for any.
+        optimizer: A name in OPTIMIZERS.
+        network: A name in NETWORKS.
     """
 
     subject: str
@@ -61,23 +70,29 @@ class Training:
     epochs: int
     teacher: bool = False
     forward: str = "auto"
-    rate: float = RATE
+    rate: float = OPTIMIZERS["sgd"].rate
     clip: float | None = None
+    optimizer: str = "sgd"
+    network: str = "resnet20"
 
     @property
     def name(self) -> str:
         """The name of its checkpoint."""
-        return "_".join(str(value).replace(", ", "-") for value in asdict(self).values())
+        return "_".join(re.sub(r"[^\w.-]+", "-", str(value)) for value in asdict(self).values())
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """How it is trained, in the order of the lines of the table."""
+        return self.epochs, self.teacher, list(OPTIMIZERS).index(self.optimizer), self.rate, self.clip or 0
 
     @property
     def line(self) -> tuple[object, ...]:
-        """What it shares with the other seeds of its line of the table, in the order of the lines."""
-        schedule = self.epochs, self.teacher, self.rate, self.clip or 0
-        return *schedule, -self.bits, SUBJECTS.index(self.subject), self.forward
+        """What it shares with the other seeds of its line of its network's table, in the order of the lines."""
+        return *self.options, -self.bits, SUBJECTS.index(self.subject), self.forward
 
     def schedule(self, images: int) -> Schedule:
         """Return how it is trained on this number of images."""
-        return Schedule(images, self.epochs, rate=self.rate, clip=self.clip)
+        return Schedule(images, self.epochs, rate=self.rate, clip=self.clip, optimizer=self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -104,20 +119,28 @@ class Row:
         return Row(**{**row, "training": Training(**row["training"])})
 
 
-def train(training: Training, folder: Path, data: Data, schedule: Schedule, checkpoints: Path) -> Row:
-    """Train, or say why it cannot be."""
+def known_rows(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Row]:
+    """Return the rows of a file but those of subjects that are no longer trained, which are named on the console."""
+    gone = Counter(row["training"]["subject"] for row in rows if row["training"]["subject"] not in SUBJECTS)
+    if gone:
+        names = ", ".join(f'"{subject}" ({count})' for subject, count in gone.items())
+        console.print(f"Rows of subjects that no longer exist are left out: {names}.", soft_wrap=True)
+    return [Row.of(row) for row in rows if row["training"]["subject"] not in gone]
+
+
+def train(training: Training, float_model: nn.Module, data: Data, checkpoints: Path) -> Row:
+    """Train from a float model, or say why it cannot be."""
     row = Row(training)
     torch.manual_seed(training.seed)
     batches = data.train[0][:CALIBRATION].split(64)
     try:
-        model = build(training.subject, resnet20_of(folder).train(), batches, training.bits, training.forward)
+        model = build(training.subject, deepcopy(float_model).train(), batches, training.bits, training.forward)
     except (ValueError, ModuleNotFoundError) as error:
         return replace(row, failure=str(error))
-    teacher = resnet20_of(folder) if training.teacher else None
+    teacher = deepcopy(float_model) if training.teacher else None
     before, start = accuracy(model, data), time.perf_counter()
-    run = Run(model, data, schedule, training.seed, checkpoints / f"{training.name}.pt", teacher)
-    with tqdm(total=schedule.steps - run.step, desc=training.name, mininterval=5, leave=False) as bar:
-        run.train(bar.update)
+    schedule = training.schedule(len(data.train[1]))
+    Run(model, data, schedule, training.seed, checkpoints / f"{training.name}.pt", teacher).train(training.name)
     minutes = (time.perf_counter() - start) / 60
     return replace(row, calibrated=before, trained=accuracy(model, data), minutes=minutes)
 
@@ -126,31 +149,41 @@ def train_missing(
     missing: Sequence[Training], rows: list[Row], folder: Path, images: Mapping[str, int], args: argparse.Namespace
 ) -> None:
     """Add the rows of the trainings to the others, and write the file of results after each."""
-    data = load(folder, images["train"], images["test"])
+    network = NETWORKS[args.network]
+    data = load(folder, images["train"], images["test"], network.raw)
+    checkpoints = args.checkpoints / "quick" if args.quick else args.checkpoints
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    float_model = network.float_model(folder, data, checkpoints)
+    float_weights = json.loads(args.out.read_text())["float_weights"] if args.out.exists() else {}
     results: dict[str, Any] = {
         **facts("cpu"),
         "commands": commands_of(args.out),
         "threads": args.threads,
         "images": images,
         "batch": Schedule.batch,
-        "float_weights": accuracy(resnet20_of(folder), data),
+        "float_weights": {**float_weights, args.network: accuracy(float_model, data)},
     }
-    args.checkpoints.mkdir(parents=True, exist_ok=True)
     for training in tqdm(missing, desc="trainings"):
-        rows.append(train(training, folder, data, training.schedule(images["train"]), args.checkpoints))
+        rows.append(train(training, float_model, data, checkpoints))
         write_rows(args.out, results, [asdict(row) for row in rows])
 
 
-def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+def by_network(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each network that has any."""
+    found = {network: [row for row in rows if row.training.network == network] for network in NETWORKS}
+    return {network: of for network, of in found.items() if of}
+
+
+def table(results: Mapping[str, Any], network: str, rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the names of columns and the lines: a line for each quantizer, number of bits and schedule."""
     images = results["images"]
     title = (
-        f"ResNet-20, CIFAR-10: accuracy on {images['test']:,} images, %; epochs of {images['train']:,} images; "
-        f"float weights {results['float_weights']:.2f}"
+        f"{NETWORKS[network].title}, CIFAR-10: accuracy on {images['test']:,} images, %; "
+        f"epochs of {images['train']:,} images; float weights {results['float_weights'][network]:.2f}"
     )
     names = ["epochs", "teacher", "rate", "clip", "bits", "trained", "seeds"]
     names += ["calibrated", "mean", "spread", "to float", "minutes each", "remark"]
-    return title, names, list(_lines([Row.of(row) for row in results["rows"]]))
+    return title, names, list(_lines(rows))
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -160,7 +193,8 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
     for line in lines:
         training = line[0].training
         name = training.subject + ("" if training.forward == "auto" else f", {training.forward} forward")
-        head = [str(training.epochs), "yes" if training.teacher else "", f"{training.rate:g}"]
+        rate = f"{training.rate:g}" + ("" if training.optimizer == "sgd" else f", {training.optimizer}")
+        head = [str(training.epochs), "yes" if training.teacher else "", rate]
         head += ["" if training.clip is None else f"{training.clip:g}", str(training.bits), name]
         trained = [row.trained for row in line if row.trained is not None]
         if not trained:
@@ -187,39 +221,52 @@ def _float_models(lines: Sequence[Sequence[Row]]) -> dict[int, float]:
 
 def plotted(rows: Sequence[Row]) -> tuple[dict[tuple[str, int], list[float]], float | None]:
     """Return the accuracies of the shortest schedule, as it is by default, by subject and bits, and the float model's mean."""
-    usual = min(row.training.epochs for row in rows), False, RATE, None, "auto"
+    usual = Training(FLOAT, 0, 0, min(row.training.epochs for row in rows))
     found: dict[tuple[str, int], list[float]] = {}
     for row in sorted(rows, key=lambda row: row.training.line):
         training = row.training
-        options = training.epochs, training.teacher, training.rate, training.clip, training.forward
-        if row.trained is not None and options == usual:
+        if row.trained is not None and training.options == usual.options and training.forward == usual.forward:
             found.setdefault((training.subject, training.bits), []).append(row.trained)
     of_float = [value for (subject, _), of in found.items() if subject == FLOAT for value in of]
     accuracies = {key: of for key, of in found.items() if key[0] != FLOAT}
     return accuracies, statistics.mean(of_float) if of_float else None
 
 
-def write_page(page: Path, results: Mapping[str, Any]) -> None:
-    """Replace the part of a page between the marks by the table and the plot."""
-    title, names, lines = table(results)
-    made = f"{title}. {results['cpu']}, torch {results['torch']}; the commands are below the table."
-    picture = page.with_name("qat.svg")
-    accuracies, float_model = plotted([Row.of(row) for row in results["rows"]])
-    draw(picture, accuracies, float_model)
-    shown = f"![Accuracy against bits, for each quantizer]({picture.name})"
-    commands = ["", "```", *results["commands"], "```"]
-    write_part(page, BEGIN, END, [made, "", shown, "", *markdown_lines(names, lines), *commands])
+def write_page(page: Path, results: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Replace the part of a page between the marks by a table and a plot for each network."""
+    lines = [f"{results['cpu']}, torch {results['torch']}; the commands are below the tables.", ""]
+    for network, of_network in by_network(rows).items():
+        title, names, cells = table(results, network, of_network)
+        picture = page.with_name(f"qat_{network}.svg")
+        draw(picture, *plotted(of_network))
+        shown = f"![Accuracy against bits, for each quantizer]({picture.name})"
+        lines += [f"{title}.", "", shown, "", *markdown_lines(names, cells), ""]
+    write_part(page, BEGIN, END, [*lines, "```", *results["commands"], "```"])
+
+
+def wanted(args: argparse.Namespace) -> Iterator[Training]:
+    """Yield the trainings that the arguments ask for."""
+    usual = [name for name in SUBJECTS if name not in PEERS or NETWORKS[args.network].with_peers]
+    rate = OPTIMIZERS[args.optimizer].rate if args.rate is None else args.rate
+    options = rate, args.clip, args.optimizer, args.network
+    for seed, subject in itertools.product(args.seeds, args.only or usual):
+        for bits, forward in itertools.product(bits_of(subject, args.bits), args.forward):
+            yield Training(subject, bits, seed, args.epochs, args.teacher, forward, *options)
 
 
 def main() -> None:
     """Train, print, and write what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--network", choices=NETWORKS, default="resnet20")
+    parser.add_argument(
+        "--only", nargs="+", choices=SUBJECTS, default=None, help="what is trained (default: everything)"
+    )
     parser.add_argument("--bits", type=int, nargs="+", default=BITS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--teacher", action="store_true", help="learn from the float model's classes too")
-    parser.add_argument("--rate", type=float, default=RATE, help="the first learning rate")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--rate", type=float, default=None, help="the first learning rate (default: the optimizer's)")
     parser.add_argument("--clip", type=float, default=None, help="the largest norm of the gradient (default: any)")
     parser.add_argument("--forward", nargs="+", choices=("auto", "float", "integer"), default=["auto"])
     parser.add_argument("--threads", type=int, default=1)
@@ -227,11 +274,13 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("build/accuracy"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument(
-        "--page", type=Path, default=None, help="write the table of --out into this page, and train nothing"
+        "--page", type=Path, default=None, help="write the tables of --out into this page, and train nothing"
     )
     args = parser.parse_args()
+    console = Console(width=160)
     if args.page is not None:
-        return write_page(args.page, json.loads(args.out.read_text()))
+        results = json.loads(args.out.read_text())
+        return write_page(args.page, results, known_rows(results["rows"], console))
     torch.set_num_threads(args.threads)
     if DATA is None:
         parser.error(MISSING)
@@ -239,18 +288,13 @@ def main() -> None:
         "train": QUICK_IMAGES if args.quick else IMAGES,
         "test": QUICK_TEST_IMAGES if args.quick else TEST_IMAGES,
     }
-    rows = [Row.of(row) for row in rows_before(args.out, {"images": images})]
+    rows = known_rows(rows_before(args.out, {"images": images}), console)
     done = {row.training for row in rows}
-    wanted = (
-        Training(subject, bits, seed, args.epochs, args.teacher, forward, args.rate, args.clip)
-        for seed in args.seeds
-        for subject in args.only
-        for bits in bits_of(subject, args.bits)
-        for forward in args.forward
-    )
-    if missing := [training for training in wanted if training not in done]:
+    if missing := [training for training in wanted(args) if training not in done]:
         train_missing(missing, rows, DATA, images, args)
-    show(Console(width=160), *table(json.loads(args.out.read_text())))
+    results = json.loads(args.out.read_text())
+    for network, of_network in by_network(rows).items():
+        show(console, *table(results, network, of_network))
     return None
 
 

@@ -126,8 +126,8 @@ def resnet20_of(data: Path | None) -> nn.Module:
     return model
 
 
-def jpeg_images(data: Path, split: str, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first normalised images (count, 3, 32, 32) of CIFAR-10's "train" or "test" split, and their labels."""
+def jpeg_pixels(data: Path, split: str, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first images (count, 3, 32, 32) of CIFAR-10's "train" or "test" split, of 0 to 255, and their labels."""
     from PIL import Image
 
     with np.load(data / "cifar10_jpeg.npz") as archive:
@@ -135,7 +135,13 @@ def jpeg_images(data: Path, split: str, count: int) -> tuple[Tensor, Tensor]:
         files = (io.BytesIO(head + scan[offset[i] : offset[i + 1]].tobytes()) for i in range(count))
         pixels = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
         labels = torch.from_numpy(archive[f"{split}_y"][:count]).long()
-    return ((pixels.float() / 255 - MEAN) / STD).permute(0, 3, 1, 2).contiguous(), labels
+    return pixels.permute(0, 3, 1, 2).contiguous().float(), labels
+
+
+def jpeg_images(data: Path, split: str, count: int) -> tuple[Tensor, Tensor]:
+    """Return the same images, normalised, and their labels."""
+    pixels, labels = jpeg_pixels(data, split, count)
+    return (pixels / 255 - MEAN[:, None, None]) / STD[:, None, None], labels
 
 
 def resnet20(data: Path | None, quick: bool) -> Subject:

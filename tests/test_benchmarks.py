@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -218,7 +219,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     results, _ = run_training("accuracy.py", *every)
     rows = {row["training"]["subject"]: row for row in results["rows"]}
     assert set(rows) == {"float", "lsq", "dsq", "torch.ao", "torch.ao, learnable", "Brevitas"}
-    assert results["float_weights"] == 89
+    assert results["float_weights"] == {"resnet20": 89}
     for subject, row in rows.items():
         missing = subject == "Brevitas" and find_spec("brevitas") is None
         assert (row["failure"] != "") if missing else (row["trained"] > 60)
@@ -236,7 +237,117 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     assert "old" not in text
     assert "| 1 |  | 0.01 |  | 4 | lsq | 1 |" in text
     assert "| 1 | yes | 0.03 | 5 | 4 | lsq, integer forward | 1 |" in text
-    assert "learnable" in (tmp_path / "qat.svg").read_text()
+    assert "learnable" in (tmp_path / "qat_resnet20.svg").read_text()
+
+
+@needs_data
+@pytest.mark.data
+def test_accuracy_of_two_networks_in_one_file_and_on_one_page(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "accuracy.json"
+    options = ["--seeds", "0", "--bits", "4", "--checkpoints", str(tmp_path), "--out", str(out)]
+    of_8 = ["--network", "resnet8", "--optimizer", "adam", "--only", "float", "lsq", *options]
+    results, printed = run_training("accuracy.py", *of_8)
+    trainings = [row["training"] for row in results["rows"]]
+    assert {(t["network"], t["optimizer"], t["rate"]) for t in trainings} == {("resnet8", "adam", 1e-3)}
+    assert results["float_weights"]["resnet8"] > 15  # after 30 steps
+    assert "ResNet-8 on raw pixels, CIFAR-10: accuracy on 100 images" in printed
+    trained = ("resnet8_float_weights", *(f"{n}_0_1_False_auto_0.001_None_adam_resnet8" for n in ("float_32", "lsq_4")))
+    assert {path.name for path in (tmp_path / "quick").iterdir()} == {f"{name}.pt" for name in trained}
+    gone = {**trainings[0], "subject": "lsq, histogram"}
+    rows = [*results["rows"], {**results["rows"][0], "training": gone}]
+    out.write_text(json.dumps({**results, "rows": rows}))
+    both, printed = run_training("accuracy.py", "--only", "float", *options)
+    assert 'Rows of subjects that no longer exist are left out: "lsq, histogram" (1).' in printed
+    assert both["rows"][:-1] == results["rows"]
+    assert both["rows"][-1]["training"]["network"] == "resnet20"
+    assert both["float_weights"] == {**results["float_weights"], "resnet20": 89}
+    text = written_page("accuracy.py", out, tmp_path / "accuracy.md")
+    assert text.index("ResNet-20, CIFAR-10: ") < text.index("| float |") < text.index("ResNet-8 on raw pixels, ")
+    assert "| 1 |  | 0.001, adam |  | 4 | lsq | 1 |" in text
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"qat_resnet20.svg", "qat_resnet8.svg"}
+
+
+def test_rows_from_before_there_were_two_networks_can_be_read() -> None:
+    from accuracy import Row
+
+    training = {"subject": "lsq", "bits": 4, "seed": 0, "epochs": 1, "teacher": False, "forward": "auto"}
+    row = Row.of({"training": {**training, "rate": 0.01, "clip": None}, "calibrated": 77.3, "trained": 86.3})
+    assert (row.training.network, row.training.optimizer) == ("resnet20", "sgd")
+
+
+def test_resnet_8_is_that_of_mlperf_tiny_and_takes_unsigned_pixels() -> None:
+    from training.algorithms import build
+    from training.cifar_networks import ResNet8
+
+    model = ResNet8()
+    values = {name: value for name, value in model.state_dict().items() if "num_batches" not in name}
+    assert sum(value.numel() for value in values.values()) == 78_666  # of the published Keras model
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)} == {1e-3}
+    x, outputs = torch.zeros(1, 16, 32, 32), []
+    x[..., 1, 1] = 1  # in the first window alone, as TensorFlow pads at the end; in four with torch's padding of 1
+    conv = model.stacks[1].conv1
+    hook = conv.register_forward_hook(lambda _, args, y: outputs.append(y - conv.bias[:, None, None]))
+    assert model.stacks[1](x).shape == (1, 32, 16, 16)
+    assert outputs[0].abs().amax((0, 1)).nonzero().tolist() == [[0, 0]]
+    hook.remove()
+    prepared = build("lsq", model.train(), [255 * torch.rand(8, 3, 32, 32)], 4)
+    specs = [q.spec for q in qt.quantizers_of(prepared).values() if not q.of_weight]
+    assert [spec.bits for spec in specs] == [8, *[4] * 6, 8]
+    assert not any(spec.signed for spec in specs)
+
+
+def test_both_networks_see_the_same_crops() -> None:
+    from export_models import MEAN, STD
+    from training.cifar import augmented
+
+    mean, std = MEAN[:, None, None], STD[:, None, None]
+    pixels = torch.randint(256, (16, 3, 32, 32)).float()
+    normalised = augmented((pixels / 255 - mean) / std, torch.zeros(3), torch.Generator().manual_seed(0))
+    raw = augmented(pixels, 255 * MEAN, torch.Generator().manual_seed(0))
+    torch.testing.assert_close((raw / 255 - mean) / std, normalised)
+    assert raw.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_training_that_was_ended_goes_on_bit_for_bit(optimizer: str, tmp_path, monkeypatch) -> None:
+    from training.algorithms import build
+    from training.cifar import Data, Run, Schedule
+    from training.cifar_networks import ResNet8
+
+    generator = torch.Generator().manual_seed(0)
+    images = 255 * torch.rand(60, 3, 32, 32, generator=generator), torch.randint(10, (60,), generator=generator)
+    data, schedule = Data(images, images, torch.zeros(3)), Schedule(60, 3, 20, 0.01, optimizer=optimizer)
+
+    def run(checkpoint: str) -> Run:
+        torch.manual_seed(0)
+        model = build("lsq", ResNet8().train(), [images[0]], 4)
+        return Run(model, data, schedule, 0, tmp_path / checkpoint)
+
+    whole, ended = run("whole.pt"), run("ended.pt")
+    whole.train("whole")
+    monkeypatch.setattr(ended, "_train_on", ending_at(5, ended._train_on))
+    with pytest.raises(KeyboardInterrupt):
+        ended.train("ended")  # in the second epoch
+    (tmp_path / "ended.new").write_bytes(b"half a checkpoint")  # a later one was ended while it was written
+    resumed = run("ended.pt")
+    assert resumed.step == 3
+    resumed.train("ended")
+    assert resumed.step == whole.step == 9
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def ending_at(count: int, step: Callable[..., None]) -> Callable[..., None]:
+    """Return a step that ends the training at a call."""
+    calls = iter(range(1, count))
+
+    def ending(*args: Any) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        step(*args)
+
+    return ending
 
 
 def test_rows_of_other_settings_are_refused(tmp_path) -> None:
@@ -393,3 +504,85 @@ def written_page(script: str, out: Path, page: Path) -> str:
     assert text.endswith("after\n")
     assert "old" not in text
     return text
+
+
+@needs_data
+@pytest.mark.data
+def test_oscillating_weights_are_trained_in_three_ways_and_their_page(tmp_path) -> None:
+    out = tmp_path / "oscillation.json"
+    options = ["--bits", "3", "--seeds", "0", "--epochs", "1", "--checkpoints", str(tmp_path), "--out", str(out)]
+    some, _ = run_training("oscillation.py", "--only", "float", "plain", *options)
+    results, printed = run_training("oscillation.py", *options)
+    assert results["rows"][:2] == some["rows"]  # nothing is trained twice
+    rows = {row["training"]["method"]: row for row in results["rows"]}
+    assert list(rows) == ["float", "plain", "dampening", "freezing"]
+    assert [row["training"]["bits"] for row in rows.values()] == [32, 3, 3, 3]
+    assert results["float_weights"] == rows["float"]["calibrated"] > 15  # after 40 steps
+    assert len({row["calibrated"] for name, row in rows.items() if name != "float"}) == 1
+    assert rows["plain"]["trained"] == rows["freezing"]["trained"]  # in two steps nothing is frozen
+    assert "MobileNetV2 for 32 x 32 pixels, CIFAR-10: accuracy on 100 images" in printed
+    text = written_page("oscillation.py", out, tmp_path / "tuning.md")
+    assert "| 1 | 0.01 | 3 | dampening | 1 |" in text
+    assert "--only float plain" in text
+
+
+def test_what_keeps_weights_from_oscillating_is_resumed_with_the_model(tmp_path) -> None:
+    from oscillation import Tracked, quantized
+    from training.cifar import Data, Run, Schedule
+    from training.mobilenet import MobileNet
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(40, 3, 32, 32, generator=generator), torch.randint(10, (40,), generator=generator)
+    data, schedule = Data(images, images, torch.zeros(3)), Schedule(40, 2, 20)
+
+    def run(method: str, checkpoint: str) -> Run:
+        torch.manual_seed(0)
+        model = Tracked(quantized(MobileNet().train(), 3, [images[0]]), method, schedule.steps)
+        run = Run(model, data, schedule, 0, tmp_path / checkpoint)
+        model.join(run.optimizer)
+        return run
+
+    weights = {}
+    for method in ("plain", "dampening"):
+        whole, ended = run(method, f"{method}.pt"), run(method, "ended.pt")
+        whole.train(method)
+        for index in ended._epoch():
+            ended._train_on(index)
+        ended._save()
+        resumed = run(method, "ended.pt")
+        assert resumed.model.freezing.steps == resumed.model.dampening.steps == 2
+        assert resumed.model.freezing.report() == ended.model.freezing.report()
+        resumed.train(method)
+        state = resumed.model.state_dict()
+        for name, value in whole.model.state_dict().items():
+            assert name == "_extra_state" or torch.equal(value, state[name]), name
+        assert resumed.model.freezing.report() == whole.model.freezing.report()
+        assert [row.weights for row in whole.model.freezing.report().layers][:3] == [144, 256, 768]
+        weights[method] = state["model.blocks.3.0.weight"]
+        (tmp_path / "ended.pt").unlink()
+    assert not torch.equal(weights["plain"], weights["dampening"])
+
+
+@needs_data
+@pytest.mark.data
+def test_trainings_from_scratch_and_their_page(tmp_path) -> None:
+    out = tmp_path / "from_scratch.json"
+    results, printed = run_training("from_scratch.py", "--seeds", "0", "--out", str(out))
+    assert [(row["network"], row["quantized"]) for row in results["rows"]] == [
+        *(("mnist", False), ("mnist", True)),
+        *(("resnet20", False), ("resnet20", True)),
+    ]
+    assert "From random weights, three epochs" in printed
+    assert "| mnist | W8A8 | 1 |" in written_page("from_scratch.py", out, tmp_path / "accuracy.md")
+
+
+@needs_data
+@pytest.mark.data
+def test_digits_from_scratch_are_learned_as_in_float() -> None:
+    """With ranges by the initial statistics nothing was learned."""
+    from from_scratch import digits, trained
+
+    data = digits(12_000, 1000)
+    of_float, quantized = (trained("mnist", quantized, 0, data) for quantized in (False, True))
+    assert of_float > 50
+    assert quantized > of_float - 5

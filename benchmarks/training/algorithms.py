@@ -1,4 +1,4 @@
-"""What benchmarks/accuracy.py trains: ResNet-20 in float, by each quantizer of the library, and by other tools."""
+"""What benchmarks/accuracy.py trains: a network in float, by each quantizer of the library, and by other tools."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 
-# Quantizer of activations, quantizer of weights: "lsq" where the first is for activations alone. Behind the comma: where the
-# first scales come from; else from the quantizers' own observers.
+# Quantizer of activations, quantizer of weights: "lsq" where the first is for activations alone.
 QUANTIZERS: Mapping[str, tuple[str, str]] = {
     "fixed": ("fixed", "fixed"),
     "lsq": ("lsq", "lsq"),
-    "lsq, histogram": ("lsq", "lsq"),
+    "lsq, paper's start": ("lsq", "lsq"),
     "lsq_plus": ("lsq_plus", "lsq"),
-    "lsq_plus, histogram": ("lsq_plus", "lsq"),
     "pact": ("pact", "lsq"),
     "learned_range": ("learned_range", "lsq"),
     "dsq": ("dsq", "dsq"),
@@ -26,6 +24,7 @@ QUANTIZERS: Mapping[str, tuple[str, str]] = {
     "apot": ("apot", "apot"),
     "qil": ("qil", "qil"),
 }
+OBSERVERS: Mapping[str, str] = {"lsq, paper's start": "lsq"}  # else the quantizers' own
 AFFINE = ("lsq_plus", "learned_range")
 POWERS_OF_TWO = ("tqt",)
 # Other tools: the file in peers that has `few_bit_layer`, and its options. A tool whose scales are not trained by themselves
@@ -37,7 +36,7 @@ PEERS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
 }
 FLOAT, FLOAT_BITS = "float", 32
 SUBJECTS = (FLOAT, *QUANTIZERS, *PEERS)
-LEARNED_8_BITS = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0))
+LEARNED_8_BITS = qt.QuantSpec(quantizer="lsq")
 
 
 def bits_of(subject: str, bits: Sequence[int]) -> Sequence[int]:
@@ -62,18 +61,23 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
             peer.learn(built)
         return built
     activation, weight = QUANTIZERS[subject]
-    _, _, observer = subject.partition(", ")
-    activations, weights = (_spec(quantizer, bits, observer) for quantizer in (activation, weight))
-    config = qt.QConfig(activations, replace(weights, axis=0))
-    mapping = qt.QConfigMapping().set_global(config)
-    for name in ends(model):
-        mapping.set_module_name(name, LEARNED_8_BITS)
+    activations, weights = (_spec(quantizer, bits, OBSERVERS.get(subject)) for quantizer in (activation, weight))
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activations, replace(weights, axis=0)))
+    first, last = ends(model)
+    weights = replace(LEARNED_8_BITS, axis=0)
+    mapping.set_module_name(first, qt.QConfig(replace(LEARNED_8_BITS, signed=_signed(batches)), weights))
+    mapping.set_module_name(last, qt.QConfig(LEARNED_8_BITS, weights))
     prepared = qt.prepare(model, (batches[0][:2],), backend="academic", qconfig_mapping=mapping, forward=forward)
     qt.calibrate(prepared, batches, progress=False)
     return prepared
 
 
-def _spec(quantizer: str, bits: int, observer: str) -> qt.QuantSpec:
+def _signed(batches: Sequence[Tensor]) -> bool:
+    """Whether images have values below 0: normalised ones do, pixels of 0 to 255 do not."""
+    return any(bool((batch < 0).any()) for batch in batches)
+
+
+def _spec(quantizer: str, bits: int, observer: str | None) -> qt.QuantSpec:
     symmetric, pow2_scale = quantizer not in AFFINE, quantizer in POWERS_OF_TWO
     spec = qt.QuantSpec(bits=bits, quantizer=quantizer, symmetric=symmetric, pow2_scale=pow2_scale)
     return replace(spec, observer=observer) if observer else spec
@@ -93,7 +97,8 @@ def _with_layers(model: nn.Module, batches: Sequence[Tensor], bits: int, wrap: C
     """Replace each layer by another tool's: it quantizes the tensors that the backend "academic" does."""
     first, last = ends(model)
     for name in _layers(model):
-        layer = wrap(model.get_submodule(name), 8 if name in (first, last) else bits, signed=name == first)
+        signed = name == first and _signed(batches)
+        layer = wrap(model.get_submodule(name), 8 if name in (first, last) else bits, signed=signed)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     model.train()

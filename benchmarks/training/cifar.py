@@ -1,26 +1,51 @@
 """Training of a network on CIFAR-10: the images, the schedule, the checkpoints and the accuracy."""
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from export_models import jpeg_images
+from export_models import MEAN, jpeg_images, jpeg_pixels
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 import qtoolkit as qt
 
 PADDING = 4  # pixels around an image before the random crop
 CALIBRATION = 512  # images
-WEIGHT_DECAY = 1e-4
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer and its usual options.
+
+    Attributes:
+        build: Takes the groups of parameters.
+        rate: The first learning rate.
+        scale_share: That of learned scales, as a share of `rate`.
+        weight_decay: Of weights alone.
+    """
+
+    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    rate: float
+    scale_share: float
+    weight_decay: float
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "sgd": Optimizer(partial(torch.optim.SGD, momentum=0.9), 0.01, 1.0, 1e-4),
+    "adam": Optimizer(torch.optim.AdamW, 1e-3, 0.1, 1e-2),  # the rates of docs/training.md
+}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a model is trained: SGD with momentum and a learning rate that falls from `rate` to 0 along a cosine.
+    """How a model is trained: each learning rate falls from its first value (`rate` for weights) to 0 along a cosine.
 
     Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it.
     """
@@ -28,8 +53,9 @@ class Schedule:
     images: int
     epochs: int
     batch: int = 100
-    rate: float = 0.01
+    rate: float = OPTIMIZERS["sgd"].rate
     clip: float | None = None
+    optimizer: str = "sgd"
 
     @property
     def steps(self) -> int:
@@ -39,15 +65,23 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Data:
-    """Normalised images (n, 3, 32, 32) and their labels."""
+    """Images and their labels.
+
+    Attributes:
+        train: Images (n, 3, 32, 32) and labels (n).
+        test: The same.
+        border: What is around an image before the random crop: the mean pixel (3), in the units of the images.
+    """
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
+    border: Tensor
 
 
-def load(folder: Path, train: int, test: int) -> Data:
-    """Return the first images of both splits."""
-    return Data(jpeg_images(folder, "train", train), jpeg_images(folder, "test", test))
+def load(folder: Path, train: int, test: int, raw: bool = False) -> Data:
+    """Return the first images of both splits, normalised, or with pixels of 0 to 255 if `raw`."""
+    images, border = (jpeg_pixels, 255 * MEAN) if raw else (jpeg_images, torch.zeros(3))
+    return Data(images(folder, "train", train), images(folder, "test", test), border)
 
 
 class Run:
@@ -67,8 +101,11 @@ class Run:
         self.teacher = qt.tuning.Distillation(model, teacher) if teacher is not None else None
         self.generator = torch.Generator().manual_seed(seed)
         self.step = 0
-        groups = qt.parameter_groups(model, lr=schedule.rate, weight_decay=WEIGHT_DECAY)
-        self.optimizer = torch.optim.SGD(groups, momentum=0.9)
+        kind = OPTIMIZERS[schedule.optimizer]
+        scale_rate = schedule.rate * kind.scale_share
+        groups = qt.parameter_groups(model, schedule.rate, kind.weight_decay, scale_lr=scale_rate)
+        self.rates = [group["lr"] for group in groups]
+        self.optimizer = kind.build(groups)
         if checkpoint.exists():
             self._load(torch.load(checkpoint, weights_only=True))
 
@@ -89,24 +126,27 @@ class Run:
         torch.save(state, fresh)
         fresh.replace(self.checkpoint)
 
-    def train(self, progress: Callable[[int], object]) -> None:
+    def train(self, title: str) -> None:
         """Train to the end of the schedule, with a checkpoint after each epoch."""
-        while self.step < self.schedule.steps:
-            for index in self._epoch():
-                self._train_on(index)
-                progress(1)
-            self._save()
+        seconds = 5 if sys.stderr.isatty() else 60  # between the lines of progress: few of them in a log
+        pace = {"mininterval": seconds, "maxinterval": seconds, "ncols": 100}
+        with tqdm(initial=self.step, total=self.schedule.steps, desc=title, leave=False, **pace) as bar:
+            while self.step < self.schedule.steps:
+                for index in self._epoch():
+                    self._train_on(index)
+                    bar.update()
+                self._save()
 
     def _epoch(self) -> list[Tensor]:
         order = torch.randperm(self.schedule.images, generator=self.generator)
         return list(order[: len(order) // self.schedule.batch * self.schedule.batch].split(self.schedule.batch))
 
     def _train_on(self, index: Tensor) -> None:
-        rate = self.schedule.rate * (1 + math.cos(math.pi * self.step / self.schedule.steps)) / 2
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        falling = 1 + math.cos(math.pi * self.step / self.schedule.steps)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * falling / 2
         images, labels = (part[index] for part in self.data.train)
-        images = _augmented(images, self.generator)
+        images = augmented(images, self.data.border, self.generator)
         self.optimizer.zero_grad()
         logits = self.model(images)
         loss = F.cross_entropy(logits, labels)
@@ -119,10 +159,11 @@ class Run:
         self.step += 1
 
 
-def _augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+def augmented(images: Tensor, border: Tensor, generator: torch.Generator) -> Tensor:
     """Return random crops of the padded images, half of them mirrored."""
     size, count = images.shape[-1], len(images)
-    padded = F.pad(images, (PADDING,) * 4)
+    padded = border[:, None, None].expand(count, -1, *(size + 2 * PADDING,) * 2).contiguous()
+    padded[..., PADDING:-PADDING, PADDING:-PADDING] = images
     top, left = torch.randint(2 * PADDING + 1, (2, count), generator=generator).tolist()
     crops = [padded[i, :, y : y + size, x : x + size] for i, (y, x) in enumerate(zip(top, left, strict=True))]
     mirrored = torch.rand(count, generator=generator) < 0.5

@@ -1,0 +1,124 @@
+"""Training from random weights: a float model, and the same model quantized by default (W8A8, fixed scales).
+
+python benchmarks/from_scratch.py                       both networks, writes results/from_scratch.json and prints the table
+python benchmarks/from_scratch.py --only mnist --seeds 0 1 2
+python benchmarks/from_scratch.py --page docs/accuracy.md   writes the table of the results into the page
+
+A small network on MNIST (12,000 images, 3,000 for the test) and ResNet-20 on CIFAR-10, three epochs each: SGD with momentum, a
+rate that falls from 0.1 along a cosine, random crops and flips. The quantized model is calibrated on four batches with the
+weights and statistics that it begins with.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from export_models import resnet20_of
+from real_data import DATA, MISSING
+from report import facts, markdown_lines, show
+from rich.console import Console
+from stored import commands_of, made_by, rows_before, write_part, write_rows
+from torch import Tensor, nn
+from training.cifar import Data, Run, Schedule, accuracy, load
+
+import qtoolkit as qt
+
+RESULTS = Path(__file__).parent / "results" / "from_scratch.json"
+BEGIN, END = "<!-- begin: benchmarks/from_scratch.py -->", "<!-- end -->"
+NAMES = ["network", "trained", "seeds", "mean, %", "spread", "to float"]
+EPOCHS, RATE, IMAGES = 3, 0.1, {"mnist": (12_000, 3_000), "resnet20": (50_000, 10_000)}
+
+
+def small_net() -> nn.Module:
+    """Return three convolutions with batch norms, an average pool and a linear layer."""
+    blocks = [
+        (nn.Conv2d(ins, outs, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(outs), nn.ReLU())
+        for ins, outs in ((1, 8), (8, 16), (16, 32))
+    ]
+    return nn.Sequential(*itertools.chain(*blocks), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def digits(train: int, test: int) -> Data:
+    """Return the first images of both splits, (n, 1, 28, 28) in [0, 1]."""
+    stored = np.load(DATA / "mnist.npz") if DATA is not None else {}
+
+    def part(split: str, count: int) -> tuple[Tensor, Tensor]:
+        images, labels = (torch.from_numpy(stored[f"{split}_{name}"][:count]) for name in "xy")
+        return images[:, None].float() / 255, labels.long()
+
+    return Data(part("train", train), part("test", test), torch.zeros(1))
+
+
+def trained(network: str, quantized: bool, seed: int, data: Data) -> float:
+    """Return the accuracy of a training from random weights, in percent."""
+    torch.manual_seed(seed)
+    model = (small_net() if network == "mnist" else resnet20_of(None)).train()
+    batches = data.train[0][:512].split(128)
+    if quantized:
+        model = qt.prepare(model, (batches[0][:2],))
+        qt.calibrate(model, batches, progress=False)
+    images = len(data.train[0])
+    schedule = Schedule(images, EPOCHS, batch=min(128, images // 4), rate=RATE)
+    with tempfile.TemporaryDirectory() as folder:
+        Run(model, data, schedule, seed, Path(folder) / "run.pt").train(f"{network} {quantized} {seed}")
+    return accuracy(model, data)
+
+
+def table(results: dict[str, Any]) -> list[list[str]]:
+    """Return a line for each network, in float and quantized."""
+    lines = []
+    for network in IMAGES:
+        means: dict[bool, float] = {}
+        for quantized in (False, True):
+            found = [r["accuracy"] for r in results["rows"] if (r["network"], r["quantized"]) == (network, quantized)]
+            if found:
+                means[quantized] = statistics.mean(found)
+                drop = f"{means[quantized] - means[False]:+.2f}" if False in means else ""
+                kind = "W8A8" if quantized else "float"
+                spread = max(found) - min(found)
+                lines.append([network, kind, str(len(found)), f"{means[quantized]:.2f}", f"{spread:.2f}", drop])
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=IMAGES, default=list(IMAGES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="few images")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=None, help="write the table of --out into this page")
+    args = parser.parse_args(arguments)
+    title = "From random weights, three epochs: accuracy on the test images"
+    if args.page is not None:
+        results = json.loads(args.out.read_text())
+        lines = [f"{title}. {made_by(results)}", "", *markdown_lines(NAMES, table(results))]
+        return write_part(args.page, BEGIN, END, lines)
+    torch.set_num_threads(args.threads)
+    if DATA is None:
+        parser.error(MISSING)
+    rows = rows_before(args.out, {"quick": args.quick})
+    done = {(row["network"], row["quantized"], row["seed"]) for row in rows}
+    results = {**facts("cpu"), "commands": commands_of(args.out), "quick": args.quick}
+    for network in args.only:
+        sizes = (200, 100) if args.quick else IMAGES[network]
+        data = digits(*sizes) if network == "mnist" else load(DATA, *sizes)
+        for seed, quantized in itertools.product(args.seeds, (False, True)):
+            if (network, quantized, seed) not in done:
+                found = trained(network, quantized, seed, data)
+                rows.append({"network": network, "quantized": quantized, "seed": seed, "accuracy": found})
+                write_rows(args.out, results, rows)
+    show(Console(width=120), title, NAMES, table(json.loads(args.out.read_text())))
+    return None
+
+
+if __name__ == "__main__":
+    main()
