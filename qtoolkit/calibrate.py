@@ -13,8 +13,10 @@ from qtoolkit.errors import check_known, some
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
+from qtoolkit.nn.batch_norm import batch_statistics
 from qtoolkit.processes import from_all_ranks, ranks, without_ddp
 from qtoolkit.progress import batches_of
+from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
 from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
@@ -22,8 +24,6 @@ from qtoolkit.quantizers.switches import calibrating
 from qtoolkit.quantizers.table import OBSERVERS
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report.lines import table
-
-MUCH_CLIPPED = 0.05  # the best range of eight levels for a normal distribution clips 3 %
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,14 @@ def calibrate(
 ) -> CalibrationReport:
     """Observe the ranges of all quantizers on data, and set their scales. Then the model quantizes.
 
-    The model runs in eval mode without gradients, and its quantizers observe and do not quantize. Afterwards it is in its own
-    mode again. Ranges by "minmax" and "histogram" do not depend on how the data is split into batches, or into processes: if
-    torch.distributed is initialized, all ranks get the ranges of all data (moving averages: their mean). If anything raises,
-    forward and the data included, all ranges, scales and observers are as before.
+    The model runs without gradients, and its quantizers observe and do not quantize. It runs in eval mode, but for the batch
+    norms of a model in training mode, which normalize by the statistics of each batch, as they will in training (by the
+    running ones where a batch has one value for each channel). Afterwards the model is in its own mode again, with its own
+    statistics. In the training that follows, fixed ranges of activations follow the data for 200 steps (docs/training.md).
+
+    Ranges by "minmax" and "histogram" do not depend on how the data is split into processes, nor, without batch norms in
+    training mode, into batches: if torch.distributed is initialized, all ranks get the ranges of all data (moving averages:
+    their mean). If anything raises, forward and the data included, all ranges, scales and observers are as before.
 
     Args:
         prepared: A model with quantizers, prepared, replaced or the user's own. Of one in DistributedDataParallel, the model
@@ -130,9 +134,12 @@ def calibrate(
             _observe_by(method, quantizers.values())
         for quantizer in quantizers.values():
             quantizer.observer.reset()
-        with torch.no_grad(), evaluating(prepared), calibrating(prepared):
+        weights = [quantizer for quantizer in quantizers.values() if quantizer.of_weight]
+        with torch.no_grad(), batch_statistics(prepared) as by_batch, evaluating(prepared), calibrating(prepared):
             for batch in batches_of("calibrate", batches, progress, max_batches):
-                run(model, batch)
+                _run(run, model, batch, by_batch)
+                for quantizer in weights:  # a weight is the same in each batch
+                    quantizer.observing = quantizer.observing and not quantizer.observer.seen()
                 count += 1
                 if count == max_batches:
                     break
@@ -182,6 +189,8 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     loaded = load_ranges(prepared, quantizers)
     reached = {name: quantizers[name] for name in loaded}
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
+    for quantizer in quantizers.values():
+        quantizer.begin_steps(following=prepared.training)
     grids = {name: _whole(grid_ends(quantizer)) for name, quantizer in reached.items()}
     clipped = {name: share_clipped(quantizer, quantizer.observer) for name, quantizer in reached.items()}
     ranges = {name: _whole(ends) for name, ends in loaded.items()}
@@ -212,15 +221,21 @@ def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) 
     return loaded
 
 
+def _run(run: Callable[..., Any], model: nn.Module, batch: Any, by_batch: Callable[[bool], None]) -> None:
+    """Run a batch with its own statistics, or with the running ones where torch refuses one value for each channel."""
+    by_batch(True)
+    try:
+        run(model, batch)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        by_batch(False)
+        run(model, batch)
+
+
 def _warn_of_clipping(quantizers: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None]) -> None:
     """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or few codes make it best."""
-    much = [
-        f"{name!r} ({share:.1%})"
-        for name, share in clipped.items()
-        if (share or 0) > MUCH_CLIPPED
-        and quantizers[name].spec.bits > 2
-        and quantizers[name].spec.observer_args.get("method") != "percentile"
-    ]
+    much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(quantizers[name], share)]
     if much:
         warnings.warn(
             f"calibrate: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "

@@ -36,8 +36,9 @@ def parameter_groups(
         model: A prepared or replaced model, or one that contains it, also in DistributedDataParallel.
         lr: Learning rate of all groups; None leaves it to the optimizer.
         weight_decay: Weight decay of the group "weights"; None leaves it to the optimizer.
-        scale_lr: Learning rate of the scales; None is that of the others. A scale is trained as a ratio to its start (see
-            `qtoolkit.ops.positive_scale`), so a step of Adam changes it by about this share.
+        scale_lr: Learning rate of the scales; None is that of the others, which is right for SGD and the quantizers "lsq" and
+            "lsq_plus". A scale is trained as a ratio to its start (see `qtoolkit.ops.positive_scale`), so a step of Adam
+            changes it by about this share: 1e-4 is a good first choice.
         scale_weight_decay: Weight decay of the scales.
         no_decay: Names of further parameters without weight decay, or of modules that hold them.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from qtoolkit.quantizers import first_steps
 from tests.sweep import left_out
 
 pytest_plugins = ("pytester",)
@@ -47,3 +48,10 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_steps_of_other_tests():
+    """Forget the quantizers of a test, whose kinds it may have taken out of the table."""
+    yield
+    first_steps._counted.clear()

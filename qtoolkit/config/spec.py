@@ -50,7 +50,7 @@ class QuantSpec:
             tensor). These set bits, axis and group_size. A weight's scales follow it; those of an activation are computed from
             each input, without calibration.
         observer: How the range is found: "minmax" (the range of all inputs), "moving_average", "clip_std" (mean +- `deviations`
-            times the standard deviation), "lsq" (the start of LSQ), "histogram" (the range that a `method` chooses from a
+            times the standard deviation), "lsq" (the start of LSQ's paper, 2 * mean|x| / sqrt(qmax)), "histogram" (the range that a `method` chooses from a
             histogram of all inputs), "moving_histogram" (the moving average of what a `method` chooses for each input);
             with pow2_scale also "pow2" (the power of two with the least squared error) and "pow2_mode" (the one that is best
             for the most inputs). docs/observers.md compares them.
@@ -58,7 +58,7 @@ class QuantSpec:
             "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
             "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
-            "minmax" it starts from 2 * mean|x| / sqrt(qmax), at most from the range), or another name of
+            "minmax" it starts at the least squared error, with "lsq" as in the paper), or another name of
             `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",
             "apot", "qil". docs/quantizers.md compares them.
         quantizer_args: Options of the quantizer, with their defaults: `alpha` (0.2) for "dsq"; `gamma` (1.0) and `learn_gamma`

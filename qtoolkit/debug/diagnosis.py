@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from qtoolkit.debug.activity import values_of
 from qtoolkit.model_state import random_state_kept, unchanged_on_error
+from qtoolkit.quantizers.first_steps import FAR, warn_of_growth
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.switches import stop_on_nonfinite
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -66,7 +67,11 @@ class Diagnosis:
             )
 
     def check_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise RuntimeError if a gradient is not finite or a learned scale is lost, before an optimizer's step."""
+        """Raise RuntimeError if a gradient is not finite or a learned scale is lost, before an optimizer's step.
+
+        Warns:
+            UserWarning: A learned scale is far from its start (see `qtoolkit.quantizers.first_steps`), once for each.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if getattr(optimizer, "found_inf", None) is not None:
             parameters = []  # under a GradScaler, which lets a fused optimizer skip the step itself
@@ -74,16 +79,19 @@ class Diagnosis:
         scales = [values_of(p.detach()) for quantizer in self.learned.values() for p in quantizer.parameters()]
         growths = [growth for growth in map(_growth, self.learned.values()) if growth is not None and growth.numel()]
         good = torch.isfinite(get_total_norm([*gradients, *scales]))
+        near = torch.ones_like(good)
         if growths:
-            good = good & (torch.cat([g.to(good.device) for g in growths]).log2().abs().amax() < LOST)
-        if bool(good):
-            return
+            farthest = torch.cat([g.to(good.device) for g in growths]).log2().abs().amax()
+            good, near = good & (farthest < LOST), farthest <= math.log2(FAR)
+        found = int(good.long() + (good & near))  # one wait for both
+        if found:
+            return None if found == 2 else warn_of_growth(list(self.learned.values()))
         for name, quantizer in self.learned.items():
             self._check_scale(name, quantizer, step)
-        found = {id(p) for p in parameters if not _is_finite(p.grad)}
-        if not found:  # the norm overflows, and no gradient does
+        broken = {id(p) for p in parameters if not _is_finite(p.grad)}
+        if not broken:  # the norm overflows, and no gradient does
             return
-        bad = [name for key, name in self.names.items() if key in found] or ["a parameter of another model"]
+        bad = [name for key, name in self.names.items() if key in broken] or ["a parameter of another model"]
         raise RuntimeError(
             f"watch: the gradient of {bad[-1]!r} is not finite after {step} steps, and those of {len(bad) - 1} more of "
             f"{len(parameters)} parameters. {self._origin_in_forward(bad)} The optimizer has changed nothing in this step. "

@@ -94,6 +94,9 @@ class Watch:
         Returns:
             A handle, whose `remove()` ends the checks. `close` does so too.
 
+        Warns:
+            UserWarning: From `optimizer.step()`: a learned scale has left [1/8, 8] times its start, once for each quantizer.
+
         Raises:
             RuntimeError: From `optimizer.step()`, which then changes nothing: a gradient or a learned scale is not finite, or
                 a learned scale is more than 2**24 times, or less than 2**-24 times, its start. The message names the quantizer

@@ -281,6 +281,7 @@ def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
     """Set the ranges of weights that a state dict without them, or out of date, was loaded into: a hook."""
     reset_after_loading(gm, keys)
     gm.note_weights()  # their ranges were loaded with them
+    weight_ranges.refresh_rates(gm, gm.values_of)
     if not gm.training:
         gm.refresh_weight_ranges()
     for module in gm.modules():

@@ -7,6 +7,7 @@ from torch import Tensor, fx
 
 from qtoolkit.op_kinds.nodes import is_weight_quantizer, module_of
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import Versions, is_stale
 
 
@@ -24,6 +25,14 @@ def refresh(
     values = values_of([weight for _, weight in stale])
     for quantizer, weight in stale:
         quantizer.follow(values[weight])
+
+
+def refresh_rates(gm: fx.GraphModule, values_of: Callable[[Sequence[fx.Node]], Mapping[fx.Node, Tensor]]) -> None:
+    """Set the rates of learned scales that a state dict of an earlier version did not give."""
+    stale = [(q, weight) for q, weight in _weights(gm) if isinstance(q, TensorQuantizer) and q.stale_rate]
+    values = values_of([weight for _, weight in stale])
+    for quantizer, weight in stale:
+        quantizer.set_weight_rate(values[weight], values[weight])
 
 
 def versions(gm: fx.GraphModule) -> Versions:

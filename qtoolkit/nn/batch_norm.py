@@ -13,11 +13,13 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
   `freeze_batch_norm` after the statistics have converged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from qtoolkit import ops
 from qtoolkit.errors import check_known
@@ -228,6 +230,36 @@ def _set_frozen(model: nn.Module, frozen: bool, what: str) -> None:
         )
     for bn in found:
         bn.freeze(frozen)
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
+    """Let the batch norms of a model in training mode normalize by each batch's statistics, whatever mode is set meanwhile.
+
+    Their running statistics are the same afterwards. Batch norms in eval mode, frozen ones too, keep the running ones; so does
+    a SyncBatchNorm, which would wait for ranks with fewer batches.
+
+    Yields:
+        A function that says whether the next forwards do so; False takes the running statistics.
+    """
+    trained = [
+        bn
+        for bn in model.modules()
+        if isinstance(bn, _BatchNorm) and bn.training and not isinstance(bn, nn.SyncBatchNorm)
+    ]
+    kept = [(buffer, buffer.clone()) for bn in trained for buffer in bn.buffers(recurse=False)]
+
+    def set_modes(by_batch: bool) -> None:
+        for bn in trained:
+            bn.training = by_batch
+
+    try:
+        yield set_modes
+    finally:
+        set_modes(True)
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
 
 
 # ---- arithmetic

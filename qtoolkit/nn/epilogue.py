@@ -26,6 +26,7 @@ from qtoolkit.nn.batch_norm import (
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Codes
+from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over, is_packed
 from qtoolkit.quantizers.spec_ops import has_codes, with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -101,8 +102,9 @@ def why_quantizer_apart(quantizer: nn.Module) -> str | None:
     spec = quantizer.spec
     if not quantizer.has_integer_grid or spec.axis is not None:
         return f"{spec.describe()} is not on an integer grid with one scale"
-    if quantizer.observing or quantizer.stopping:
-        return "its quantizer looks at its input"
+    if quantizer.looks:
+        first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
+        return f"{first}its quantizer looks at its input"
     if not (quantizer.quantizing and quantizer.ready):
         return "its quantizer is off, or has no range yet"
     return "its quantizer has hooks" if is_watched(quantizer) else None

@@ -14,6 +14,7 @@ from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import Versions, is_stale, set_weight_range, weight_quantizer
+from qtoolkit.sharding import whole
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -132,6 +133,20 @@ class QuantModule(nn.Module):
                 set_weight_range(quantizer, weight, trained.get(name))
         self.note_weights()
 
+    def refresh_weight_rates(self) -> None:
+        """Set the rates of learned scales that a state dict of an earlier version did not give, for the weights as they are."""
+        stale = [
+            name for name, q in self.weight_quantizers().items() if isinstance(q, TensorQuantizer) and q.stale_rate
+        ]
+        if not stale:
+            return
+        refresh(self)
+        trained, quantized = self.trained_weights(), self.quantized_weights()
+        for name in stale:
+            quantizer, weight = quantized[name]
+            if isinstance(quantizer, TensorQuantizer):
+                quantizer.set_weight_rate(whole(weight), whole(trained.get(name, weight)))
+
     def note_weights(self) -> None:
         """Take the ranges of the weight quantizers as those of the weights as they are now."""
         modules = (self, *self.depends_on())
@@ -188,6 +203,7 @@ def reset_after_loading(module: nn.Module, keys: Any) -> None:
             layer.refresh_weight_range()
         else:
             layer.note_weights()
+        layer.refresh_weight_rates()
 
 
 def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:

@@ -99,7 +99,11 @@ class Quantizer(KeepsFloat32):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if found:
             vars(self).update(
-                {name: bool(on) for name, on in local_metadata.get("modes", {}).items() if name in self.MODES}
+                {
+                    name: type(getattr(self, name))(value)
+                    for name, value in local_metadata.get("modes", {}).items()
+                    if name in self.MODES
+                }
             )
 
 

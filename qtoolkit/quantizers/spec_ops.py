@@ -128,6 +128,42 @@ def _steps(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
     return ops.dequantize(ones, scale, None, spec.axis, group, spec.block_size)
 
 
+def rows_of(x: Tensor, count: int, axis: int | None, group: int, block_size: int) -> Tensor:
+    """Return the elements of x as (scales, elements), in the order of the scales.
+
+    Args:
+        x: A tensor.
+        count: Number of scales.
+        axis: Channel axis, or None for one scale.
+        group: Groups of dimension 0 (see `qtoolkit.ops`).
+        block_size: Elements along the axis that share a scale, or 0.
+
+    Example:
+        >>> rows_of(torch.tensor([[1, 2], [3, 4], [5, 6]]), 2, 1, 1, 0)
+        tensor([[1, 3, 5],
+                [2, 4, 6]])
+    """
+    if axis is None:
+        return x.reshape(1, x.numel())
+    axis = axis % x.dim()
+    if block_size:
+        rows = torch.unflatten(x, axis, (-1, block_size)).movedim(axis + 1, -1)
+    else:
+        rows = torch.unflatten(x, 0, (group, x.size(0) // group)).movedim(axis + 1, 1)
+    return rows.reshape(count, x.numel() // max(count, 1))
+
+
+def mean_magnitude(x: Tensor, scale: Tensor, spec: "QuantSpec", group: int = 1) -> Tensor:
+    """Return the mean magnitudes of the elements of x that share a scale, of the shape and dtype of the scale.
+
+    Example:
+        >>> mean_magnitude(torch.tensor([[1.0, -3.0], [0.0, 4.0]]), torch.ones(2), qt.QuantSpec(axis=0))
+        tensor([2., 2.])
+    """
+    rows = rows_of(x.abs(), scale.numel(), spec.axis, group, spec.block_size)
+    return rows.mean(1, dtype=torch.float64).reshape(scale.shape).to(scale.dtype)
+
+
 def per_element(values: Tensor, x: Tensor, spec: "QuantSpec", group: int = 1) -> Tensor:
     """Return values of a scale's shape, shaped to broadcast over x. Differentiable.
 

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import RawInput, WeightGrid
+from qtoolkit.quantizers import first_steps
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
 from qtoolkit.quantizers.handed_over import hand_over, knows_codes
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
-from qtoolkit.quantizers.recomputation import check_not_recomputing
-from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range
+from qtoolkit.quantizers.recomputation import check_not_recomputing, is_recomputing
+from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
 from qtoolkit.sharding import whole
@@ -37,7 +38,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     spec is then not checked, and the modes stay as they are.
 
     In training mode a fixed scale of a weight follows the weight: each forward takes the range of the weight as it then is
-    (see `follows`). The range of an activation stays as it was calibrated, unless `observing` is set.
+    (see `follows`). After a calibration in training mode, the fixed range of an activation follows the data by a moving average
+    for 200 steps of the optimizer, and then stays (see `follows_data`).
 
     Args:
         spec: How to quantize.
@@ -52,10 +54,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         spec: How it quantizes.
         observing: Whether forward observes its input.
         quantizing: Whether forward quantizes its input.
-        following: Whether the range of a weight may follow the weight in training. `qtoolkit.freeze_ranges` and setting
-            `amax` or a range clear it.
+        following: Whether the range of a weight may follow the weight in training, and that of an activation the data in the
+            first steps. `qtoolkit.freeze_ranges` and setting `amax` or a range clear it.
+        steps: Steps of the optimizer since the calibration, while they are the first 250; then -1.
         stopping: Whether forward raises an error for NaN and infinities (see `qtoolkit.stop_on_nonfinite`).
         stale: Whether the weight may have changed since its range was last taken.
+        stale_rate: Whether the rate of a weight's learned scale is to be set: a state dict of an earlier version was loaded.
         ready: Whether there is a range to quantize with.
 
     Example:
@@ -65,10 +69,18 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         tensor([1., 7.])
     """
 
-    MODES = ("quantizing", "observing", "following", "stale")
-    _version = 3  # of the state dict: 1 had the learned scale itself as a parameter, 2 had no rates
+    MODES = ("quantizing", "observing", "following", "stale", "steps")
+    _version = 4  # of the state dict: 1 had the learned scale itself as a parameter, 2 no rates, 3 rates by units
 
     stopping = False
+    stale_rate = False
+    steps = -1  # not read in a forward: compiled code would be compiled again for each number
+    counts_steps = False  # whether it is in its first steps
+    in_following_steps = False  # whether it is in those in which ranges of activations follow the data
+    seen_in_step = False  # whether it was called since the last step of an optimizer
+    looking = False  # whether the next forward in training says how much it clips
+    looked: Tensor | None = None  # what it has said
+    warned = False
     _scale: Tensor
     _zero_point: Tensor | None
 
@@ -105,7 +117,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         for attribute, tensor in self.kind.tensors(spec, shape).items():
             register = self.register_parameter if isinstance(tensor, nn.Parameter) else self.register_buffer
             register(attribute, tensor)  # type: ignore[arg-type]  # a Parameter, or a Tensor or None
-        self.observer = self.kind.observer_type(spec).from_spec(spec, shape, group)
+        self.observer = self.kind.observer_type(spec, of_weight).from_spec(spec, shape, group)
         self.ready = self.dynamic
 
     @property
@@ -141,6 +153,21 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         is frozen. The range of a histogram stays: a search at each step would take longer than the step.
         """
         return self.of_weight and self.following and self.kind.follows(self)
+
+    @property
+    def follows_data(self) -> bool:
+        """Whether, in training mode, the range of an activation follows the data, by a moving average of each forward's range.
+
+        So does every fixed range of the observer "minmax" or "moving_average" in the first 200 steps after a calibration in
+        training mode. The scale changes after the step of the optimizer.
+        """
+        return self.in_following_steps and self.following and not self.of_weight and self.kind.follows(self)
+
+    @property
+    def looks(self) -> bool:
+        """Whether forward reads its input for more than to quantize it."""
+        looking = not torch.compiler.is_compiling() and self.looking  # no guard in compiled code of what changes so often
+        return self.observing or self.stopping or self.follows_data or looking
 
     # ---- the grid
 
@@ -241,10 +268,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             raise RuntimeError(f"quantizer {self.name!r} has observed nothing; run data through the model first.")
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
-        if not self.kind.LEARNED:
-            return lo, hi
-        self.train_as(self.kind.trained_scale(self, lo, hi))
-        if not bool(lo.any()) and not bool(hi.any()):
+        if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
             warnings.warn(
                 f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
                 f"of 1; take quantizer='fixed' for it in the QConfigMapping, whose scale follows a weight, or set its amax.",
@@ -252,10 +276,21 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             )
         return lo, hi
 
-    def train_as(self, scale: Tensor) -> None:
-        """Train the scale as if this one, of the same shape, were the parameter."""
+    def set_weight_rate(self, quantized: Tensor, trained: Tensor) -> None:
+        """Train the scale of a weight at the rate that its paper means for the parameter.
+
+        Args:
+            quantized: What is quantized.
+            trained: The parameter, of the same shape, which a batch norm may multiply before it is quantized.
+        """
+        self.stale_rate = False
+        if not self.kind.LEARNED or not self.ready:
+            return
         with torch.no_grad():
-            self.kind.set_rate(self, scale)
+            of_quantized = mean_magnitude(quantized.detach(), self._scale, self.spec, self.group)
+            of_trained = mean_magnitude(trained.detach(), self._scale, self.spec, self.group)
+            sharing = quantized.numel() // max(self._scale.numel(), 1)
+            self.kind.set_weight_rate(self, of_quantized, of_trained, sharing)
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Replace what was observed by what the observers of several processes did, each given by its `observer.state()`."""
@@ -285,7 +320,50 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.stale = True  # the step after this forward changes the weight
             if self.quantizing:
                 return self.kind.follow_and_quantize(self, x)
+        elif self.training and self.counts_steps and not self.of_weight:
+            self._take_part_in_step(x)
         return self.quantize(x) if self.quantizing else x
+
+    def _take_part_in_step(self, x: Tensor) -> None:
+        """Observe in one of the first steps of a training."""
+        if is_recomputing():
+            return
+        self.seen_in_step = True
+        if self.follows_data:
+            self.kind.average(self, x)
+        if not torch.compiler.is_compiling() and self.looking and self.quantizing:
+            self.looked = first_steps.look(self, x)
+
+    def begin_steps(self, following: bool) -> None:
+        """Count the steps of the training that follows a calibration.
+
+        Args:
+            following: Whether the range of an activation follows the data in the first of them.
+        """
+        if self.of_weight and not self.kind.LEARNED:
+            return
+        self.warned = False
+        if not self.of_weight:
+            self.following = following
+        self.count_steps(0)
+
+    def count_steps(self, steps: int) -> None:
+        """Take this as the number of steps since the calibration; -1 where they are no longer counted."""
+        self.steps, self.counts_steps = steps, steps >= 0
+        self.in_following_steps = 0 <= steps < first_steps.FOLLOWED_STEPS
+        first_steps.count(self)
+
+    def end_step(self) -> None:
+        """Take the range that was observed in a step of the optimizer, after it."""
+        if self.seen_in_step and self.follows_data:
+            self.kind.take_observed(self)
+        self.count_steps(self.steps + 1 if self.steps + 1 < first_steps.COUNTED_STEPS else -1)
+        self.seen_in_step = False
+        self.looking = self.steps + 1 in first_steps.LOOKED_AT and not self.of_weight and self.rounds_only
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        first_steps.count(self)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Return x quantized with the present scale.
@@ -449,13 +527,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        if local_metadata.get("version", self._version) < 3:
-            self.kind.upgrade(state_dict, prefix)
         scale = state_dict.get(prefix + "_scale")
+        if local_metadata.get("version", self._version) < self._version:
+            self.kind.upgrade(self, state_dict, prefix)
+            self.stale_rate = self.of_weight and scale is not None
         if scale is not None and not self._shape_is_known:
             self._resize(tuple(scale.shape))
         self.stale = scale is None  # then the weight may have been loaded without its range
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self.count_steps(self.steps)
         if scale is not None:
             self.ready = not self._scale.is_meta and bool(torch.isfinite(self._scale).all())
 
@@ -463,6 +543,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Return the spec and the state."""
         facts = {"observing": self.observing, "off": not self.quantizing, "no range yet": not self.ready}
         facts["follows the weight"] = self.follows
+        facts["follows the data"] = self.follows_data
         facts["has skipped NaN or infinities"] = not self._scale.is_meta and not self.observer.finite()
         return ", ".join([self.spec.describe(), *(word for word, holds in facts.items() if holds)])
 

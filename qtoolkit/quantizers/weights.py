@@ -50,21 +50,15 @@ def set_weight_range(quantizer: TensorQuantizer, weight: Tensor, trained: Tensor
     Args:
         quantizer: The quantizer.
         weight: What it quantizes.
-        trained: The parameter, where a batch norm multiplies it: the scale is trained as if it were this tensor's.
+        trained: The parameter, where a batch norm multiplies it: a learned scale is trained as if it were this tensor's.
     """
     if weight.device.type == "meta":
         return
-    weight, trained = whole(weight), None if trained is None else whole(trained)
-    scale = None
-    if trained is not None and quantizer.kind.LEARNED:
-        quantizer.observer.reset()
-        quantizer.observer(trained)
-        scale = quantizer.kind.trained_scale(quantizer, *quantizer.observer.range())
+    weight, trained = whole(weight), whole(weight if trained is None else trained)
     quantizer.observer.reset()
     quantizer.observer(weight)
     quantizer.load_observed()
-    if scale is not None:
-        quantizer.train_as(scale)
+    quantizer.set_weight_rate(weight, trained)
 
 
 def is_stale(quantizer: Quantizer, changed: bool = False) -> TypeGuard[TensorQuantizer]:

@@ -128,8 +128,9 @@ class MakesPair(nn.Module):
 def prepared_of(model: nn.Module, inputs: object = (X,), **options: object) -> nn.Module:
     """In one memory format, on any processor: a model that computes on codes converts its inputs as a whole."""
     prepared = qt.prepare(model, inputs, forward="float", **options)
-    qt.calibrate(prepared, [inputs], progress=False)
-    return prepared
+    mode = prepared.training
+    qt.calibrate(prepared.eval(), [inputs], progress=False)  # in training mode, ranges would follow the data and look at it
+    return prepared.train(mode)
 
 
 def step(model: nn.Module, inputs: object) -> tuple[list[Tensor], list[Tensor | None]]:

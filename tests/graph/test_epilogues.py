@@ -102,7 +102,7 @@ def prepared_of(model: nn.Module, x: Tensor = X, quantizer: str = "fixed", backe
     mapping = None if quantizer == "fixed" else qt.QConfigMapping().set_global(specs)
     target = replace(qt.backends[backend], **options)
     prepared = qt.prepare(model.to(x.dtype), (x,), backend=target, qconfig_mapping=mapping).to(x.dtype)
-    qt.calibrate(prepared, [x], progress=False)
+    qt.calibrate(prepared.eval(), [x], progress=False)  # in training mode, ranges would follow the data and look at it
     return prepared.train()
 
 

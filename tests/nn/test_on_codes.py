@@ -286,7 +286,10 @@ def test_layers_compute_in_channels_last_without_a_copy_of_the_batch() -> None:
     assert prepared(rows).is_contiguous()
     assert in_channels_last == [True, True]
     assert bytes_kept(prepared, rows) == bytes_kept(prepared, last)
-    assert_equal(step(copy.deepcopy(prepared), leaf(rows)), step(prepared, leaf(last)))
+    (y, found), (wanted_y, wanted) = step(copy.deepcopy(prepared), leaf(rows)), step(prepared, leaf(last))
+    scale = "activation_quantizers.input_1._relative_scale"  # whose gradient is a sum in the order of memory
+    torch.testing.assert_close(found.pop(scale), wanted.pop(scale), rtol=1e-5, atol=0)
+    assert_equal((y, found), (wanted_y, wanted))
 
 
 @roads

@@ -38,6 +38,7 @@ def prepared_of(quantizer: str = "lsq", bits: int = 8, dtype: torch.dtype = torc
     )
     prepared = qt.prepare(Upscaler().to(dtype), (X.to(dtype),), backend="academic", qconfig_mapping=mapping, **options)
     qt.calibrate(prepared.to(dtype), [X.to(dtype)], progress=False)
+    qt.freeze_ranges(prepared, "activations").apply()
     return prepared.train()
 
 

@@ -48,7 +48,10 @@ class Case:
         return values.reshape(-1)[torch.from_numpy(self.channel)]
 
     def compare(self, formula: Callable[..., Tensor], learned: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Compare with a formula of x and the learned quantities, each given with its unit: parameter = quantity / unit."""
+        """Compare with a formula of x and the learned quantities, each given with its unit: parameter = quantity / unit.
+
+        The gradient of a ratio is that of the quantity, divided by the unit and multiplied by the rate of training.
+        """
         x, wanted_x = (self.x.clone().requires_grad_() for _ in range(2))
         weights = torch.randn(SHAPE, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
         y = self.quantizer(x)
@@ -59,13 +62,20 @@ class Case:
         (wanted * weights).sum().backward()
         torch.testing.assert_close(x.grad, wanted_x.grad, rtol=1e-9, atol=1e-12)
         for (name, (_, unit)), leaf in zip(learned.items(), leaves, strict=True):
-            gradient = self.quantizer.get_parameter(name).grad.reshape(-1) * unit.reshape(-1)
+            rate = self.rate if name.startswith("_relative") else torch.ones_like(unit)
+            gradient = self.quantizer.get_parameter(name).grad.reshape(-1) * (unit / rate).reshape(-1)
             torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
             assert (leaf.grad != 0).any(), name
 
     @property
     def start(self) -> Tensor:
         return self.quantizer._scale
+
+    @property
+    def rate(self) -> Tensor:
+        """What `FromStart` promises: 1 for a weight that was never seen, else the square of start to base."""
+        base = 2 * (2 * np.pi) ** -0.5 / self.spec.qmax**0.5
+        return torch.ones_like(self.start) if self.quantizer.of_weight else (self.start / base).square()
 
     def ratio(self, name: str) -> Tensor:
         return self.quantizer.get_parameter(name).detach().reshape(self.start.shape)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.quantizers.observers import LSQStartObserver
+from qtoolkit.quantizers.weights import weight_quantizer
 
 
 def observed(spec: qt.QuantSpec, *inputs: Tensor, group: int = 1) -> qt.TensorQuantizer:
@@ -21,11 +22,12 @@ def observed(spec: qt.QuantSpec, *inputs: Tensor, group: int = 1) -> qt.TensorQu
     return quantizer
 
 
-def lsq(bits: int = 2, **fields: object) -> qt.QuantSpec:
-    return qt.QuantSpec(bits=bits, quantizer="lsq", **fields)
+def lsq(bits: int = 2, observer: str = "lsq", **fields: object) -> qt.QuantSpec:
+    """Return a spec that starts as the paper does, or from another observer."""
+    return qt.QuantSpec(bits=bits, quantizer="lsq", observer=observer, **fields)
 
 
-X = torch.randn(8, 6, 4, 4) * torch.linspace(1, 3, 6).view(6, 1, 1)
+X = torch.randn(8, 6, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 6).view(6, 1, 1)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -80,10 +82,36 @@ def test_another_observer_keeps_its_start(observer: str) -> None:
     assert type(qt.TensorQuantizer(lsq()).observer) is LSQStartObserver
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("of_weight", [True, False])
+@pytest.mark.parametrize("axis", [None, 1])
+def test_the_default_start_has_the_least_squared_error(bits: int, of_weight: bool, axis: int | None) -> None:
+    """No scale of a fine search has a clearly smaller one; with eight bits a code has only a few bins of the histogram."""
+    spec = qt.QuantSpec(bits=bits, quantizer="lsq", axis=axis)
+    quantizer = qt.TensorQuantizer(spec, 6 if axis else None, of_weight=of_weight)
+    with qt.calibrating(quantizer):
+        quantizer(X)
+    quantizer.load_observed()
+
+    def error(scale: Tensor) -> Tensor:
+        rounded = qt.ops.fake_quant(X, scale, None, spec.qmin, spec.qmax, axis)
+        return (rounded - X).square().mean((0, 2, 3) if axis else None)
+
+    searched = torch.stack([error(quantizer.scale * share) for share in torch.linspace(0.5, 1.5, 101)]).amin(0)
+    assert bool((error(quantizer.scale) <= (1.03 if bits < 8 else 1.5) * searched).all())
+    paper = observed(lsq(bits, axis=axis), X).scale
+    assert bool((error(quantizer.scale) <= 1.001 * error(paper)).all())
+
+
 @pytest.mark.parametrize("x", [torch.zeros(4), torch.full((4,), 3.0)], ids=["zeros", "constant"])
 def test_odd_inputs_have_a_positive_scale(x: Tensor) -> None:
     for symmetric in (True, False):
         assert 0 < observed(lsq(symmetric=symmetric), x).scale < 10
+
+
+def test_blocks_start_as_in_the_paper() -> None:
+    spec = qt.QuantSpec(bits=4, quantizer="lsq", axis=1, group_size=3)
+    assert type(qt.TensorQuantizer(spec).observer) is LSQStartObserver
 
 
 def test_a_loaded_range_is_that_of_all_inputs() -> None:
@@ -138,7 +166,7 @@ def test_two_bits_train_further_than_from_the_observed_range() -> None:
     """On average: single trainings end up to 0.06 apart, by the rounding of their sums alone."""
     observed = {"minmax": {}, "moving_average": {"momentum": 1.0}}  # one batch: the observed range
     found = {name: [two_bits_after(name, args, seed) for seed in range(3)] for name, args in observed.items()}
-    assert sum(found["minmax"]) > sum(found["moving_average"]) + 3 * 0.05, found
+    assert sum(found["minmax"]) > sum(found["moving_average"]) + 3 * 0.02, found
 
 
 def paper_step(x: Tensor, g: Tensor, spec: qt.QuantSpec, multiplier: float, rate: float) -> tuple[Tensor, Tensor]:
@@ -147,10 +175,11 @@ def paper_step(x: Tensor, g: Tensor, spec: qt.QuantSpec, multiplier: float, rate
     x times the multiplier is quantized, with a scale that is a constant times the parameter; g is the gradient of the result.
     """
     x, g = x.double(), g.double()
-    parameter = 2 * x.abs().mean() / spec.qmax**0.5
+    paper = 2 * x.abs().mean() / spec.qmax**0.5
     whole = (x * multiplier).abs().max() / spec.qmax
-    constant = torch.minimum(whole / parameter, torch.tensor(multiplier))
-    scale = constant * parameter
+    scale = torch.minimum(whole / paper, torch.tensor(multiplier)) * paper
+    parameter = torch.maximum(paper, scale / multiplier * spec.qmax / (x.numel() * spec.qmax) ** 0.25)
+    constant = scale / parameter
     ratio = x * multiplier / scale
     codes = ratio.round().clamp(spec.qmin, spec.qmax)
     inside = (ratio.round() >= spec.qmin) & (ratio.round() <= spec.qmax)
@@ -161,10 +190,7 @@ def paper_step(x: Tensor, g: Tensor, spec: qt.QuantSpec, multiplier: float, rate
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_start_below_the_papers_trains_as_the_papers_scale(bits: int) -> None:
     x, g, spec = torch.randn(4, 30), torch.randn(4, 30), lsq(bits)
-    quantizer = qt.TensorQuantizer(spec, of_weight=True)
-    with qt.calibrating(quantizer):
-        quantizer(x)
-    quantizer.load_observed()
+    quantizer = weight_quantizer(x, spec, "layer")
     before, after = paper_step(x, g, spec, 1.0, 0.01)
     assert torch.allclose(quantizer.scale.double(), before, rtol=1e-5)
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.01)
@@ -187,8 +213,10 @@ def test_a_weight_that_a_batch_norm_multiplies_trains_as_the_weight_itself(bits:
     optimizer.step()
 
     w, qmax, factor = conv.weight.detach(), quantizer.spec.qmax, gamma / (1 + bn.eps) ** 0.5
-    parameter = (2 * w.abs().mean((1, 2, 3)) / qmax**0.5).requires_grad_()
-    constant = torch.minimum(w.abs().amax((1, 2, 3)) / qmax / parameter.detach(), torch.tensor(1.0)) * factor
+    paper = 2 * w.abs().mean((1, 2, 3)) / qmax**0.5
+    start = torch.minimum(w.abs().amax((1, 2, 3)) / qmax, paper)
+    parameter = torch.maximum(paper, start * qmax / (27 * qmax) ** 0.25).requires_grad_()
+    constant = start * factor / parameter.detach()
     scale = constant * parameter
     torch.testing.assert_close(before, scale.detach(), rtol=1e-5, atol=0)
     quantized = qt.ops.fake_quant(w * factor, scale, None, -qmax - 1, qmax, 0, grad_factor=(27 * qmax) ** -0.5)

@@ -21,7 +21,7 @@ def bad(value: float) -> Tensor:
 @pytest.mark.parametrize("observer", ["minmax", "moving_average"])
 @pytest.mark.parametrize("quantizing", [True, False])
 @pytest.mark.parametrize(
-    "how", [{}, {"axis": 1}, {"format": "nnie"}, {"quantizer": "lsq"}, {"pow2_scale": True}], ids=str
+    "how", [{}, {"axis": 1}, {"format": "nnie"}, {"quantizer": "pact"}, {"pow2_scale": True}], ids=str
 )
 def test_one_bad_batch_moves_no_range(value: float, observer: str, quantizing: bool, how: dict) -> None:
     quantizer = qt.TensorQuantizer(qt.QuantSpec(observer=observer, **how))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.quantizers.observers import Observer
-from qtoolkit.quantizers.spec_ops import ends_of, fake_quant, grid_of_range
+from qtoolkit.quantizers.spec_ops import ends_of, fake_quant
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
@@ -46,8 +46,8 @@ class QuantizerKind:
     def check_use(self, spec: "QuantSpec", name: str, of_weight: bool) -> None:
         """Raise ValueError where it cannot quantize a weight, or an activation, of this spec."""
 
-    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
-        """Return the type of the observer of a spec."""
+    def observer_type(self, spec: "QuantSpec", of_weight: bool = False) -> type[Observer]:
+        """Return the type of the observer of a spec, of a weight or an activation."""
         from qtoolkit.quantizers.table import OBSERVERS  # beside the table of the subclasses of this class
 
         return OBSERVERS[spec.observer]
@@ -67,8 +67,8 @@ class QuantizerKind:
         zero_point = None if spec.symmetric else torch.zeros(shape, dtype=scale_dtype())
         return {"_scale": torch.full(shape, torch.nan, dtype=scale_dtype()), "_zero_point": zero_point}
 
-    def upgrade(self, state: dict[str, Any], prefix: str) -> None:
-        """Change the entries of a state dict from before `TensorQuantizer`'s version 3 to those of today."""
+    def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
+        """Change the entries of a state dict from before `TensorQuantizer`'s version 4 to those of today."""
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store the scale and the zero point of a range; called under torch.no_grad."""
@@ -76,15 +76,15 @@ class QuantizerKind:
         if quantizer._zero_point is not None and zero_point is not None:
             quantizer._zero_point.copy_(zero_point)
 
-    def set_rate(self, quantizer: "TensorQuantizer", trained: Tensor) -> None:
-        """Train the scale of the grid as if this scale, of the same shape, were the parameter; under torch.no_grad.
+    def set_weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
+        """Set how fast a weight's scale is trained; called under torch.no_grad. By default there is nothing to set.
 
-        The default has no such parameter.
+        Args:
+            quantizer: The weight's quantizer, which has a range.
+            quantized: Mean magnitudes of what is quantized, of the scale's shape.
+            trained: The same of the parameter, which a batch norm may multiply before it is quantized.
+            sharing: The number of elements that share a scale.
         """
-
-    def trained_scale(self, quantizer: "TensorQuantizer", lo: Tensor, hi: Tensor) -> Tensor:
-        """Return the scale that is the parameter for what the observer has observed, with this range: by default its scale."""
-        return grid_of_range(lo, hi, quantizer.spec)[0]
 
     def load_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
         """Store a scale and zero point that `grid` once returned; called under torch.no_grad."""
@@ -134,6 +134,10 @@ class QuantizerKind:
         """Observe x while quantizing."""
         quantizer.observer(x)
 
+    def average(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Take x into a moving average of ranges, where the range can follow."""
+        raise NotImplementedError
+
     def take_observed(self, quantizer: "TensorQuantizer") -> None:
         """Set the scale from the range observed so far, where it follows that range."""
 
@@ -143,7 +147,7 @@ class QuantizerKind:
         return quantizer.quantize(x)
 
     def follows(self, quantizer: "TensorQuantizer") -> bool:
-        """Return whether the range can follow a weight in training, by `follow` and `follow_and_quantize`."""
+        """Return whether the range can follow a tensor in training: `follow`, `follow_and_quantize` and `average`."""
         return False
 
     def follow(self, quantizer: "TensorQuantizer", x: Tensor) -> None:

@@ -24,7 +24,7 @@ class Dynamic(QuantizerKind):
     PLAIN = False
     LEARNED = False
 
-    def observer_type(self, spec: "QuantSpec") -> type[NoObserver]:
+    def observer_type(self, spec: "QuantSpec", of_weight: bool = False) -> type[NoObserver]:
         """Return an observer that observes nothing."""
         return NoObserver
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from qtoolkit.quantizers import first_steps
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.observers import RangeObserver
 from qtoolkit.quantizers.spec_ops import grid_of_range
@@ -31,6 +32,11 @@ class FixedScale(QuantizerKind):
         if isinstance(quantizer.observer, RangeObserver):
             quantizer.observer.follow(x)
         self.take_observed(quantizer)
+
+    def average(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
+        """Take x into the moving average; the scale stays until `take_observed`."""
+        if isinstance(quantizer.observer, RangeObserver):
+            quantizer.observer.average(x, first_steps.MOMENTUM)
 
     def observe_and_quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Do both in one op where there is one."""

@@ -1,5 +1,6 @@
 """Scales and bounds that are trained by their ratio to a start."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +13,26 @@ if TYPE_CHECKING:
     from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
+ACTIVATION_MEAN = 1 / math.sqrt(2 * math.pi)  # mean magnitude of relu(x), x normal with mean 0 and variance 1: 0.399
+
+
+def paper_scale(mean: Tensor | float, spec: "QuantSpec") -> Any:
+    """Return LSQ's start for a tensor with this mean magnitude: 2 mean|v| / sqrt(qmax) (arXiv 1902.08153, section 2.1)."""
+    return 2 * mean / spec.qmax**0.5
+
 
 class FromStart(QuantizerKind):
-    """The parameters are ratios to a start, which is a constant times the quantity that SGD trains.
+    """The parameters are ratios to a start. SGD trains them as if a scale in fixed units were the parameter, the *base*.
 
-    A weight behind a batch norm is quantized times the batch norm's factor f, but SGD trains the weight, and changes the
-    product by f^2 times the product's gradient. So the scale gets the same share: `_rate`, the square of the constant,
-    multiplies the gradient of the ratio (see `qtoolkit.ops.positive_scale`).
+    A step of SGD depends on the units of its parameter: divided by c, a parameter takes relative steps c^2 times as large. The
+    papers train the scale of a weight, and of activations that have passed a batch norm. Here a weight behind a batch norm is
+    quantized times the batch norm's factor, and activations have the units of any network. So the gradient of a ratio is
+    divided by the square of a base that does not depend on these units (see `qtoolkit.ops.positive_scale`, whose `rate` is
+    (start / base)^2):
+
+    - for a weight, the start in units of the weight that is trained, without the batch norm's factor;
+    - for an activation, the start in units in which the activation's scale is `paper_scale(ACTIVATION_MEAN)`, LSQ's own for
+      a standard normal behind a ReLU.
     """
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
@@ -26,15 +40,38 @@ class FromStart(QuantizerKind):
         return {**super().tensors(spec, shape), "_rate": torch.ones(shape, dtype=scale_dtype())}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the grid as the start of what is trained."""
+        """Store the grid as the start of what is trained. An activation's rate follows from it, a weight's is kept."""
+        before = quantizer._scale.clone()
         super().set_grid(quantizer, scale, zero_point)
-        quantizer._rate.fill_(1)
+        if quantizer.of_weight:
+            kept = self.kept_rate(quantizer, before)
+            quantizer._rate.copy_(torch.where(before.isfinite() & kept.isfinite(), kept, 1))
+        else:
+            quantizer._rate.copy_(self.activation_rate(quantizer._scale, quantizer.spec))
 
-    def set_rate(self, quantizer: "TensorQuantizer", trained: Tensor) -> None:
-        """Store the square of the constant between the scale at the start and this one; 1 where this one is zero."""
-        quantizer._rate.copy_(torch.where(trained > 0, quantizer._scale / trained, 1).square())
+    def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
+        """Return the rate of a weight whose start was `before`: by default the same, that of the batch norm's factor."""
+        rate: Tensor = quantizer._rate
+        return rate
 
-    def upgrade(self, state: dict[str, Any], prefix: str) -> None:
-        """Add rates of 1, as they were."""
-        if prefix + "_scale" in state:
-            state.setdefault(prefix + "_rate", torch.ones_like(state[prefix + "_scale"]))
+    def activation_rate(self, start: Tensor, spec: "QuantSpec") -> Tensor:
+        """Return the rate of an activation's start."""
+        base: float = paper_scale(ACTIVATION_MEAN, spec)
+        return (start / base).square()
+
+    def set_weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
+        """Store the rate of a weight; it is 1 where the weight is zero."""
+        rate = self.weight_rate(quantizer, quantized, trained, sharing)
+        quantizer._rate.copy_(torch.where((rate > 0) & rate.isfinite(), rate, 1))
+
+    def weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
+        """Return the rate of a weight: by default the square of the batch norm's factor."""
+        return (quantized / trained).square()
+
+    def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
+        """Set the rate that an activation has today; that of a weight is set after the weight is loaded."""
+        scale = state.get(prefix + "_scale")
+        if scale is not None:
+            of_weight = quantizer.of_weight
+            rate = torch.ones_like(scale) if of_weight else self.activation_rate(scale.abs(), quantizer.spec)
+            state[prefix + "_rate"] = rate

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.quantizers.kinds.from_start import FromStart
+from qtoolkit.quantizers.kinds.from_start import FromStart, paper_scale
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
-from qtoolkit.quantizers.observers import LSQStartObserver, Observer
+from qtoolkit.quantizers.observers import HistogramObserver, LSQStartObserver, MovingHistogramObserver, Observer
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 class LSQ(FromStart):
     """The scale is trained (LSQ, arXiv 1902.08153).
 
-    It starts as in the paper where the spec's observer is the default, "minmax", and from the range of another observer.
-    The parameter is the ratio of the scale to its start (see `qtoolkit.ops.positive_scale`): the scale stays positive, and
-    SGD trains it as in the paper. The paper's factor suits a scale of the paper's size, for the weight that is trained.
-    A start below it (`LSQStartObserver`), or the scale of a weight that a batch norm multiplies, would take steps many
-    times its size: it is a constant times the paper's scale, and SGD trains it as if the paper's scale were the parameter
-    (see `FromStart`).
+    It starts at the least squared error where the spec's observer is the default, "minmax"; with "lsq" as in the paper, at
+    2 mean|v| / sqrt(qmax); with another observer from its range. The parameter is the ratio of the scale to its start, so the
+    scale stays positive. The paper's factor of the gradient, 1 / sqrt(N qmax), suits a scale of the paper's size: wherever it
+    starts, the scale is a constant times the paper's start of the weight that is trained, or of an activation of the size
+    that batch norms give, and SGD trains it as if that were the parameter (see `FromStart`).
     """
 
     label = "lsq"
@@ -34,9 +33,15 @@ class LSQ(FromStart):
         needs_integers(spec)
         needs_any_scale(spec)
 
-    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
-        """Return the observer of the paper's start for "minmax"."""
-        return LSQStartObserver if spec.observer == "minmax" else super().observer_type(spec)
+    def observer_type(self, spec: "QuantSpec", of_weight: bool = False) -> type[Observer]:
+        """Return the observer of the start: for "minmax" that of the least squared error, with groups that of the paper."""
+        if spec.observer != "minmax":
+            return super().observer_type(spec, of_weight)
+        if spec.group_size is not None:
+            return LSQStartObserver
+        return (
+            MovingHistogramObserver if of_weight else HistogramObserver
+        )  # a weight is one tensor, without a sum to keep
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return start, rate and zero point as buffers, and the ratio as a parameter of at least one dimension."""
@@ -48,12 +53,20 @@ class LSQ(FromStart):
         super().set_grid(quantizer, scale, zero_point)
         quantizer._relative_scale.fill_(1)
 
-    def trained_scale(self, quantizer: "TensorQuantizer", lo: Tensor, hi: Tensor) -> Tensor:
-        """Return the paper's scale at the start, where the observer knows it."""
-        observer = quantizer.observer
-        if isinstance(observer, LSQStartObserver):
-            return observer.paper_scale()
-        return super().trained_scale(quantizer, lo, hi)
+    def kept_rate(self, quantizer: "TensorQuantizer", before: Tensor) -> Tensor:
+        """Return the rate with the same base."""
+        return super().kept_rate(quantizer, before) * (quantizer._scale / before).square()
+
+    def weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
+        """Return the rate whose base is the paper's scale of the weight, wherever the scale starts.
+
+        Where few elements share a scale of many codes, the base is larger: an element at the end of the grid, with the
+        gradient g, then changes the scale by no larger share than g changes that element. The paper has one scale for a layer.
+        """
+        spec = quantizer.spec
+        end = quantizer._scale * spec.qmax * (trained / quantized)
+        base = torch.maximum(paper_scale(trained, spec), end / (sharing * spec.qmax) ** 0.25)
+        return (quantizer._scale / base).square()
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the trained scale, and the zero point."""
@@ -64,9 +77,9 @@ class LSQ(FromStart):
         growth: Tensor = quantizer._relative_scale.detach().abs()
         return growth
 
-    def upgrade(self, state: dict[str, Any], prefix: str) -> None:
+    def upgrade(self, quantizer: "TensorQuantizer", state: dict[str, Any], prefix: str) -> None:
         """Take the scale, which was the parameter, of either sign, as the start."""
-        super().upgrade(state, prefix)
+        super().upgrade(quantizer, state, prefix)
         scale = state.get(prefix + "_scale")
         if scale is not None:
             state[prefix + "_scale"] = scale.abs()

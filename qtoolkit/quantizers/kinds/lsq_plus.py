@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.lsq import LSQ
-from qtoolkit.quantizers.observers import Observer
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 from qtoolkit.quantizers.state import scale_dtype
 
@@ -20,7 +18,7 @@ class LSQPlus(LSQ):
     """Scale s and offset beta are trained (LSQ+, arXiv 2004.09576): y = s clamp(round((x - beta) / s), qmin, qmax) + beta.
 
     The code of zero, -beta / s, is rounded, since deployed grids have integers there, and stays within the codes. Both start
-    from the observed range; the observer "histogram" with the method "mse" gives the paper's start of least squared error.
+    at the least squared error, as in the paper, or from the range of another observer than "minmax".
     The parameter of the offset is its ratio to the scale at the start, and is trained like that of the scale.
     """
 
@@ -34,10 +32,6 @@ class LSQPlus(LSQ):
                 f"QuantSpec: quantizer={spec.quantizer!r} trains the zero point: it needs symmetric=False, got True; take "
                 f"'lsq' for a symmetric grid, as the paper does for weights."
             )
-
-    def observer_type(self, spec: "QuantSpec") -> type[Observer]:
-        """Return the type of the observer of a spec."""
-        return QuantizerKind.observer_type(self, spec)
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return those of LSQ, and the ratio of the offset to the scale at the start."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
 from qtoolkit.quantizers.spec_ops import clip, fake_quant, per_element
 from qtoolkit.quantizers.state import scale_dtype
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 LEAST = 2**-24  # the least base of a power: the derivative of x^gamma at 0 is infinite for gamma below 1
 
 
-class QIL(Shaped):
+class QIL(FromStart, Shaped):
     """The interval of magnitudes that is quantized is trained by its center c and distance d (QIL, arXiv 1808.05779).
 
     Magnitudes below c - d become 0 and those above c + d become 1; between, T(x) = sign(x) (0.5 (|x| - c) / d + 0.5)^gamma,
@@ -50,7 +51,7 @@ class QIL(Shaped):
             )
 
     def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return half the range at the start in `_scale`, and the ratios of center and distance to it as parameters."""
+        """Return scale and rate of the start as buffers, and the ratios of center and distance to half its range."""
         ones = torch.ones(shape or (1,), dtype=scale_dtype())
         learned = {"_relative_center": nn.Parameter(ones), "_relative_distance": nn.Parameter(ones.clone())}
         gamma = ones * self.options(spec)["gamma"]
@@ -70,8 +71,8 @@ class QIL(Shaped):
     def interval(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor, Tensor | None]:
         """Return center, distance and gamma (None for 1). The center is at least the distance: the interval starts at 0."""
         half = quantizer._scale * (quantizer.spec.qmax / 2)
-        distance = ops.positive_scale(half, quantizer._relative_distance)
-        center = torch.maximum(ops.positive_scale(half, quantizer._relative_center), distance)
+        distance = ops.positive_scale(half, quantizer._relative_distance, quantizer._rate)
+        center = torch.maximum(ops.positive_scale(half, quantizer._relative_center, quantizer._rate), distance)
         options = self.options(quantizer.spec)
         fixed = None if options["gamma"] == 1 else torch.full_like(half, options["gamma"])
         return center, distance, quantizer._gamma.abs().reshape(half.shape) if options["learn_gamma"] else fixed

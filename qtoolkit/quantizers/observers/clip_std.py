@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.quantizers.observers.minmax import EndsObserver
+from qtoolkit.quantizers.spec_ops import rows_of
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
     from qtoolkit.config import QuantSpec
@@ -69,7 +70,8 @@ class ClipStdObserver(EndsObserver):
         x = x.detach()
         if x.numel() == 0:
             return
-        rows = self.by_range(x.to(torch.promote_types(x.dtype, torch.float32)))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rows = rows_of(wide, self.lo.numel(), self.axis, self.group, self.block_size)
         variance, mean = (each.double().reshape(self.lo.shape) for each in torch.var_mean(rows, 1, correction=0))
         count = torch.full_like(mean, rows.size(1))
         seen = mean.isfinite() & variance.isfinite()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.quantizers.observers.minmax import EndsObserver
+from qtoolkit.quantizers.spec_ops import rows_of
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
     from qtoolkit.config import QuantSpec
@@ -65,7 +66,7 @@ class LSQStartObserver(EndsObserver):
         """Observe the range and the magnitudes of x, where they are finite."""
         super().forward(x)
         self.put_sums_on(x.device)
-        rows = self.by_range(x.detach().abs())
+        rows = rows_of(x.detach().abs(), self.lo.numel(), self.axis, self.group, self.block_size)
         sums = rows.sum(1, dtype=torch.float64).reshape(self.total.shape)
         self.total += torch.where(sums.isfinite(), sums, 0)
         self.count += sums.isfinite() * rows.size(1)

@@ -55,17 +55,6 @@ class EndsObserver(Observer):
         channels = (self.axis, self.group, self.block_size)
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum, *channels, self.skipped)
 
-    def by_range(self, x: Tensor) -> Tensor:
-        """Return the elements of x as (ranges, elements), in the order of the ranges."""
-        if self.axis is None:
-            return x.reshape(1, x.numel())
-        axis, count = self.axis % x.dim(), self.lo.numel()
-        if self.block_size:
-            rows = torch.unflatten(x, axis, (-1, self.block_size)).movedim(axis + 1, -1)
-        else:
-            rows = torch.unflatten(x, 0, (self.group, x.size(0) // self.group)).movedim(axis + 1, 1)
-        return rows.reshape(count, x.numel() // max(count, 1))
-
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values observed, or their moving averages."""
         return self.lo, self.hi
@@ -128,6 +117,11 @@ class RangeObserver(EndsObserver):
     def follow(self, x: Tensor) -> None:
         """Set the range to that of x alone; NaN and infinities propagate."""
         ops.observe_minmax_(x.detach(), self.lo, self.hi, 1.0, self.axis, self.group, self.block_size)
+
+    def average(self, x: Tensor, momentum: float) -> None:
+        """Take the range of x into a moving average with the present range."""
+        channels = (self.axis, self.group, self.block_size)
+        ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum or momentum, *channels, self.skipped)
 
     def observe_and_quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", alone: bool

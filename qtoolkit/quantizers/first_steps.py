@@ -1,0 +1,120 @@
+"""The first steps of a training: ranges of activations follow the data, and what goes wrong with a range is said by name.
+
+After each step of an optimizer, the quantizers that were calibrated lately are visited once. So all forwards of a step, and
+those that gradient checkpointing runs again in backward, have the same scale, and nothing waits for the device but the few
+steps in `LOOKED_AT`.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from qtoolkit.quantizers.spec_ops import per_element
+from qtoolkit.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+FOLLOWED_STEPS = 200  # after a wrong start, 0.9^200 of it is left
+MOMENTUM = 0.1  # the weight of each forward's range
+LOOKED_AT = (2, 10, 100, 250)  # the steps whose forwards say how much is clipped
+COUNTED_STEPS = max(LOOKED_AT) + 1
+GROWTH_AT = (1, 2, 5, 10, 20, 50, 100)  # the steps after which learned scales are compared with their start
+FAR = 8.0  # times its start, or this part of it
+MUCH_CLIPPED = 0.05  # the best range of eight levels for a normal distribution clips 3 %
+
+_counted: "WeakSet[TensorQuantizer]" = WeakSet()
+
+
+def count(quantizer: "TensorQuantizer") -> None:
+    """Count the steps of a quantizer from now on, if it is in its first ones."""
+    (_counted.add if quantizer.counts_steps else _counted.discard)(quantizer)
+
+
+def much_clipped(quantizer: "TensorQuantizer", share: float | None) -> bool:
+    """Return whether a share of clipped values is too much, which a percentile may ask for, and few codes make best."""
+    asked = quantizer.spec.bits <= 2 or quantizer.spec.observer_args.get("method") == "percentile"
+    return (share or 0) > MUCH_CLIPPED and not asked
+
+
+def look(quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
+    """Return the share of x beyond the grid by more than half a step, and whether x is rounded to zeros alone."""
+    x, spec, group = x.detach(), quantizer.spec, quantizer.group
+    ends = (*quantizer.kind.input_ends(quantizer), quantizer.scale / 2)
+    low, high, half = (per_element(end, x, spec, group) for end in ends)
+    clipped = ((x < low - half) | (x > high + half)).float().mean()
+    vanished = (x.abs() < half).all() & (x != 0).any()
+    return torch.stack((clipped, vanished.float()))
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    if not _counted or torch.compiler.is_compiling():
+        return
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    counted = [q for q in tuple(_counted) if getattr(q, "counts_steps", False)]  # a conversion in place changes its class
+    stepped = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
+    with torch.no_grad():
+        for quantizer in stepped:
+            quantizer.end_step()
+        _say_what_is_wrong(stepped)
+
+
+def _took_part(quantizer: "TensorQuantizer", trained: set[int]) -> bool:
+    """Return whether a quantizer was called in this step, or the optimizer trains its scale."""
+    return quantizer.seen_in_step or any(
+        id(parameter) in trained and parameter.grad is not None for parameter in quantizer.parameters()
+    )
+
+
+def _say_what_is_wrong(quantizers: Sequence["TensorQuantizer"]) -> None:
+    looked = [quantizer for quantizer in quantizers if quantizer.looked is not None]
+    for quantizer, (clipped, vanished) in zip(looked, _values(q.looked for q in looked), strict=True):
+        quantizer.looked = None
+        if vanished:
+            _warn(quantizer, f"rounds its whole input to zero after {quantizer.steps} steps of training", RANGES)
+        elif much_clipped(quantizer, clipped) and not quantizer.follows_data:  # a range that follows may lag behind
+            _warn(quantizer, f"clips {clipped:.1%} of its input after {quantizer.steps} steps of training", RANGES)
+    warn_of_growth([quantizer for quantizer in quantizers if quantizer.steps in GROWTH_AT])
+
+
+def warn_of_growth(quantizers: Sequence["TensorQuantizer"]) -> None:
+    """Warn once of each learned scale that has left [1/8, 8] times its start. Waits for the device."""
+    grown = [(quantizer, quantizer.kind.growth(quantizer)) for quantizer in quantizers if not quantizer.warned]
+    own = [(quantizer, _of_this_process(growth)) for quantizer, growth in grown if growth is not None]
+    known = [(quantizer, growth) for quantizer, growth in own if growth.numel()]
+    farthest = (growth[growth.log2().abs().argmax()].reshape(1) for _, growth in known)
+    for (quantizer, _), (times,) in zip(known, _values(farthest), strict=True):
+        if not 1 / FAR <= times <= FAR:
+            found = f"has a learned scale that is {times:.3g} times its start"
+            _warn(quantizer, found, "Train the scales at a lower rate (scale_lr of qtoolkit.parameter_groups)")
+
+
+RANGES = "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode"
+
+
+def _of_this_process(growth: Any) -> Tensor:
+    """Return the elements of a tensor that this process has, in one dimension."""
+    local: Tensor = growth.to_local() if is_sharded(growth) else growth
+    return local.flatten()
+
+
+def _values(of: Iterable[Tensor | None]) -> list[list[float]]:
+    """Return the values of small tensors of one size, by one copy from each device."""
+    tensors = [tensor.double() for tensor in of if tensor is not None]
+    if len({tensor.device for tensor in tensors}) > 1:
+        tensors = [tensor.cpu() for tensor in tensors]
+    return torch.stack(tensors).tolist() if tensors else []
+
+
+def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
+    if not quantizer.warned:
+        quantizer.warned = True
+        warnings.warn(f"quantizer {quantizer.name!r} {found}. {remedy}; see docs/training.md.", stacklevel=6)
+
+
+register_optimizer_step_post_hook(_after_step)

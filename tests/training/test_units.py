@@ -1,0 +1,197 @@
+"""A change of units changes nothing: the input, or a tensor in the middle, times a constant that a batch norm divides out.
+
+The float model then has the same function and the same trajectory under SGD, up to the eps of its batch norms, which is tiny
+here. Times a power of two, every product is exact, and so is the comparison.
+"""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
+
+STEPS = 20
+LEARNED = [name for name, kind in QUANTIZERS.items() if kind.LEARNED]
+AFFINE = ("lsq_plus", "learned_range")  # they train both ends, or the zero point
+OF_WEIGHTS = {"lsq_plus": "lsq", "learned_range": "lsq"}
+POW2 = ("pow2", "pow2_mode")
+# Their gradients have no factor, so the ranges of weights need a low rate to stay near their start.
+RATES = {"tqt": 5e-4, "qil": 2e-5, "dsq": 2e-5}
+AT_A_JUMP = [
+    ("tqt", observer) for observer in POW2
+]  # thresholds start where their scale jumps: rounding decides which way
+Result = tuple[Tensor, Tensor]  # the losses, and how far the parameters of quantizers, ratios or logarithms, have moved
+
+
+class Times(nn.Module):
+    """Multiplies by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def block(channels: int, out: int) -> list[nn.Module]:
+    return [nn.Conv2d(channels, out, 3, stride=2, padding=1), nn.BatchNorm2d(out, eps=1e-18), nn.ReLU()]
+
+
+def in_units(bn: nn.BatchNorm2d, conv: nn.Conv2d, factor: float) -> None:
+    """Change a layer for an input times a factor, so that the batch norm returns what it returned before."""
+    with torch.no_grad():
+        conv.bias.mul_(factor)
+        bn.running_mean.mul_(factor)
+        bn.running_var.mul_(factor * factor)
+
+
+def net(of_input: float, of_middle: float) -> nn.Sequential:
+    """Return a net with settled batch norms, for inputs times a factor and a tensor in the middle times another."""
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)]
+    model = nn.Sequential(*block(3, 8), Times(1.0), *block(8, 8), *head)
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-0.5, 0.5, 8).view(8, 1, 1, 1))  # so that factors of channels differ
+    model.train()
+    for _ in range(50):
+        model(images())
+    in_units(model[1], model[0], of_input)
+    in_units(model[5], model[4], of_middle)
+    model[3].factor = of_middle
+    return model
+
+
+@functools.cache
+def images() -> Tensor:
+    return torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@functools.cache
+def labels() -> Tensor:
+    return torch.randint(5, (32,), generator=torch.Generator().manual_seed(2))
+
+
+def spec(kind: str, bits: int, observer: str, axis: int | None = None) -> qt.QuantSpec:
+    pow2 = kind == "tqt" or observer in POW2
+    return qt.QuantSpec(
+        bits=bits,
+        signed=kind != "qil" or axis is not None,
+        symmetric=kind not in AFFINE,
+        pow2_scale=pow2,
+        axis=axis,
+        observer=observer,
+        quantizer=kind,
+    )
+
+
+def quantized(kind: str, bits: int, observer: str, road: str, model: nn.Module, x: Tensor) -> nn.Module:
+    weights = spec(OF_WEIGHTS.get(kind, kind), bits, observer, axis=0)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec(kind, bits, observer), weights))
+    if road == "prepare":
+        made = qt.prepare(model, (x[:2],), backend="academic", qconfig_mapping=mapping, forward="float")
+    else:
+        made = qt.quant_modules.replace(model, qconfig_mapping=mapping, forward="float")
+    qt.calibrate(made, x.split(8), progress=False)
+    return made.train()
+
+
+def by_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    rate = min(RATES.get(quantizer.spec.quantizer, 0.005) for quantizer in qt.quantizers_of(model).values())
+    return torch.optim.SGD(qt.parameter_groups(model, lr=0.005, scale_lr=rate), momentum=0.9)
+
+
+def by_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(qt.parameter_groups(model, lr=1e-3, scale_lr=1e-3), eps=1e-20)
+
+
+def trained(model: nn.Module, x: Tensor, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Result:
+    """Return the losses of some steps, and how far the learned parameters of quantizers have moved."""
+    learned = [p for quantizer in qt.quantizers_of(model).values() for p in quantizer.parameters()]
+    starts = [parameter.detach().clone() for parameter in learned]
+    steps, losses = optimizer(model), []
+    for _ in range(STEPS):
+        steps.zero_grad()
+        loss = F.cross_entropy(model(x), labels())
+        loss.backward()
+        steps.step()
+        losses.append(loss.detach())
+    moved = (parameter.detach() - start for parameter, start in zip(learned, starts, strict=True))
+    return torch.stack(losses), torch.cat([each.flatten() for each in moved])
+
+
+def cases() -> list[tuple[str, str]]:
+    """Return each learned kind with each observer that it takes."""
+    found = []
+    for kind in LEARNED:
+        for observer in OBSERVERS:
+            if (kind, observer) in AT_A_JUMP:
+                continue
+            try:
+                spec(kind, 4, observer, axis=0)
+                found.append((kind, observer))
+            except ValueError:
+                pass
+    return found
+
+
+@functools.cache
+def plain(kind: str, bits: int, observer: str, road: str, optimizer: Callable) -> Result:
+    return trained(quantized(kind, bits, observer, road, net(1.0, 1.0), images()), images(), optimizer)
+
+
+def check(case: tuple, of_input: float, of_middle: float, optimizer: Callable, rtol: float) -> None:
+    """Compare the trainings of a kind, bits, observer and road in two units."""
+    x = images() * of_input
+    rtol = max(
+        rtol, 0.2 * (case[0] == "qil")
+    )  # its center starts at its distance, its lower bound: rounding decides the side
+    losses, moved = trained(quantized(*case, net(of_input, of_middle), x), x, optimizer)
+    wanted_losses, wanted = plain(*case, optimizer)
+    torch.testing.assert_close(losses, wanted_losses, rtol=rtol, atol=0)
+    assert bool((moved - wanted).abs().max() <= 2e-5 + rtol * wanted.abs().max())  # a logarithm of 8 has steps of 1e-6
+    assert bool(wanted.abs().max() > 1e-4)
+
+
+def bits_of(kind: str, bits: int) -> int:
+    return min(bits, QUANTIZERS[kind].most_bits(qt.QuantSpec(bits=4)))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("where", ["input", "middle"])
+@pytest.mark.parametrize("factor", [2.0**-8, 2.0**-4, 2.0**4, 2.0**8])
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("kind", "observer"), cases())
+def test_a_power_of_two_changes_nothing(
+    kind: str, observer: str, bits: int, road: str, factor: float, where: str
+) -> None:
+    factors = (factor, 1.0) if where == "input" else (1.0, factor)
+    check((kind, bits_of(kind, bits), observer, road), *factors, by_sgd, rtol=2e-3)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("where", ["input", "middle"])
+@pytest.mark.parametrize("factor", [1 / 255, 255.0])
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("kind", "observer"), [case for case in cases() if case[0] != "tqt" and case[1] not in POW2])
+def test_any_factor_changes_nothing_but_rounding(
+    kind: str, observer: str, bits: int, road: str, factor: float, where: str
+) -> None:
+    """But for the codes that lie on ties, and the bins of histograms, which are powers of two. Scales of tqt are, too."""
+    factors = (factor, 1.0) if where == "input" else (1.0, factor)
+    check((kind, bits_of(kind, bits), observer, road), *factors, by_sgd, rtol=0.1)
+
+
+@pytest.mark.parametrize("where", ["input", "middle"])
+@pytest.mark.parametrize("factor", [2.0**-8, 2.0**8])
+@pytest.mark.parametrize("kind", LEARNED)
+def test_adam_changes_nothing_either(kind: str, factor: float, where: str) -> None:
+    factors = (factor, 1.0) if where == "input" else (1.0, factor)
+    check((kind, 4, "minmax", "prepare"), *factors, by_adam, rtol=1e-3)
