@@ -46,7 +46,9 @@ def test_each_channel_of_a_histogram_is_counted() -> None:
     assert report.clipped[NAME] == pytest.approx(0.2, abs=0.02)
 
 
-@pytest.mark.parametrize("spec", [{"observer": "moving_average"}, {"bits": 2, "quantizer": "lsq", "observer": "lsq"}], ids=str)
+@pytest.mark.parametrize(
+    "spec", [{"observer": "moving_average"}, {"bits": 2, "quantizer": "lsq", "observer": "lsq"}], ids=str
+)
 def test_what_an_observer_cannot_tell_is_not_claimed(spec: dict) -> None:
     report = qt.calibrate(prepared(qt.QuantSpec(**spec)), [X, X / 2], progress=False)
     assert report.clipped[NAME] is None

@@ -50,10 +50,10 @@ class QuantSpec:
             tensor). These set bits, axis and group_size. A weight's scales follow it; those of an activation are computed from
             each input, without calibration.
         observer: How the range is found: "minmax" (the range of all inputs), "moving_average", "clip_std" (mean +- `deviations`
-            times the standard deviation), "lsq" (the start of LSQ's paper, 2 * mean|x| / sqrt(qmax)), "histogram" (the range that a `method` chooses from a
-            histogram of all inputs), "moving_histogram" (the moving average of what a `method` chooses for each input);
-            with pow2_scale also "pow2" (the power of two with the least squared error) and "pow2_mode" (the one that is best
-            for the most inputs). docs/observers.md compares them.
+            times the standard deviation), "lsq" (the start of LSQ's paper, 2 * mean|x| / sqrt(qmax)), "histogram" (the range
+            that a `method` chooses from a histogram of all inputs), "moving_histogram" (the moving average of what a `method`
+            chooses for each input); with pow2_scale also "pow2" (the power of two with the least squared error) and
+            "pow2_mode" (the one that is best for the most inputs). docs/observers.md compares them.
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average" and
             "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
             "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram".

@@ -84,8 +84,10 @@ class Diagnosis:
             farthest = torch.cat([g.to(good.device) for g in growths]).log2().abs().amax()
             good, near = good & (farthest < LOST), farthest <= math.log2(FAR)
         found = int(good.long() + (good & near))  # one wait for both
+        if found == 1:
+            warn_of_growth(list(self.learned.values()))
         if found:
-            return None if found == 2 else warn_of_growth(list(self.learned.values()))
+            return
         for name, quantizer in self.learned.items():
             self._check_scale(name, quantizer, step)
         broken = {id(p) for p in parameters if not _is_finite(p.grad)}

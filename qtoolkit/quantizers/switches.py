@@ -112,8 +112,8 @@ class freeze_ranges(_Switch):  # noqa: N801
     """Keep ranges as they are, for a `with` block or, with apply(), permanently; learned scales still train.
 
     By default the range of a weight with a fixed scale follows the weight in training, and the range of an activation follows
-    the data in the first 200 steps. After `freeze_ranges(model).apply()` no range moves, as in the last epochs of a schedule that fixes the
-    grid. A quantizer follows its weight again once its attribute `following` is True.
+    the data in the first 200 steps. After `freeze_ranges(model).apply()` no range moves, as in the last epochs of a schedule
+    that fixes the grid. A quantizer follows again once its attribute `following` is True.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="onnxruntime").train()

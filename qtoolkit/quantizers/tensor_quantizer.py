@@ -166,7 +166,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     @property
     def looks(self) -> bool:
         """Whether forward reads its input for more than to quantize it."""
-        looking = not torch.compiler.is_compiling() and self.looking  # no guard in compiled code of what changes so often
+        looking = (
+            not torch.compiler.is_compiling() and self.looking
+        )  # no guard in compiled code of what changes so often
         return self.observing or self.stopping or self.follows_data or looking
 
     # ---- the grid

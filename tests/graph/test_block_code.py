@@ -129,7 +129,9 @@ def prepared_of(model: nn.Module, inputs: object = (X,), **options: object) -> n
     """In one memory format, on any processor: a model that computes on codes converts its inputs as a whole."""
     prepared = qt.prepare(model, inputs, forward="float", **options)
     mode = prepared.training
-    qt.calibrate(prepared.eval(), [inputs], progress=False)  # in training mode, ranges would follow the data and look at it
+    qt.calibrate(
+        prepared.eval(), [inputs], progress=False
+    )  # in training mode, ranges would follow the data and look at it
     return prepared.train(mode)
 
 
