@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qtoolkit import ops
 from qtoolkit.errors import check_known
@@ -234,7 +233,7 @@ def _set_frozen(model: nn.Module, frozen: bool, what: str) -> None:
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
-    """Let the batch norms of a model in training mode normalize by each batch's statistics, whatever mode is set meanwhile.
+    """Let the batch norms that are in training mode normalize by each batch's statistics, also in a model put in eval mode.
 
     Their running statistics are the same afterwards. Batch norms in eval mode, frozen ones too, keep the running ones; so does
     a SyncBatchNorm, which would wait for ranks with fewer batches.
@@ -242,11 +241,8 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     Yields:
         A function that says whether the next forwards do so; False takes the running statistics.
     """
-    trained = [
-        bn
-        for bn in model.modules()
-        if isinstance(bn, _BatchNorm) and bn.training and not isinstance(bn, nn.SyncBatchNorm)
-    ]
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
+    trained = [bn for bn in model.modules() if isinstance(bn, kinds) and bn.training]
     kept = [(buffer, buffer.clone()) for bn in trained for buffer in bn.buffers(recurse=False)]
 
     def set_modes(by_batch: bool) -> None:

@@ -56,9 +56,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
     if not _counted or torch.compiler.is_compiling():
         return
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    counted = [
-        q for q in tuple(_counted) if getattr(q, "counts_steps", False)
-    ]  # a conversion in place changes its class
+    # A conversion in place gives a quantizer another class.
+    counted = [quantizer for quantizer in tuple(_counted) if getattr(quantizer, "counts_steps", False)]
     stepped = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
     with torch.no_grad():
         for quantizer in stepped:

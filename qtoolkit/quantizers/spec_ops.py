@@ -128,6 +128,16 @@ def _steps(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
     return ops.dequantize(ones, scale, None, spec.axis, group, spec.block_size)
 
 
+def lsq_start(mean: Any, qmax: int) -> Any:
+    """Return LSQ's start for a tensor with this mean magnitude: 2 mean|v| / sqrt(qmax) (arXiv 1902.08153, section 2.1).
+
+    Example:
+        >>> lsq_start(0.5, 4)
+        0.5
+    """
+    return 2 * mean / qmax**0.5
+
+
 def rows_of(x: Tensor, count: int, axis: int | None, group: int, block_size: int) -> Tensor:
     """Return the elements of x as (scales, elements), in the order of the scales.
 

@@ -54,11 +54,11 @@ def set_weight_range(quantizer: TensorQuantizer, weight: Tensor, trained: Tensor
     """
     if weight.device.type == "meta":
         return
-    weight, trained = whole(weight), whole(weight if trained is None else trained)
+    weight, trained = whole(weight), None if trained is None else whole(trained)
     quantizer.observer.reset()
     quantizer.observer(weight)
     quantizer.load_observed()
-    quantizer.set_weight_rate(weight, trained)
+    quantizer.set_weight_rate(weight, weight if trained is None else trained)
 
 
 def is_stale(quantizer: Quantizer, changed: bool = False) -> TypeGuard[TensorQuantizer]:

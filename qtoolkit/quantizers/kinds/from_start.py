@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.quantizers.kinds.base import QuantizerKind
+from qtoolkit.quantizers.spec_ops import lsq_start
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
@@ -14,11 +15,6 @@ if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 ACTIVATION_MEAN = 1 / math.sqrt(2 * math.pi)  # mean magnitude of relu(x), x normal with mean 0 and variance 1: 0.399
-
-
-def paper_scale(mean: Tensor | float, spec: "QuantSpec") -> Any:
-    """Return LSQ's start for a tensor with this mean magnitude: 2 mean|v| / sqrt(qmax) (arXiv 1902.08153, section 2.1)."""
-    return 2 * mean / spec.qmax**0.5
 
 
 class FromStart(QuantizerKind):
@@ -31,7 +27,7 @@ class FromStart(QuantizerKind):
     (start / base)^2):
 
     - for a weight, the start in units of the weight that is trained, without the batch norm's factor;
-    - for an activation, the start in units in which the activation's scale is `paper_scale(ACTIVATION_MEAN)`, LSQ's own for
+    - for an activation, the start in units in which the activation's scale is `lsq_start(ACTIVATION_MEAN, qmax)`, that of
       a standard normal behind a ReLU.
     """
 
@@ -56,7 +52,7 @@ class FromStart(QuantizerKind):
 
     def activation_rate(self, start: Tensor, spec: "QuantSpec") -> Tensor:
         """Return the rate of an activation's start."""
-        base: float = paper_scale(ACTIVATION_MEAN, spec)
+        base: float = lsq_start(ACTIVATION_MEAN, spec.qmax)
         return (start / base).square()
 
     def set_weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
-from qtoolkit.quantizers.kinds.from_start import FromStart, paper_scale
+from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.observers import HistogramObserver, LSQStartObserver, MovingHistogramObserver, Observer
+from qtoolkit.quantizers.spec_ops import lsq_start
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class LSQ(FromStart):
         """
         spec = quantizer.spec
         end = quantizer._scale * spec.qmax * (trained / quantized)
-        base = torch.maximum(paper_scale(trained, spec), end / (sharing * spec.qmax) ** 0.25)
+        base = torch.maximum(lsq_start(trained, spec.qmax), end / (sharing * spec.qmax) ** 0.25)
         return (quantizer._scale / base).square()
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.quantizers.observers.minmax import EndsObserver
-from qtoolkit.quantizers.spec_ops import rows_of
+from qtoolkit.quantizers.spec_ops import lsq_start, rows_of
 
 if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
     from qtoolkit.config import QuantSpec
@@ -73,16 +73,10 @@ class LSQStartObserver(EndsObserver):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the range of the start, at most the observed one."""
-        factor = (self.paper_scale() / self._whole_scale()).clamp(max=1).to(self.lo.dtype)
+        whole = ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
+        start = lsq_start(self.total / self.count, self.qmax).to(self.lo.dtype)
+        factor = torch.where(self.count > 0, start / whole, 1).clamp(max=1).to(self.lo.dtype)
         return self.lo * factor, self.hi * factor
-
-    def paper_scale(self) -> Tensor:
-        """Return the paper's scale, also where it exceeds that of the observed range, of the shape of the ranges."""
-        start = (2 * self.total / self.count / self.qmax**0.5).to(self.lo.dtype)
-        return torch.where(self.count > 0, start, self._whole_scale())
-
-    def _whole_scale(self) -> Tensor:
-        return ops.grid_of_range(self.lo, self.hi, self.qmin, self.qmax, self.symmetric)[0]
 
     def observed(self) -> tuple[Tensor, Tensor]:
         """Return the lowest and highest values observed."""
