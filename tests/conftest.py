@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in names]
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Give the tensors that a module makes when it is imported the same values in every run and with every choice of tests."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import qtoolkit as qt
 from qtoolkit.export.exporters import EXPORTERS
 from qtoolkit.export.passes.float_weights import exact_codes
 
-IMAGES, ROWS = torch.randn(4, 4, 6, 6), torch.randn(64, 8)
+IMAGES, ROWS = torch.randn(16, 4, 18, 18), torch.randn(2048, 8)
 LAYERS: dict[str, tuple[Callable[[bool], nn.Module], Tensor]] = {
     "conv": (lambda bias: nn.Conv2d(4, 6, 3, bias=bias), IMAGES),
     "conv_transpose": (lambda bias: nn.ConvTranspose2d(4, 6, 3, groups=2, bias=bias), IMAGES),
