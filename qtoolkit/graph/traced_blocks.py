@@ -9,7 +9,7 @@ from operator import attrgetter
 from types import MethodType, new_class
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 
@@ -177,6 +177,22 @@ class Computed:
         return self.value.__get__(instance, owner)
 
 
+class ClassTensor:
+    """A tensor of a block's class, which a buffer of the block hides, as an attribute of the model's own block hides it.
+
+    Args:
+        name: Its name.
+        value: The tensor.
+    """
+
+    def __init__(self, name: str, value: Tensor) -> None:
+        self.name, self.value = name, value
+
+    def __get__(self, instance: nn.Module | None, owner: type) -> Tensor:
+        held = None if instance is None else vars(instance)["_buffers"].get(self.name)
+        return self.value if held is None else held
+
+
 _types: dict[type[nn.Module], type[TracedBlock]] = {}
 
 
@@ -193,8 +209,9 @@ def _make_type(kind: type[nn.Module]) -> type[TracedBlock]:
         return base
     overridden = {name for each in kind.__mro__ if each not in base.__mro__ for name in vars(each)}
     members = {name: getattr_static(base, name) for name in overridden.intersection(dir(base)) - OF_EACH_CLASS}
-    properties = [name for name, value in getmembers_static(kind) if type(value) is property and name not in members]
-    members |= {name: Computed(getattr_static(kind, name)) for name in properties}
+    own = [(name, value) for name, value in getmembers_static(kind) if name not in members]
+    members |= {name: Computed(value) for name, value in own if type(value) is property}
+    members |= {name: ClassTensor(name, value) for name, value in own if isinstance(value, Tensor)}
     members |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "_block_class": kind}
     try:
         return new_class(kind.__name__, (base, kind), {}, lambda namespace: namespace.update(members))

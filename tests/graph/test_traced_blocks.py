@@ -189,6 +189,34 @@ def test_a_block_is_of_its_class(copied) -> None:
     assert (named.train(), Named.modes) == (named, 0), "the methods of nn.Module are torch's"
 
 
+class Scaled(nn.Module):
+    """A block whose class has a tensor, which forward replaces by one of the input's size, as YOLO's heads replace anchors."""
+
+    table = torch.empty(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.size = nn.Conv2d(4, 4, 1), torch.Size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.size != x.shape:
+            self.table, self.size = torch.linspace(1, 2, x.shape[-1]), x.shape
+        return self.conv(x) * self.table
+
+
+@pytest.mark.parametrize("ran", [True, False], ids=["ran", "new"])
+def test_a_tensor_of_the_class_gives_way_to_the_one_of_the_block(ran: bool) -> None:
+    model = nn.Sequential(Scaled(), nn.ReLU()).eval()
+    expected = copy.deepcopy(model)(X)
+    if ran:
+        model(X)
+    prepared = qt.prepare(model, (X,), "onnxruntime")
+    qt.disable_quantization(prepared).apply()
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert torch.equal(ours(X), expected)
+    assert "0.table" not in prepared.state_dict()
+
+
 def test_pickles_load_without_the_class() -> None:
     class Local(Block):
         pass

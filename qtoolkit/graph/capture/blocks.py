@@ -26,9 +26,11 @@ def with_traced_blocks(model: nn.Module, graph: fx.Graph, called: Collection[str
         owner, _, name = str(node.target).rpartition(".")
         value = getattr(model.get_submodule(owner), name)
         new = root.get_submodule(owner)
-        if owner and isinstance(value, Tensor) and not hasattr(new, name):
+        if owner and isinstance(value, Tensor) and getattr(new, name, None) is not value:
             # A tensor that is no buffer of the block: it moves with the module, and no checkpoint has it.
-            new.register_buffer(name, value, persistent=False)
+            # register_buffer refuses the name of a tensor that the block's class has too.
+            new._buffers[name] = value
+            new._non_persistent_buffers_set.add(name)
     return root
 
 
