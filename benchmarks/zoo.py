@@ -1,4 +1,4 @@
-"""The model zoo: models of torchvision and timm through prepare, calibrate, one training step, convert and export.
+"""The model zoo: models of torchvision, timm and others through prepare, calibrate, one training step, convert and export.
 
 python benchmarks/zoo.py                      run all models; print the table, write benchmarks/results/zoo.json and docs/zoo.md
 python benchmarks/zoo.py --list               print the names of the models
@@ -97,11 +97,12 @@ def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(tqdm(pool.map(lambda r: run_apart(r, args), named), total=len(named), desc="models", leave=False))
     table.show(found)
-    before = json.loads(args.json.read_text())["models"] if args.json.exists() else []
-    outcomes = {o["name"]: o for o in (*before, *found)}
-    models = [outcomes[name] for name in recipes() if name in outcomes]
+    before = json.loads(args.json.read_text()) if args.json.exists() else {"models": []}
+    outcomes = {o["name"]: o for o in (*before["models"], *found)}
+    order = [*recipes(), *outcomes]  # those of packages that are not installed here come last
+    models = [outcomes[name] for name in dict.fromkeys(order) if name in outcomes]
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    results = {**page.facts(args.backend), "models": models}
+    results = {**page.facts(args.backend, before), "models": models}
     args.json.write_text(page.json_text(results))
     args.markdown.write_text(page.text(json.loads(args.json.read_text())))
 

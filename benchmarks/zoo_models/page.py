@@ -3,22 +3,24 @@
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from zoo_models.table import markdown
 
-PACKAGES = ("torchvision", "timm", "onnxruntime", "onnx")
+PACKAGES = ("torchvision", "timm", "onnxruntime", "onnx", "transformers", "ultralytics", "spandrel")
 
 TEXT = """# The model zoo
 
-Every model of torchvision {torchvision} and one model of each family of timm {timm} goes through `prepare` (in training
-mode), `calibrate`, one step of SGD, `convert`, `export_onnx` and verification in onnxruntime {onnxruntime}. Weights are
-random, inputs are small, the backend is {backend}; torch {torch}, one thread of {cores} shared cores. `python
-benchmarks/zoo.py` writes this page; `--only resnet18` or `--family timm` runs some of the models and keeps the other
-results. The data is in `benchmarks/results/zoo.json`.
+Every model of torchvision {torchvision}, one model of each family of timm {timm}, small models of transformers
+{transformers} and spandrel {spandrel}, and the smallest YOLOs of ultralytics {ultralytics} go through `prepare` (in
+training mode, unless a note says otherwise), `calibrate`, one step of SGD, `convert`, `export_onnx` and verification in
+onnxruntime {onnxruntime}. Weights are random, inputs are small, the backend is {backend}; torch {torch}, one thread of
+{cores} shared cores. `python benchmarks/zoo.py` writes this page; `--only resnet18` or `--family timm` runs some of the
+models and keeps the other results; models of packages that are not installed are left out, and keep theirs. The data is in
+`benchmarks/results/zoo.json`.
 
 - **layers** have weights; **ops** are all others. Ops in float are counted by kind, or by name if no kind contains the
   function. *relu after a float op* does not directly follow a quantized op. The backend computes *layer_norm* and the
@@ -39,14 +41,26 @@ results. The data is in `benchmarks/results/zoo.json`.
 """
 
 
-def facts(backend: str) -> dict[str, Any]:
-    """Return the backend, the versions of the packages and the number of cores."""
+def facts(backend: str, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the backend, the versions of the packages and the number of cores.
+
+    Args:
+        backend: The backend's name.
+        before: The facts of the results so far; the version of a package that is not installed here is taken from them.
+    """
     return {
         "backend": backend,
         "torch": torch.__version__,
         "cores": os.cpu_count(),
-        **{p: version(p) for p in PACKAGES},
+        **{p: _version(p, before) for p in PACKAGES},
     }
+
+
+def _version(package: str, before: Mapping[str, Any]) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return str(before.get(package, "(not installed)"))
 
 
 def json_text(results: Mapping[str, Any]) -> str:

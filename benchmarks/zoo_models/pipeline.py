@@ -156,7 +156,9 @@ class _Steps:
         return tuple(name for name in names if any(fnmatch(prefix + name, pattern) for pattern in self.recipe.skip))
 
     def prepare(self, part: Part, mapping: qt.QConfigMapping | None = None) -> Any:
-        return qt.prepare(part.module.train(), _example(part), self.backend, mapping, skip=self.skip(part))
+        return qt.prepare(
+            part.module.train(self.recipe.training), _example(part), self.backend, mapping, skip=self.skip(part)
+        )
 
     def norms_kept(self, part: Part) -> Any:
         return self.prepare(part, NORMS_KEPT)

@@ -21,6 +21,7 @@ class Recipe:
         note: A remark for the table.
         exporter: The exporter of torch that writes the ONNX file.
         clip: Maximum norm of the gradients in the training step; None does not clip.
+        training: Whether the model is prepared in training mode.
     """
 
     name: str
@@ -32,3 +33,4 @@ class Recipe:
     note: str = ""
     exporter: Literal["dynamo", "torchscript"] = "dynamo"
     clip: float | None = None
+    training: bool = True

@@ -1,0 +1,58 @@
+"""Detectors of ultralytics and super-resolution networks of spandrel, where somebody has installed these packages."""
+
+from collections.abc import Iterable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from zoo_models.recipe import Recipe
+
+YOLOS = ("yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n")
+NETWORKS = {
+    "SwinIR": {
+        "img_size": 16,
+        "window_size": 4,
+        "depths": [2, 2],
+        "embed_dim": 16,
+        "num_heads": [2, 2],
+        "upscale": 2,
+        "upsampler": "pixelshuffledirect",
+    },
+    "SPAN": {"num_in_ch": 3, "num_out_ch": 3, "feature_channels": 16, "upscale": 2},
+}
+BOXES = "prepared in eval mode: its head computes boxes there alone"
+
+
+def ultralytics_recipes() -> Iterable[Recipe]:
+    """Return a recipe for the smallest model of each YOLO, or none if ultralytics is not installed."""
+    if find_spec("ultralytics") is None:
+        return []
+    return [
+        Recipe(f"ultralytics/{n}", "ultralytics", partial(_yolo, n), partial(_images, 64), note=BOXES, training=False)
+        for n in YOLOS
+    ]
+
+
+def spandrel_recipes() -> Iterable[Recipe]:
+    """Return a recipe for each network of super-resolution, or none if spandrel is not installed."""
+    if find_spec("spandrel") is None:
+        return []
+    return [
+        Recipe(f"spandrel/{name.lower()}", "spandrel", partial(_super_resolution, name), partial(_images, 16))
+        for name in NETWORKS
+    ]
+
+
+def _images(side: int) -> tuple[Any, ...]:
+    return (torch.rand(2, 3, side, side),)
+
+
+def _yolo(name: str) -> Any:
+    return import_module("ultralytics.nn.tasks").DetectionModel(f"{name}.yaml", verbose=False)
+
+
+def _super_resolution(name: str) -> Any:
+    return getattr(import_module(f"spandrel.architectures.{name}"), name)(**NETWORKS[name])
