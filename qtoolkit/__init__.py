@@ -12,7 +12,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:
 
 from qtoolkit import debug, export, graph, nn, ops, quant_modules, tuning
 from qtoolkit.backends import Backend, backends
-from qtoolkit.calibrate import CalibrationReport, calibrate
+from qtoolkit.calibrate import CalibrationReport, calibrate, calibrating
 from qtoolkit.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.fuse import _check_rows, fuse_modules
@@ -25,7 +25,6 @@ from qtoolkit.prepare import convert, prepare
 from qtoolkit.public import publish
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.switches import (
-    calibrating,
     disable_quantization,
     enable_quantization,
     freeze_ranges,

@@ -1,9 +1,11 @@
-"""calibrate(): run data through a prepared model, set every range, and report the quantizers that saw no data."""
+"""Ranges from data: calibrate() runs the batches, and reports the quantizers that saw none; calibrating() takes a loop."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
 from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
-from qtoolkit.quantizers.switches import calibrating
+from qtoolkit.quantizers.switches import Which, observe_ranges
 from qtoolkit.quantizers.table import OBSERVERS
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report.lines import table
@@ -119,11 +121,7 @@ def calibrate(
     """
     check_module(prepared, "calibrate", "prepared")
     quantizers = quantizers_of(prepared)
-    if not quantizers:
-        refuse_legacy_quantizers(prepared, "calibrate")
-        raise ValueError(
-            "calibrate: the model has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace first."
-        )
+    _check_any(prepared, quantizers, "calibrate")
     _check(batches, max_batches, forward)
     check_links(prepared)
     run = forward or run_batch
@@ -135,7 +133,7 @@ def calibrate(
         for quantizer in quantizers.values():
             quantizer.observer.reset()
         weights = [quantizer for quantizer in quantizers.values() if quantizer.of_weight]
-        with torch.no_grad(), batch_statistics(prepared) as by_batch, evaluating(prepared), calibrating(prepared):
+        with torch.no_grad(), batch_statistics(prepared) as by_batch, evaluating(prepared), observe_ranges(prepared):
             for batch in batches_of("calibrate", batches, progress, max_batches):
                 _run(run, model, batch, by_batch)
                 for quantizer in weights:  # a weight is the same in each batch
@@ -147,7 +145,94 @@ def calibrate(
             count = merged_over_ranks(quantizers, count)
         if count == 0:
             raise ValueError("calibrate: batches must hold at least one batch, got none.")
-        return _finish(prepared, quantizers, count)
+        return _finish(prepared, quantizers, count, "calibrate")
+
+
+class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
+    """Observe ranges without quantizing, in a loop of one's own, and set the scales after the block, as `calibrate` does.
+
+    The model runs in the mode that it is in, and with gradients unless `torch.no_grad` says otherwise. What was observed before
+    the block does not count. If the block raises, all ranges, scales and observers are as before. In a process group every rank
+    must leave the block, and all get the ranges of all data.
+
+    As a plain call, or with `apply()`, it turns on observation alone, and sets no scales.
+
+    Args:
+        model: A prepared or replaced model, a submodule, or a quantizer.
+        which: "all", "weights" or "activations".
+
+    Warns:
+        UserWarning: A quantizer saw no data in the block and has no range, or a range clips much.
+
+    Raises:
+        RuntimeError: No quantizer saw data in the block.
+        ValueError: A quantizer observed NaN or infinities, `which` is unknown, or the model is converted or has no quantizers.
+
+    Example:
+        >>> import qtoolkit as qt
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> with torch.no_grad(), calibrating(prepared):
+        ...     for batch in (torch.ones(8, 4), 2 * torch.ones(8, 4)):
+        ...         _ = prepared(batch)
+        >>> prepared.get_submodule("activation_quantizers.input_1").amax
+        tensor(2.)
+    """
+
+    def __init__(self, model: nn.Module, which: Which = "all") -> None:
+        super().__init__(model, which)
+        self._model, self._blocks = model, list[ExitStack]()
+        self._observed = {n: q for n, q in self.quantizers.items() if isinstance(q, TensorQuantizer)}
+        _check_any(model, self._observed, "calibrating")
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        block = ExitStack()
+        block.callback(super().__exit__, None, None, None)
+        block.enter_context(unchanged_on_error(nn.ModuleList(self._observed.values()), parameters=True))
+        self._blocks.append(block)
+        for quantizer in self._observed.values():
+            quantizer.observer.reset()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        block = self._blocks.pop()
+        if kind is not None:
+            block.__exit__(kind, error, trace)
+            return
+        with block:
+            count = merged_over_ranks(self._observed, 1)
+            _check_reached(self._observed)
+            report = _finish(self._model, self._observed, count, "calibrating")
+            _warn_of_unreached([name for name in report.unreached if not self._observed[name].ready])
+
+
+def _check_any(model: nn.Module, quantizers: Collection[object], what: str) -> None:
+    """Raise an error unless there are quantizers to observe with."""
+    if not quantizers:
+        refuse_legacy_quantizers(model, what)
+        raise ValueError(
+            f"{what}: the model has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace first."
+        )
+
+
+def _check_reached(quantizers: Mapping[str, TensorQuantizer]) -> None:
+    fixed = {name: quantizer for name, quantizer in quantizers.items() if not quantizer.dynamic}
+    if fixed and not any(q.observer.seen() or not q.observer.finite() for q in fixed.values()):
+        raise RuntimeError(
+            f"calibrating: no data reached the quantizers {some(list(map(repr, fixed)))} in the block; run batches through the "
+            f"model in it."
+        )
+
+
+def _warn_of_unreached(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"calibrating: no data reached the quantizers {some(list(map(repr, names)))} in the block, so that they have no "
+            f"range; run data through the model that reaches them.",
+            stacklevel=3,
+        )
 
 
 def _check(batches: object, max_batches: object, forward: object) -> None:
@@ -185,7 +270,7 @@ def merged_over_ranks(quantizers: Mapping[str, TensorQuantizer], count: int) -> 
     return sum(each for each, _ in gathered)
 
 
-def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int) -> CalibrationReport:
+def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], count: int, what: str) -> CalibrationReport:
     loaded = load_ranges(prepared, quantizers)
     reached = {name: quantizers[name] for name in loaded}
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
@@ -195,7 +280,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     clipped = {name: share_clipped(quantizer, quantizer.observer) for name, quantizer in reached.items()}
     ranges = {name: _whole(ends) for name, ends in loaded.items()}
     unreached = tuple(name for name, quantizer in quantizers.items() if name not in reached and not quantizer.dynamic)
-    _warn_of_clipping(reached, clipped)
+    _warn_of_clipping(reached, clipped, what)
     return CalibrationReport(count, ranges, unreached, observed, grids, clipped)
 
 
@@ -208,7 +293,7 @@ def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) 
         ValueError: A quantizer has observed NaN or infinities.
     """
     for name, quantizer in quantizers.items():
-        quantizer.name = name
+        quantizer.name = name or quantizer.name  # a quantizer itself has no other name in it
     reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     chosen, calibrated = set(quantizers.values()), set(reached.values())
@@ -233,12 +318,14 @@ def _run(run: Callable[..., Any], model: nn.Module, batch: Any, by_batch: Callab
         run(model, batch)
 
 
-def _warn_of_clipping(quantizers: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None]) -> None:
+def _warn_of_clipping(
+    quantizers: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None], what: str
+) -> None:
     """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or few codes make it best."""
     much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(quantizers[name], share)]
     if much:
         warnings.warn(
-            f"calibrate: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "
+            f"{what}: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "
             f"accuracy is low, take another method of the observer 'histogram', such as 'mse', the observer 'minmax', or a "
             f"signed spec for values of both signs.",
             stacklevel=4,

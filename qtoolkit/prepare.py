@@ -239,7 +239,7 @@ def _warn_of_those_off(model: nn.Module) -> None:
     if names:
         warnings.warn(
             f"convert: {len(names)} quantizers are off and stay off, so that their tensors are in float: {some(names)}; "
-            f"qtoolkit.enable_quantization(prepared).apply() turns them on.",
+            f"qtoolkit.enable_quantization(prepared) turns them on.",
             stacklevel=4,
         )
 

@@ -171,3 +171,60 @@ def test_an_error_leaves_all_ranges_and_switches(qconfig: qt.QConfig, calibrated
         else:
             assert after[name] == value
     qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
+
+
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("qconfig", [qt.backends["tensorrt"].qconfig, LEARNED, HISTOGRAM])
+def test_a_loop_of_ones_own_gives_the_ranges_of_calibrate(road: str, qconfig: qt.QConfig) -> None:
+    model, mapping = nets.trained(nets.ConvNet(), *SHAPE).eval(), qt.QConfigMapping().set_global(qconfig)
+    mapping.set_module_name("up", None)
+    made = qt.prepare(model, qconfig_mapping=mapping) if road == "prepare" else qt.quant_modules.replace(model, mapping)
+    batches, other = [torch.randn(SHAPE), 2 * torch.randn(SHAPE)], copy.deepcopy(made)
+    qt.calibrate(made, batches, progress=False)
+    for _ in range(2):  # what was observed before a block does not count in it
+        with torch.no_grad(), qt.calibrating(other):
+            for batch in batches:
+                other(batch)
+    for name, scale in scales(made).items():
+        torch.testing.assert_close(scales(other)[name], scale, rtol=1e-6, atol=0)
+    assert torch.equal(qt.convert(other)(batches[0]), other(batches[0]))
+
+
+def test_a_loop_in_training_mode_starts_the_steps_that_follow_the_data() -> None:
+    model = prepared_net()
+    with qt.calibrating(model):
+        model(torch.randn(SHAPE))
+    assert all(q.follows_data for q in qt.quantizers_of(model).values() if not q.of_weight)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(
+    ("batches", "error", "words"),
+    [
+        ([], RuntimeError, r"calibrating: no data reached the quantizers '.*' and \d+ more in the block; run batches"),
+        ([torch.full(SHAPE, torch.nan)], ValueError, "'activation_quantizers.x' has observed NaN"),
+        ([torch.randn(SHAPE), torch.ones(1, 2, 8, 8)], RuntimeError, "channels"),
+    ],
+)
+def test_a_block_that_fails_changes_no_range(calibrated: bool, batches: list[Tensor], error: type, words: str) -> None:
+    model = prepared_net().eval()
+    if calibrated:
+        qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
+    before = state_of(model)
+    with pytest.raises(error, match=words), qt.calibrating(model):
+        [model(x) for x in batches]
+    after = state_of(model)
+    for name, value in before.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert after[name] == value
+
+
+def test_a_block_names_what_saw_no_data() -> None:
+    model = prepared_net().eval()
+    with pytest.warns(UserWarning, match=r"calibrating: .* 'activation_quantizers\.relu'"), qt.calibrating(model):
+        model.get_submodule("activation_quantizers.x")(torch.ones(SHAPE))
+    assert model.get_submodule("activation_quantizers.x").ready
+    with pytest.raises(ValueError, match="calibrating: the model has no quantizers; call qtoolkit.prepare"):
+        qt.calibrating(nets.LinearNet())

@@ -100,7 +100,7 @@ class RuntimeCodes:
         if self.unrounded:
             raise RuntimeError(
                 f"verify: {self.remark} Its outputs are thus not those of the model. Turn these quantizers off in the "
-                f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name)).apply()), or "
+                f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name))), or "
                 f"accept it."
             )
         judged = self.layer_codes if self.share else self.codes

@@ -41,5 +41,5 @@ def check_not_recomputing(name: str) -> None:
         raise RuntimeError(
             f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, whose range would differ "
             f"from that of the first forward, and with it the gradients; calibrate before training and set observing=False, "
-            f"as qtoolkit.freeze_ranges(model, 'activations').apply() does, or do not checkpoint this part of the model."
+            f"as qtoolkit.freeze_ranges(model, 'activations') does, or do not checkpoint this part of the model."
         )

@@ -13,10 +13,13 @@ from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 Which = Literal["all", "weights", "activations"]
+_State = dict[str, bool]  # attributes of a quantizer
 
 
-class _Switch(AbstractContextManager["_Switch"]):
-    """Set the state of a model's quantizers, permanently with apply(), or for a `with` block.
+class Switch(AbstractContextManager["Switch"]):
+    """Set the state of a model's quantizers, when it is called. As a context manager it restores the state after the block.
+
+    A subclass says what it sets. The rest of the state is not changed, neither at once nor after the block.
 
     Args:
         model: A prepared, replaced or converted model, a submodule, or a quantizer.
@@ -34,54 +37,58 @@ class _Switch(AbstractContextManager["_Switch"]):
     def __init__(self, model: nn.Module, which: Which = "all") -> None:
         check_module(model, type(self).__name__)
         check_known(f"which of {type(self).__name__}:", which, get_args(Which))
-        self.quantizers = _chosen(model, which)
-        self.before: list[list[_State]] = []
-        if self.observing and any(isinstance(quantizer, Grid) for quantizer in self.quantizers):
+        found = named_quantizers(model)
+        self.quantizers = {n: q for n, q in found.items() if which == "all" or q.of_weight == (which == "weights")}
+        if self.observing and any(isinstance(quantizer, Grid) for quantizer in self.quantizers.values()):
             raise ValueError(
                 f"{type(self).__name__}: a converted model has fixed scales and observes no ranges; pass the prepared one."
             )
+        self._before = [self._state()]  # of the blocks that the object is in or, before its first, of the call
+        self._entered = 0
+        self._set()
 
     def apply(self) -> None:
-        """Set the state permanently."""
-        wanted = (self.observing, self.quantizing, self.following, self.stopping)
-        for quantizer in self.quantizers:
-            state = zip(wanted, _state(quantizer), strict=True)
-            _set_state(quantizer, *(now if new is None else new for new, now in state))
+        """Set the state permanently: a later block of this object restores this state."""
+        self._set()
+        if not self._entered:
+            self._before.clear()
 
     def __enter__(self) -> Self:
-        self.before.append([_state(quantizer) for quantizer in self.quantizers])
-        self.apply()
+        if len(self._before) == self._entered:
+            self._before.append(self._state())
+        self._entered += 1
+        self._set()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for quantizer, state in zip(self.quantizers, self.before.pop(), strict=True):
-            _set_state(quantizer, *state)
+        self._entered -= 1
+        for quantizer, state in zip(self.quantizers.values(), self._before.pop(), strict=True):
+            _update(quantizer, state)
+
+    def _set(self) -> None:
+        for quantizer in self.quantizers.values():
+            _update(quantizer, self._wanted())
+
+    def _wanted(self) -> _State:
+        """Return the attributes that this switch sets, with their values."""
+        values = {name: getattr(self, name) for name in ("observing", "quantizing", "following", "stopping")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _state(self) -> list[_State]:
+        wanted = self._wanted()
+        return [{name: getattr(quantizer, name, False) for name in wanted} for quantizer in self.quantizers.values()]
 
 
-_State = tuple[bool, bool, bool, bool]  # observing, quantizing, following, stopping
+def _update(quantizer: Quantizer, state: _State) -> None:
+    for name, value in state.items():
+        if name == "quantizing" or isinstance(quantizer, TensorQuantizer):  # the others have no range that moves
+            setattr(quantizer, name, value)
 
 
-def _state(quantizer: Quantizer) -> _State:
-    if isinstance(quantizer, TensorQuantizer):
-        return quantizer.observing, quantizer.quantizing, quantizer.following, quantizer.stopping
-    return False, quantizer.quantizing, False, False
-
-
-def _set_state(quantizer: Quantizer, observing: bool, quantizing: bool, following: bool, stopping: bool) -> None:
-    quantizer.quantizing = quantizing
-    if isinstance(quantizer, TensorQuantizer):
-        quantizer.observing, quantizer.following, quantizer.stopping = observing, following, stopping
-
-
-def _chosen(model: nn.Module, which: Which) -> list[Quantizer]:
-    found = named_quantizers(model).values()
-    return [quantizer for quantizer in found if which == "all" or quantizer.of_weight == (which == "weights")]
-
-
-class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)
-    """Turn quantizers off, for a `with` block or, with apply(), permanently.
+class disable_quantization(Switch):  # noqa: N801 (used like torch.no_grad)
+    """Turn quantizers off, when called, as `torch.set_grad_enabled` does; for a `with` block only, as a context manager.
 
     A converted model with all quantizers off computes what the float model with folded batch norms computes.
 
@@ -90,30 +97,33 @@ class disable_quantization(_Switch):  # noqa: N801 (used like torch.no_grad)
         >>> with qt.disable_quantization(quantizer):
         ...     quantizer(torch.tensor(0.3))
         tensor(0.3000)
+        >>> _ = qt.disable_quantization(quantizer)
+        >>> quantizer.quantizing
+        False
     """
 
     quantizing = False
 
 
-class enable_quantization(_Switch):  # noqa: N801
-    """Turn quantizers on, for a `with` block or, with apply(), permanently."""
+class enable_quantization(Switch):  # noqa: N801
+    """Turn quantizers on, when called; for a `with` block only, as a context manager."""
 
     quantizing = True
 
 
-class calibrating(_Switch):  # noqa: N801
-    """Observe ranges without quantizing, for a `with` block or, with apply(), permanently."""
+class observe_ranges(Switch):  # noqa: N801
+    """Observe ranges without quantizing, and load none of them (`qtoolkit.calibrating` does)."""
 
     observing = True
     quantizing = False
 
 
-class freeze_ranges(_Switch):  # noqa: N801
-    """Keep ranges as they are, for a `with` block or, with apply(), permanently; learned scales still train.
+class freeze_ranges(Switch):  # noqa: N801
+    """Keep ranges as they are, from the call on or, as a context manager, for a `with` block; learned scales still train.
 
     By default the range of a weight with a fixed scale follows the weight in training, and the range of an activation follows
-    the data in the first 200 steps. After `freeze_ranges(model).apply()` no range moves, as in the last epochs of a schedule
-    that fixes the grid. A quantizer follows again once its attribute `following` is True.
+    the data in the first 200 steps. After `freeze_ranges(model)` no range moves, as in the last epochs of a schedule that
+    fixes the grid. A quantizer follows again once its attribute `following` is True.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="onnxruntime").train()
@@ -130,8 +140,8 @@ class freeze_ranges(_Switch):  # noqa: N801
     following = False
 
 
-class stop_on_nonfinite(_Switch):  # noqa: N801
-    """Raise ValueError where a quantizer gets NaN or infinities, for a `with` block or, with apply(), permanently.
+class stop_on_nonfinite(Switch):  # noqa: N801
+    """Raise ValueError where a quantizer gets NaN or infinities, from the call on or, as a context manager, for a `with` block.
 
     By default a forward goes on: a range that moves leaves out what is not finite, and counts it in `observer.skipped`. With
     this switch the first quantizer on the way names itself. Each quantizer then reads its input once more and waits for the

@@ -232,7 +232,7 @@ def test_attention_drops_out_in_training_alone() -> None:
     q, k = torch.zeros(8, 4, 32, E), torch.zeros(8, 4, 32, E)
     v = torch.ones(8, 4, 32, 1)
     for module in (layer, qt.nn.QuantScaledDotProductAttention(0.25, activation_spec=qt.QuantSpec())):
-        with qt.calibrating(module):
+        with qt.disable_quantization(module):
             assert torch.allclose(module.eval()(q, k, v), torch.ones(8, 4, 32, 1))
             torch.manual_seed(0)
             y = module.train()(q, k, v)

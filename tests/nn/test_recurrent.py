@@ -371,7 +371,7 @@ def test_with_fixed_grids_it_computes_the_same(kind: str, activation: qt.QuantSp
 def test_shapes_that_torch_refuses(kind: str, x: Tensor, hx: Tensor | None, error: type, words: str) -> None:
     ours = quantized(LAYERS[kind](F, H))
     state = (hx, torch.randn(hx.shape)) if hx is not None and kind == "lstm" else hx
-    with qt.calibrating(ours), pytest.raises(error) as caught:
+    with pytest.raises(error) as caught, qt.calibrating(ours):
         ours(x, state)
     wanted = words.replace("hidden size", "hidden[0] size") if kind == "lstm" else words
     assert wanted in str(caught.value)

@@ -31,7 +31,6 @@ def test_a_quantizer_takes_the_largest_magnitude_for_its_scale(observer: str, ax
     quantizer, x = qt.TensorQuantizer(spec, channels=None if axis is None else 5), torch.randn(5, 7) * 3
     with qt.calibrating(quantizer):
         quantizer(x)
-    quantizer.load_observed()
     amax = x.abs().amax() if axis is None else x.abs().amax(1)
     assert torch.equal(quantizer.amax, amax)
     wanted = reference.fake_quant_nnie(x, amax, axis=axis)[0]
@@ -92,5 +91,4 @@ def test_percentiles_of_a_histogram_fit_it() -> None:
     x = torch.linspace(-1, 1, 10_000)
     with qt.calibrating(quantizer):
         quantizer(x)
-    quantizer.load_observed()
     assert float(quantizer.amax) == pytest.approx(0.99, abs=0.002)

@@ -18,7 +18,6 @@ def observed(spec: qt.QuantSpec, *inputs: Tensor, group: int = 1) -> qt.TensorQu
     with qt.calibrating(quantizer):
         for x in inputs:
             quantizer(x)
-    quantizer.load_observed()
     return quantizer
 
 
@@ -91,7 +90,6 @@ def test_the_default_start_has_the_least_squared_error(bits: int, of_weight: boo
     quantizer = qt.TensorQuantizer(spec, 6 if axis else None, of_weight=of_weight)
     with qt.calibrating(quantizer):
         quantizer(X)
-    quantizer.load_observed()
 
     def error(scale: Tensor) -> Tensor:
         rounded = qt.ops.fake_quant(X, scale, None, spec.qmin, spec.qmax, axis)

@@ -27,7 +27,6 @@ def test_one_bad_batch_moves_no_range(value: float, observer: str, quantizing: b
     quantizer = qt.TensorQuantizer(qt.QuantSpec(observer=observer, **how))
     with qt.calibrating(quantizer):
         quantizer(GOOD)
-    quantizer.load_observed()
     quantizer.observing, quantizer.quantizing = True, quantizing
     before = copy.deepcopy(quantizer)
     quantizer(bad(value))

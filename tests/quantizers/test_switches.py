@@ -136,3 +136,52 @@ def test_integer_arithmetic_with_a_quantizer_that_is_off(off: str) -> None:
     with pytest.warns(UserWarning, match="stay off"):
         converted = qt.convert(prepared, arithmetic="integer", runtime="onnxruntime")
     torch.testing.assert_close(converted(X), prepared(X), atol=0.02, rtol=0)
+
+
+CALLS = {
+    "disable_quantization": (qt.disable_quantization, {"quantizing": False}),
+    "freeze_ranges": (qt.freeze_ranges, {"observing": False, "following": False}),
+    "stop_on_nonfinite": (qt.stop_on_nonfinite, {"stopping": True}),
+    "calibrating": (qt.calibrating, {"observing": True, "quantizing": False}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plain_call_acts_and_a_block_restores(name: str) -> None:
+    switch, wanted = CALLS[name]
+    model = prepared_net()
+    quantizers = qt.quantizers_of(model).values()
+
+    def found() -> list[dict[str, bool]]:
+        return [{name: getattr(quantizer, name) for name in wanted} for quantizer in quantizers]
+
+    before = found()
+    with switch(model) as again:
+        assert found() == [wanted] * len(quantizers)
+        model(X)
+    assert found() == before
+    with again, again:
+        assert found() == [wanted] * len(quantizers)
+        model(X)
+    assert found() == before
+    switch(model)
+    assert found() == [wanted] * len(quantizers)
+    if name == "disable_quantization":
+        qt.enable_quantization(model)
+        assert found() == before
+
+
+def test_a_block_after_apply_keeps_what_apply_set() -> None:
+    model = prepared_net()
+    off = qt.disable_quantization(model)
+    off.apply()
+    with off:
+        pass
+    assert not any(states(model).values())
+
+
+def test_a_block_restores_no_more_than_it_sets() -> None:
+    quantizer = qt.TensorQuantizer(qt.QuantSpec())
+    with qt.stop_on_nonfinite(quantizer):
+        quantizer.amax = 3.0
+    assert not quantizer.following

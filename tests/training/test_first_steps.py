@@ -282,7 +282,6 @@ def test_the_rate_of_an_activation_depends_on_its_scale_alone(kind: str) -> None
     )
     with qt.calibrating(one):
         one(torch.rand(100))
-    one.load_observed()
     other.load_grid(one.scale, one.zero_point) if kind not in ("apot", "qil") else other.load_state_dict(
         one.state_dict()
     )

@@ -251,7 +251,6 @@ def quantized_by_hand(x: Tensor, spec: qt.QuantSpec) -> Tensor:
     quantizer = qt.TensorQuantizer(spec)
     with qt.calibrating(quantizer):
         quantizer(x)
-    quantizer.load_observed()
     return quantizer(x).detach()
 
 
