@@ -14,6 +14,7 @@ from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
 from qtoolkit.errors import check_known, some, with_article
+from qtoolkit.finite import check_finite
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -163,8 +164,9 @@ def convert(
 
     Raises:
         RuntimeError: A quantizer saw no data. The error names it.
-        ValueError: A scale is not positive and finite, `arithmetic` or `runtime` is not known, the model has no graph or
-            the backend no runtime for "integer", or a batch norm that is linked to a layer is no longer in the model.
+        ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
+            or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
+            linked to a layer is no longer in the model.
         TypeError: The model has no quantizers, or those of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is no
             mapping.
         RuntimeError, ValueError: `state_dict` does not fit the model.
@@ -185,6 +187,8 @@ def convert(
     check_known("arithmetic", arithmetic, ("float", "integer"))
     check_quantized(prepared, "convert")
     check_links(prepared)
+    if state_dict is None:
+        check_finite(prepared, "convert")
     chosen = _runtime_for(prepared, runtime) if arithmetic == "integer" else None
     own = deepcopy_model(prepared, what="convert")
     converted = _frozen(prepared, own, state_dict)
@@ -200,7 +204,9 @@ def _frozen(prepared: nn.Module, own: M, state_dict: Mapping[str, Tensor] | None
         return passes.freeze.run(own)
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"convert: state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}.")
-    return passes.freeze.restore(own, state_dict)
+    restored = passes.freeze.restore(own, state_dict)
+    check_finite(restored, "convert: state_dict")
+    return restored
 
 
 def _runtime_for(model: nn.Module, runtime: str | None) -> Runtime:

@@ -17,6 +17,7 @@ from qtoolkit.checkpoint.contents import contents_of
 from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
 from qtoolkit.errors import some
+from qtoolkit.finite import check_finite
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import raising_on_all_ranks, unwrapped
 
@@ -77,7 +78,8 @@ def save_checkpoint(
 
     Raises:
         TypeError: The model is not a module, or the state holds an object of another kind.
-        ValueError: The optimizer is that of another model, or a sharded model is to be saved as one file.
+        ValueError: The optimizer is that of another model, a sharded model is to be saved as one file, or a parameter or a
+            statistic of a batch norm is not finite. What was there stays.
         OSError: The file or the folder cannot be written.
         RuntimeError: It failed on another rank, which is named.
 
@@ -96,6 +98,7 @@ def save_checkpoint(
 
     with raising_on_all_ranks("save_checkpoint"):
         _check_extra()
+        check_finite(unwrapped(model), "save_checkpoint")
         tensors, record = contents_of(unwrapped(model), optimizer, _checked(state, "save_checkpoint"), __version__)
     if Path(path).suffix == SUFFIX:
         write_file(tensors, record, Path(path))
@@ -133,7 +136,7 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is damaged, or a pickle of more than tensors; it is that of another model, config, optimizer or
-            state; or a later version wrote it.
+            state; a later version wrote it; or a parameter or a statistic of a batch norm in it is not finite.
         RuntimeError: It failed on another rank, which is named.
     """
     check_module(model, "load_checkpoint")

@@ -23,6 +23,7 @@ from qtoolkit.checkpoint.random_states import restore_random
 from qtoolkit.checkpoint.record import INDEX, OWN, Record
 from qtoolkit.checkpoint.tree import decode
 from qtoolkit.errors import check_known
+from qtoolkit.finite import check_finite
 from qtoolkit.model_state import unchanged_on_error
 from qtoolkit.processes import rank, ranks
 
@@ -182,6 +183,7 @@ class Loading:
             _restored_on_error([*objects.values()], self.optimizer),
         ):
             self.model.load_state_dict(loaded, strict=self.strict)
+            check_finite(self.model, "the model")
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(self.of_optimizer)
             for name, value in objects.items():

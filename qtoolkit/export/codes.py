@@ -76,16 +76,30 @@ def sum_of(counts: Iterable[CodeCount]) -> CodeCount:
 
 
 def largest_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """Return the largest absolute difference between tensors or arrays of the same shapes."""
-    pairs = zip(ours, theirs, strict=True)
-    gaps = [np.abs(np.float64(_array(one)) - np.float64(_array(other))).max(initial=0) for one, other in pairs]
-    return float(max(gaps, default=0.0))
+    """Return the largest absolute difference between tensors or arrays of the same shapes; NaN where one of them has NaN."""
+    gaps = [_gap(np.float64(_array(a)), np.float64(_array(b))) for a, b in zip(ours, theirs, strict=True)]
+    return float(np.max(gaps, initial=0.0))
+
+
+def _gap(one: Any, other: Any) -> Any:
+    with np.errstate(invalid="ignore"):  # of equal infinities, whose difference is zero here
+        return np.where(one == other, 0.0, np.abs(one - other)).max(initial=0)
 
 
 def relative_difference(ours: Tensor, theirs: Any) -> float:
-    """Return the largest difference between a tensor and an array, as a share of the largest value of both."""
-    size = max(np.abs(_array(ours)).max(initial=0), np.abs(_array(theirs)).max(initial=0))
-    return largest_difference([ours], [theirs]) / float(size) if size else 0.0
+    """Return the largest difference between a tensor and an array, as a share of the largest finite value of both."""
+    sizes = np.abs(np.concatenate([np.ravel(_array(ours)), np.ravel(_array(theirs))]))
+    size, gap = float(sizes[np.isfinite(sizes)].max(initial=0)), largest_difference([ours], [theirs])
+    return gap / size if size else gap
+
+
+def check_difference(difference: float, what: str) -> None:
+    """Raise RuntimeError, which begins with `what`, where outputs cannot be compared because they have NaN."""
+    if np.isnan(difference):
+        raise RuntimeError(
+            f"{what}: outputs have NaN, for which nothing can be compared; qtoolkit.stop_on_nonfinite(prepared) names the "
+            f"first quantizer that gets NaN. Pass inputs for which the model returns numbers."
+        )
 
 
 def _array(value: Any) -> Any:

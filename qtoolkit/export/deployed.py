@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from qtoolkit.export.codes import (
     TIES_IN_SMALL_TENSORS,
     CodeCount,
+    check_difference,
     forward_hooks,
     largest_difference,
     layer_weights,
@@ -90,8 +91,9 @@ class RuntimeCodes:
 
         Raises:
             RuntimeError: More codes differ, the runtime leaves out a rounding, or codes could not be compared; the message
-                names the first place.
+                names the first place. Or outputs have NaN.
         """
+        check_difference(self.output_difference, "verify")
         if self.not_compared:
             raise RuntimeError(
                 f"verify: {self.runtime} does not give the codes of {', '.join(map(repr, self.not_compared))}: it merged their "

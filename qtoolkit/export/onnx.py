@@ -27,6 +27,7 @@ from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
+from qtoolkit.finite import check_finite
 from qtoolkit.graph.plan import Cause
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
@@ -257,13 +258,14 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
 
 
 def check_grids(converted: nn.Module, what: str) -> None:
-    """Raise ValueError, which begins with `what`, for a model without a quantizer, or with one that no file can have."""
+    """Raise ValueError, which begins with `what`, for a model without a quantizer, or with what no file can have."""
     if not any(isinstance(module, Grid) for module in converted.modules()):
         raise ValueError(
             f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
             f"To export the float model, use torch.onnx.export."
         )
     check_shapes(converted)
+    check_finite(converted, what)
 
 
 def _check_formats(converted: nn.Module) -> None:

@@ -15,6 +15,7 @@ from qtoolkit.export.codes import (
     CodeComparison,
     CodeCount,
     NodeCodes,
+    check_difference,
     compare_codes,
     grid_named,
     largest_difference,
@@ -77,8 +78,9 @@ class Verification:
         """Check that codes differ only where rounding ties explain it.
 
         Raises:
-            RuntimeError: Other codes differ, or a quantizer has no node; the message names it.
+            RuntimeError: Other codes differ, or a quantizer has no node; the message names it. Or outputs have NaN.
         """
+        check_difference(self.output_difference, "export")
         if self.missing:
             raise RuntimeError(f"export: the file has no QuantizeLinear for: {', '.join(self.missing)}.")
         if self.weight_codes.differing or self.quantizer_codes.differing:

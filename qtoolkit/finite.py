@@ -1,0 +1,66 @@
+"""The check that the weights and statistics of a model are numbers, before they become codes or a file."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.errors import some
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.sharding import is_sharded
+
+
+def check_finite(model: nn.Module, what: str) -> None:
+    """Raise ValueError, which begins with `what`, for parameters and statistics that no training means, by their names.
+
+    Parameters and the statistics of batch norms must be finite, and variances not negative. Other buffers may be infinite, as a
+    mask is, but not NaN. Quantizers check their own scales; what they observe, and one without a range, is left out.
+
+    Example:
+        >>> check_finite(nn.BatchNorm1d(2), "convert")
+        >>> broken = nn.BatchNorm1d(2)
+        >>> broken.running_var[1] = torch.nan
+        >>> check_finite(broken, "convert")
+        Traceback (most recent call last):
+        ...
+        ValueError: convert: 'running_var' has NaN (1 of 2 values). Load the model from before they came in; ...
+    """
+    bad = list(_faults(model))
+    if bad:
+        raise ValueError(
+            f"{what}: {some(bad)}. Load the model from before they came in; statistics of batch norms alone can be estimated "
+            f"anew, by reset_running_stats() of these batch norms and qtoolkit.tuning.reestimate_batch_norm(model, batches). A "
+            f"batch with NaN changes the statistics in its forward, also where its step is skipped: check batches before it."
+        )
+
+
+def _faults(model: nn.Module) -> Iterator[str]:
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    ignored = {id(buffer) for quantizer in quantizers for buffer in quantizer.buffers()}
+    ignored |= {id(p) for quantizer in quantizers if not quantizer.ready for p in quantizer.parameters()}
+    statistics = [module for module in model.modules() if isinstance(getattr(module, "running_var", None), Tensor)]
+    finite = {
+        id(tensor) for tensor in (*model.parameters(), *(b for bn in statistics for b in bn.buffers(recurse=False)))
+    }
+    variances = {id(module.running_var) for module in statistics}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in ignored and _has_values(tensor):
+            fault = _fault(tensor.detach(), id(tensor) in finite, id(tensor) in variances)
+            if fault is not None:
+                yield f"{name!r} has {fault}"
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.layout is torch.strided and tensor.is_floating_point() and tensor.itemsize > 1
+
+
+def _fault(tensor: Tensor, finite: bool, variance: bool) -> str | None:
+    """Return what is wrong with a tensor, of which each process looks at its own part."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    bad = {"NaN": local.isnan()}
+    if finite:
+        bad["infinities"] = local.isinf()
+    if variance:
+        bad["negative values"] = local < 0
+    counts = {fault: int(where.sum()) for fault, where in bad.items()}
+    return next((f"{fault} ({count} of {local.numel()} values)" for fault, count in counts.items() if count), None)
