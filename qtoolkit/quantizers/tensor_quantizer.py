@@ -201,16 +201,23 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         amax = torch.as_tensor(value, dtype=self._scale.dtype, device=self._scale.device)
         if bool((amax < 0).any()):
             raise ValueError(f"quantizer {self.name!r}: amax must not be negative, got {float(amax.min())}.")
-        lo = -amax if self.spec.signed else torch.zeros_like(amax)
-        self.set_range(lo, amax)
+        self.set_range(-amax if self.spec.signed else torch.zeros_like(amax), amax)
 
-    def set_range(self, lo: Tensor, hi: Tensor) -> None:
+    def set_range(self, lo: Tensor | float, hi: Tensor | float) -> None:
         """Set the grid to cover the range [lo, hi], of one element or one per channel, and keep it in training.
 
         Raises:
-            ValueError: The range is not finite, or its number of elements does not fit.
+            ValueError: A lower end is above its upper end, the range is not finite, or its number of elements does not fit.
         """
-        self._take_range(lo, hi)
+        ends = [torch.as_tensor(end, dtype=self._scale.dtype, device=self._scale.device) for end in (lo, hi)]
+        low, high = torch.broadcast_tensors(*ends)
+        if bool((low > high).any()):
+            first = (low > high).flatten().nonzero()[0]
+            raise ValueError(
+                f"quantizer {self.name!r}: lo must not be above hi, got the range [{float(low.flatten()[first]):g}, "
+                f"{float(high.flatten()[first]):g}]; pass set_range(lo, hi)."
+            )
+        self._take_range(low, high)
         self.following = False
 
     def _take_range(self, lo: Tensor, hi: Tensor) -> None:

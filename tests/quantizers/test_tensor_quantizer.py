@@ -373,3 +373,18 @@ def test_copies_pickles_and_frozen_forms_keep_what_a_quantizer_is_for(facts: dic
         for same in (one, copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert (same.of_weight, same.inserted) == ("of_weight" in facts, "inserted" in facts)
             assert (same.name, same.group, same.quantizing) == ("conv.weight_quantizer", 1, True)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_range_upside_down_is_an_error(symmetric: bool) -> None:
+    quantizer = qt.TensorQuantizer(qt.QuantSpec(axis=0, symmetric=symmetric), channels=2, name="conv1")
+    quantizer.set_range(-1.0, 3.0)
+    scale = quantizer.scale
+    for lo, hi in ((5.0, -5.0), (torch.tensor([-1.0, 5.0]), torch.tensor([1.0, -5.0]))):
+        with pytest.raises(
+            ValueError, match=r"quantizer 'conv1': lo must not be above hi, got the range \[5, -5\]; pass"
+        ):
+            quantizer.set_range(lo, hi)
+    assert torch.equal(quantizer.scale, scale)
+    quantizer.set_range(torch.tensor([-1.0, 2.0]), 2.0)
+    assert quantizer.scale.shape == (2,)
