@@ -367,6 +367,10 @@ _ALL = (
 backends: Mapping[str, Backend] = {backend.name: backend for backend in _ALL}
 
 
+# What other names of targets mean here.
+MEANT = {"ort": "onnxruntime", "trt": "tensorrt"}
+
+
 def backend_of(backend: str | Backend) -> Backend:
     """Return a backend by its name; a Backend is returned as it is.
 
@@ -378,5 +382,5 @@ def backend_of(backend: str | Backend) -> Backend:
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name or a qtoolkit.Backend, got {backend!r}.")
-    check_known("backend", backend, backends)
+    check_known("backend", backend, backends, MEANT)
     return backends[backend]

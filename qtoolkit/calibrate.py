@@ -21,7 +21,7 @@ from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
 from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
-from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
+from qtoolkit.quantizers.quantizer import named_quantizers, refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import Which, observe_ranges
 from qtoolkit.quantizers.table import OBSERVERS
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -212,6 +212,10 @@ def _check_any(model: nn.Module, quantizers: Collection[object], what: str) -> N
     """Raise an error unless there are quantizers to observe with."""
     if not quantizers:
         refuse_legacy_quantizers(model, what)
+        if named_quantizers(model):
+            raise ValueError(
+                f"{what}: a converted model has fixed scales; calibrate the prepared one, and convert it again."
+            )
         raise ValueError(
             f"{what}: the model has no quantizers; call qtoolkit.prepare or qtoolkit.quant_modules.replace first."
         )

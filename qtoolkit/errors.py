@@ -7,23 +7,25 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 
-def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """Return a sentence for an unknown name, with the nearest known one.
+def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
+    """Return a sentence for an unknown name, with the nearest known one, or that of `meant` for a name of other tools.
 
     Example:
         >>> unknown("backend", "tensort", ["tensorrt", "onnxruntime"])
         "unknown backend 'tensort'; did you mean 'tensorrt'? Known: onnxruntime, tensorrt."
     """
     names = sorted(known)
-    near = nearest(name, names)
+    near = (meant or {}).get(str(name)) or nearest(name, names)
     hint = "." if near is None else f"; did you mean {near!r}?"
     return f"unknown {what} {name!r}{hint} Known: {', '.join(names)}."
 
 
 def nearest(name: object, known: Sequence[str]) -> str | None:
     """Return the known name that is most like another one, or None."""
-    same = [each for each in known if _as_node(each) == _as_node(str(name))]
-    return next(iter(same or get_close_matches(str(name), known, n=1, cutoff=0.5)), None)
+    node = _as_node(str(name))
+    same = [each for each in known if _as_node(each) == node]
+    longer = [each for each in known if len(node) > 2 and _as_node(each).startswith(node)]
+    return next(iter(same or longer or get_close_matches(str(name), known, n=1, cutoff=0.5)), None)
 
 
 def some(items: Sequence[str], most: int = 5) -> str:
@@ -56,11 +58,24 @@ def _as_node(name: str) -> str:
     return name.replace(".", "_").strip("_")
 
 
-def check_known(what: str, name: object, known: Iterable[str]) -> None:
+def check_known(what: str, name: object, known: Iterable[str], meant: Mapping[str, str] | None = None) -> None:
     """Raise ValueError, with the sentence of `unknown`, unless the name is known."""
     names = list(known)
     if name not in names:
-        raise ValueError(unknown(what, name, names))
+        raise ValueError(unknown(what, name, names, meant))
+
+
+def type_beside(value: object, wanted: type) -> str:
+    """Return the name of a value's type, with its module where it has the name of the type that is wanted.
+
+    Example:
+        >>> class OrderedDict: ...
+        >>> import collections
+        >>> type_beside(3, OrderedDict), type_beside(collections.OrderedDict(), OrderedDict)
+        ('int', 'collections.OrderedDict')
+    """
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__name__}" if kind.__name__ == wanted.__name__ else kind.__name__
 
 
 def check_mapping(what: str, value: object) -> None:

@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.errors import check_known
@@ -41,12 +43,99 @@ def run_batch(model: nn.Module, batch: Any, what: str = "calibrate") -> Any:
     inputs = tuple(batch) if isinstance(batch, list) else batch
     args, kwargs = split(inputs)
     try:
-        return model(*args, **kwargs)
+        with naming_misfits(model, inputs, f"{what}: a batch does"):
+            return model(*args, **kwargs)
     except TypeError:  # not checked before: hooks may change the inputs
         first = repr(next(iter(kwargs), 0))
         remedy = f"; pass forward=lambda model, batch: model(batch[{first}]) with the items that the model takes"
         bind(model, inputs, f"{what}: a batch does", remedy)
         raise
+
+
+class MisfitError(TypeError, RuntimeError):
+    """Inputs are of a type or dtype, or on a device, that a model does not take. torch raises either of the base classes."""
+
+
+@contextmanager
+def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
+    """Let an error of a run say which input is of a type or dtype, or on a device, that the model does not take.
+
+    Args:
+        model: The model that the block runs.
+        inputs: Its inputs, as for `split`.
+        what: How the error begins.
+
+    Raises:
+        MisfitError: The block raised an error, and such an input explains it.
+
+    Example:
+        >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.float64)
+        >>> with naming_misfits(layer, x, "example_inputs do"):
+        ...     layer(x)
+        Traceback (most recent call last):
+        ...
+        qtoolkit.model_inputs.MisfitError: example_inputs do not fit the model: 'input' is float64, ...
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, AttributeError) as error:
+        reason = _misfit(model, inputs)
+        if reason is None or isinstance(error, MisfitError):
+            raise
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise MisfitError(f"{what} not fit the model: {reason} ({type(error).__name__}: {first}).") from error
+
+
+def _misfit(model: nn.Module, inputs: Any) -> str | None:
+    """Return what is wrong with inputs that a model failed on, and the remedy; None if nothing is seen."""
+    args, kwargs = split(inputs)
+    signature = inspect.signature(model.forward)
+    try:
+        arguments = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    if isinstance(inputs, list):
+        return f"a list is one argument, {next(iter(arguments))!r}; write a tuple for the arguments of forward"
+    leaves = [(name, leaf) for name, value in arguments.items() for leaf in _leaves(value)]
+    found = (_misfit_of(f"{name!r}", leaf, model) for name, leaf in leaves)
+    return next((reason for reason in found if reason is not None), None)
+
+
+def _misfit_of(name: str, value: Any, model: nn.Module) -> str | None:
+    own = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    if not isinstance(value, Tensor):  # of other types nothing is known: they may be what the model takes
+        is_array = hasattr(value, "__array_interface__")
+        kind = type(value).__name__
+        return (
+            f"{name} is an array of type {kind}, and layers take tensors; pass torch.as_tensor(array)"
+            if is_array
+            else None
+        )
+    if own and value.device not in {parameter.device for parameter in own}:
+        return (
+            f"{name} is on {value.device}, and the model on {own[0].device}; pass it with .to({str(own[0].device)!r})"
+        )
+    looks_up = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
+    fits = value.dtype in {parameter.dtype for parameter in own} or (looks_up and not value.is_floating_point())
+    if own and not fits:
+        words = _name_of(value.dtype), _name_of(own[0].dtype)
+        return f"{name} is {words[0]}, and the model is {words[1]}; pass it with .to(torch.{words[1]})"
+    if looks_up and value.is_floating_point():
+        return f"{name} is {_name_of(value.dtype)}, and an embedding looks up whole numbers; pass those with .long()"
+    return None
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return the values in nested tuples, lists and mappings."""
+    if isinstance(value, Mapping):
+        return [leaf for part in value.values() for leaf in _leaves(part)]
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [value]
 
 
 def bind(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping
-from qtoolkit.config.mapping import warn_of_unused_types
+from qtoolkit.config.mapping import check_qconfig_mapping, warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
 from qtoolkit.errors import check_known, some, with_article
 from qtoolkit.finite import check_finite
@@ -289,8 +289,7 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
     trace.check_model(model)
     _check_not_replaced(model)
-    if mapping is not None and not isinstance(mapping, QConfigMapping):
-        raise TypeError(f"prepare: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")
+    check_qconfig_mapping("prepare", mapping)
 
 
 def _check_not_replaced(model: nn.Module) -> None:

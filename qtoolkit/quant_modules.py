@@ -12,7 +12,7 @@ from torch import nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping, QuantSpec
-from qtoolkit.config.mapping import warn_of_unused_types
+from qtoolkit.config.mapping import check_qconfig_mapping, warn_of_unused_types
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import link_chains, quantize_outputs
 from qtoolkit.eager.record import chains_of, update_record
@@ -241,8 +241,7 @@ def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules 
 
 
 def _check_rules(what: str, mapping: QConfigMapping | None, custom: QatModules | None) -> None:
-    if mapping is not None and not isinstance(mapping, QConfigMapping):
-        raise TypeError(f"{what}: qconfig_mapping must be a QConfigMapping, got {type(mapping).__name__}.")
+    check_qconfig_mapping(what, mapping)
     check_table({} if custom is None else custom, what, "custom")
 
 

@@ -1,6 +1,7 @@
 """Arguments of wrong types: each error names the public function, the argument and the value."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +91,108 @@ def test_arguments_of_calibrate(arguments: tuple[object, ...], words: str) -> No
 def test_a_checkpoint_is_a_mapping(state_dict: object) -> None:
     with pytest.raises(TypeError, match="load_amax: state_dict must be a mapping of names to tensors, got"):
         load_amax(qt.prepare(net()), state_dict)
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+
+
+def embedding_net() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)).eval()
+
+
+IMAGES = torch.ones(2, 3, 8, 8)
+MISFITS = {
+    "float64": (
+        conv_net,
+        IMAGES.double(),
+        r"'input' is float64, and the model is float32; pass it with .to\(torch.float32\)",
+    ),
+    "int32": (conv_net, IMAGES.int(), r"'input' is int32, and the model is float32; pass it with"),
+    "float16": (conv_net, {"input": IMAGES.half()}, r"'input' is float16, and the model is float32; pass it with"),
+    "device": (net, X.to("meta"), r"'input' is on meta, and the model on cpu; pass it with .to\('cpu'\)"),
+    "numpy": (
+        conv_net,
+        (IMAGES.numpy(),),
+        r"'input' is an array of type ndarray, and layers take tensors; pass torch.as",
+    ),
+    "indices": (
+        embedding_net,
+        torch.ones(2, 3),
+        r"'input' is float32, and an embedding looks up whole numbers; pass those",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_inputs_that_a_model_does_not_take_are_named(case: str) -> None:
+    make, inputs, words = MISFITS[case]
+    with pytest.raises(TypeError, match=f"^prepare: example_inputs do not fit the model: {words}"):
+        qt.prepare(make(), inputs)
+    with pytest.raises(RuntimeError, match=f"^calibrate: a batch does not fit the model: {words}"):
+        qt.calibrate(qt.prepare(make()), [inputs], progress=False)
+
+
+def test_a_list_of_inputs_is_one_argument() -> None:
+    with pytest.raises(TypeError, match="a list is one argument, 'input'; write a tuple for the arguments of forward"):
+        qt.prepare(conv_net(), [IMAGES])
+
+
+def test_inputs_of_another_shape_keep_the_error_of_torch() -> None:
+    with pytest.raises(RuntimeError, match="^Given groups=1, weight of size"):
+        qt.prepare(conv_net(), torch.ones(2, 5, 8, 8))
+
+
+def test_an_array_that_is_exported_is_named(tmp_path: Path) -> None:
+    prepared = qt.prepare(conv_net(), IMAGES)
+    qt.calibrate(prepared, [IMAGES], progress=False)
+    with pytest.raises(
+        TypeError, match="^export_onnx: example_inputs do not fit the model: 'input' is an array of type"
+    ):
+        qt.export_onnx(prepared, IMAGES.numpy(), tmp_path / "model.onnx", progress=False)
+
+
+def test_a_converted_model_is_not_calibrated() -> None:
+    prepared = qt.prepare(net())
+    qt.calibrate(prepared, [X], progress=False)
+    with pytest.raises(ValueError, match="^calibrate: a converted model has fixed scales; calibrate the prepared one"):
+        qt.calibrate(qt.convert(prepared), [X], progress=False)
+
+
+def test_a_class_of_the_same_name_is_told_apart() -> None:
+    other = type("QConfigMapping", (), {"__module__": "torch.ao.quantization"})()
+    words = (
+        "must be a QConfigMapping of qtoolkit or None, got torch.ao.quantization.QConfigMapping; write qtoolkit.QCon"
+    )
+    for quantize in (qt.prepare, qt.quant_modules.replace):
+        with pytest.raises(TypeError, match=words):
+            quantize(net(), qconfig_mapping=other)
+    config = type("QConfig", (), {"__module__": "torch.ao.quantization"})()
+    with pytest.raises(TypeError, match="a config must be a QConfig or None, got torch.ao.quantization.QConfig"):
+        qt.QConfigMapping().set_global(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "nearest"),
+    [
+        (lambda: qt.prepare(net(), backend="onnx"), "onnxruntime"),
+        (lambda: qt.prepare(net(), backend="ort"), "onnxruntime"),
+        (lambda: qt.prepare(net(), backend="trt"), "tensorrt"),
+        (lambda: qt.QuantSpec(format="fp8"), "e4m3"),
+        (lambda: qt.QuantSpec(format="float8_e5m2"), "e5m2"),
+        (lambda: qt.QuantSpec(format="fp4"), "e2m1"),
+        (lambda: qt.QuantSpec(format="mxfp16"), "mxfp8"),
+    ],
+)
+def test_names_of_other_tools_lead_to_those_here(make: Callable[[], object], nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"; did you mean '{nearest}'"):
+        make()
+
+
+def test_a_rule_of_torch_alone_names_the_way_here() -> None:
+    mapping = qt.QConfigMapping()
+    with pytest.raises(
+        AttributeError, match="'set_module_name_object_type_order'; a layer, .* is named by set_module_name"
+    ):
+        mapping.set_module_name_object_type_order("layer1", nn.Conv2d, 0, None)
+    assert not hasattr(mapping, "set_anything")

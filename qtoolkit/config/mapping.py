@@ -5,13 +5,13 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import nn
 
 from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
-from qtoolkit.errors import check_known, check_mapping, check_sequence, unknown, within
+from qtoolkit.errors import check_known, check_mapping, check_sequence, type_beside, unknown, within
 from qtoolkit.quantizers.spec_ops import BLOCKS
 
 
@@ -138,9 +138,21 @@ class QConfigMapping:
 
     def _set(self, source: Source, key: object, qconfig: QConfig | None) -> Self:
         if qconfig is not None and not isinstance(qconfig, QConfig):
-            raise TypeError(f"QConfigMapping: a config must be a QConfig or None, got {type(qconfig).__name__}.")
+            raise TypeError(f"QConfigMapping: a config must be a QConfig or None, got {type_beside(qconfig, QConfig)}.")
         self.rules[source][key] = qconfig
         return self
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, with the way here for what torch.ao's class has in addition."""
+            way = ""
+            if name == "set_module_name_object_type_order":
+                way = (
+                    "; a layer, or a function by the name of its node, is named by set_module_name or set_module_name_regex: "
+                    "qtoolkit.quantization_report(prepared) lists the names"
+                )
+            raise AttributeError(f"QConfigMapping has no attribute {name!r}{way}.")
 
     def copy(self) -> "QConfigMapping":
         """Return a mapping with the same rules; changes to it leave this one unchanged."""
@@ -279,3 +291,13 @@ def warn_of_unused_types(
         if kind not in known:
             message = f"{option} {getattr(kind, '__name__', kind)}, which {fact} and has no effect."
             warnings.warn(message, stacklevel=4)  # the caller of the public function, which calls by its own helper
+
+
+def check_qconfig_mapping(what: str, mapping: object) -> None:
+    """Raise TypeError, which begins with `what`, unless an argument is a QConfigMapping or None."""
+    if mapping is not None and not isinstance(mapping, QConfigMapping):
+        raise TypeError(
+            f"{what}: qconfig_mapping must be a QConfigMapping of qtoolkit or None, got "
+            f"{type_beside(mapping, QConfigMapping)}; write "
+            f"qtoolkit.QConfigMapping().set_global(qtoolkit.QConfig(activation, weight))."
+        )

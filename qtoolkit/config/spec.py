@@ -9,6 +9,12 @@ from qtoolkit.quantizers.spec_ops import BLOCKS, LARGEST
 from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
 
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
+# What other tools' names of formats mean here.
+MEANT = {
+    **dict.fromkeys(("fp8", "float8", "float8_e4m3", "float8_e4m3fn", "e4m3fn"), "e4m3"),
+    **dict.fromkeys(("float8_e5m2", "bf8"), "e5m2"),
+    **dict.fromkeys(("fp4", "float4", "float4_e2m1fn_x2"), "e2m1"),
+}
 # The fields that a format other than "int" fixes.
 FIXED: dict[str, dict[str, Any]] = {
     format: {
@@ -108,7 +114,7 @@ class QuantSpec:
             )
         self._complete_blocks()
         self._check_group_size()
-        check_known("format", self.format, FORMATS)
+        check_known("format", self.format, FORMATS, MEANT)
         check_known("observer", self.observer, OBSERVERS)
         check_known("quantizer", self.quantizer, QUANTIZERS)
         observer, quantizer = OBSERVERS[self.observer], QUANTIZERS[self.quantizer]

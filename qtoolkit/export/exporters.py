@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qtoolkit.export.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_inputs import with_tensors
+from qtoolkit.model_inputs import naming_misfits, with_tensors
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.shared_modules import names_by_module
 
@@ -39,7 +39,8 @@ class Request:
     @torch.no_grad()
     def run(self) -> Any:
         """Return what the model computes of its inputs."""
-        return self.model(*self.inputs.args, **self.inputs.kwargs)
+        with naming_misfits(self.model, self.inputs.arguments, "export_onnx: example_inputs do"):
+            return self.model(*self.inputs.args, **self.inputs.kwargs)
 
 
 def _export_dynamo(request: Request) -> "onnx_ir.Model":

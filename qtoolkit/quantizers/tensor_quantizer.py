@@ -209,8 +209,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         Raises:
             ValueError: A lower end is above its upper end, the range is not finite, or its number of elements does not fit.
         """
-        ends = [torch.as_tensor(end, dtype=self._scale.dtype, device=self._scale.device) for end in (lo, hi)]
-        low, high = torch.broadcast_tensors(*ends)
+        low, high = (torch.as_tensor(end, dtype=self._scale.dtype, device=self._scale.device) for end in (lo, hi))
+        low, high = low + torch.zeros_like(high), high + torch.zeros_like(low)  # of one shape
         if bool((low > high).any()):
             first = (low > high).flatten().nonzero()[0]
             raise ValueError(

@@ -17,7 +17,7 @@ from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
 from qtoolkit.layer_rules import LayerRules
-from qtoolkit.model_inputs import split
+from qtoolkit.model_inputs import naming_misfits, split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import (
@@ -155,5 +155,10 @@ def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]
 def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
     """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change."""
     args, kwargs = split(example_inputs)
-    with torch.no_grad(), evaluating(gm), disable_quantization(gm):
+    with (
+        naming_misfits(gm, example_inputs, "prepare: example_inputs do"),
+        torch.no_grad(),
+        evaluating(gm),
+        disable_quantization(gm),
+    ):
         gm(*args, **kwargs)
