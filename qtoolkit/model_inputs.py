@@ -78,7 +78,7 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, TypeError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = _misfit(model, inputs)
         if reason is None or isinstance(error, MisfitError):
             raise

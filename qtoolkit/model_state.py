@@ -35,12 +35,23 @@ def deepcopy_model(model: M, memo: dict[int, Any] | None = None, what: str = "pr
         TypeError: The model cannot be copied.
     """
     try:
-        return copy.deepcopy(model, {**_detached_attributes(model), **(memo or {})})
+        copied = copy.deepcopy(model, {**_detached_attributes(model), **(memo or {})})
     except Exception as error:
         raise TypeError(
             f"{what}: the model cannot be copied ({type(error).__name__}: {error}); make copy.deepcopy(model) work"
             f"{REMEDIES.get(what, ', or pass inplace=True')}."
         ) from error
+    keep_trained(copied)
+    return copied
+
+
+def keep_trained(copied: nn.Module) -> None:
+    """Let the parameters of scripted modules be trained: copy.deepcopy makes them results of a clone, without gradients."""
+    for module in copied.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            for parameter in module.parameters():
+                if not parameter.is_leaf:
+                    parameter.detach_().requires_grad_()
 
 
 def _detached_attributes(model: nn.Module) -> dict[int, Tensor]:

@@ -20,6 +20,7 @@ from qtoolkit.graph.products import is_product_call, link_products
 from qtoolkit.graph.running_code import compile_forward
 from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
 from qtoolkit.integer.kernels import Kernel
+from qtoolkit.model_state import keep_trained
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.module import reset_after_loading
@@ -242,6 +243,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         result.kept, result._ranges_of = copy.deepcopy((self.kept, self._ranges_of), memo)
         result.set_kept()
         result.divide(self.calls)
+        keep_trained(result)
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Models and arguments that the trace pass refuses, and whether the remedies in its errors help."""
 
+import copy
 import re
 from collections.abc import Callable
 
@@ -56,6 +57,21 @@ def test_scripted_submodules_are_leaf_modules() -> None:
     prepared = qt.prepare(model, inplace=True)
     nets.assert_float_when_off(prepared, model, x)
     assert [line.name for line in qt.quantization_report(prepared).left_float] == ["1"]
+
+
+@pytest.mark.parametrize("quantize", [qt.prepare, qt.quant_modules.replace])
+def test_scripted_submodules_are_trained_in_the_copy(quantize: Callable[[nn.Module], nn.Module]) -> None:
+    prepared = quantize(nn.Sequential(linear_of(), torch.jit.script(linear_of())).train())
+    qt.calibrate(prepared, [torch.randn(2, 4)], progress=False)
+    copied = copy.deepcopy(prepared) if quantize is qt.prepare else prepared
+    for model in (prepared, copied):
+        model.train()(torch.randn(2, 4)).square().sum().backward()
+        parameters = dict(model.named_parameters())
+        assert all(parameter.is_leaf and parameter.grad is not None for parameter in parameters.values())
+        assert {"1.weight", "1.bias"} <= set(parameters)
+        before = parameters["1.weight"].detach().clone()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert not torch.equal(model.state_dict()["1.weight"], before)
 
 
 class Draws(nn.Module):
