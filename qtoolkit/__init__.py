@@ -76,6 +76,7 @@ __all__ = [
     "tuning",
     "unfreeze_batch_norm",
 ]
+ObservingQuantizer = TensorQuantizer  # the name that pickles have
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)
 publish(__name__, CalibrationReport, Checkpoint, ExportResult, QuantizationReport)
 publish(__name__, EagerRecord, _check_rows)  # what fuse_modules and replace leave on a model

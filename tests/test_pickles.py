@@ -129,6 +129,21 @@ def with_observer(observer: str, quantizer: str) -> nn.Module:
     return calibrated(qt.prepare(with_batch_norm(), rows(), qconfig_mapping=mapping), rows())
 
 
+def test_the_class_of_quantizers_has_a_name_of_its_own() -> None:
+    """Ultralytics takes each class called TensorQuantizer for NVIDIA's, and imports modelopt to save a model that has one."""
+    prepared = everything(True)
+    assert not any(type(module).__name__ == "TensorQuantizer" for module in prepared.modules())
+    quantizer = qt.TensorQuantizer(qt.QuantSpec())
+    quantizer.amax = 3.0
+    text = pickle.dumps(quantizer, protocol=0)
+    assert b"qtoolkit\nObservingQuantizer" in text
+    earlier = text.replace(b"qtoolkit\nObservingQuantizer", b"qtoolkit\nTensorQuantizer")
+    for pickled in (text, earlier):
+        loaded = pickle.loads(pickled)
+        assert type(loaded) is qt.TensorQuantizer
+        assert loaded.amax == 3
+
+
 def rows(count: int = 8) -> tuple[Tensor, ...]:
     return (torch.rand(4, count),)
 

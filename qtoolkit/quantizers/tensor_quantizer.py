@@ -557,6 +557,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         return ", ".join([self.spec.describe(), *(word for word, holds in facts.items() if holds)])
 
 
+# Other packages look for NVIDIA's quantizers by the name of the class, and import modelopt to save a model that has one. So the
+# class has a name of its own, by which pickles name it; those of earlier versions name TensorQuantizer, which stays.
+TensorQuantizer.__name__ = TensorQuantizer.__qualname__ = "ObservingQuantizer"
+
+
 def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return a model's quantizers by their dotted names."""
     check_module(model, "quantizers_of")
