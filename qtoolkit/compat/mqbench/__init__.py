@@ -6,8 +6,10 @@ they call `install()` once, before `import mqbench`. docs/migration.md lists the
 
 from qtoolkit.compat.installing import install_as
 from qtoolkit.compat.mqbench import convert_deploy, prepare_by_platform, scheme, utils
+from qtoolkit.compat.mqbench.absent import add_absent
 
 __version__ = "0.0.6"  # the release whose names these are
+add_absent(__name__)
 
 
 def install() -> None:

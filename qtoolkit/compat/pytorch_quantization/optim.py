@@ -40,13 +40,14 @@ def group_parameters(
     """
     if not _is_list(patterns_list) or not all(_is_list(patterns) for patterns in patterns_list):
         raise TypeError(f"patterns_list must be list of list of patterns, got {patterns_list!r}.")
-    groups: list[dict[str, Any]] = [{"params": list(match_parameters(model, patterns))} for patterns in patterns_list]
-    for key, values in {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}.items():
-        if values is not None:
-            _check_option(f"{key}s", values, len(groups))
-            for group, value in zip(groups, values, strict=True):
-                group[key] = value
-    return groups
+    given = {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}
+    options = {key: values for key, values in given.items() if values is not None}
+    for key, values in options.items():
+        _check_option(f"{key}s", values, len(patterns_list))
+    return [
+        {"params": list(match_parameters(model, patterns)), **{key: values[i] for key, values in options.items()}}
+        for i, patterns in enumerate(patterns_list)
+    ]
 
 
 def _is_list(value: object) -> bool:

@@ -397,3 +397,25 @@ def test_imports_of_mqbench_after_install() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert found.strip() == "qtoolkit.compat.mqbench.convert_deploy"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "from mqbench.advanced_ptq import ptq_reconstruction",
+            "no 'ptq_reconstruction': qtoolkit.tuning.reconstruct(",
+        ),
+        ("from mqbench.utils.registry import register_model_quantizer", "qtoolkit.prepare takes qat_modules"),
+        ("from mqbench.fake_quantize import LearnableFakeQuantize", "qtoolkit.QuantSpec(quantizer=...) names"),
+        (
+            "import mqbench.advanced_ptq as ptq; ptq.ptq_reconstruction",
+            "ImportError: mqbench.advanced_ptq has no adapter here",
+        ),
+    ],
+)
+def test_what_has_no_adapter_names_the_way_here(line: str, words: str) -> None:
+    program = f"from qtoolkit.compat import mqbench; mqbench.install()\n{line}"
+    found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert words in found.stderr.splitlines()[-1]

@@ -21,6 +21,11 @@ class _Clip(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, low, high = ctx.saved_tensors
         _, wants_low, wants_high = ctx.needs_input_grad
+        for name, bound, wanted in (("clip_value_min", low, wants_low), ("clip_value_max", high, wants_high)):
+            if wanted and bound.numel() != 1:
+                raise ValueError(
+                    f"clip: Learnable min/max can only be scalar; {name} requires grad, got the shape {list(bound.shape)}."
+                )
         grad_low = (grad * (x <= low)).sum().reshape(low.shape).to(low.dtype) if wants_low else None
         grad_high = (grad * (x >= high)).sum().reshape(high.shape).to(high.dtype) if wants_high else None
         return grad * ((x > low) & (x < high)), grad_low, grad_high
@@ -40,7 +45,7 @@ def clip(inputs: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor 
         A tensor of the input's shape and dtype.
 
     Raises:
-        ValueError: A bound of several elements requires a gradient.
+        ValueError: In backward: a bound of several elements requires a gradient.
 
     Example:
         >>> high = torch.tensor(2.0, requires_grad=True)
@@ -48,14 +53,9 @@ def clip(inputs: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor 
         >>> high.grad
         tensor(2.)
     """
-    bounds = []
-    for name, value in (("clip_value_min", clip_value_min), ("clip_value_max", clip_value_max)):
-        bound = torch.as_tensor(value, device=inputs.device)
-        if bound.requires_grad and bound.numel() != 1:
-            raise ValueError(
-                f"clip: Learnable min/max can only be scalar; {name} requires grad, got the shape {list(bound.shape)}."
-            )
-        bounds.append(bound.to(inputs.dtype))
+    bounds = [
+        torch.as_tensor(bound, device=inputs.device).to(inputs.dtype) for bound in (clip_value_min, clip_value_max)
+    ]
     return _Clip.apply(inputs, *bounds)  # type: ignore[no-any-return]  # a Tensor
 
 
