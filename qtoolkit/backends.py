@@ -209,8 +209,8 @@ ONNXRUNTIME = Backend(
     splits_silu=True,
     joined_activations=("relu", "relu6", "clamp"),
     repeated_pairs=(
-        *("Concat", "DepthToSpace", "Expand", "Flatten", "Pad", "Reshape", "Resize", "Slice", "Split", "Squeeze"),
-        *("Tile", "Transpose", "Unsqueeze"),
+        *("Concat", "DepthToSpace", "Expand", "Flatten", "MaxPool", "Pad", "ReduceMax", "Reshape", "Resize", "Slice"),
+        *("Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
     ),
     sub_pixel=True,
     integer_bias=True,

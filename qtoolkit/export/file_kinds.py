@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.export.passes.saturation import constant_input
+from qtoolkit.op_kinds.table import KINDS, OTHER, OpKind
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -90,10 +91,11 @@ def _pad(node: "onnx_ir.Node") -> str:
     return "zero_pad" if value is not None and not value.any() else "pad"
 
 
-def _mean(node: "onnx_ir.Node") -> str:
+def _over_image(node: "onnx_ir.Node") -> bool:
+    """Return whether a node reduces all dimensions of an image."""
     axes = constant_input(node, 1)
     given = (node.attributes.get_ints("axes") or ()) if axes is None else axes.tolist()
-    return "avg_pool" if sorted(given) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1]) else "mean"
+    return sorted(given) in ([2, 3], [-2, -1], [2, 3, 4], [-3, -2, -1])
 
 
 DECIDED: Mapping[str, Callable[[Any], str]] = {
@@ -101,5 +103,15 @@ DECIDED: Mapping[str, Callable[[Any], str]] = {
     "Resize": _resize,
     "Upsample": _resize,
     "Pad": _pad,
-    "ReduceMean": _mean,
+    "ReduceMean": lambda node: "avg_pool" if _over_image(node) else "mean",
+    "ReduceMax": lambda node: "max_pool" if _over_image(node) else "",
 }
+
+
+def kind_by_op(node: "onnx_ir.Node") -> OpKind:
+    """Return the kind of a node by its op, its attributes and its constants; OTHER where its other inputs decide."""
+    if node.domain not in ("", "ai.onnx"):
+        return OTHER
+    decide = DECIDED.get(node.op_type)
+    name = OF_OP.get(node.op_type) if decide is None else decide(node)
+    return KINDS.get(name or "", OTHER)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.file_kinds import BINARY, DECIDED, OF_OP, bounds_of
+from qtoolkit.export.file_kinds import BINARY, bounds_of, kind_by_op
 from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
@@ -129,9 +129,7 @@ class _Reader:
             return KINDS["linear" if weighted else "matmul"]
         if node.op_type == "Gather":
             return KINDS["embedding"] if weighted else (OTHER if node.inputs[1] in self.made else KINDS["slice"])
-        decide = DECIDED.get(node.op_type)
-        name = OF_OP.get(node.op_type) if decide is None else decide(node)
-        return KINDS.get(name or "", OTHER)
+        return kind_by_op(node)
 
 
 def first_input(node: "onnx_ir.Node") -> Any:

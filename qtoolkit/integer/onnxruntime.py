@@ -182,12 +182,14 @@ class QLinearAveragePool(OpKernel):
 
 # ---- which op has which kernel
 
-# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc moves Q and DQ past some of these; behind the others the file
-# repeats the pair (Backend.repeated_pairs).
+# The file repeats the pair behind these (Backend.repeated_pairs).
 CARRIES = (
     *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
     *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
 )
+# ONNX ops past which onnxruntime itself moves a DequantizeLinear forward, and back the QuantizeLinear that alone takes their
+# output. Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc.
+PAIRS_MOVE_PAST = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 ABSORBS = backends["onnxruntime"].joined_activations
 # QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax look codes up, and so do kernels that only move values.
 TABLES = ("leaky_relu", "sigmoid", "softmax")

@@ -6,9 +6,10 @@ import numpy as np
 
 from qtoolkit.backends import QUANTIZED_ROLES, Backend
 from qtoolkit.errors import with_article
+from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
 from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, origin, serves_others, users_behind
+from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.lint.targets import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, on_onnxruntime, on_tensorrt
 
 CLIP_FUSION = "onnxruntime clip_quantizelinear.cc and qdq_util.cc; measured with 1.30"
@@ -22,7 +23,7 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     if not op.kind.multiplies and all(serves_others(source, op, backend) for source in op.inputs):
         return  # it is float between ops on codes
-    last = _end_of_unit(op, backend)
+    last = _behind_moving_pairs(_end_of_unit(op, backend), backend)
     floats = [user for user in last.users if not user.is_quantizer]
     if not users_behind(last, backend):  # only the graph returns it: it keeps its precision
         return
@@ -40,6 +41,40 @@ def _end_of_unit(op: Op, backend: Backend) -> Op:
     """Return the activation that an op computes with it, or the op."""
     user = op.users[0] if len(op.users) == 1 and not op.returned else None
     return user if user is not None and user.kind.activation and backend.joins(op.kind, user.kind) else op
+
+
+def _behind_moving_pairs(op: Op, backend: Backend) -> Op:
+    """Return the last of the ops behind an op past which onnxruntime moves a pair, or the op."""
+    while len(op.users) == 1 and not op.returned and on_onnxruntime(backend):
+        user = op.users[0]
+        if not isinstance(user.node, FileNode) or user.node.op_type not in PAIRS_MOVE_PAST:
+            break
+        op = user
+    return op
+
+
+def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Finding]:
+    """Find ops that move codes in float, and with them the ops behind them, because no pair stands between the two."""
+    facts = op.node
+    if op.quantizer is None or not isinstance(facts, FileNode) or facts.op_type not in backend.repeated_pairs:
+        return
+    if facts.op_type in PAIRS_MOVE_PAST:
+        return
+    taker = next((user for user in _behind_moving_pairs(op, backend).users if _takes_codes(user, backend)), None)
+    if taker is not None and not (op.kind.name == "zero_pad" and taker.kind.name == "conv" and len(op.users) == 1):
+        yield Finding(
+            op.name,
+            f"{with_article(facts.op_type)} moves quantized values, and {taker.name!r} takes them without a QuantizeLinear and "
+            f"a DequantizeLinear between the two; {backend.name} then computes both in float.",
+            f"Repeat the pair of {op.quantizer.name!r} behind {op.name!r}, with the same scale and zero point.",
+        )
+
+
+def _takes_codes(op: Op, backend: Backend) -> bool:
+    """Return whether an op that is no quantizer would take codes, or moves values to one that does."""
+    if op.is_quantizer or op.has_float_weight:
+        return False
+    return backend.quantizes(op.kind) or (backend.role(op.kind) == "transparent" and is_taken_by_codes(op, backend))
 
 
 def _mixed_types(op: Op, backend: Backend) -> Iterator[Finding]:
@@ -182,6 +217,7 @@ def _for_floats_only(op: Op, backend: Backend) -> Iterator[Finding]:
 
 FUSIONS = (
     Rule("quantized-output", _float_output, SELECTORS, lambda b: bool(b.needs_quantized_output)),
+    Rule("repeated-pair", _unrepeated_pair, SELECTORS, lambda b: bool(b.repeated_pairs)),
     Rule("one-type", _mixed_types, SELECTORS, on_onnxruntime),
     Rule("saturation", _activation_before_quantizer, CLIP_FUSION, on_onnxruntime),
     Rule("silu", _inside_silu, MODEL_OPTIMIZER, lambda b: not b.splits_silu and not b.quantize_outputs),

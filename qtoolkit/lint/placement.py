@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, fusing_layer, origin, serves_others, users_behind
+from qtoolkit.lint.ops import Op, fusing_layer, is_taken_by_codes, origin, serves_others
 from qtoolkit.lint.targets import MODEL_OPTIMIZER, TENSORRT_DOCS, on_tensorrt
 from qtoolkit.op_kinds.table import KINDS
 
@@ -118,7 +118,7 @@ def _concat(op: Op, backend: Backend) -> Iterator[Finding]:
     if backend.role(op.kind) != "concat":
         return
     behind = [source.quantizer for source in op.inputs]
-    if any(behind) and len({q and q.grid for q in behind}) > 1 and _is_taken_by_codes(op, backend):
+    if any(behind) and len({q and q.grid for q in behind}) > 1 and is_taken_by_codes(op, backend):
         yield Finding(
             op.name,
             "the inputs of a concat have different scales, so that the target requantizes them.",
@@ -190,15 +190,6 @@ def _output_is_quantized(op: Op, backend: Backend) -> bool:
         if joins or backend.role(user.kind) in ("transparent", "concat"):
             waiting += user.users
     return False
-
-
-def _is_taken_by_codes(op: Op, backend: Backend) -> bool:
-    """Return whether a quantized op takes an op's output, moved or not."""
-    users = users_behind(op, backend)
-    return any(
-        user.is_quantizer or (backend.role(user.kind) in ("compute", "merge") and not user.has_float_weight)
-        for user in users
-    )
 
 
 PLACEMENT = (

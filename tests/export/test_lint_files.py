@@ -335,6 +335,38 @@ def a_second_user_in_float() -> File:
     return file
 
 
+def pooled(file: File) -> tuple[str, str]:
+    """Return a quantized image and its max pool, without a pair of its own: onnxruntime moves the image's past it."""
+    x = uint8(file, image(file))
+    return x, file.node("MaxPool", x, kernel_shape=[5, 5], pads=[2] * 4)
+
+
+@breaks("repeated-pair", "concat", "onnxruntime")
+def a_concat_of_max_pools() -> File:
+    file = File()
+    x, pool = pooled(file)
+    file.output(uint8(file, file.conv(file.node("Concat", x, pool, axis=1, name="concat"), inputs=32)))
+    return file
+
+
+@breaks("repeated-pair", "pad", "onnxruntime")
+def padding_between_a_max_pool_and_an_add() -> File:
+    file = File()
+    x, pool = pooled(file)
+    y = file.node("Add", x, file.node("Pad", pool, file.constant(np.zeros(8, np.int64)), name="pad"))
+    file.output(uint8(file, file.node("MatMul", uint8(file, y), file.weight(8, 8, axis=None))))
+    return file
+
+
+@breaks("repeated-pair", "resize", "onnxruntime")
+def a_resize_and_a_slice() -> File:
+    file = File()
+    scales = file.constant(np.float32([1, 1, 2, 2]))
+    y = file.node("Resize", pooled(file)[1], "", scales, mode="nearest", name="resize")
+    file.output(uint8(file, file.conv(file.node("Slice", y, *(file.constant(np.array([i])) for i in (1, 9, 2))))))
+    return file
+
+
 @breaks("one-type", "conv", "onnxruntime")
 def signed_in_and_unsigned_out() -> File:
     file = File()
@@ -452,7 +484,7 @@ def test_onnxruntime_does_not_compute_it_in_integers(case: str, tmp_path) -> Non
         return
     ops = [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
     fused = [op for op in ops if op.startswith("QLinear") or op in ("QGemm", "MatMulIntegerToFloat")]
-    layers = [node.op_type for node in onnx.load(path).graph.node if node.op_type in ("Conv", "MatMul")]
+    layers = [node.op_type for node in onnx.load(path).graph.node if node.op_type in ("Add", "Conv", "MatMul")]
     assert len(fused) < len(layers), (where, ops)
 
 

@@ -86,6 +86,11 @@ class Cut(nn.Module):
         return x[:, :, 1:, 2:].transpose(2, 3)
 
 
+class Joined(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :4], x[:, :4]], 1)
+
+
 @pytest.mark.parametrize("opset", [18, 21])
 @pytest.mark.parametrize(
     "move",
@@ -94,8 +99,11 @@ class Cut(nn.Module):
         nn.Sequential(nn.MaxPool2d(3, 1), nn.MaxPool2d(2)),
         nn.Sequential(nn.Unflatten(3, (3, 3)), nn.Flatten(2, 3)),
         Cut(),
+        nn.Sequential(nn.MaxPool2d(2), nn.ZeroPad2d(1)),
+        nn.Upsample(scale_factor=2),
+        Joined(),
     ],
-    ids=["pool", "pools", "reshapes", "slice and transpose"],
+    ids=["pool", "pools", "reshapes", "slice and transpose", "padding", "resize", "concat"],
 )
 def test_of_moved_codes(tmp_path, move: nn.Module, opset: int) -> None:
     integer = integer_form(Moved(move))

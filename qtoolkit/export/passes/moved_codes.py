@@ -6,12 +6,12 @@ import numpy as np
 
 from qtoolkit.errors import present
 from qtoolkit.export.passes.saturation import constant_input
+from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 
 if TYPE_CHECKING:
     import onnx_ir
 
 OPSET = 21  # the first in which it does so
-MOVES = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def quantize_moved_codes(model: "onnx_ir.Model", opset: int) -> None:
@@ -27,13 +27,8 @@ def quantize_moved_codes(model: "onnx_ir.Model", opset: int) -> None:
         uses = tuple(dequantize.outputs[0].uses())
         if _is_int8_with_one_scale(dequantize) and len(uses) == 1 and not dequantize.outputs[0].is_graph_output():
             mover, index = uses[0]
-            if moves_values(mover) and index == 0:
+            if mover.op_type in PAIRS_MOVE_PAST and not mover.domain and index == 0:
                 waiting += _insert_behind(mover, dequantize)
-
-
-def moves_values(node: "onnx_ir.Node") -> bool:
-    """Return whether a node moves values of its first input, and computes none."""
-    return node.op_type in MOVES and not node.domain
 
 
 def _is_int8_with_one_scale(dequantize: "onnx_ir.Node") -> bool:

@@ -3,7 +3,9 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.export.file_kinds import kind_by_op
 from qtoolkit.export.passes.saturation import constant_input
+from qtoolkit.op_kinds.table import OTHER
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -15,13 +17,40 @@ def repeat_pairs(model: "onnx_ir.Model", ops: Collection[str]) -> None:
     onnxruntime fuses a concat, a resize or a split only between pairs, and a layer only right behind a DequantizeLinear.
     """
     for node in list(model.graph):
-        pair = _pair_of(node.inputs if node.op_type == "Concat" else node.inputs[:1]) if node.op_type in ops else None
-        for output in node.outputs if pair is not None else ():
+        moved = moved_inputs(node) if node.op_type in ops else ()
+        pair = _pair_of(moved) if moved else None
+        for output in _moved_outputs(node) if pair is not None else ():
             users = list(output.uses())
             if not output.is_graph_output() and any(user.op_type != "QuantizeLinear" for user, _ in users):
                 last = _insert_pair(model, node, output, pair)
                 for user, index in users:
                     user.replace_input_with(index, last)
+
+
+def moved_inputs(node: "onnx_ir.Node") -> "Sequence[onnx_ir.Value | None]":
+    """Return the tensors whose values, and zeros, are the values of a node's outputs; none for a node that computes others."""
+    kind = OTHER if node.op_type == "Cast" else kind_by_op(node)  # a Cast may round
+    return node.inputs if kind.name == "cat" else node.inputs[:1] if kind.moves else ()
+
+
+def is_on_codes(value: "onnx_ir.Value") -> bool:
+    """Return whether a tensor has the values of codes: of a DequantizeLinear, or moved from there."""
+    waiting: list[onnx_ir.Value | None] = [value]
+    seen: set[onnx_ir.Value] = set()
+    while waiting:
+        maker = None if (last := waiting.pop()) is None else last.producer()
+        if last is None or last in seen or (maker is not None and maker.op_type == "DequantizeLinear"):
+            continue
+        seen.add(last)
+        moved = () if maker is None else moved_inputs(maker)
+        if not moved:
+            return False
+        waiting += moved
+    return True
+
+
+def _moved_outputs(node: "onnx_ir.Node") -> "Sequence[onnx_ir.Value]":
+    return node.outputs if node.op_type == "Split" else node.outputs[:1]  # a max pool's others are positions
 
 
 def _insert_pair(model: "onnx_ir.Model", node: "onnx_ir.Node", output: "onnx_ir.Value", pair: Any) -> "onnx_ir.Value":

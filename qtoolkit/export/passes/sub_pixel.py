@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.passes.moved_codes import moves_values
+from qtoolkit.export.passes.repeated_pairs import is_on_codes
 from qtoolkit.export.passes.saturation import constant_input, quantizer_behind
 from qtoolkit.sub_pixel import SubPixel, sub_pixels_of_image
 
@@ -46,7 +46,7 @@ class _Rewriting:
         node, quantize = self.node, self._quantize()
         x, *constants = (value for value in node.inputs if value is not None)
         pairs: list[Any] = [_dequantize(value) for value in constants]
-        if quantize is None or not _is_on_codes(x) or None in pairs:
+        if quantize is None or not is_on_codes(x) or None in pairs:
             return
         codes, scale = pairs[0].inputs[0], constant_input(pairs[0], 1)
         forms = self._forms(codes)
@@ -151,13 +151,6 @@ def _shape(sizes: list[int]) -> Any:
     import onnx_ir
 
     return onnx_ir.Shape(sizes)
-
-
-def _is_on_codes(value: Any) -> bool:
-    """Return whether a tensor has the values of codes: of a DequantizeLinear, or moved from there."""
-    while (maker := value.producer()) is not None and moves_values(maker):
-        value = maker.inputs[0]
-    return _dequantize(value) is not None
 
 
 def _dequantize(value: Any) -> Any:
