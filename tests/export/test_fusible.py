@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.export import verify
+from qtoolkit.export import lint, verify
 
 X = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
 OPSETS = [("dynamo", 18), ("torchscript", 13)]
@@ -64,6 +64,31 @@ def test_a_mean_over_the_image_is_a_global_pool(tmp_path, mean) -> None:
     assert "QLinearGlobalAveragePool" in [layer.kernel for layer in found.integer_layers]
     assert len({node.name for node in proto.graph.node}) == len(proto.graph.node)
     assert found.codes.share < 0.02
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda y: y[:, :, 1:, :-1],
+        lambda y: F.max_pool2d(y, 2),
+        lambda y: F.pad(y, (1, 1, 1, 1)),
+        lambda y: torch.cat([y, F.max_pool2d(y, 3, 1, 1)], 2),
+    ],
+    ids=["slice", "max pool", "pad", "cat"],
+)
+@pytest.mark.parametrize("mean", [lambda y: y.mean((2, 3), keepdim=True), lambda y: F.adaptive_avg_pool2d(y, 1)])
+def test_a_mean_of_moved_codes_is_a_global_pool(tmp_path, mean, move) -> None:
+    _, found = exported(tmp_path, lambda m, y, x: mean(move(y)))
+    assert "QLinearGlobalAveragePool" in [layer.kernel for layer in found.integer_layers]
+    assert {"AveragePool", "ReduceMean", "Concat"}.isdisjoint(layer.kernel for layer in found.float_layers)
+    assert lint(tmp_path / "m.onnx", "onnxruntime") == ()
+
+
+def test_a_mean_without_its_dimensions_breaks_no_rule(tmp_path) -> None:
+    """onnxruntime moves the QuantizeLinear back past the Squeeze, as past other ops that move values."""
+    _, found = exported(tmp_path, lambda m, y, x: m.side(y).relu().mean((2, 3))[:, :, None, None])
+    assert "QLinearGlobalAveragePool" in [layer.kernel for layer in found.integer_layers]
+    assert lint(tmp_path / "m.onnx", "onnxruntime") == ()
 
 
 def test_a_mean_of_other_axes_and_a_slope_for_each_channel_stay(tmp_path) -> None:

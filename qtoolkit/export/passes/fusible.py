@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qtoolkit.export.passes.repeated_pairs import is_on_codes
 from qtoolkit.export.passes.saturation import constant_input
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def _write_global_pool(model: "onnx_ir.Model", mean: "onnx_ir.Node") -> None:
     source, output = mean.inputs[0], mean.outputs[0]
     shape = None if source is None else source.shape
     axes = _axes(mean)
-    if source is None or shape is None or len(shape) < 3 or axes is None or _maker(source) != "DequantizeLinear":
+    if source is None or shape is None or len(shape) < 3 or axes is None or not is_on_codes(source):
         return
     if sorted(axis % len(shape) for axis in axes) != list(range(2, len(shape))):
         return
@@ -57,7 +58,7 @@ def _write_gemm(model: "onnx_ir.Model", add: "onnx_ir.Node") -> None:
     if matmul is None or len(product.uses()) > 1 or product.is_graph_output():
         return
     x, weight = matmul.inputs
-    if x is None or weight is None or x.shape is None or len(x.shape) < 3 or _maker(x) != "DequantizeLinear":
+    if x is None or weight is None or x.shape is None or len(x.shape) < 3 or not is_on_codes(x):
         return
     transpose = weight.producer()
     if transpose is None or transpose.op_type != "Transpose" or bias.shape is None or not _is_static(x.shape[1:]):
