@@ -107,8 +107,9 @@ def prepare(
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
         gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
-        eval_branches, calls = gm.meta.pop(trace.EVAL_BRANCHES), gm.meta.pop(trace.CALLS)
-        tracing = Tracing(leaves, tuple(skip), concrete_args, example_inputs is not None, eval_branches)
+        branches, calls = gm.meta.pop(trace.BRANCHES), gm.meta.pop(trace.CALLS)
+        measured = example_inputs is not None
+        tracing = Tracing(leaves, tuple(skip), concrete_args, measured, branches, model.training)
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
@@ -187,6 +188,7 @@ def convert(
     check_known("arithmetic", arithmetic, ("float", "integer"))
     check_quantized(prepared, "convert")
     check_links(prepared)
+    _check_branches(prepared)
     if state_dict is None:
         check_finite(prepared, "convert")
     chosen = _runtime_for(prepared, runtime) if arithmetic == "integer" else None
@@ -207,6 +209,19 @@ def _frozen(prepared: nn.Module, own: M, state_dict: Mapping[str, Tensor] | None
     restored = passes.freeze.restore(own, state_dict)
     check_finite(restored, "convert: state_dict")
     return restored
+
+
+def _check_branches(model: nn.Module) -> None:
+    """Raise ValueError for a graph that computes the branch of training mode in eval mode."""
+    for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
+        tracing = Tracing() if gm.plan is None else gm.plan.tracing
+        if tracing.training and tracing.branches:
+            raise ValueError(
+                f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the branch "
+                f"of training mode alone, since that of eval mode has other ops. Move the branch into a module without "
+                f"parameters, which becomes a leaf module; or name the submodule in `skip` of prepare; or prepare the model in "
+                f"eval mode."
+            )
 
 
 def _runtime_for(model: nn.Module, runtime: str | None) -> Runtime:

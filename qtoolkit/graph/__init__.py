@@ -21,6 +21,7 @@ from qtoolkit.graph.traced_blocks import (
 from qtoolkit.op_kinds.facts import NodeFacts
 from qtoolkit.op_kinds.recorded import (
     TrainingMode,
+    by_mode,
     call_scripted,
     check_none,
     check_size,
@@ -51,6 +52,7 @@ __all__ = [
     "TrainingMode",
     "Value",
     "Verdict",
+    "by_mode",
     "call_scripted",
     "check_none",
     "check_size",

@@ -189,8 +189,8 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             layer, bn = self.get_submodule(str(node.target)), self.get_submodule(name)
             if isinstance(layer, QuantWeighted) and layer.batch_norm is not bn and is_batch_norm(bn):
                 self.set_submodule(name, layer.replace_batch_norm(bn, name))
-        if mode and not self.training and self.plan is not None and self.plan.tracing.eval_branches:
-            self._warn_of_branches(self.plan.tracing.eval_branches)
+        if mode and not self.training and self.plan is not None and not self.plan.tracing.training:
+            self._warn_of_branches(self.plan.tracing.branches)
         super().train(mode)
         self.link_sources()  # modules may have been replaced
         if not mode:
@@ -198,11 +198,13 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         return self
 
     def _warn_of_branches(self, names: Sequence[str]) -> None:
-        warnings.warn(
-            f"train: Python branches on self.training in {', '.join(names)}; the model was prepared in eval mode, and its "
-            f"graph computes that branch in training mode too. Prepare it in training mode, or name the submodule in `skip`.",
-            stacklevel=3,  # the caller of train
-        )
+        if names:
+            warnings.warn(
+                f"train: Python branches on self.training in {', '.join(names)}; the model was prepared in eval mode, and its "
+                f"graph computes that branch in training mode too. Prepare it in training mode, or name the submodule in "
+                f"`skip`.",
+                stacklevel=3,  # the caller of train
+            )
 
     def note_weights(self) -> None:
         """Take the ranges of the weights of functions as those of the weights as they are now."""

@@ -120,14 +120,16 @@ class Tracing:
         skip: Dotted names of leaf modules.
         concrete_args: Values of arguments of forward that were fixed.
         measured: Whether example inputs decided on sizes.
-        eval_branches: Submodules whose Python branches on their mode, if the model was in eval mode: the graph has that branch.
+        branches: Submodules whose Python branches on their mode where the graph has the branch of `training` in both modes.
+        training: Whether the model was in training mode.
     """
 
     leaf_modules: tuple[type[nn.Module], ...] = ()
     skip: tuple[str, ...] = ()
     concrete_args: Mapping[str, Any] | None = None
     measured: bool = False
-    eval_branches: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ()
+    training: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from qtoolkit.integer.kernels import OpKernel
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.function_bias import FunctionBias
-from qtoolkit.op_kinds.recorded import is_mode
+from qtoolkit.op_kinds.recorded import by_mode, is_mode
 from qtoolkit.op_kinds.rules import gives_tuple, is_number
 from qtoolkit.op_kinds.table import (
     FOREIGN,
@@ -162,6 +162,11 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     known = entry is not None and entry[0] is not OTHER and not is_number(node)
     sources = dict.fromkeys(_nodes_in(_data(node, entry[1]))) if entry is not None and known else node.all_input_nodes
     return [source for source in sources if not (is_mode(source) or is_number(source))]
+
+
+def is_output(node: fx.Node) -> bool:
+    """Return whether a node is the output of a graph, or picks what the graph returns by the mode."""
+    return node.op == "output" or (node.target is by_mode and not is_number(node))
 
 
 def parameters_in(graph: fx.Graph) -> set[fx.Node]:

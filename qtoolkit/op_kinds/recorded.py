@@ -73,10 +73,15 @@ def set_item(tensor: Any, index: Any, value: Any) -> Any:
     return tensor
 
 
+def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
+    """Return the value of training mode or that of eval mode, where Python branches on the mode."""
+    return in_training if training else in_eval
+
+
 # Functions that are single nodes of a graph: torch.fx traces a graph again when it is unpickled, and must not run them then.
-RECORDED = (check_size, check_none, call_scripted, length_of, items_of, set_item)
+RECORDED = (check_size, check_none, call_scripted, length_of, items_of, set_item, by_mode)
 # Functions that no runtime computes: checks, limits of dtypes, and those that build or take apart containers.
 BOOKKEEPING = (
-    check_size, check_none, length_of, items_of, torch._assert, getattr, OrderedDict, torch.finfo, torch.iinfo
+    check_size, check_none, length_of, items_of, by_mode, torch._assert, getattr, OrderedDict, torch.finfo, torch.iinfo
 )  # fmt: skip
 publish("qtoolkit.graph", TrainingMode, *RECORDED)

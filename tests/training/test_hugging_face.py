@@ -31,7 +31,6 @@ class Classifier(nn.Module):
             num_attention_heads=4,
             intermediate_size=64,
             max_position_embeddings=LENGTH,
-            attention_probs_dropout_prob=0.0,  # a Python branch on the mode, which a graph fixes; prepare warns of it
             num_labels=3,
         )
         self.net = transformers.BertForSequenceClassification(config)

@@ -3,7 +3,7 @@
 For example, timm's BatchNormAct2d calls torch.nn.functional.batch_norm with its own parameters, and then its activation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -20,21 +20,35 @@ from qtoolkit.shared_modules import replace_everywhere
 TENSORS = ("running_mean", "running_var", "weight", "bias")
 
 
-def run(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.Node]) -> None:
-    """Replace calls of F.batch_norm by calls of the module that owns all their arguments, and the module by torch's type.
-
-    The module keeps its submodules, such as an activation, under their names.
+def run(model: nn.Module, graph: fx.Graph, modes: Mapping[nn.Module, fx.Node]) -> list[str]:
+    """Replace calls of F.batch_norm by calls of the module that owns all their arguments.
 
     Args:
-        model: The model that was traced, which is changed.
-        graph: Its graph.
+        model: The model that was traced.
+        graph: Its graph, which is changed.
         modes: The node that reads the training mode of each submodule.
+
+    Returns:
+        The names of these modules, whose types `use_torch_types` must replace.
     """
+    names = []
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
             owner = _owner(model, node, modes)
             if owner is not None:
-                _call_module(model, node, owner)
+                _call_module(node, owner)
+                names.append(owner)
+    return names
+
+
+def use_torch_types(model: nn.Module, names: Iterable[str]) -> None:
+    """Replace batch norms by torch's type. They keep their submodules, such as an activation, under their names."""
+    for name in names:
+        module = model.get_submodule(name)
+        torch_type = _torch_type(module)
+        if torch_type is None:
+            raise TypeError(f"{name!r} is not a batch norm.")
+        replace_everywhere(model, module, shallow_copy_as(torch_type, module))
 
 
 def _owner(model: nn.Module, node: fx.Node, modes: Mapping[nn.Module, fx.Node]) -> str | None:
@@ -63,12 +77,8 @@ def _value(model: nn.Module, operand: Any) -> Any:
     return attrgetter(operand.target)(model) if is_attribute else operand
 
 
-def _call_module(model: nn.Module, node: fx.Node, name: str) -> None:
-    module, source = model.get_submodule(name), node.all_input_nodes[0]
-    torch_type = _torch_type(module)
-    if torch_type is None:
-        raise TypeError(f"{name!r} is not a batch norm.")
-    replace_everywhere(model, module, shallow_copy_as(torch_type, module))
+def _call_module(node: fx.Node, name: str) -> None:
+    source = node.all_input_nodes[0]
     graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_module(name, (source,))

@@ -1,16 +1,16 @@
 """Trace a model to a GraphModule with the same parameter names. An error names the source line and the remedies."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, unknown
 from qtoolkit.graph.block_calls import calls_with_nodes
+from qtoolkit.graph.capture import both_modes, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture import functional_batch_norms as norms
-from qtoolkit.graph.capture import in_place, subclasses, torch_modes
 from qtoolkit.graph.capture.blocks import with_traced_blocks
 from qtoolkit.graph.capture.checks import check_assigned, check_hooks
 from qtoolkit.graph.capture.functions import scripted_functions
@@ -24,8 +24,8 @@ from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
 
-# The key in the metadata of a traced model for the submodules whose branch of eval mode the graph has, in training mode too.
-EVAL_BRANCHES = "eval_branches"
+# The key in the metadata of a traced model for the submodules of which the graph has one mode's branch in both modes.
+BRANCHES = "branches"
 # The key for the calls of its blocks.
 CALLS = "calls"
 # Names of torch's classes that wrap or compile a model, and what to do instead.
@@ -74,9 +74,59 @@ def run(
     kept = {name: _find_attribute(model, name) for name in preserve_attributes or ()}
     leaf_submodules = _find_submodules(model, skip)
     fixed = fixed_arguments(model, concrete_args, example_inputs)
-    shapes = None if example_inputs is None else ShapePropagation(model, bind(model, example_inputs))
     call = Call.find(model, example_inputs, fixed, concrete_args or {})
-    tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), call)
+
+    def trace_once() -> _Traced:
+        shapes = None if example_inputs is None else ShapePropagation(model, bind(model, example_inputs))
+        tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), call)
+        return _Traced(tracer, _graph(model, tracer, fixed, example_inputs is not None))
+
+    tracer, graph = own = trace_once()
+    branching = [m for m in model.modules() if m in tracer.branching]
+    other = _in_other_mode(model, branching, trace_once)
+    batch_norms = norms.run(model, graph, tracer.modes)
+    follows = other is not None and both_modes.merge(
+        model, own.of_mode(), other.of_mode(), branching, tracer.mode_before_all
+    )
+    branches = tuple(name or type(model).__name__ for name, m in model.named_modules() if m in branching)
+    branches = () if follows else branches
+    if model.training:
+        _warn_of_modes(branches)
+    if tracer.checkpointed:
+        _warn_of_checkpoint(model)
+    for node in tracer.inlined:
+        node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
+    _restore_arguments(graph, fixed)
+    add_modes(model, graph, tracer.modes)
+    norms.use_torch_types(model, batch_norms)
+    subclasses.run(model, graph, tuple(leaf_modules))
+    calls = tuple(tracer.blocks.calls)
+    root = with_traced_blocks(model, graph, [calls[i].block for i in calls_with_nodes(graph, calls)])
+    kind = QuantizedSequential if isinstance(model, nn.Sequential) else QuantizedGraphModule
+    traced = kind.of(root, graph, type(model).__name__)
+    traced.meta[CALLS] = calls
+    traced.meta[BRANCHES] = branches
+    for name, value in kept.items():
+        traced.keep(name, value)
+    return traced
+
+
+class _Traced(NamedTuple):
+    """A tracer and the graph that it has made."""
+
+    tracer: ModelTracer
+    graph: fx.Graph
+
+    def of_mode(self) -> both_modes.OfMode:
+        return both_modes.OfMode(self.graph, self.tracer.modes, self.tracer.blocks.calls)
+
+
+def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_example_inputs: bool) -> fx.Graph:
+    """Trace a model in its mode.
+
+    Raises:
+        UntraceableError, ValueError: As for `run`.
+    """
     random = RandomState.now()
     try:
         check_hooks(model)
@@ -88,28 +138,27 @@ def run(
                 "the forward draws random numbers, by torch, random or numpy, that every run of the graph would repeat."
             )
     except Exception as error:  # the user's forward may raise anything on proxies
-        raise untraceable(error, model, tracer.path, example_inputs is not None) from error
-    branches = tuple(name or type(model).__name__ for name, m in model.named_modules() if m in tracer.branching)
-    if model.training:
-        _warn_of_modes(branches)
-    if tracer.checkpointed:
-        _warn_of_checkpoint(model)
+        raise untraceable(error, model, tracer.path, has_example_inputs) from error
     in_place.run(graph, model)
-    torch_modes.run(graph, model, {} if shapes is None else shapes.values, tracer.without_grad)
-    for node in tracer.inlined:
-        node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
-    _restore_arguments(graph, fixed)
-    norms.run(model, graph, tracer.modes)
-    add_modes(model, graph, tracer.modes)
-    subclasses.run(model, graph, tuple(leaf_modules))
-    calls = tuple(tracer.blocks.calls)
-    root = with_traced_blocks(model, graph, [calls[i].block for i in calls_with_nodes(graph, calls)])
-    kind = QuantizedSequential if isinstance(model, nn.Sequential) else QuantizedGraphModule
-    traced = kind.of(root, graph, type(model).__name__)
-    traced.meta[CALLS] = calls
-    traced.meta[EVAL_BRANCHES] = () if model.training else branches
-    for name, value in kept.items():
-        traced.keep(name, value)
+    values = {} if tracer.shapes is None else tracer.shapes.values
+    torch_modes.run(graph, model, values, tracer.without_grad)
+    return graph
+
+
+def _in_other_mode(
+    model: nn.Module, branching: Sequence[nn.Module], trace_once: Callable[[], _Traced]
+) -> _Traced | None:
+    """Trace a model with some submodules in the other mode; None where there are none or their Python cannot be traced."""
+    random = RandomState.now()
+    try:
+        with both_modes.in_other_mode(branching), warnings.catch_warnings(action="ignore"):
+            traced = trace_once() if branching else None
+            if traced is not None:
+                norms.run(model, traced.graph, traced.tracer.modes)
+    except (UntraceableError, ValueError):
+        return None
+    finally:
+        random.restore()
     return traced
 
 

@@ -316,6 +316,15 @@ class ModelTracer(fx.Tracer):
                 self.shapes.values[self.modes[module]] = mode != 0
         return self.modes[module]
 
+    def mode_before_all(self, module: nn.Module) -> fx.Node:
+        """Return the node that reads the mode of a submodule, before all ops of the graph, which is traced."""
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(first):
+            mode = self._read_mode(Mode.of(module, self.branch_on_mode))
+        if mode is not first:
+            first.prepend(mode)
+        return mode
+
     def branch_on_mode(self, module: nn.Module) -> None:
         """Make the submodule that is traced a leaf module if it has no state; otherwise note that it branches on its mode.
 

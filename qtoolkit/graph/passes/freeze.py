@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from qtoolkit.computed_weights import bake
 from qtoolkit.eager.replacement import replace_in_place
+from qtoolkit.graph.capture.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
 from qtoolkit.graph.passes.link_batch_norms import fold
@@ -89,6 +90,7 @@ def _fit_biases(model: nn.Module) -> None:
 def _run_on_graph(gm: QuantizedGraphModule) -> None:
     for node, follower in gm.linked_batch_norms():
         fold(gm, node, follower)
+    keep_eval(gm.graph)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())
     if gm.plan is not None:

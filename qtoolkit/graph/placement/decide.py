@@ -15,6 +15,7 @@ from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Verdict
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
+    is_output,
     kind_of,
     name_of,
     outputs_of,
@@ -83,7 +84,7 @@ def run(roles: Roles, graph: fx.Graph) -> Decisions:
     """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized."""
     collector = _Collector(roles)
     for node in reversed(graph.nodes):
-        if node.op == "output":
+        if is_output(node):
             collector.take_outputs(node)
         elif node not in roles.unit:
             collector.take_weights(node)
@@ -224,7 +225,7 @@ class _Collector:
         why = f"output of {name_of(node)}: {self.backend.name} {how}"
         for output in outputs_of(self.roles.last_in_unit(node)):
             for user in output.users:
-                returned = user.op == "output" and self.backend.quantize_outputs  # see take_outputs
+                returned = is_output(user) and self.backend.quantize_outputs  # see take_outputs
                 if not returned and (output, user) not in self.requests:
                     self.request(output, user, spec, why)
 

@@ -4,7 +4,7 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.plan import Cause, Verdict
-from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.op_kinds.nodes import is_output, kind_of
 
 UNIT = ("batch_norm", "activation")
 
@@ -24,7 +24,7 @@ def is_returned(node: fx.Node, backend: Backend) -> bool:
                 waiting.append((user, joining[joining.index(part) + 1 :]))
             elif backend.role(kind) == "transparent":
                 waiting.append((user, joining if kind.name == "identity" else ()))
-            elif user.op != "output":
+            elif not is_output(user):
                 return False
     return not backend.quantize_graph_outputs
 

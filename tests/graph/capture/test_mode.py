@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.graph import by_mode
 from qtoolkit.graph.capture import trace
 from tests import nets
 from tests.nets import linear_of
@@ -141,14 +143,125 @@ class TwoHeads(nn.Module):
         return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
 
 
-def test_a_branch_that_the_graph_fixes_is_warned_of() -> None:
+class Probability(nn.Module):
+    """Dropout whose probability Python chooses by the mode, as transformers writes it, in one block of two that have a mode."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.out = linear_of(), linear_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            dropout = 0.0 if not self.training else 0.5
+            heads = self.fc(x).view(1, 2, -1, 4)
+            y = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout)
+            return self.out(F.dropout(y.view(-1, 4), p=dropout, training=True))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Probability.Attention(), Probability.Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class DropsInABranch(nn.Module):
+    """Calls a dropout in training mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear_of(), linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        if self.training:
+            x = F.dropout(x, 0.5)
+        return self.second(x)
+
+
+@pytest.mark.filterwarnings("error:prepare", "error:train")
+@pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize(
+    ("kind", "training"), [(Probability, True), (Probability, False), (DropsInABranch, True), (TwoHeads, True)]
+)
+def test_branches_of_the_same_ops_follow_the_mode(kind: type[nn.Module], training: bool, measured: bool) -> None:
+    model, x = kind().train(training), torch.rand(16, 4)
+    prepared = qt.prepare(model, (x,) if measured else None, "onnxruntime")
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        with qt.disable_quantization(ours), torch.no_grad():
+            for mode in (True, False, True):
+                torch.manual_seed(1)
+                y = ours.train(mode)(x)
+                torch.manual_seed(1)
+                torch.testing.assert_close(y, model.train(mode)(x), rtol=0, atol=0)
+
+
+def test_the_mode_of_a_branch_is_that_of_its_submodule() -> None:
+    model, x = Probability().train(), torch.rand(16, 4)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    for ours in (model, prepared):
+        ours.first.eval()
+    with qt.disable_quantization(prepared), torch.no_grad():
+        torch.manual_seed(1)
+        y = prepared(x)
+        torch.manual_seed(1)
+        assert torch.equal(y, model(x))
+
+
+@pytest.mark.parametrize("kind", [Probability, DropsInABranch, TwoHeads])
+def test_what_training_mode_alone_computes_is_not_converted(kind: type[nn.Module], tmp_path: Path) -> None:
+    x = torch.rand(16, 4)
+    prepared = qt.prepare(kind().train(), (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    assert not any(node.target is by_mode or "auxiliary" in str(node.target) for node in converted.graph.nodes)
+    assert torch.equal(converted(x), prepared.eval()(x))
+    assert torch.equal(converted(x), converted(x))
+    integer = qt.convert(prepared, arithmetic="integer")
+    assert isinstance(integer(x), Tensor)
+    result = qt.export_onnx(prepared.train(), (x,), tmp_path / "model.onnx", progress=False)
+    assert result.verification is not None
+    assert result.verification.weight_codes.differing == 0
+
+
+@pytest.mark.parametrize("backend", sorted(qt.backends))
+def test_a_head_for_training_does_not_change_how_the_other_ops_are_quantized(backend: str) -> None:
+    def edges(training: bool) -> set[tuple[str, str]]:
+        plan = qt.prepare(TwoHeads().train(training), (torch.rand(16, 4),), backend).plan
+        assert plan is not None
+        return {(edge.source, "output" if edge.consumer == "by_mode" else edge.consumer) for edge in plan.edges}
+
+    extra = edges(True) - edges(False)
+    assert edges(False) <= edges(True)
+    assert all("auxiliary" in source + consumer for source, consumer in extra)
+
+
+class OtherOps(nn.Module):
+    """Has other ops in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear_of()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).relu() if self.training else self.fc(x).tanh()
+
+
+def test_a_branch_of_other_ops_is_warned_of_and_not_converted(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning,
         match="prepare: Python branches on self.training in 0; the graph computes the branch of training mode in eval mode too",
     ):
-        prepared = qt.prepare(nn.Sequential(TwoHeads()), (torch.rand(2, 4),), backend="onnxruntime")
-    with qt.disable_quantization(prepared):
-        assert isinstance(prepared.eval()(torch.rand(2, 4)), tuple)
+        prepared = qt.prepare(nn.Sequential(OtherOps()), (torch.rand(2, 4),), backend="onnxruntime")
+    qt.calibrate(prepared, [torch.rand(2, 4)], progress=False)
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        with pytest.raises(
+            ValueError, match="convert: Python branches on self.training in 0, and the graph has the branch"
+        ):
+            qt.convert(ours)
+        with pytest.raises(ValueError, match="Python branches on self.training in 0"):
+            qt.export_onnx(ours, (torch.rand(2, 4),), tmp_path / "model.onnx", progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("error:prepare", "error:train")

@@ -1,0 +1,229 @@
+"""Python that branches on self.training: the graphs of both modes become one, which reads the mode where they differ.
+
+`dropout = self.dropout if self.training else 0.0` gives a graph with the same ops in both modes, and other numbers. In training
+mode there may also be dropouts, and more ops whose values the model returns, such as those of an auxiliary head. Eval mode
+then computes them too, and returns its own values; `qtoolkit.convert` removes them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors
+from qtoolkit.graph.capture.in_place import changed_by
+from qtoolkit.graph.capture.shapes import is_plain
+from qtoolkit.op_kinds.facts import facts_of, set_facts
+from qtoolkit.op_kinds.recorded import by_mode, check_none, check_size
+
+DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+CHECKS = (check_size, check_none, torch._assert)
+
+
+class UnlikeError(Exception):
+    """The graphs of both modes do not become one."""
+
+
+class OfMode(NamedTuple):
+    """A graph that was traced in one mode.
+
+    Attributes:
+        graph: The graph.
+        modes: Its node that reads the training mode of each submodule.
+        calls: The calls of blocks that its nodes belong to.
+    """
+
+    graph: fx.Graph
+    modes: Mapping[nn.Module, fx.Node]
+    calls: Sequence[BlockCall]
+
+
+class Choice(NamedTuple):
+    """Two arguments, of the mode of the graph and of the other mode."""
+
+    own: Any
+    other: Any
+
+    @property
+    def of_numbers(self) -> bool:
+        """Whether both are numbers, strings or None."""
+        return is_plain(self.own) and is_plain(self.other)
+
+    @property
+    def drops(self) -> bool:
+        """Whether the first is a dropout of the second."""
+        node = self.own
+        return isinstance(node, fx.Node) and node.target in DROPOUTS and node.args[:1] == (self.other,)
+
+
+@contextmanager
+def in_other_mode(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Give some modules the other mode in a block; their submodules keep theirs."""
+    for module in modules:
+        module.training = not module.training
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = not module.training
+
+
+def merge(
+    model: nn.Module,
+    own: OfMode,
+    other: OfMode,
+    branching: Collection[nn.Module],
+    mode_of: Callable[[nn.Module], fx.Node],
+) -> bool:
+    """Let a graph compute what the graph of the other mode does, where the model is in that mode.
+
+    Args:
+        model: The model that was traced.
+        own: Its graph, which is changed, in the mode of the model.
+        other: That of the other mode.
+        branching: The submodules that have another mode in the other graph.
+        mode_of: Returns the node of the first graph that reads the mode of a submodule, before all ops.
+
+    Returns:
+        Whether it does. If not, the graph is unchanged: the other mode has ops of its own, or those that only training mode
+        has change a tensor in place or check something.
+    """
+    try:
+        chosen = list(_Merge(model, own, other, branching).choices())
+    except UnlikeError:
+        return False
+    for node, owner, args, kwargs in chosen:
+        _put_choices(node, owner, args, kwargs, mode_of)
+    return True
+
+
+class _Merge:
+    def __init__(self, model: nn.Module, own: OfMode, other: OfMode, branching: Collection[nn.Module]) -> None:
+        self.model, self.own, self.other, self.branching = model, own, other, branching
+        self.others = dict(self._pairs())
+        modules = {node: module for module, node in other.modes.items()}
+        self.modes = {node: own.modes.get(module) for node, module in modules.items()}
+
+    def choices(self) -> Iterator[tuple[fx.Node, nn.Module, Any, Any]]:
+        """Yield the nodes that differ, each with the submodule whose mode decides and its arguments with choices."""
+        for node, counterpart in [(mine, theirs) for theirs, mine in self.others.items()]:
+            args = _both(node.args, fx.node.map_arg(counterpart.args, self._mapped))
+            kwargs = _both(node.kwargs, fx.node.map_arg(counterpart.kwargs, self._mapped))
+            found = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Choice)]
+            if not all(choice.of_numbers or choice.drops or node.op == "output" for choice in found):
+                raise UnlikeError
+            if found:
+                yield node, self._owner(node), args, kwargs
+
+    def _mapped(self, node: fx.Node) -> fx.Node:
+        mine = self.modes[node] if node in self.modes else self.others[node]
+        if mine is None:
+            raise UnlikeError
+        return mine
+
+    def _pairs(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield each node of the other graph with the first one like it in this graph, in the order of both."""
+        waiting = iter(_ops(self.own))
+        for theirs in _ops(self.other):
+            for mine in waiting:
+                if _key(mine, self.own.calls) == _key(theirs, self.other.calls):
+                    yield theirs, mine
+                    break
+                self._check_unused(mine)
+            else:
+                raise UnlikeError
+        if next(waiting, None) is not None:
+            raise UnlikeError
+
+    def _check_unused(self, node: fx.Node) -> None:
+        """Raise UnlikeError for a node of this mode alone that must not run in the other one."""
+        runs_in_both = self.model.training and node.target not in CHECKS and changed_by(node, self.model) is None
+        if not runs_in_both or node.op == "placeholder":
+            raise UnlikeError
+
+    def _owner(self, node: fx.Node) -> nn.Module:
+        """Return the submodule whose mode decides: the innermost around a node that branches, or else the only one."""
+        call = facts_of(node).call or ROOT
+        blocks = [self.own.calls[each].block for each in ancestors(tuple(self.own.calls), call)]
+        around = [module for module in map(self.model.get_submodule, blocks) if module in self.branching]
+        found = around[-1:] or list(self.branching)
+        if len(found) != 1:
+            raise UnlikeError
+        return found[0]
+
+
+def _ops(traced: OfMode) -> list[fx.Node]:
+    modes = set(traced.modes.values())
+    return [node for node in traced.graph.nodes if node not in modes]
+
+
+def _key(node: fx.Node, calls: Sequence[BlockCall]) -> tuple[Any, ...]:
+    return node.op, node.target, calls[facts_of(node).call or ROOT].block
+
+
+def _both(own: Any, other: Any) -> Any:
+    """Return arguments with a Choice wherever those of both modes differ."""
+    is_container = isinstance(own, tuple | list | dict) and isinstance(other, tuple | list | dict)
+    if is_container and len(own) == len(other):
+        if isinstance(own, dict) and isinstance(other, dict) and list(own) == list(other):
+            return {key: _both(value, other[key]) for key, value in own.items()}
+        if isinstance(own, tuple | list) and isinstance(other, tuple | list):
+            return type(own)(_both(*each) for each in zip(own, other, strict=True))
+    if own is other or (type(own) is type(other) and own == other):
+        return own
+    return Choice(own, other)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, tuple | list | dict) and not isinstance(tree, Choice):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(item)
+    else:
+        yield tree
+
+
+def _put_choices(
+    node: fx.Node, owner: nn.Module, args: Any, kwargs: Any, mode_of: Callable[[nn.Module], fx.Node]
+) -> None:
+    def written(tree: Any) -> Any:
+        if isinstance(tree, Choice) and tree.drops:
+            tree.own.update_kwarg("training", mode_of(owner))
+            return tree.own
+        if isinstance(tree, Choice):
+            return _choice(node, mode_of(owner), *(tree if owner.training else reversed(tree)))
+        if isinstance(tree, dict):
+            return {key: written(value) for key, value in tree.items()}
+        return type(tree)(map(written, tree)) if isinstance(tree, tuple | list) else tree
+
+    node.args, node.kwargs = written(args), written(kwargs)
+
+
+def _choice(node: fx.Node, mode: fx.Node, in_training: Any, in_eval: Any) -> fx.Node:
+    with node.graph.inserting_before(node):
+        chosen = node.graph.call_function(by_mode, (mode, in_training, in_eval))
+    set_facts(chosen, call=facts_of(node).call, is_number=is_plain(in_training) and is_plain(in_eval))
+    return chosen
+
+
+def keep_eval(graph: fx.Graph) -> None:
+    """Let a graph take the values of eval mode, and remove what only the others need."""
+    for node in graph.find_nodes(op="call_function", target=by_mode):
+        for user in list(node.users):
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_in_eval, node))
+        _erase_unused(node)
+
+
+def _in_eval(choice: fx.Node, argument: fx.Node) -> Any:
+    return choice.args[2] if argument is choice else argument
+
+
+def _erase_unused(node: fx.Node) -> None:
+    if not node.users and node.op != "placeholder":
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        for source in sources:
+            _erase_unused(source)
