@@ -11,6 +11,7 @@ from qtoolkit.op_kinds.recorded import length_of
 
 OTHER = "other"
 SPLITS = ("chunk", "split", "tensor_split", "unbind")
+CASTS = ("float", "double", "half", "bfloat16", "to", "type_as", "cpu", "cuda")  # methods
 UPSAMPLE_KINDS = {
     "nearest": "upsample_nearest",
     "nearest-exact": "upsample_nearest",

@@ -1,23 +1,76 @@
-"""Checks of what a graph would lose without an error: hooks of modules, and buffers that a forward assigns."""
+"""Checks of what a graph would lose without an error: hooks of modules, and tensors that a forward assigns."""
 
-from torch import fx, nn
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING
+from qtoolkit.op_kinds.rules import CASTS
+
+# The module whose hooks give the values of submodules to the forward that calls them, which a graph records.
+CAPTURING = "transformers.utils.output_capturing"
 
 
 def check_hooks(module: nn.Module) -> None:
     """Raise RuntimeError for a module with forward hooks: they would run once, on proxies, and then be lost."""
-    if any(module.__dict__.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")):
+    hooks = [hook for name in ("_forward_hooks", "_forward_pre_hooks") for hook in vars(module)[name].values()]
+    if any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks):
         raise RuntimeError(
-            "this module has forward hooks, which a graph does not record; remove them first, "
-            "those of torch.nn.utils.prune by prune.remove."
+            f"this module has forward hooks, which a graph does not record; remove them first, those of torch.nn.utils.prune "
+            f"by prune.remove, or {WITHOUT_TRACING}."
         )
 
 
-def check_assigned(model: nn.Module) -> None:
-    """Raise RuntimeError if a forward has assigned a traced value to a buffer."""
-    for name, module in model.named_modules():
-        for buffer, value in module._buffers.items():
-            if isinstance(value, fx.Proxy):
+class Assignments:
+    """The attributes of a model's submodules before a trace, whose forward may assign traced values to them.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = [
+            (f"{name}.{attribute}".removeprefix("."), kind, space, attribute, value)
+            for name, kind, space in _spaces(model)
+            for attribute, value in space.items()
+        ]
+        self.spaces = [(space, set(space)) for _, _, space in _spaces(model)]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a traced value was assigned to a tensor that the next forward would read.
+
+        A cast of the tensor itself is a local value: each forward makes it anew.
+        """
+        for name, kind, space, attribute, value in self.before:
+            assigned = space.get(attribute)
+            if isinstance(value, Tensor) and isinstance(assigned, fx.Proxy) and not _is_cast_of(name, assigned.node):
                 raise RuntimeError(
-                    f"the forward assigns to buffer {buffer!r} of {name or 'the model'!r}, which a graph does not record; "
-                    f"write into the buffer with copy_ or add_."
+                    f"the forward assigns to {kind} {name!r}, which a graph does not record; write into the {kind} with copy_ "
+                    f"or add_, or assign to a local variable."
                 )
+
+    def undo(self) -> None:
+        """Give attributes with traced values the values that they had."""
+        for _, _, space, attribute, value in self.before:
+            if isinstance(space.get(attribute), fx.Proxy):
+                space[attribute] = value
+        for space, known in self.spaces:
+            for attribute in [
+                name for name, value in space.items() if isinstance(value, fx.Proxy) and name not in known
+            ]:
+                del space[attribute]
+
+
+def _spaces(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # a leaf module
+            yield name, "attribute", vars(module)
+            yield name, "buffer", module._buffers
+
+
+def _is_cast_of(name: str, node: fx.Node) -> bool:
+    while node.op == "call_method" and node.target in CASTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "get_attr" and node.target == name

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_map
 
 from qtoolkit.model_inputs import copy_containers
 from qtoolkit.model_state import deepcopy_model
@@ -57,7 +58,8 @@ class ShapePropagation:
         finally:
             random.restore()  # each run of a leaf module draws its own numbers
         if value is not UNKNOWN:
-            self.values[node] = map_aggregate(value, _on_meta)
+            # Containers keep their types: code may read an attribute, as x.max(0).values.
+            self.values[node] = tree_map(_on_meta, value)
 
     def _compute(self, node: fx.Node) -> Any:
         target: Any = node.target

@@ -12,7 +12,7 @@ from qtoolkit.graph.block_calls import calls_with_nodes
 from qtoolkit.graph.capture import both_modes, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture.blocks import with_traced_blocks
-from qtoolkit.graph.capture.checks import check_assigned, check_hooks
+from qtoolkit.graph.capture.checks import Assignments, check_hooks
 from qtoolkit.graph.capture.functions import scripted_functions
 from qtoolkit.graph.capture.mode import add_modes, traced_modes
 from qtoolkit.graph.capture.shapes import ShapePropagation
@@ -127,18 +127,20 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_exa
     Raises:
         UntraceableError, ValueError: As for `run`.
     """
-    random = RandomState.now()
+    random, assignments = RandomState.now(), Assignments(model)
     try:
         check_hooks(model)
         with traced_modes(model, tracer.branch_on_mode):
             graph = tracer.trace(model, fixed or None)
-        check_assigned(model)
+        assignments.check()
         if random != RandomState.now():
             raise RuntimeError(
                 "the forward draws random numbers, by torch, random or numpy, that every run of the graph would repeat."
             )
     except Exception as error:  # the user's forward may raise anything on proxies
         raise untraceable(error, model, tracer.path, has_example_inputs) from error
+    finally:
+        assignments.undo()
     in_place.run(graph, model)
     values = {} if tracer.shapes is None else tracer.shapes.values
     torch_modes.run(graph, model, values, tracer.without_grad)

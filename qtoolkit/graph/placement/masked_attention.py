@@ -5,11 +5,11 @@ from torch import fx
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
+from qtoolkit.op_kinds.rules import CASTS
 
 MASKED = Verdict.left_float(
     Cause.TARGET, "attention's scores with a mask or a bias; a mask's large negative values would leave them few codes"
 )
-CASTS = ("float", "double", "to", "type_as")  # methods: models compute the softmax in float32
 
 
 def are_masked_scores(node: fx.Node, roles: Roles) -> bool:
@@ -51,4 +51,5 @@ def _keeps_scores(node: fx.Node) -> bool:
 
 
 def _is_cast(node: fx.Node) -> bool:
+    # Models compute the softmax in float32.
     return node.op == "call_method" and node.target in CASTS

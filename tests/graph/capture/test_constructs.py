@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -287,3 +288,89 @@ def test_the_report_names_the_leaf_module_of_a_custom_function() -> None:
     prepared = qt.prepare(Net(lambda m, x: m.layers(round_through(x))), (torch.randn(2, 4),), skip=["inner"])
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "inner")
     assert line.reason == "a leaf module: 2 of 4 layers in it are quantized, by module replacement"
+
+
+RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: x.max(-1, keepdim=True).values * x,
+    "indices": lambda x: x.gather(-1, x.max(-1, keepdim=True).indices) * x,
+    "topk": lambda x: torch.topk(x, 4, -1).values,
+    "sort": lambda x: torch.sort(x, -1, descending=True).values,
+    "min": lambda x: torch.min(x, dim=-1, keepdim=True).values + x,
+    "median": lambda x: x.median(-1, keepdim=True).values + x,
+    "cummax": lambda x: x.cummax(-1).values,
+    "aminmax": lambda x: x * x.aminmax(dim=-1, keepdim=True).max,
+}
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_read_by_their_names(name: str, measured: bool) -> None:
+    model, x = (
+        nn.Sequential(Construct(lambda self, x: RESULTS[name](self.layers(x))), linear_of()).eval(),
+        torch.randn(3, 4),
+    )
+    nets.assert_float_when_off(qt.prepare(model, (x,) if measured else None, "onnxruntime"), model, x)
+
+
+@dataclass
+class Features:
+    last: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = linear_of(), linear_of()
+
+    def forward(self, x: Tensor) -> Features:
+        y = self.fc(x)
+        return Features(self.out(y), (x, y))
+
+
+@pytest.mark.parametrize("skip", [(), ("0.layers",)], ids=["traced", "leaf"])
+def test_results_of_a_submodule_are_read_by_their_names(skip: tuple[str, ...]) -> None:
+    model = nn.Sequential(Construct(lambda self, x: self.layers(x).hidden[1] + self.layers(x).last), linear_of()).eval()
+    model[0].layers = Backbone()
+    x = torch.randn(3, 4)
+    nets.assert_float_when_off(qt.prepare(model, (x,), "onnxruntime", skip=skip), model, x)
+
+
+class Centers(nn.Module):
+    """Casts a tensor that is no buffer, and one that is, as super-resolution nets do with the mean of their images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.mean = linear_of(), torch.rand(4)
+        self.register_buffer("deviation", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean, self.last = self.mean.type_as(x), x
+        self.deviation = self.deviation.to(x.dtype)
+        return self.fc((x - self.mean) * self.deviation) + self.mean
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
+def test_a_tensor_that_the_forward_casts_is_a_local_value(measured: bool) -> None:
+    model, x = nn.Sequential(Centers(), linear_of()).eval(), torch.randn(3, 4)
+    prepared = qt.prepare(model, (x,) if measured else None, "onnxruntime")
+    nets.assert_float_when_off(prepared, model, x)
+    assert set(prepared.state_dict()) >= set(model.state_dict())
+    assert not any(isinstance(value, torch.fx.Proxy) for m in prepared.modules() for value in vars(m).values())
+    qt.calibrate(prepared, [x], progress=False)
+    assert torch.equal(qt.convert(prepared)(x), prepared(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_hooks_by_which_transformers_collects_outputs_are_traced() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SegformerConfig(
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 8, 16, 16],
+        num_attention_heads=[1, 1, 1, 1],
+        decoder_hidden_size=16,
+    )
+    model, x = transformers.SegformerForSemanticSegmentation(config).eval(), torch.rand(1, 3, 32, 32)
+    prepared = qt.prepare(model, {"pixel_values": x}, "onnxruntime")
+    with qt.disable_quantization(prepared), torch.no_grad():
+        torch.testing.assert_close(prepared(pixel_values=x)["logits"], model(pixel_values=x).logits, rtol=0, atol=1e-6)

@@ -102,6 +102,16 @@ class Counts(nn.Module):
         return x * self.count
 
 
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average.to(x) * 0.9 + x.mean(0) * 0.1
+        return x - self.average
+
+
 def hooked(register: str) -> nn.Module:
     model = nn.Sequential(nn.Sequential(linear_of()))
     getattr(model[0], register)(lambda *args: None)
@@ -122,11 +132,16 @@ def with_own_forward() -> nn.Module:
         (Autocast, r"autocast is entered here.*`with torch\.autocast"),
         (
             Counts,
-            "assigns to buffer 'count' .*, which a graph does not record; write into the buffer with copy_ or add_",
+            "assigns to buffer 'count', which a graph does not record; write into the buffer with copy_ or add_",
+        ),
+        (
+            lambda: nn.Sequential(Averages()),
+            "assigns to attribute '0.average', which a graph does not record; write into the attribute with copy_",
         ),
         (
             lambda: hooked("register_forward_hook"),
-            "submodule '0' .*forward hooks, which a graph does not record; remove them",
+            "submodule '0' .*forward hooks, which a graph does not record; remove them"
+            ".*by prune.remove, or quantize the model without tracing it, by qtoolkit.quant_modules.replace",
         ),
         (lambda: hooked("register_forward_pre_hook"), "submodule '0' .*forward hooks"),
         (lambda: hooked("register_forward_hook")[0], "Sequential.forward: this module has forward hooks"),
