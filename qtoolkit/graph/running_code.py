@@ -86,6 +86,15 @@ def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Produc
     return found
 
 
+def runs_its_graph(gm: fx.GraphModule, calls: tuple[BlockCall, ...]) -> bool:
+    """Return whether a call of a model runs the nodes of its graph and nothing else, as the model now is.
+
+    Hooks and wrappers of the model and of its blocks, and other forwards of them, run besides.
+    """
+    division = Division(gm, calls)
+    return not (has_hooks(gm) or "forward" in vars(gm) or _Blocks(gm, division).are_watched())
+
+
 class _Blocks:
     """The blocks that run their parts.
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +19,8 @@ from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names
-from qtoolkit.tuning.running import Batches, Forward, ReachedError, tuning
+from qtoolkit.tuning.layer_runs import LayerRuns
+from qtoolkit.tuning.running import Batches, Forward, tuning
 from qtoolkit.tuning.units import KINDS
 
 
@@ -61,9 +61,14 @@ def bias_correction(
 
     Where a batch norm is linked to a layer, its shift takes the correction. Call it after `qtoolkit.calibrate`.
 
+    "empirical" runs a prepared model from layer to layer: its time grows with the number of layers. It keeps for each batch the
+    values from which it goes on, 2 GiB in memory and the others in temporary files. A replaced model has no graph. It runs from
+    its inputs for each layer: its time grows with the square of their number. So does a prepared one with hooks on its blocks.
+
     Args:
         prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        batches: As for `qtoolkit.calibrate`, for "empirical"; read once for each layer.
+        batches: As for `qtoolkit.calibrate`, for "empirical". They are read twice; by a replaced model, which has no graph, and
+            with `forward`, once for each layer.
         method: "empirical" or "analytic".
         forward: forward(model, batch), for batches that the model does not take.
         progress: Show a progress bar.
@@ -138,15 +143,13 @@ class _Mean:
     def __init__(self, layer: QuantWeighted) -> None:
         self.layer, self.total, self.count = layer, torch.zeros(()), 0
 
-    def add(self, layer: nn.Module, args: Any, output: Tensor, stop: bool = False) -> None:
+    def add(self, layer: nn.Module, args: Any, output: Tensor) -> None:
         channel = output.dim() - (1 if self.layer.KIND == "linear" else self.layer.weight.dim() - 1)
         values = (
             output.detach().double().transpose(0, channel).flatten(1) if output.dim() > 1 else output[:, None].double()
         )
         self.total = self.total.to(values) + values.sum(1)
         self.count += values.size(1)
-        if stop:
-            raise ReachedError
 
     def value(self) -> Tensor:
         return self.total / self.count
@@ -173,21 +176,20 @@ def _empirical(
     skipped.update({name: "no batch reached it" for name in layers if name not in order})
     skipped.update({n: "the model calls it several times" for n in order if calls[n] > count})
     shifts: dict[str, Tensor] = {}
-    with progress_bar("bias", "layers", progress, [n for n in order if n not in skipped]) as bar:
+    wanted = [name for name in order if name not in skipped]
+    with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
         for name in bar:
-            shifts[name] = _mean_of(model, name, layers[name], data) - expected[name].value()
+            shifts[name] = _mean_of(layers[name], name, runs) - expected[name].value()
             _shift_back(layers[name], shifts[name])
             note(bar, f"{name}: by {float(shifts[name].abs().max()):.3g}")
     return shifts
 
 
-def _mean_of(model: nn.Module, name: str, layer: QuantWeighted, data: Batches) -> Tensor:
+def _mean_of(layer: QuantWeighted, name: str, runs: LayerRuns) -> Tensor:
     """Return the mean of a layer's output, as the model now is."""
     mean = _Mean(layer)
-    with removing([layer.register_forward_hook(partial(mean.add, stop=True))]), torch.no_grad():
-        for batch in data:
-            with suppress(ReachedError):
-                data.run(model, batch, name)
+    with removing([layer.register_forward_hook(mean.add)]):
+        runs.reach(name)
     return mean.value()
 
 

@@ -1,34 +1,40 @@
 """BatchCache: the values of many batches, in memory up to a limit, beyond it in temporary files."""
 
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import fx
-
-from qtoolkit.model_inputs import tensors_of
+from torch import Tensor
 
 
 class BatchCache:
     """A list of nested values with tensors, in a `with` block; afterwards its files are removed.
 
+    Other values than tensors, and containers of other types than tuples, lists and dicts, stay in memory as they are.
+
     Args:
-        limit: Bytes that are kept in memory, on the CPU.
+        limit: Bytes of tensors that are kept in memory, on the CPU.
         device: Where the tensors of an item are returned.
+
+    Attributes:
+        bytes: Bytes of tensors that are in memory now.
 
     Example:
         >>> with BatchCache(limit=40, device=torch.device("cpu")) as cache:
         ...     for _ in range(3):
         ...         cache.append({"x": torch.ones(8)})
-        ...     len(cache), cache.bytes, cache[2]["x"].sum()
-        (3, 32, tensor(8.))
+        ...     cache[0] = {"x": torch.zeros(2)}
+        ...     len(cache), cache.bytes, cache[0]["x"], cache[2]["x"].sum()
+        (3, 8, tensor([0., 0.]), tensor(8.))
     """
 
     def __init__(self, limit: float, device: torch.device) -> None:
         self.limit, self.device, self.bytes = limit, device, 0
-        self._items: list[Any] = []
+        self._items: list[_Item] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __len__(self) -> int:
@@ -36,24 +42,40 @@ class BatchCache:
 
     def append(self, value: Any) -> None:
         """Add an item."""
-        value = _moved(value, torch.device("cpu"))
-        size = sum(tensor.nbytes for tensor in tensors_of(value))
-        if self.bytes + size <= self.limit:
-            self.bytes += size
-            self._items.append(value)
-            return
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="qtoolkit-", ignore_cleanup_errors=True)
-        file = Path(self._folder.name, f"{len(self._items)}.pt")
-        torch.save(value, file)
-        self._items.append(file)
+        self._items.append(self._kept(value, len(self)))
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        before = self._items[index]
+        if isinstance(before.tensors, list):
+            self.bytes -= _size(before.tensors)
+        self._items[index] = _Item(None, [])  # its memory is free before the new value takes some
+        self._items[index] = self._kept(value, index)
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self._items):
             raise IndexError(index)
         item = self._items[index]
-        loaded = torch.load(item, weights_only=False) if isinstance(item, Path) else item  # its own file
-        return _moved(loaded, self.device)
+        tensors = torch.load(item.tensors) if isinstance(item.tensors, Path) else item.tensors
+        return _mapped(item.form, lambda v: tensors[v.place].to(self.device) if isinstance(v, _Place) else v)
+
+    def _kept(self, value: Any, index: int) -> "_Item":
+        tensors: list[Tensor] = []
+
+        def placed(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensors.append(leaf.detach().cpu())
+            return _Place(len(tensors) - 1)
+
+        form, size = _mapped(value, placed), _size(tensors)
+        if self.bytes + size <= self.limit:
+            self.bytes += size
+            return _Item(form, tensors)
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="qtoolkit-", ignore_cleanup_errors=True)
+        file = Path(self._folder.name, f"{index}.pt")
+        torch.save([_alone(tensor) for tensor in tensors], file)
+        return _Item(form, file)
 
     def __enter__(self) -> Self:
         return self
@@ -66,5 +88,34 @@ class BatchCache:
             self._folder.cleanup()
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return fx.node.map_aggregate(value, lambda v: v.detach().to(device) if isinstance(v, torch.Tensor) else v)
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor in an item."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A value with places instead of tensors, and the tensors or the file that has them."""
+
+    form: Any
+    tensors: list[Tensor] | Path
+
+
+def _size(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor without the rest of the memory of which it is a view: torch.save writes all of it."""
+    return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a value with its leaves replaced. Unlike that of torch.fx, it keeps the types of other containers."""
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(part, function) for part in value)
+    if type(value) is dict:
+        return {key: _mapped(part, function) for key, part in value.items()}
+    return function(value)

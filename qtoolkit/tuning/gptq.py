@@ -1,7 +1,7 @@
 """gptq(): rounding of linear layers by second-order information (arXiv 2210.17323)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.module import quantized
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
+from qtoolkit.tuning.layer_runs import LayerRuns
 from qtoolkit.tuning.rounding import CodeGrid
-from qtoolkit.tuning.running import Batches, Forward, ReachedError, tuning
+from qtoolkit.tuning.running import Batches, Forward, tuning
 from qtoolkit.tuning.units import chosen, obstacles
 
 COLUMNS = 128  # whose errors are spread to the later columns at once
@@ -89,10 +90,13 @@ def gptq(
     others. So each layer is tried first: one half of its inputs chooses codes, and the other half tells their error. Where it
     is not below that of rounding to nearest, weights stay rounded to nearest.
 
+    A prepared model runs from layer to layer, and a replaced one from its inputs each time, as in
+    `qtoolkit.tuning.bias_correction`.
+
     Args:
         prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        batches: As for `qtoolkit.calibrate`; read once for each layer. Their rows (tokens) should be ten times as many as a
-            layer has inputs, or more.
+        batches: As for `qtoolkit.calibrate`. They are read twice; by a replaced model, which has no graph, and with `forward`,
+            once for each layer. Their rows (tokens) should be ten times as many as a layer has inputs, or more.
         layers: Dotted names of linear layers; None takes all that can be.
         forward: forward(model, batch), for batches that the model does not take.
         damping: What is added to the diagonal of the sums, as a share of its mean; more of it fits the inputs less closely.
@@ -136,11 +140,12 @@ def gptq(
         stack.enter_context(tuning(prepared))
         order = _order(prepared, wanted, data)
         skipped |= {name: "no batch reached it" for name in wanted if name not in order}
+        runs = stack.enter_context(LayerRuns(prepared, order, data))
         bar = stack.enter_context(progress_bar("gptq", "layers", progress, order))
         for name in bar:
             layer = found[name]
             grid = CodeGrid(layer, name)
-            products = _products(prepared, layer, name, data)
+            products = _products(layer, name, runs)
             error = _tried(grid, name, products, dampings, act_order)
             if error.damping is not None:
                 grid.store(rounded(grid, products.all, error.damping, act_order))
@@ -179,8 +184,8 @@ class _Products:
     all: Tensor
 
 
-def _products(model: nn.Module, layer: Any, name: str, data: Batches) -> _Products:
-    """Return the means of the products of a layer's inputs over all its calls."""
+def _products(layer: Any, name: str, runs: LayerRuns) -> _Products:
+    """Return the means of the products of a layer's inputs, as the model now is."""
     size = layer.in_features
     sums = torch.zeros(2, size, size, dtype=torch.float64, device=layer.weight.device)
     counts, calls = [0, 0], 0
@@ -195,22 +200,12 @@ def _products(model: nn.Module, layer: Any, name: str, data: Batches) -> _Produc
             sums[half] += part.T @ part
             counts[half] += len(part)
 
-    handles = [layer.register_forward_pre_hook(add, with_kwargs=True), layer.register_forward_hook(_Stop())]
-    with removing(handles), torch.no_grad():
-        for batch in data:
-            with suppress(ReachedError):
-                data.run(model, batch, name)
+    with removing([layer.register_forward_pre_hook(add, with_kwargs=True)]):
+        runs.reach(name)
     both = sums.sum(0) / max(sum(counts), 1)
     if not all(counts):
         return _Products(both, both, both)
     return _Products(sums[0] / counts[0], sums[1] / counts[1], both)
-
-
-class _Stop:
-    """A hook that stops the model."""
-
-    def __call__(self, *args: Any) -> None:
-        raise ReachedError
 
 
 def _tried(grid: CodeGrid, name: str, products: _Products, dampings: Sequence[float], act_order: bool) -> LayerError:

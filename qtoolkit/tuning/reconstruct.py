@@ -18,11 +18,12 @@ from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.report.lines import table
 from qtoolkit.tuning.cache import BatchCache
-from qtoolkit.tuning.importance import Importance, Loss
+from qtoolkit.tuning.importance import Loss
 from qtoolkit.tuning.learning import Options, distances, learn
 from qtoolkit.tuning.rounding import CodeGrid
-from qtoolkit.tuning.running import Batches, Forward, Part, device_of, part_between, tuning
+from qtoolkit.tuning.running import Batches, Forward, part_between, tuning
 from qtoolkit.tuning.saved import SavedUnits
+from qtoolkit.tuning.unit_samples import UnitSamples
 from qtoolkit.tuning.units import Unit, find_units
 
 
@@ -119,7 +120,8 @@ def reconstruct(
     The units are taken in the order of the model. The inputs of each come from the quantized model so far, and its targets
     from the float model. A unit for which nothing better is found keeps its weights rounded to nearest. The result is in the
     weights: each lies on the code that was learned, so that state dicts, `qtoolkit.convert` and the export have it; the ranges
-    of these weights no longer follow them.
+    of these weights no longer follow them. The models go on from unit to unit: besides the steps, all units together take the
+    time of a few runs of the whole model.
 
     Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
     and trains the scales of their activations as well; the paper's weights of errors are those of `loss`.
@@ -129,12 +131,12 @@ def reconstruct(
     Args:
         prepared: A calibrated model from `qtoolkit.prepare`, in training or eval mode.
         batches: As for `qtoolkit.calibrate`; some hundred samples. Each step takes one batch, so that batches of 32 are better
-            than one of 1,024. They are read once for each unit; an iterator is stored.
+            than one of 1,024. They are read once, and with `forward` once for each unit; an iterator is stored.
         method: "adaround", "brecq" or "qdrop".
         granularity: "layer" or "block"; None takes the method's own.
         steps: Steps of Adam for each unit. The papers take 10,000 to 20,000.
         layers: Dotted names of the layers to take; None takes all that can be.
-        forward: forward(model, batch), for batches that the model does not take.
+        forward: forward(model, batch), for batches that the model does not take. It calls the model once.
         learning_rate: Of the rounding.
         scale_learning_rate: Of the scales of activations, relative to their size.
         rounding_weight: Weight of the regularizer, the mean of 1 - |2 h - 1|^beta, which is annealed and drives each weight to
@@ -142,13 +144,14 @@ def reconstruct(
         seed: Of the order of batches and of what is dropped. Results are equal for equal seeds on the same machine.
         path: A folder where each finished unit is saved. Another call with the same model, options and batches goes on there,
             with the same result as a call that was not interrupted.
-        cache_gib: GiB of memory for the inputs and outputs of the unit at hand; what exceeds it is in temporary files.
+        cache_gib: GiB of memory for what is kept of the batches: one half for the inputs and outputs of the unit at hand, the
+            other for the values from which the models go on behind it. What exceeds a half is in temporary files.
         progress: Show a progress bar.
         loss: Weights the squared error of each element of a unit's output by the square of the gradient of a loss there, in the
             float model (the Fisher diagonal of BRECQ). Either loss(output, batch), the loss of the task, where `output` is what
             the model or `forward` returns; or "kl", which takes no labels: the KL divergence from the distribution of the
-            float model's own logits (N, classes, ...). It costs a backward pass for each batch and unit, and as much memory as
-            the outputs of the unit. None counts all elements the same.
+            float model's own logits (N, classes, ...). It costs a backward pass for each batch, whose result takes as many
+            bytes as the outputs of all units, within `cache_gib` or in temporary files. None counts all elements the same.
 
     Returns:
         The errors of each unit before and after, and the layers that were left out, with the reason.
@@ -183,13 +186,15 @@ def reconstruct(
         disable_quantization(reference).apply()
         of_loss = getattr(loss, "__qualname__", loss)
         saved = SavedUnits(path, prepared, f"{method} {options} {[unit.layers for unit in units]} {of_loss}")
+        samples = UnitSamples(prepared, reference, units, data, options, loss, cache_gib * 2**30)
+        stack.enter_context(samples)
         bar = stack.enter_context(progress_bar("reconstruct", "steps", progress, total=steps * len(units)))
         for place, unit in enumerate(units):
             note(bar, f"{unit.name}{_gain(results)}")
-            task = _Task(prepared, reference, unit, data, options, loss)
+            task = _Task(prepared, unit, options)
             content = saved.load(place)
             if content is None:
-                content = task.run(place, cache_gib * 2**30, bar)
+                content = task.run(place, samples, bar)
                 saved.save(place, content)
             else:
                 task.load(content)
@@ -230,27 +235,18 @@ def _check(
 class _Task:
     """The reconstruction of one unit."""
 
-    def __init__(
-        self,
-        gm: QuantizedGraphModule,
-        reference: QuantizedGraphModule,
-        unit: Unit,
-        data: Batches,
-        options: Options,
-        loss: Loss | None,
-    ) -> None:
-        self.gm, self.reference, self.unit, self.data, self.options = gm, reference, unit, data, options
-        self.loss = loss
+    def __init__(self, gm: QuantizedGraphModule, unit: Unit, options: Options) -> None:
+        self.gm, self.unit, self.options = gm, unit, options
         names = {module: name for name, module in gm.named_modules()}
         self.grids = {name: CodeGrid(gm.get_submodule(name), name) for name in unit.layers}
         found = unit.activation_quantizers() if options.learn_scales or options.drop else []
         self.activations = {names[quantizer]: quantizer for quantizer in found}
 
-    def run(self, place: int, limit: float, bar: Any) -> dict[str, Any]:
+    def run(self, place: int, samples: UnitSamples, bar: Any) -> dict[str, Any]:
         """Learn, store the better of the roundings, and return the result, with what `load` takes."""
-        module = part_between(self.gm, self.unit.inputs, self.unit.nodes)
-        with BatchCache(limit, device_of(self.gm)) as cache:
-            self._fill(cache, place)
+        module = part_between(self.gm, self.unit.inputs, self.unit.nodes, [self.unit.output])
+        with samples.cache() as cache:
+            samples.fill(cache, place)
             before = _error(module, cache)
             original = self._state()
             nearest = {name: grid.nearest() for name, grid in self.grids.items()}
@@ -264,23 +260,6 @@ class _Task:
         moved = sum(int((codes[name] != nearest[name]).sum()) for name in codes) / total
         result = UnitResult(self.unit.name, self.unit.layers, before, after, moved, kept)
         return {"result": asdict(result), **self._state()}
-
-    def _fill(self, cache: BatchCache, place: int) -> None:
-        """Cache for each batch the inputs in the quantized and the float model, the float output, and its importance."""
-        unit = self.unit
-        twins = {node.name: node for node in self.reference.graph.nodes}
-        quantized = Part(self.gm, unit.inputs)
-        of_float = Part(self.reference, [twins[node.name] for node in (*unit.inputs, unit.output)])
-        weighting = None
-        if self.loss is not None:
-            seed = self.options.seed * 100_003 + place
-            weighting = Importance(self.reference, twins[unit.output.name], self.loss, seed)
-        with torch.no_grad():
-            for batch in self.data:
-                *expected, output = of_float.of(self.data, batch, unit.name)
-                inputs = quantized.of(self.data, batch, unit.name)
-                importance = None if weighting is None else weighting.of(self.data, batch)
-                cache.append((list(inputs), expected if self.options.drop else [], output, importance))
 
     def _store(self, codes: Mapping[str, Tensor], module: fx.GraphModule, cache: BatchCache) -> float:
         """Move the weights to some codes, and return the error."""

@@ -1,7 +1,7 @@
 """Running parts of a model on batches: up to a node of its graph, or up to a layer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Batches:
             raise TypeError(f"{what}: forward must be a function of a model and a batch, or None, got {forward!r}.")
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
         self.forward, self.what = forward, what
+        self.count: int | None = None  # of batches, once they were read
 
     def __iter__(self) -> Iterator[Any]:
         count = 0
@@ -50,6 +51,46 @@ class Batches:
             yield batch
         if not count:
             raise ValueError(f"{self.what}: batches must hold at least one batch, got none.")
+
+    def each(self) -> Iterator[tuple[int, Any]]:
+        """Yield the place of each batch and the batch; None instead of a batch that is not read again.
+
+        The first round reads the batches. Later ones read them only for `forward`.
+
+        Raises:
+            ValueError: There is no batch, or a later round has another number of them.
+        """
+        if self.count is not None and self.forward is None:
+            yield from ((place, None) for place in range(self.count))
+            return
+        place = -1
+        for place, batch in enumerate(self):
+            if place == self.count:
+                break
+            yield place, batch
+        if self.count not in (None, place + 1):
+            raise ValueError(
+                f"{self.what}: batches must give as many batches each time they are read, got {self.count} at first, and now "
+                f"{'more' if place == self.count else place + 1}; pass a list."
+            )
+        self.count = place + 1
+
+    def run_inside(self, model: nn.Module, batch: Any, function: Callable[..., Any], up_to: str) -> Any:
+        """Return function(*args, **kwargs) for the arguments of the first call of a model by `forward`, called from there.
+
+        It runs in the autocast, for example, that `forward` sets.
+
+        Raises:
+            ValueError: `forward` does not call the model; and as `run`.
+        """
+        inside = _Inside(model, function)
+        with suppress(ReachedError):
+            self.run(inside, batch, up_to)
+        if not inside.results:
+            raise ValueError(
+                f"{self.what}: forward(model, batch) must call the model it is given, but it did not call it."
+            )
+        return inside.results[0]
 
     def run(self, model: nn.Module, batch: Any, up_to: str = "") -> Any:
         """Run a model, or its part up to some layer, on a batch.
@@ -60,8 +101,14 @@ class Batches:
             ValueError: The model cannot run on the batch.
             RuntimeError: A quantizer has no range yet.
         """
-        try:
+        with self.explaining(model, up_to):
             return run_batch(model, batch, self.what) if self.forward is None else self.forward(model, batch)
+
+    @contextmanager
+    def explaining(self, model: nn.Module, up_to: str = "") -> Iterator[None]:
+        """Raise ValueError for a RuntimeError of a model that runs on a batch, unless a quantizer has no range yet."""
+        try:
+            yield
         except RuntimeError as error:
             without = any(q.quantizing and not q.ready for q in quantizers_of(model).values())
             if type(error) is not RuntimeError or without:  # no memory is left, or a quantizer names itself
@@ -73,68 +120,72 @@ class Batches:
             ) from error
 
 
-class Part(nn.Module):
-    """The part of a graph that computes some nodes.
+class _Inside(nn.Module):
+    """What a function of the user calls as the model: its first call runs another function instead, and stops.
+
+    Args:
+        model: The model, whose parameters are those of this module.
+        function: function(*args, **kwargs).
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.function, self.results = model, function, list[Any]()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, and stop the function that called the model."""
+        if not self.results:
+            self.results.append(self.function(*args, **kwargs))
+        raise ReachedError
+
+
+def arguments_part(gm: QuantizedGraphModule) -> fx.GraphModule:
+    """Return a module that takes what a model takes, and returns a tuple of copies of the values of its placeholders."""
+    graph = fx.Graph()
+    graph.set_codegen(gm.graph._codegen)
+    inputs = [graph.node_copy(node) for node in gm.graph.nodes if node.op == "placeholder"]
+    graph.output(tuple(graph.call_function(clone_tensors, (node,)) for node in inputs))
+    return fx.GraphModule(gm, graph, type(gm).__name__)
+
+
+def part_between(
+    gm: QuantizedGraphModule,
+    sources: Iterable[fx.Node],
+    nodes: Iterable[fx.Node],
+    results: Iterable[fx.Node],
+    copied: Collection[fx.Node] = (),
+    on_copies: Collection[fx.Node] = (),
+) -> fx.GraphModule:
+    """Return a part of a graph, as a module that takes the values of some nodes and returns a tuple.
 
     Args:
         gm: The model. Its submodules and parameters are those of the part.
-        wanted: The nodes.
+        sources: The nodes whose values it takes.
+        nodes: The nodes that it computes, in order.
+        results: The nodes whose values it returns.
+        copied: The nodes of whose values it also returns copies, which later ops do not change in place.
+        on_copies: The nodes that compute on copies of their inputs, and change none of them in place.
     """
-
-    def __init__(self, gm: QuantizedGraphModule, wanted: Sequence[fx.Node]) -> None:
-        super().__init__()
-        needed, waiting = set[fx.Node](), list(wanted)
-        while waiting:
-            node = waiting.pop()
-            if node not in needed:
-                needed.add(node)
-                waiting += node.all_input_nodes
-        graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
-        graph.set_codegen(gm.graph._codegen)
-        kept = dict[fx.Node, fx.Node]()
-        for node in gm.graph.nodes:
-            if node in needed or node.op == "placeholder":
-                written[node] = graph.node_copy(node, written.__getitem__)
-            if node in wanted:  # a later op may change it in place
-                kept[node] = graph.call_function(clone_tensors, (written[node],))
-        graph.output(tuple(kept[node] for node in wanted))
-        self.inner = fx.GraphModule(gm, graph, type(gm).__name__)
-        self.values: tuple[Any, ...] = ()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the nodes, and stop the function that called the model."""
-        self.values = self.inner(*args, **kwargs)
-        raise ReachedError
-
-    def of(self, batches: Batches, batch: Any, up_to: str) -> tuple[Any, ...]:
-        """Return the values of the nodes for a batch."""
-        if batches.forward is None:
-            values: tuple[Any, ...] = batches.run(self.inner, batch, up_to)
-            return values
-        try:
-            batches.run(self, batch, up_to)
-        except ReachedError:
-            return self.values
-        raise ValueError(
-            f"{batches.what}: forward(model, batch) must call the model it is given, but it did not call it."
-        )
-
-
-def part_between(gm: QuantizedGraphModule, inputs: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> fx.GraphModule:
-    """Return the part of a graph from some nodes to the last of others, as a module that takes the values of the first."""
-    graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
-    for source in inputs:
-        written[source] = graph.placeholder(source.name)
+    graph, written, copies = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
 
     def value(node: fx.Node) -> fx.Node:
         if node not in written:  # what every part reads for itself: a parameter, or a mode
             written[node] = graph.node_copy(node, value)
         return written[node]
 
-    last = None
-    for last in nodes:
-        written[last] = graph.node_copy(last, value)
-    graph.output(None if last is None else written[last])
+    def copy(node: fx.Node) -> fx.Node:
+        return graph.call_function(clone_tensors, (value(node),))
+
+    for source in sources:
+        written[source] = graph.placeholder(source.name)
+    for node in copied:
+        if node in written:
+            copies[node] = copy(node)
+    for node in nodes:
+        written[node] = graph.node_copy(node, copy if node in on_copies else value)
+        if node in copied:
+            copies[node] = copy(node)
+    graph.output((*map(value, results), *(copies[node] for node in copied)))
     return fx.GraphModule(gm, graph, type(gm).__name__)
 
 

@@ -9,6 +9,7 @@ before the next quantizer. Blocks are found by the graph alone:
 - Every other layer is a unit of its own.
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +134,19 @@ def obstacles(model: nn.Module) -> dict[str, str]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(aliases[0])
+    for node in model.graph.nodes if isinstance(model, QuantizedGraphModule) else ():
+        if node.op == "get_attr":
+            owners.setdefault(id(operator.attrgetter(node.target)(model)), []).extend(_readers(node))
     return {
         aliases[0]: _obstacle(layer, aliases[0], owners)
         for layer, aliases in names.items()
         if kind_of_module(layer).name in KINDS or (isinstance(layer, QuantModule) and layer.weight_quantizers())
     }
+
+
+def _readers(node: fx.Node) -> list[str]:
+    """Return the functions that take a parameter, with or without a quantizer between."""
+    return [reader.name for user in node.users for reader in (user.users if is_weight_quantizer(user) else (user,))]
 
 
 def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) -> str:

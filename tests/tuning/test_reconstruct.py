@@ -334,6 +334,20 @@ def test_a_layer_that_cannot_be_taken(layers: list[str], words: str) -> None:
         qt.tuning.reconstruct(awkward(), [torch.randn(8, 4)], layers=layers, **small(5))
 
 
+def test_a_weight_that_a_function_reads_too_is_left_out() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(nn.functional.linear(x, self.b.weight)))
+
+    report = qt.tuning.reconstruct(prepared_on(Net().eval(), [torch.randn(8, 4)]), [torch.randn(8, 4)], **small(5))
+    assert [unit.name for unit in report.units] == ["a"]
+    assert report.skipped["b"] == "its weight is that of 'linear' too"
+
+
 def test_a_pruned_layer_says_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
     prune.l1_unstructured(model[0], "weight", 0.5)
@@ -529,7 +543,7 @@ def test_without_labels_the_importance_is_that_of_the_kl_divergence() -> None:
         return nn.functional.kl_div(model[2](z).log_softmax(0), logits.log_softmax(0), reduction="sum", log_target=True)
 
     second = torch.autograd.functional.hessian(divergence, hidden.detach()).diagonal()
-    (found,) = Importance(prepared, nodes["1"], "kl", seed=0).of(Batches([x], None, "reconstruct"), x)
+    ((found,),) = Importance(prepared, [nodes["1"]], "kl", seed=0).of(Batches([x], None, "reconstruct"), x)
     torch.testing.assert_close(found.mean(0), second, rtol=0.05, atol=1e-4)
 
 

@@ -1,0 +1,127 @@
+"""Stepwise: a graph that runs on all batches stretch by stretch, and goes on from what it has computed."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import fx
+
+from qtoolkit.graph.block_code import free_nodes
+from qtoolkit.graph.capture.in_place import changed_by
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.op_kinds.nodes import parameters_in
+from qtoolkit.tuning.cache import BatchCache
+from qtoolkit.tuning.running import Batches, arguments_part, device_of, part_between
+
+
+def _values(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+class Stepwise(AbstractContextManager["Stepwise"]):
+    """A graph that computes one goal after another on all batches, and no node twice.
+
+    Between two goals it keeps for each batch the values that later goals depend on, and nothing else. So the time for all goals
+    is that of one run of the model, where the goals follow each other in the graph. What was computed for a goal stays as it is
+    when the model changes afterwards. What no goal needs does not run.
+
+    Args:
+        gm: The model.
+        goals: The nodes whose values are asked for, of each goal, in order.
+        data: The batches.
+        limit: Bytes of the values that are kept in memory; the others are in temporary files.
+
+    Example:
+        >>> gm = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2)).eval())
+        >>> layers = [node for node in gm.graph.nodes if str(node.target) in ("0", "2")]
+        >>> data, calls = Batches([torch.ones(1, 2)], None, "example"), []
+        >>> _ = gm.get_submodule("0").register_forward_hook(lambda *args: calls.append("0"))
+        >>> qt.disable_quantization(gm).apply()
+        >>> with Stepwise(gm, [[layer] for layer in layers], data, 1e6) as stepwise:
+        ...     for place in range(2):
+        ...         stepwise.begin(place)
+        ...         for index, batch in data.each():
+        ...             (y,) = stepwise.run(index, batch)
+        >>> torch.equal(y, gm(torch.ones(1, 2))), calls  # the second call is that of gm
+        (True, ['0', '0'])
+    """
+
+    def __init__(
+        self, gm: QuantizedGraphModule, goals: Sequence[Sequence[fx.Node]], data: Batches, limit: float
+    ) -> None:
+        self.gm, self.goals, self.data = gm, goals, data
+        constant = parameters_in(gm.graph)
+        # What each stretch computes for itself.
+        self._free = free_nodes(gm) | constant
+        # Their inputs may be kept for others: a node can run before one that comes before it in the graph.
+        self._in_place = {node for node in gm.graph.nodes if changed_by(node, gm) not in (None, *constant)}
+        self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
+        self._arguments = arguments_part(gm)
+        self._cache = BatchCache(limit, device_of(gm))
+        # The nodes whose values the cache has for each batch before the goal at hand, and after it.
+        self._before, self._after = list[fx.Node](), [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cache.__exit__(kind, error, trace)
+
+    def begin(self, place: int, up_to: str = "") -> None:
+        """Go on to a goal, with the model as it now is. Then call `run` once for each batch.
+
+        Args:
+            place: The place of the goal, behind that of the last call.
+            up_to: Its name, for errors.
+        """
+        goal, self._up_to, self._before, self._filled = self.goals[place], up_to, self._after, len(self._cache) > 0
+        sources, nodes = self._towards(goal, self._before)
+        known = {*self._before, *nodes} - self._free
+        self._after, _ = self._towards(itertools.chain(*self.goals[place + 1 :]), known)
+        self._sources, self._computed = sources, [node for node in self._after if node not in self._before]
+        self._part = part_between(self.gm, sources, nodes, self._computed, goal, self._in_place)
+
+    def run(self, index: int, batch: Any, then: Callable[..., Any] = _values) -> Any:
+        """Compute the goal for a batch.
+
+        Args:
+            index: The place of the batch.
+            batch: The batch, as `Batches.each` gives both.
+            then: Takes copies of the values of the goal's nodes. With `forward`, it is called from there, like the model.
+
+        Returns:
+            What `then` returns; without it, these values.
+        """
+        if self.data.forward is not None:
+            return self.data.run_inside(self.gm, batch, partial(self._inside, index, then), self._up_to)
+        with self.data.explaining(self.gm, self._up_to):
+            known = self._cache[index] if self._filled else self.data.run(self._arguments, batch, self._up_to)
+            return self._step(index, then, known)
+
+    def _inside(self, index: int, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._step(index, then, self._cache[index] if self._filled else self._arguments(*args, **kwargs))
+
+    def _step(self, index: int, then: Callable[..., Any], values: Sequence[Any]) -> Any:
+        known = dict(zip(self._before, values, strict=True))
+        found = self._part(*(known[node] for node in self._sources))
+        known.update(zip(self._computed, found, strict=False))
+        kept = [known[node] for node in self._after]
+        if self._filled:
+            self._cache[index] = kept
+        else:
+            self._cache.append(kept)
+        return then(*found[len(self._computed) :])
+
+    def _towards(self, wanted: Iterable[fx.Node], known: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Return the known nodes from which others can be computed, and the nodes to compute for them; both in order."""
+        waiting, sources, nodes = list(wanted), set[fx.Node](), set[fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            if node in known:
+                sources.add(node)
+            elif node not in nodes:
+                nodes.add(node)
+                waiting += node.all_input_nodes
+        return sorted(sources, key=self._order.__getitem__), sorted(nodes, key=self._order.__getitem__)
