@@ -55,7 +55,7 @@ def layer_of(gm: QuantizedGraphModule, node: fx.Node) -> QuantWeighted | None:
 
     The layer is no part of the model. It shares the model's quantizer and, where nothing computes them, its parameters.
     """
-    quantizer, bias, geometry = weight_node(node), bias_node(node), _geometry(node)
+    quantizer, bias, geometry = weight_node(node), bias_node(node), geometry_of(node)
     if bias is not None and rounding_of(bias) is not None:
         bias = bias.all_input_nodes[0]
     computed = bias is not None and bias not in parameters_in(gm.graph)
@@ -66,14 +66,14 @@ def layer_of(gm: QuantizedGraphModule, node: fx.Node) -> QuantWeighted | None:
     cls = LAYERS.get((kind_of(node).name, weight.dim()))
     if cls is None or tensor_inputs(node)[-1] is not quantizer:
         return None
-    layer = cls.from_float(_float_layer(cls, weight, geometry), None)
+    layer = cls.from_float(float_layer(cls, weight, geometry), None)
     layer.weight = nn.Parameter(weight.detach(), False)
     layer.bias = nn.Parameter(biases[0].detach(), False) if biases else None
     layer.weight_quantizer = module_of(quantizer)  # type: ignore[assignment]  # a Quantizer, as the node says
     return layer
 
 
-def _geometry(node: fx.Node) -> dict[str, Any] | None:
+def geometry_of(node: fx.Node) -> dict[str, Any] | None:
     """Return the arguments behind the bias; None where one is computed."""
     names = GEOMETRY.get(kind_of(node).name, {})
     given = {
@@ -84,7 +84,8 @@ def _geometry(node: fx.Node) -> dict[str, Any] | None:
     return plain if all(isinstance(part, int | str) for part in parts) else None
 
 
-def _float_layer(cls: type[QuantWeighted], weight: Tensor, geometry: Mapping[str, Any]) -> nn.Module:
+def float_layer(cls: type[QuantWeighted], weight: Tensor, geometry: Mapping[str, Any]) -> nn.Module:
+    """Return the layer of torch of a function's weight and geometry, on the meta device."""
     rows, columns, groups = weight.size(0), weight.size(1), int(geometry.get("groups", 1))
     if cls.KIND == "linear":
         return cls.FLOAT(columns, rows, device="meta")

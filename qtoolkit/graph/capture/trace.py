@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, unknown
 from qtoolkit.graph.block_calls import calls_with_nodes
-from qtoolkit.graph.capture import both_modes, in_place, subclasses, torch_modes
+from qtoolkit.graph.capture import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture.blocks import with_traced_blocks
 from qtoolkit.graph.capture.checks import Assignments, check_hooks
@@ -100,6 +100,7 @@ def run(
     add_modes(model, graph, tracer.modes)
     norms.use_torch_types(model, batch_norms)
     subclasses.run(model, graph, tuple(leaf_modules))
+    functional_layers.run(model, graph)
     calls = tuple(tracer.blocks.calls)
     root = with_traced_blocks(model, graph, [calls[i].block for i in calls_with_nodes(graph, calls)])
     kind = QuantizedSequential if isinstance(model, nn.Sequential) else QuantizedGraphModule

@@ -45,6 +45,10 @@ def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules:
     if len(node.users) > 1:
         return "its layer's output has a second user"
     layer = module_of(node) if node.op == "call_module" else None
+    if node.op != "call_module":
+        return (
+            f"{node.name!r} is a function whose weight no torch.nn layer holds for it alone; make it a torch.nn module"
+        )
     if not isinstance(layer, QuantWeighted):
         return "its layer is not quantized"
     if follower.op != "call_module":

@@ -1,0 +1,89 @@
+"""Layers of a subclass that calls its function with its own weight: they become torch's layers, which the swap replaces.
+
+For example, timm's Conv2dSame pads its input, then calls torch.nn.functional.conv2d with its own parameters. A batch norm after
+it can then be folded, and reports name the module.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from qtoolkit.graph.weighted_functions import LAYERS, float_layer, geometry_of
+from qtoolkit.op_kinds.facts import replace_node
+from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.op_kinds.rules import argument, is_number
+from qtoolkit.shared_modules import replace_everywhere
+
+
+def run(model: nn.Module, graph: fx.Graph) -> None:
+    """Replace the calls of functions by calls of the layers whose weights they take, and these layers by torch's type.
+
+    A layer with other parameters, buffers or submodules stays, and one whose weight has other users.
+
+    Args:
+        model: The model that was traced, which is changed.
+        graph: Its graph, which is changed.
+    """
+    read: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="get_attr"):
+        read[str(node.target)].append(node)
+    for target, nodes in read.items():
+        name, _, attribute = target.rpartition(".")
+        if name and attribute == "weight":
+            calls = [user for node in nodes for user in node.users if not is_number(user)]
+            layer = _torch_layer(name, model.get_submodule(name), calls)
+            if layer is not None:
+                replace_everywhere(model, model.get_submodule(name), layer)
+                for call in calls:
+                    _call_module(call, name)
+
+
+def _torch_layer(name: str, module: nn.Module, calls: Sequence[fx.Node]) -> nn.Module | None:
+    """Return torch's layer that computes what calls of a function with a module's weight do; None where there is none."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    has_more = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
+    if (
+        not calls
+        or has_more
+        or weight is None
+        or not all(_takes_parameters(call, name, bias is not None) for call in calls)
+    ):
+        return None
+    (kind, *other_kinds), (geometry, *others) = _distinct(map(kind_of, calls)), _distinct(map(geometry_of, calls))
+    cls = LAYERS.get((kind.name, weight.dim()))
+    if other_kinds or others or geometry is None or cls is None or not isinstance(module, cls.FLOAT):
+        return None
+    layer = float_layer(cls, weight, geometry)
+    layer.weight, layer.bias = weight, bias
+    return layer.train(module.training)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def _takes_parameters(call: fx.Node, name: str, has_bias: bool) -> bool:
+    """Return whether a function takes the weight and the bias of a module as they are, and nothing else of it."""
+    source, weight, bias = (argument(call, place, of) for place, of in enumerate(("input", "weight", "bias")))
+    if call.op != "call_function" or not isinstance(source, fx.Node):
+        return False
+    return _reads(weight, f"{name}.weight") and (_reads(bias, f"{name}.bias") if has_bias else bias is None)
+
+
+def _reads(operand: Any, target: str) -> bool:
+    return isinstance(operand, fx.Node) and (operand.op, operand.target) == ("get_attr", target)
+
+
+def _call_module(call: fx.Node, name: str) -> None:
+    with call.graph.inserting_before(call):
+        new = call.graph.call_module(name, (argument(call, 0, "input"),))
+    parameters = [node for node in call.all_input_nodes if node.op == "get_attr"]
+    replace_node(call, new)
+    for unused in (node for node in parameters if not node.users):
+        call.graph.erase_node(unused)
