@@ -17,6 +17,7 @@ from qtoolkit.export.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
+from qtoolkit.ops.recording import ops_taken
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.shared_modules import names_by_module
 
@@ -49,7 +50,7 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
 
     constants = QuantizedConstants(request.model, request.run)
     try:
-        with constants.kept_out():
+        with constants.kept_out(), ops_taken():
             program = torch.onnx.export(
                 request.model,
                 _closed(request.inputs.args),
@@ -116,11 +117,10 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
     import onnx
     import onnx_ir
 
-    from qtoolkit.export.translation import keep_quantizers, register_symbolics
+    from qtoolkit.export.translation import keep_quantizers
 
-    register_symbolics(request.opset)
     inputs, axes = request.inputs, _names_of_axes(request)
-    with _destination(request.model) as written, warnings.catch_warnings(), _described_constants():
+    with _destination(request.model) as written, warnings.catch_warnings(), _described_constants(), ops_taken():
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply

@@ -1,11 +1,5 @@
-"""Placeholders of `qtoolkit.export.translation` become QuantizeLinear and DequantizeLinear in the file's opset.
+"""Placeholders of `qtoolkit.export.translation` become QuantizeLinear and DequantizeLinear in the file's opset."""
 
-Codes narrower than their storage type are clipped between the two nodes, so that the file saturates at the same codes as
-training. The scales of a grouped transposed convolution vary along two dimensions of its weight, which the axis attribute
-cannot express: the weight is reshaped to (groups * out, in * k...) before the two nodes, and back after them.
-"""
-
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +7,8 @@ import onnx_ir
 from onnx_ir import DataType
 
 from qtoolkit.errors import present
-from qtoolkit.export.storage import BLOCKS_OPSET, POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
+from qtoolkit.export.pair_form import PairForm
+from qtoolkit.export.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
 from qtoolkit.export.translation import DOMAIN, QUANTIZER
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
@@ -69,7 +64,7 @@ class Constants:
         return value
 
 
-class _Lowering:
+class _Lowering(PairForm[onnx_ir.Value]):
     """Writes the nodes of one placeholder.
 
     Args:
@@ -80,18 +75,17 @@ class _Lowering:
 
     def __init__(self, node: onnx_ir.Node, opset: int, constants: Constants) -> None:
         given = {key: attribute.value for key, attribute in node.attributes.items()}
+        ends, channels = (given["qmin"], given["qmax"]), (given.get("axis"), given.get("group", 1))
+        super().__init__(given["format"], ends, *channels, given.get("block_size", 0), list(given.get("shape", ())))
         self.node, self.opset, self.constants, self.name = node, opset, constants, given.get(QUANTIZER)
-        self.format, self.ends = given["format"], (given["qmin"], given["qmax"])
-        self.dtype, self.shape = DataType(given["dtype"]), list(given.get("shape", ()))
-        self.group, self.block_size = given.get("group", 1), given.get("block_size", 0)
-        self.axis = 0 if self.group > 1 else given.get("axis")  # of the rows
+        self.dtype = DataType(given["dtype"])
         self.x, self.scale = (present(value, f"an input of {node.name!r}") for value in node.inputs[:2])
         self.zero_point = node.inputs[2] if len(node.inputs) > 2 else None
         self.nodes: list[onnx_ir.Node] = []
 
     def replace(self, integer_weights: bool) -> None:
         """Replace the placeholder by the nodes."""
-        self._check_blocks()
+        self.check_blocks(self.opset, _sizes(self.scale))
         stored = self._is_constant_grid() and (integer_weights or self.ends == SUMS)
         constant = _constant(self.x) if stored else None
         self.storage = storage_of(self.format, *self.ends, self.opset, constant=constant is not None)
@@ -107,27 +101,13 @@ class _Lowering:
         scale = self._scale(arithmetic)
         grid = (scale,) if self.ends == SUMS else (scale, self._codes_of_zero())
         mixed = scale.dtype != arithmetic
-        attributes = {} if self.axis is None else {"axis": self.axis}
-        attributes |= {"block_size": self.block_size} if self.block_size > 0 else {}
         if constant is None:
-            x = self.x if arithmetic == self.dtype else self._node("Cast", self.x, to=arithmetic)
-            precision = {"precision": DataType.FLOAT} if mixed else {}
-            codes = self._codes(self._to_rows(x), grid, {**attributes, **precision})
+            x = self.x if arithmetic == self.dtype else self.node_of("Cast", self.x, to=arithmetic)
+            codes = self.codes(x, grid, {"precision": DataType.FLOAT} if mixed else {})
         else:
             codes = self._stored(constant)
-        output = {"output_dtype": arithmetic} if mixed else {}
-        y = self._node("DequantizeLinear", codes, *grid, role="dequantize", **attributes, **output)
-        y = self._from_rows(y)
-        return y if arithmetic == self.dtype else self._node("Cast", y, to=self.dtype)
-
-    def _codes(self, x: onnx_ir.Value, grid: tuple[onnx_ir.Value, ...], attributes: Mapping[str, Any]) -> onnx_ir.Value:
-        """Write the nodes that compute the codes: QuantizeLinear, but for int32, which it does not have."""
-        if self.ends == SUMS:
-            codes = self._node("Round", self._node("Div", x, grid[0]))
-            ends = [self.constants.shared(np.array(end), DataType.FLOAT, "code_float") for end in SUMS]
-            return self._node("Cast", self._node("Clip", codes, *ends), to=DataType.INT32)
-        codes = self._node("QuantizeLinear", x, *grid, role="quantize", **attributes)
-        return self._clip(codes) if self.storage.clips else codes
+        y = self.values(codes, grid, {"output_dtype": arithmetic} if mixed else {})
+        return y if arithmetic == self.dtype else self.node_of("Cast", y, to=self.dtype)
 
     def _arithmetic(self) -> DataType:
         """Return the type of the pair's input and output.
@@ -163,7 +143,7 @@ class _Lowering:
             return add(np.zeros(sizes, np.float32), dtype, name)
         zero_point = _constant(self.zero_point)
         if zero_point is None:
-            return self._node("Cast", self.zero_point, to=dtype)
+            return self.node_of("Cast", self.zero_point, to=dtype)
         return add(zero_point, dtype, name)
 
     def _stored(self, constant: Array) -> onnx_ir.Value:
@@ -174,56 +154,12 @@ class _Lowering:
         codes = code_array(constant, scale, zero_point, self.storage, self.axis, self.block_size)
         return self.constants.add(codes, self.storage.dtype, f"{self.x.name}.codes")
 
-    def _clip(self, codes: onnx_ir.Value) -> onnx_ir.Value:
-        # onnxruntime's Clip does not support 16-bit integers.
-        wide = self.storage.dtype.itemsize > 1
-        dtype = DataType.INT32 if wide else self.storage.dtype
-        ends = [self.constants.shared(np.array(end), dtype, f"code_{dtype.name.lower()}") for end in self.ends]
-        clipped = self._node("Clip", self._node("Cast", codes, to=dtype) if wide else codes, *ends)
-        return self._node("Cast", clipped, to=self.storage.dtype) if wide else clipped
+    def constant(self, array: Array, dtype: DataType, name: str) -> onnx_ir.Value:
+        """Return a small constant of the graph."""
+        return self.constants.shared(array, dtype, name)
 
-    def _check_blocks(self) -> None:
-        if self.block_size == 0:
-            return
-        if self.opset < BLOCKS_OPSET:
-            raise ValueError(
-                f"export_onnx: block_size={self.block_size} (a group_size) needs opset {BLOCKS_OPSET} or newer, got "
-                f"{self.opset}; pass opset={BLOCKS_OPSET}."
-            )
-        blocks = list(self.shape)
-        blocks[self.axis] //= self.block_size  # type: ignore[index]  # blocks have an axis
-        shape = _sizes(self.scale)
-        if shape != blocks:
-            raise ValueError(
-                f"export_onnx: with block_size={self.block_size}, the scale of fake_quant must have the shape of the blocks, "
-                f"{blocks}, got {shape}; reshape it."
-            )
-
-    def _to_rows(self, x: onnx_ir.Value) -> onnx_ir.Value:
-        return x if self.group == 1 else self._through_rows(x, [self.group, *self._sides(), -1], [self._rows, -1])
-
-    def _from_rows(self, y: onnx_ir.Value) -> onnx_ir.Value:
-        if self.group == 1:
-            return y
-        return self._through_rows(y, [self.group, *reversed(self._sides()), -1], self.shape)
-
-    def _sides(self) -> list[int]:
-        """Return the input and output channels of a group of the weight."""
-        return [self.shape[0] // self.group, self.shape[1]]
-
-    @property
-    def _rows(self) -> int:
-        return int(self.group * self.shape[1])
-
-    def _through_rows(self, x: onnx_ir.Value, apart: list[int], together: list[int]) -> onnx_ir.Value:
-        x = self._node("Reshape", x, self._sizes(apart))
-        x = self._node("Transpose", x, perm=[0, 2, 1, 3])
-        return self._node("Reshape", x, self._sizes(together))
-
-    def _sizes(self, sizes: list[int]) -> onnx_ir.Value:
-        return self.constants.shared(np.array(sizes), DataType.INT64, "sizes")
-
-    def _node(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Any) -> onnx_ir.Value:
+    def node_of(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Any) -> onnx_ir.Value:
+        """Write a node; return its output."""
         values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
         name = f"{self.name}.{role}" if self.name is not None and role else None
         output = f"{self.node.outputs[0].name}.{len(self.nodes)}"

@@ -54,6 +54,8 @@ def smallest_opset(format: str, qmin: int, qmax: int, block_size: int = 0) -> in
     blocks = BLOCKS_OPSET if block_size > 0 else 0
     if format != "int":
         return max(FLOATS[format][1], blocks)
+    if (qmin, qmax) == SUMS:
+        return 13
     return max(13 if code_dtype(qmin, qmax) in (torch.int8, torch.uint8) else 21, blocks)
 
 

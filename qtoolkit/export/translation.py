@@ -14,6 +14,7 @@ import torch
 from onnx import defs
 
 from qtoolkit.errors import present
+from qtoolkit.export.plain import dtype_in_torchscript
 
 DOMAIN, PLACEHOLDER = "qtoolkit", "FakeQuant"
 QUANTIZER = "quantizer"  # a note in the metadata, then an attribute: the name of the quantizer
@@ -117,46 +118,11 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def register_symbolics(opset: int) -> None:
-    """Register the translations with the TorchScript exporter, which keeps them in a table of the process."""
-    from torch.onnx import symbolic_helper
-
-    @symbolic_helper.parse_args("v", "v", "v", "i", "i", "i", "i", "i", "f", "b")
-    def fake_quant(
-        g: Any,
-        x: Any,
-        scale: Any,
-        zero_point: Any,
-        qmin: int,
-        qmax: int,
-        axis: int | None,
-        group: int,
-        block_size: int,
-        factor: float,
-        mask: bool,
-    ) -> Any:
-        """Write one call. The exporter passes the op's arguments by position, so all are listed."""
-        inputs = (x, scale) if zero_point.node().mustBeNone() else (x, scale, zero_point)
-        return _write_in_torchscript(g, inputs, "int", (qmin, qmax), axis, group, block_size)
-
-    @symbolic_helper.parse_args("v", "v", "s", "i", "i", "i", "b")
-    def fake_quant_float(
-        g: Any, x: Any, scale: Any, format: str, axis: int | None, group: int, block_size: int, mask: bool
-    ) -> Any:
-        """Write one call."""
-        return _write_in_torchscript(g, (x, scale), format, (0, 0), axis, group, block_size)
-
-    for symbolic in (fake_quant, fake_quant_float):
-        torch.onnx.register_custom_op_symbolic(f"{DOMAIN}::{symbolic.__name__}", symbolic, opset)  # type: ignore[attr-defined]
-
-
-def _write_in_torchscript(
+def placeholder_in_torchscript(
     g: Any, inputs: Sequence[Any], format: str, ends: tuple[int, int], *channels: int | None
 ) -> Any:
-    x = inputs[0]
-    dtypes = {"Float": "FLOAT", "Double": "DOUBLE", "Half": "FLOAT16", "BFloat16": "BFLOAT16"}
-    dtype = onnx_ir.DataType[dtypes[x.type().scalarType()]]
+    """Write the placeholder of a call into a graph of the TorchScript exporter."""
     kinds = {str: "s", int: "i", list: "i"}
-    attributes = _attributes(dtype, x.type().sizes() or (), format, ends, *channels)
-    y = g.op(f"{DOMAIN}::{PLACEHOLDER}", *inputs, **{f"{k}_{kinds[type(v)]}": v for k, v in attributes.items()})
-    return y.setType(x.type()), g.op("Constant", value_t=torch.zeros(0, dtype=torch.uint8))
+    dtype, sizes = dtype_in_torchscript(inputs[0]), inputs[0].type().sizes() or ()
+    attributes = _attributes(dtype, sizes, format, ends, *channels)
+    return g.op(f"{DOMAIN}::{PLACEHOLDER}", *inputs, **{f"{k}_{kinds[type(v)]}": v for k, v in attributes.items()})

@@ -15,6 +15,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
 from qtoolkit.integer.sums import Bounds, exact_sums
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers.bias import bias_scale, codes_of, gives_codes, gives_sums
 from qtoolkit.quantizers.frozen import Grid
 
@@ -87,8 +88,10 @@ class Kernel(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether the op computes on codes: not where a quantizer is off (`qtoolkit.disable_quantization`)."""
-        return self.enabled and all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
+        """Whether the op computes on codes: not where a quantizer is off (`qtoolkit.disable_quantization`), nor for ONNX."""
+        if not self.enabled or is_recorded_for_onnx():
+            return False
+        return all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
 
     def refresh(self) -> None:
         """Compute what depends on scales and weights alone; to be called when they have changed."""

@@ -24,6 +24,7 @@ from qtoolkit import ops
 from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module
 from qtoolkit.nn.module import shallow_copy_as
+from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers.recomputation import is_recomputing, steps_taken
 from qtoolkit.sharding import whole
 
@@ -265,7 +266,8 @@ def running_variance(bn: Any) -> Tensor:
     """Return the running variance; in compiled code a copy, which backward uses after forward has updated the buffer."""
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
-    variance: Tensor = ops.snapshot(bn.running_var) if torch.compiler.is_compiling() else bn.running_var
+    compiled = torch.compiler.is_compiling() and not is_recorded_for_onnx()
+    variance: Tensor = ops.snapshot(bn.running_var) if compiled else bn.running_var
     return variance
 
 

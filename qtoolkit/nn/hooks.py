@@ -5,6 +5,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
+from qtoolkit.ops.recording import is_recorded
+
 # Private: torch has no documented way to ask. Without them, nothing counts as watched or transformed.
 _has_global_hooks = getattr(torch_module, "_has_any_global_hook", lambda: False)
 _transforms_run = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
@@ -42,8 +44,3 @@ def is_ordinary(x: object) -> bool:
 def is_transformed() -> bool:
     """Return whether transforms of torch.func or forward-mode AD run."""
     return not torch.compiler.is_compiling() and (bool(_transforms_run()) or forward_ad._current_level >= 0)
-
-
-def is_recorded() -> bool:
-    """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
-    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]

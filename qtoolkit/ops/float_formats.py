@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from qtoolkit._native import library
+from qtoolkit.ops.recording import check_has_form, is_recorded, recorded
 
 _fake_quant_block = library.fake_quant_block.default
 _fake_quant_float = library.fake_quant_float.default
@@ -46,6 +47,10 @@ def fake_quant_float(
         >>> fake_quant_float(torch.tensor([1.0, 0.7, -0.02, 0.001]), torch.tensor(1.0), "nnie")
         tensor([ 1.0000,  0.7071, -0.0203,  0.0000])
     """
+    if is_recorded():
+        form = recorded(x, scale, None, format, (0, 0), axis, group, block_size)
+        if form is not None:
+            return form
     y: Tensor = _fake_quant_float(x, scale, format, axis, group, block_size)[0]
     return y
 
@@ -84,5 +89,6 @@ def fake_quant_block(
         >>> fake_quant_block(x, "e2m1")[:4]
         tensor([ 0., -1.,  3., 12.])
     """
+    check_has_form(f"a scale for each block that is computed from the input (format={format!r})")
     y: Tensor = _fake_quant_block(x, format, block_size, scale_format, tensor_scale)[0]
     return y

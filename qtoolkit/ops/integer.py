@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qtoolkit._native import library
 from qtoolkit.ops.batching import fake_quant_of_samples
+from qtoolkit.ops.recording import is_recorded, recorded
 
 _dequantize = library.dequantize.default
 _fake_quant = library.fake_quant.default
@@ -56,6 +57,10 @@ def fake_quant(
         >>> fake_quant(x[:4], torch.tensor([0.1, 1.0]), axis=0, block_size=2)
         tensor([-1.,  0.,  0.,  0.])
     """
+    if is_recorded():
+        form = recorded(x, scale, zero_point, "int", (qmin, qmax), axis, group, block_size)
+        if form is not None:
+            return form
     y: Tensor = _fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor)[0]
     return y
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from qtoolkit._native import library
+from qtoolkit.ops.recording import is_recorded_for_onnx
 
 _positive_scale = library.positive_scale.default
 
@@ -36,5 +37,7 @@ def positive_scale(start: Tensor, ratio: Tensor, rate: Tensor | None = None) -> 
         >>> positive_scale(torch.tensor(0.5), torch.tensor([-0.1]))
         tensor(0.0500)
     """
+    if is_recorded_for_onnx():
+        return start * ratio.reshape(start.shape).abs().clamp(min=2.0**-24)
     scale: Tensor = _positive_scale(start, ratio, rate)
     return scale

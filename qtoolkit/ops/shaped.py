@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qtoolkit._native import library
+from qtoolkit.ops.integer import fake_quant
+from qtoolkit.ops.recording import check_has_form, is_recorded_for_onnx
 
 _fake_quant_shaped = library.fake_quant_shaped.default
 
@@ -60,6 +62,8 @@ def fake_quant_clipped(
         >>> x.grad, scale.grad  # -2 + 2 + 2: two elements lie above the highest end, 1.0
         (tensor([0., 1., 0., 0.]), tensor(2.))
     """
+    if is_recorded_for_onnx():
+        return fake_quant(x, scale, zero_point, qmin, qmax, axis, group, block_size)
     y: Tensor = _fake_quant_shaped(x, scale, zero_point, steepness, qmin, qmax, "clip", (), axis, group, block_size)
     return y
 
@@ -99,6 +103,7 @@ def fake_quant_levels(
         tensor([ 1., -4.,  6., 10.])
     """
     most = levels[-1] if levels else 1
+    check_has_form("a grid of levels that are not uniform (quantizer='apot')")
     y: Tensor = _fake_quant_shaped(
         x, scale, None, None, -most if signed else 0, most, "levels", levels, axis, group, block_size
     )
@@ -138,6 +143,7 @@ def interval(
         >>> interval(torch.tensor([0.1, 0.5, -0.625, 2.0]), torch.tensor(0.5), torch.tensor(0.25))
         tensor([ 0.0000,  0.5000, -0.7500,  1.0000])
     """
+    check_has_form("an interval of magnitudes (quantizer='qil')")
     y: Tensor = _fake_quant_shaped(
         x, distance, center, None, -1 if signed else 0, 1, "interval", (), axis, group, block_size
     )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import BLOCKS, LARGEST, fake_quant, float_codes, float_values
@@ -94,7 +95,7 @@ class Grid(Quantizer):
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""
         if not self.quantizing or (self._computed_by and self._computed_by[0].active):
             return x
-        if self.reciprocal:
+        if self.reciprocal and not is_recorded_for_onnx():
             return self._values_by_reciprocal(x)
         x = x if self.shape is None else self.shape(x)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)

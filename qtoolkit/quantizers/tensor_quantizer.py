@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qtoolkit.config import QuantSpec
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import RawInput, WeightGrid
+from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers import first_steps
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
 from qtoolkit.quantizers.handed_over import hand_over, knows_codes
@@ -319,6 +320,8 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             ValueError: `stopping` is set, and x has NaN or infinities.
         """
         self._check_finite(x)
+        if is_recorded_for_onnx():
+            return self._recorded_for_onnx(x)
         if self.observing:
             check_not_recomputing(self.name)
             self._fit_channels(x)
@@ -332,6 +335,18 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         elif self.training and self.counts_steps and not self.of_weight:
             self._take_part_in_step(x)
         return self.quantize(x) if self.quantizing else x
+
+    def _recorded_for_onnx(self, x: Tensor) -> Tensor:
+        """Return x quantized as torch.onnx.export records it: as the converted model does, unless forward would do more."""
+        if self.observing or (self.training and (self.follows or self.counts_steps)):
+            does = "observes its input" if self.observing else "is in training mode, in which its range changes"
+            raise RuntimeError(
+                f"torch.onnx.export: quantizer {self.name!r} {does}; end the calibration and call model.eval() before the "
+                f"export, or write the file by qtoolkit.export_onnx."
+            )
+        if not self.quantizing:
+            return x
+        return self.to_grid()(x) if self.dynamic else self.quantize(x)
 
     def _take_part_in_step(self, x: Tensor) -> None:
         """Observe in one of the first steps of a training."""

@@ -1,0 +1,121 @@
+"""The form of a quantizing op in a file: QuantizeLinear and DequantizeLinear, and the nodes that these need around them.
+
+Codes narrower than their storage type are clipped between the two nodes, so that the file saturates at the same codes as
+training. The scales of a grouped transposed convolution vary along two dimensions of its weight, which the axis attribute
+cannot express: the weight is reshaped to (groups * out, in * k...) before the two nodes, and back after them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from onnx_ir import DataType
+
+from qtoolkit.export.storage import BLOCKS_OPSET, SUMS, Array, Storage
+
+V = TypeVar("V")
+
+
+class PairForm(ABC, Generic[V]):
+    """Writes the nodes of one call; a subclass knows how to write a node, whose inputs and output are values of type V.
+
+    Args:
+        format: "int", or a small float format.
+        ends: Lowest and highest code.
+        axis: Channel axis, or None.
+        group: Groups of dimension 0.
+        block_size: Elements along the axis that share a scale, or 0.
+        shape: Sizes of the input.
+
+    Attributes:
+        axis: The channel axis of the two nodes.
+        storage: How codes are stored; the subclass sets it.
+    """
+
+    storage: Storage
+
+    def __init__(
+        self, format: str, ends: tuple[int, int], axis: int | None, group: int, block_size: int, shape: Sequence[Any]
+    ) -> None:
+        self.format, self.ends, self.shape = format, ends, shape
+        self.group, self.block_size = group, block_size
+        self.axis = 0 if group > 1 else axis  # of the rows
+
+    @abstractmethod
+    def node_of(self, op_type: str, *inputs: V, role: str = "", **attributes: Any) -> V:
+        """Write a node; return its output. Attributes may be DataTypes."""
+
+    @abstractmethod
+    def constant(self, array: Array, dtype: DataType, name: str) -> V:
+        """Return a small constant, which has this name if it is new."""
+
+    def reshaped(self, x: V, sizes: Sequence[int]) -> V:
+        """Return x in another shape."""
+        return self.node_of("Reshape", x, self.constant(np.array(sizes), DataType.INT64, "sizes"))
+
+    def swapped(self, x: V) -> V:
+        """Return x of four dimensions with the middle ones swapped."""
+        return self.node_of("Transpose", x, perm=[0, 2, 1, 3])
+
+    def codes(self, x: V, grid: Sequence[V], attributes: Mapping[str, Any]) -> V:
+        """Write the nodes that compute the codes: QuantizeLinear, but for int32, which it does not have."""
+        x = self._to_rows(x)
+        if self.ends == SUMS:
+            codes = self.node_of("Round", self.node_of("Div", x, grid[0]))
+            ends = [self.constant(np.array(end), DataType.FLOAT, "code_float") for end in SUMS]
+            return self.node_of("Cast", self.node_of("Clip", codes, *ends), to=DataType.INT32)
+        codes = self.node_of("QuantizeLinear", x, *grid, role="quantize", **self._channels(), **attributes)
+        return self._clip(codes) if self.storage.clips else codes
+
+    def values(self, codes: V, grid: Sequence[V], attributes: Mapping[str, Any]) -> V:
+        """Write the nodes that compute the values of codes."""
+        channels = self._channels()
+        return self._from_rows(
+            self.node_of("DequantizeLinear", codes, *grid, role="dequantize", **channels, **attributes)
+        )
+
+    def check_blocks(self, opset: int, sizes: Sequence[int]) -> None:
+        """Raise ValueError unless the opset has blocks, and the scale has this shape of theirs."""
+        if self.block_size == 0:
+            return
+        if opset < BLOCKS_OPSET:
+            raise ValueError(
+                f"export_onnx: block_size={self.block_size} (a group_size) needs opset {BLOCKS_OPSET} or newer, got "
+                f"{opset}; pass opset={BLOCKS_OPSET}."
+            )
+        blocks = list(self.shape)
+        blocks[self.axis] //= self.block_size  # type: ignore[index]  # blocks have an axis
+        if list(sizes) != blocks:
+            raise ValueError(
+                f"export_onnx: with block_size={self.block_size}, the scale of fake_quant must have the shape of the blocks, "
+                f"{blocks}, got {list(sizes)}; reshape it."
+            )
+
+    def _channels(self) -> dict[str, int]:
+        axis = {} if self.axis is None else {"axis": self.axis}
+        return axis | ({"block_size": self.block_size} if self.block_size > 0 else {})
+
+    def _clip(self, codes: V) -> V:
+        # onnxruntime's Clip does not support 16-bit integers.
+        wide = self.storage.dtype.itemsize > 1
+        dtype = DataType.INT32 if wide else self.storage.dtype
+        ends = [self.constant(np.array(end), dtype, f"code_{dtype.name.lower()}") for end in self.ends]
+        clipped = self.node_of("Clip", self.node_of("Cast", codes, to=dtype) if wide else codes, *ends)
+        return self.node_of("Cast", clipped, to=self.storage.dtype) if wide else clipped
+
+    def _to_rows(self, x: V) -> V:
+        rows = [self.group * self.shape[1], -1] if self.group > 1 else []
+        return x if self.group == 1 else self._through_rows(x, [self.group, *self._sides(), -1], rows)
+
+    def _from_rows(self, y: V) -> V:
+        if self.group == 1:
+            return y
+        return self._through_rows(y, [self.group, *reversed(self._sides()), -1], self.shape)
+
+    def _sides(self) -> list[int]:
+        """Return the input and output channels of a group of the weight."""
+        return [self.shape[0] // self.group, self.shape[1]]
+
+    def _through_rows(self, x: V, apart: Sequence[int], together: Sequence[int]) -> V:
+        return self.reshaped(self.swapped(self.reshaped(x, apart)), together)

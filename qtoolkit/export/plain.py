@@ -1,0 +1,172 @@
+"""What a plain torch.onnx.export writes of a quantizing op: the pairs of `qtoolkit.export_onnx`, with float weights."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import onnx_ir
+import torch
+from onnx_ir import DataType
+from onnx_ir.tensor_adapters import to_torch_dtype
+from torch import Tensor
+
+from qtoolkit.export.pair_form import PairForm
+from qtoolkit.export.storage import BLOCKS_OPSET, FLOATS, SUMS, Array, smallest_opset, storage_of
+
+V = TypeVar("V")
+
+WITHOUT_INT4 = BLOCKS_OPSET - 1  # torch has no tensors of 4 bits: their codes are stored in 8
+OLDEST_OF_DYNAMO = 18  # the oldest that the exporter by torch.export writes
+
+
+class _Plain(PairForm[V]):
+    """Writes the nodes of one call, whose scale may be computed in the file.
+
+    Args:
+        opset: ONNX opset of the file.
+        format: "int", or a small float format.
+        ends: Lowest and highest code.
+        channels: Axis, group and block size.
+        shape: Sizes of the input.
+    """
+
+    def __init__(
+        self,
+        opset: int,
+        format: str,
+        ends: tuple[int, int],
+        channels: tuple[int | None, int, int],
+        shape: Sequence[Any],
+    ) -> None:
+        super().__init__(format, ends, *channels, shape)
+        _check_format(format)
+        _check_opset(opset, format, ends, self.block_size)
+        self.storage = storage_of(format, *ends, min(opset, WITHOUT_INT4), constant=False)
+
+    @abstractmethod
+    def zeros(self, scale: V) -> V:
+        """Return the codes of zero of a symmetric grid."""
+
+    def write(self, x: V, dtype: DataType, scale: V, zero_point: V | None) -> V:
+        """Write the nodes; return the values."""
+        if dtype == DataType.DOUBLE:
+            raise ValueError("torch.onnx.export: QuantizeLinear takes no float64; export model.float().")
+        wide = x if dtype == DataType.FLOAT else self.node_of("Cast", x, to=DataType.FLOAT)
+        zero = self.zeros(scale) if zero_point is None else self.node_of("Cast", zero_point, to=self.storage.dtype)
+        grid = (scale,) if self.ends == SUMS else (scale, zero)
+        y = self.values(self.codes(wide, grid, {}), grid, {})
+        return y if dtype == DataType.FLOAT else self.node_of("Cast", y, to=dtype)
+
+
+def _check_format(format: str) -> None:
+    if format != "int" and format not in FLOATS:
+        raise ValueError(
+            f"torch.onnx.export: format={format!r} has no node in ONNX; qtoolkit.export.encodings writes the float model and "
+            f"the ranges for the target's own compiler."
+        )
+
+
+def _check_opset(opset: int, format: str, ends: tuple[int, int], block_size: int) -> None:
+    """Raise ValueError for a call that QuantizeLinear cannot express in an opset."""
+    least = smallest_opset(format, *ends, block_size)
+    if opset < least:
+        raise ValueError(
+            f"torch.onnx.export: {_described(format, ends, block_size)} needs opset {least} or newer, got {opset}; pass "
+            f"opset_version={least}, or write the file by qtoolkit.export_onnx, which chooses the opset."
+        )
+
+
+def _described(format: str, ends: tuple[int, int], block_size: int) -> str:
+    codes = f"codes in {list(ends)}" if format == "int" else f"format={format!r}"
+    return f"a quantizer with {codes}{f' in blocks of {block_size}' if block_size else ''}"
+
+
+class _Symbolic(_Plain[Tensor]):
+    """Writes the nodes into the graph that torch.export records."""
+
+    def node_of(self, op_type: str, *inputs: Tensor, role: str = "", **attributes: Any) -> Tensor:
+        """Record a node; return its output."""
+        types = {"QuantizeLinear": self.storage.dtype, "DequantizeLinear": DataType.FLOAT}
+        dtype = attributes.get("to", types.get(op_type, inputs[0].dtype))
+        values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
+        dtype = int(dtype) if isinstance(dtype, DataType) else dtype
+        y: Tensor = torch.onnx.ops.symbolic(op_type, inputs, values, dtype=dtype, shape=inputs[0].shape)
+        return y
+
+    def constant(self, array: Array, dtype: DataType, name: str) -> Tensor:
+        """Return a constant of one element."""
+        return torch.full((), array.item(), dtype=to_torch_dtype(dtype))
+
+    def zeros(self, scale: Tensor) -> Tensor:
+        """Return the codes of zero of a symmetric grid."""
+        return torch.zeros(scale.shape, dtype=to_torch_dtype(self.storage.dtype))
+
+    def reshaped(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return x in another shape."""
+        return x.reshape(*sizes)
+
+    def swapped(self, x: Tensor) -> Tensor:
+        """Return x of four dimensions with the middle ones swapped."""
+        return x.transpose(1, 2)
+
+
+def written_by_dynamo(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    format: str,
+    ends: tuple[int, int],
+    *channels: Any,
+) -> Tensor:
+    """Return the values of a call, recorded as nodes of ONNX.
+
+    What torch.export records cannot depend on the opset of the file, which only torch.onnx.export knows.
+    """
+    opset = smallest_opset(format, *ends, channels[2]) if format in ("int", *FLOATS) else 0
+    if opset > OLDEST_OF_DYNAMO:
+        warnings.warn(
+            f"torch.onnx.export: {_described(format, ends, channels[2])} needs opset {opset} or newer: pass "
+            f"opset_version={opset} or more, or use qtoolkit.export_onnx, which chooses it.",
+            stacklevel=2,
+        )
+    pair = _Symbolic(opset, format, ends, channels, x.shape)
+    return pair.write(x, onnx_ir.tensor_adapters.from_torch_dtype(x.dtype), scale, zero_point)
+
+
+class _Graph(_Plain[Any]):
+    """Writes the nodes into a graph of the TorchScript exporter."""
+
+    def __init__(self, g: Any, opset: int, *call: Any) -> None:
+        super().__init__(opset, *call)
+        self.g = g
+
+    def node_of(self, op_type: str, *inputs: Any, role: str = "", **attributes: Any) -> Any:
+        """Write a node; return its output."""
+        values = {f"{key}_i": int(v) if isinstance(v, DataType) else v for key, v in attributes.items()}
+        return self.g.op(op_type, *inputs, **values)
+
+    def constant(self, array: Array, dtype: DataType, name: str) -> Any:
+        """Return a small constant."""
+        return self.g.op("Constant", value_t=torch.tensor(array).to(to_torch_dtype(dtype)))
+
+    def zeros(self, scale: Any) -> Any:
+        """Return the codes of zero of a symmetric grid."""
+        return self.g.op(
+            "Constant", value_t=torch.zeros(scale.type().sizes(), dtype=to_torch_dtype(self.storage.dtype))
+        )
+
+
+def written_by_torchscript(
+    g: Any, opset: int, inputs: Sequence[Any], format: str, ends: tuple[int, int], *channels: Any
+) -> Any:
+    """Return the values of a call as nodes of a graph of the TorchScript exporter."""
+    x, scale, *zero_point = inputs
+    pair = _Graph(g, opset, format, ends, channels, x.type().sizes() or ())
+    return pair.write(x, dtype_in_torchscript(x), scale, *(zero_point or [None]))
+
+
+def dtype_in_torchscript(x: Any) -> DataType:
+    """Return the type of a floating point tensor of a graph of the TorchScript exporter."""
+    names = {"Float": "FLOAT", "Double": "DOUBLE", "Half": "FLOAT16", "BFloat16": "BFLOAT16"}
+    return DataType[names[x.type().scalarType()]]

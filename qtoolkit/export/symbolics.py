@@ -1,0 +1,66 @@
+"""The symbolic functions by which the TorchScript exporter writes quantizing ops."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from qtoolkit.ops.recording import are_ops_taken
+
+OPSETS = range(7, 24)  # those of torch.onnx.export
+
+
+@functools.cache
+def register_symbolics() -> None:
+    """Register the functions for all opsets, in torch's table of the process."""
+    for opset in OPSETS:
+        for symbolic in _symbolics(opset):
+            name = f"qtoolkit::{symbolic.__name__}"
+            torch.onnx.register_custom_op_symbolic(name, symbolic, opset)  # type: ignore[attr-defined]
+
+
+def _symbolics(opset: int) -> Sequence[Callable[..., Any]]:
+    from torch.onnx import symbolic_helper
+
+    @symbolic_helper.parse_args("v", "v", "v", "i", "i", "i", "i", "i", "f", "b")
+    def fake_quant(
+        g: Any,
+        x: Any,
+        scale: Any,
+        zero_point: Any,
+        qmin: int,
+        qmax: int,
+        axis: int | None,
+        group: int,
+        block_size: int,
+        factor: float,
+        mask: bool,
+    ) -> Any:
+        """Write one call. The exporter passes the op's arguments by position, so all are listed."""
+        inputs = (x, scale) if zero_point.node().mustBeNone() else (x, scale, zero_point)
+        return _write(g, opset, inputs, "int", (qmin, qmax), axis, group, block_size)
+
+    @symbolic_helper.parse_args("v", "v", "s", "i", "i", "i", "b")
+    def fake_quant_float(
+        g: Any, x: Any, scale: Any, format: str, axis: int | None, group: int, block_size: int, mask: bool
+    ) -> Any:
+        """Write one call."""
+        return _write(g, opset, (x, scale), format, (0, 0), axis, group, block_size)
+
+    return fake_quant, fake_quant_float
+
+
+def _write(g: Any, opset: int, inputs: Sequence[Any], format: str, ends: tuple[int, int], *channels: int | None) -> Any:
+    from qtoolkit.export.onnx import require_extra
+
+    require_extra("torch.onnx.export of a quantized model")
+    if are_ops_taken():
+        from qtoolkit.export.translation import placeholder_in_torchscript
+
+        y = placeholder_in_torchscript(g, inputs, format, ends, *channels)
+    else:
+        from qtoolkit.export.plain import written_by_torchscript
+
+        y = written_by_torchscript(g, opset, inputs, format, ends, *channels)
+    return y.setType(inputs[0].type()), g.op("Constant", value_t=torch.zeros(0, dtype=torch.uint8))

@@ -1,0 +1,78 @@
+"""Whether exporters record the ops, and what they record of a quantizing op."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_takes_ops = ContextVar("takes_ops", default=False)  # whether the exporter has translations of the ops themselves
+
+
+def is_recorded() -> bool:
+    """Return whether an exporter or torch.jit records the ops, which are then those of the float simulation."""
+    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
+def is_recorded_for_onnx() -> bool:
+    """Return whether torch.onnx.export records the ops."""
+    return is_recorded() and _is_in_onnx_export()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_in_onnx_export() -> bool:
+    # torch.compile, by which torch.onnx.export records where nothing else can, takes torch's own function for False.
+    return torch.onnx.is_in_onnx_export()
+
+
+def check_has_form(what: str) -> None:
+    """Raise ValueError in torch.onnx.export: `what` has no nodes there."""
+    if is_recorded_for_onnx():
+        raise ValueError(
+            f"torch.onnx.export: {what} has no form in ONNX; write the file by qtoolkit.export_onnx, which stores weights as "
+            f"their quantizers shape them and names the quantizers that no file can have."
+        )
+
+
+@contextmanager
+def ops_taken() -> Iterator[None]:
+    """Let torch.onnx.export record the ops themselves, which the caller translates, for the duration of a `with` block."""
+    token = _takes_ops.set(True)
+    try:
+        yield
+    finally:
+        _takes_ops.reset(token)
+
+
+def are_ops_taken() -> bool:
+    """Return whether the caller of torch.onnx.export translates the ops itself."""
+    return _takes_ops.get()
+
+
+def recorded(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    format: str,
+    ends: tuple[int, int],
+    axis: int | None,
+    group: int,
+    block_size: int,
+) -> Tensor | None:
+    """Return what torch.onnx.export records of a quantizing op; None where that is the op.
+
+    The TorchScript exporter records the op, and asks the symbolic functions for its form. The other one has a table of
+    translations for each call of torch.onnx.export, so the nodes are written here.
+    """
+    # The package of exporters imports that of ops.
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        from qtoolkit.export.symbolics import register_symbolics
+
+        register_symbolics()
+        return None
+    if are_ops_taken() or not _is_in_onnx_export():
+        return None
+    from qtoolkit.export.plain import written_by_dynamo
+
+    return written_by_dynamo(x, scale, zero_point, format, ends, axis, group, block_size)
