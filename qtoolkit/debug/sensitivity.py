@@ -17,7 +17,7 @@ from qtoolkit.model_state import check_module, evaluating
 from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
-from qtoolkit.quantizers.switches import disable_quantization
+from qtoolkit.quantizers.switches import disable_quantization, freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import LayerLine, quantization_report
 from qtoolkit.report.lines import table
@@ -218,11 +218,9 @@ class _Score:
     bar: Any
 
     def __call__(self, on: Collection[str], what: str) -> float:
-        with disable_quantization(self.model), evaluating(self.model):  # both restore the states on exit
+        with disable_quantization(self.model), freeze_ranges(self.model), evaluating(self.model):
             for name, quantizer in named_quantizers(self.model).items():
                 quantizer.quantizing = name in on
-                if isinstance(quantizer, TensorQuantizer):
-                    quantizer.observing = False
             score = self.evaluate(self.model)
         self.bar.update()
         return _number(score, what)
