@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
@@ -291,3 +292,48 @@ def test_a_model_in_eval_mode_keeps_the_ranges_that_it_loads() -> None:
     fresh(torch.randn(2, 3, 4, 4))
     assert all(float(quantizer.amax.max()) == pytest.approx(3.0) for quantizer in qt.quantizers_of(fresh).values())
     assert not any(quantizer.training for quantizer in qt.quantizers_of(qt.prepare(Edited().eval())).values())
+
+
+class Partly(nn.Module):
+    """Layers that are not called in eval mode or at all, an embedding by another name, parameters that functions take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(10, 4), nn.Embedding(16, 4)
+        self.alias, self.bare, self.scaled = self.words, nn.Linear(4, 4), Scaled()
+        self.extra, self.norm, self.spare = nn.Conv1d(4, 4, 1), nn.LayerNorm(4), nn.ModuleList([nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("ids", torch.arange(16))
+
+    def forward(self, i: Tensor) -> Tensor:
+        x = self.alias(i) + self.positions(self.ids[: i.shape[1]])
+        if self.training:
+            x = x + self.extra(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(self.scaled(F.linear(x, self.bare.weight)))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("skip", [(), ("scaled",)])
+def test_each_layer_of_the_model_has_a_line(training: bool, skip: tuple[str, ...]) -> None:
+    indices = torch.zeros(2, 3, dtype=torch.long)
+    prepared = qt.prepare(Partly().train(training), indices, backend="onnxruntime", skip=skip)
+    report = qt.quantization_report(prepared)
+    lines = {line.name: line for line in report.layers}
+    assert {"words", "positions", "extra", "norm", "spare.0", "head", "linear"} <= lines.keys()
+    assert "bare" not in lines  # the line of the function "linear" is that of its weight
+    assert not any(name.startswith("scaled") for name in lines if name not in skip)
+    not_called = {name for name, line in lines.items() if line.verdict.cause is Cause.NOT_CALLED}
+    assert not_called == {"norm", "spare.0"} | (set() if training else {"extra"})
+    assert lines["norm"].reason == "float: forward does not call it in the mode and with the arguments of prepare"
+    qt.calibrate(prepared, [indices], progress=False)
+    assert qt.quantization_report(qt.convert(prepared)).layers == report.layers

@@ -38,6 +38,7 @@ class Cause(StrEnum):
     NO_QAT_TYPE = "no QAT type"
     NOT_FOLDED = "a batch norm that no layer folds"
     NOT_QUANTIZED_AROUND = "no quantized tensor reaches it, or none is taken from it"
+    NOT_CALLED = "a layer that forward does not call"
     NOT_AN_OP = "an input, an output or a constant"
     PUT_IN = "put in after the model was quantized"
 

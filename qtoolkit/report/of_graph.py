@@ -4,6 +4,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from torch import fx, nn
 
@@ -29,11 +30,14 @@ from qtoolkit.op_kinds.nodes import (
 from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number
 from qtoolkit.op_kinds.table import OTHER
-from qtoolkit.quantizers.quantizer import named_quantizers
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, training_of, weight_of
 from qtoolkit.shared_modules import first_names, modules_by_name
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
+NOT_CALLED = Verdict.left_float(
+    Cause.NOT_CALLED, "forward does not call it in the mode and with the arguments of prepare"
+)
 
 
 def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
@@ -49,6 +53,7 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     layers = [_layer_line(model, node, every, trained.get(node, "")) for node in nodes if _has_line(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
+    layers += _lines_not_called(model)
     for quantizer in held:
         sources[quantizer.name] += [source for source in quantizer.sources if source not in sources[quantizer.name]]
     tensors += dict.fromkeys(
@@ -120,6 +125,22 @@ def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
     inside = {} if model.plan is None else model.plan.inside
     modules = modules_by_name(model)
     return [_line_inside(name, modules[name], inside[name], names) for name in inside if name in modules]
+
+
+def _lines_not_called(model: QuantizedGraphModule) -> list[LayerLine]:
+    """Return the lines of the layers that no node calls, and of whose parameters no op takes one."""
+    called = [model.get_submodule(str(node.target)) for node in model.graph.nodes if node.op == "call_module"]
+    reached = {part for module in called for part in module.modules()}
+    taken = {id(attrgetter(str(node.target))(model)) for node in model.graph.nodes if node.op == "get_attr"}
+    rest = [
+        (name, m) for name, m in model.named_modules() if name and m not in reached and not isinstance(m, Quantizer)
+    ]
+    layers = [(name, m, [id(p) for p in m.parameters(recurse=False)]) for name, m in rest]
+    return [
+        LayerLine(name, str(kind_of_module(m)), weight_of(m), (), NOT_CALLED)
+        for name, m, own in layers
+        if own and taken.isdisjoint(own)
+    ]
 
 
 def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[nn.Module, str]) -> LayerLine:
