@@ -300,6 +300,10 @@ def check_quantized(model: object, what: str) -> None:
 
 def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
     check_module(model, "prepare")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "prepare: torch.inference_mode is entered around this call, in which no model can be trained; call prepare outside."
+        )
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
     trace.check_model(model)

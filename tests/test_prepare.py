@@ -403,3 +403,40 @@ def test_training_under_autocast() -> None:
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in prepared.parameters() if p.grad is not None)
+
+
+def test_inference_mode_around_the_call_is_refused() -> None:
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match="prepare: torch.inference_mode is entered around this call"),
+    ):
+        qt.prepare(nets.linear_of(), (torch.rand(2, 4),))
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("number", [True, False], ids=["number", "tensor"])
+def test_graphs_are_deeper_than_pythons_stack(measured: bool, number: bool) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nets.linear_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, step = self.fc(x), x.shape[0] if number else x
+            total = step if number else y
+            for _ in range(330):
+                total = total + step
+            return y * total if number else total
+
+    model, x = Deep().eval(), torch.rand(2, 4)
+    prepared = qt.prepare(model, (x,) if measured else None, "onnxruntime")
+    nets.assert_float_when_off(prepared, model, x)
+
+
+@pytest.mark.parametrize("name", ["meta", "graph", "plan", "code", "kept", "forward", "state_dict"])
+def test_attributes_of_prepared_models_are_not_preserved(name: str) -> None:
+    model = nets.linear_of()
+    if not hasattr(model, name):
+        setattr(model, name, 3)
+    with pytest.raises(ValueError, match=f"prepare: preserve_attributes must not name '{name}'.* rename it"):
+        qt.prepare(model, preserve_attributes=[name])

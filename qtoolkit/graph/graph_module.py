@@ -327,9 +327,14 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: names for names in shared for name in names}
 
 
+def names_of_own() -> set[str]:
+    """Return the names of the attributes that a prepared model uses itself."""
+    return {*dir(QuantizedGraphModule), *QuantizedGraphModule.__annotations__, "graph", "meta", "training"}
+
+
 def _check_names(root: nn.Module) -> None:
     """Raise ValueError for a model whose parts have names that a prepared model uses itself."""
-    own = {*dir(QuantizedGraphModule), *QuantizedGraphModule.__annotations__, "graph", "meta"}
+    own = names_of_own()
     for name in (*root._modules, *root._parameters, *root._buffers):
         if name in own and not isinstance(root, QuantizedGraphModule):
             raise ValueError(

@@ -45,14 +45,21 @@ ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
 
 def is_number(node: fx.Node) -> bool:
     """Return whether a node returns numbers and no tensor: by the example inputs, or because its inputs are numbers."""
-    return _is_number(node, {})
-
-
-def _is_number(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    if node not in known:
-        known[node] = (
-            facts_of(node).is_number or _reads_numbers(node) or (_computes_plainly(node) and _all_numbers(node, known))
-        )
+    known: dict[fx.Node, bool] = {}
+    waiting = [node]
+    while waiting:  # graphs are deeper than Python's stack
+        current = waiting[-1]
+        sources = current.all_input_nodes
+        if facts_of(current).is_number or _reads_numbers(current):
+            known[current] = True
+        elif not (sources and _computes_plainly(current)) or any(known.get(source) is False for source in sources):
+            known[current] = False
+        elif all(source in known for source in sources):
+            known[current] = True
+        else:
+            waiting += [source for source in sources if source not in known]
+            continue
+        waiting.pop()
     return known[node]
 
 
@@ -66,11 +73,6 @@ def _reads_numbers(node: fx.Node) -> bool:
 
 def _computes_plainly(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__module__", "") in ON_NUMBERS
-
-
-def _all_numbers(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    sources = node.all_input_nodes
-    return bool(sources) and all(_is_number(source, known) for source in sources)
 
 
 def _of_two(kind: str, with_constant: str) -> Callable[[fx.Node], str]:

@@ -19,7 +19,7 @@ from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
-from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, QuantizedSequential
+from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, QuantizedSequential, names_of_own
 from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
@@ -241,6 +241,11 @@ def _find_attribute(model: nn.Module, name: str) -> Any:
     except AttributeError:
         modules = [n for n, _ in model.named_modules() if n]
         raise ValueError("prepare: preserve_attributes: " + unknown("submodule", owner_name, modules)) from None
+    if not owner_name and attribute in names_of_own():
+        raise ValueError(
+            f"prepare: preserve_attributes must not name {name!r}, since prepared models have an attribute of that name; rename "
+            f"it in the model, for example to '{name}_'."
+        )
     try:
         value = getattr(owner, attribute)
         return Method(value.__func__) if isinstance(value, MethodType) and value.__self__ is owner else value

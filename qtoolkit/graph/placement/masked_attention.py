@@ -16,18 +16,22 @@ def are_masked_scores(node: fx.Node, roles: Roles) -> bool:
     """Return whether a node adds to a product of two activations, and only a softmax in float takes the sum."""
     return (
         kind_of(node).sums
-        and any(_is_score(source, roles) for source in tensor_inputs(node))
         and _only_softmax_takes(node, roles)
+        and any(_is_score(source, roles) for source in tensor_inputs(node))
     )
 
 
 def _is_score(node: fx.Node, roles: Roles) -> bool:
-    while _keeps_scores(node):
-        inputs = tensor_inputs(node) or node.all_input_nodes
-        if kind_of(node).sums:
-            return any(_is_score(source, roles) for source in inputs)
-        node = inputs[0]
-    return kind_of(node).name == "matmul" and not roles.weights_of(node)
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:  # graphs are deeper than Python's stack
+        node = waiting.pop()
+        if _keeps_scores(node):
+            inputs = tensor_inputs(node) or node.all_input_nodes
+            waiting += [] if node in seen else inputs if kind_of(node).sums else inputs[:1]
+            seen.add(node)
+        elif kind_of(node).name == "matmul" and not roles.weights_of(node):
+            return True
+    return False
 
 
 def _only_softmax_takes(node: fx.Node, roles: Roles) -> bool:
