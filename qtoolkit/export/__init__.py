@@ -2,7 +2,7 @@
 
 from qtoolkit.export.backend_files import BackendFiles, Encoding, encodings, read_encodings
 from qtoolkit.export.between_runtimes import RuntimeComparison, compare_runtimes
-from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes
+from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes, Verdict
 from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.executorch import ExecutorchResult, export_executorch
 from qtoolkit.export.lint import lint
@@ -21,6 +21,7 @@ __all__ = [
     "RuntimeCodes",
     "RuntimeComparison",
     "UnreadableFileError",
+    "Verdict",
     "Verification",
     "compare_runtimes",
     "describe",

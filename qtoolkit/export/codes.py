@@ -33,8 +33,8 @@ class CodeCount:
         compared: How many codes were compared.
         differing: How many of them differ.
         steps: The largest difference.
-        ties: How many of those that differ belong to values within `tie_band` of a rounding boundary. A linear resize of
-            quantized values, for example, places every eighth value there.
+        ties: How many of those that differ by one step belong to values within `tie_band` of a rounding boundary. A linear
+            resize of quantized values, for example, places every eighth value there.
     """
 
     compared: int = 0
@@ -59,7 +59,7 @@ class CodeCount:
     def of(cls, ours: Any, theirs: Any, near: Any = False) -> "CodeCount":
         """Compare two arrays of codes; `near` marks the values that are near a rounding boundary."""
         gap = np.abs(np.asarray(ours, np.int64) - np.asarray(theirs, np.int64))
-        return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)), int(((gap > 0) & near).sum()))
+        return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)), int(((gap == 1) & near).sum()))
 
     def are_ties(self) -> bool:
         """Return whether rounding ties explain the differences: one step each, and few away from rounding boundaries."""
@@ -125,8 +125,13 @@ def compare_codes(grid: Grid, x: Tensor, theirs: Any) -> CodeCount:
     count = CodeCount.of(ours, theirs)
     if not count.differing or grid.scale.numel() != 1:
         return count
+    return CodeCount.of(ours, theirs, near_boundary(grid, x))
+
+
+def near_boundary(grid: Grid, x: Tensor) -> Any:
+    """Return which elements of x are so near to a rounding boundary of a grid of one scale that runtimes may disagree."""
     gap = tie_band(grid, x.dtype) * grid.scale
-    return CodeCount.of(ours, theirs, (_codes_in_file(grid, x + gap) != _codes_in_file(grid, x - gap)).numpy())
+    return (_codes_in_file(grid, x + gap) != _codes_in_file(grid, x - gap)).numpy()
 
 
 def tie_band(grid: Grid, dtype: torch.dtype) -> float:

@@ -1,8 +1,11 @@
 """Comparison of all codes of a model with those that a runtime computes from its file, end to end."""
 
+import math
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from qtoolkit.export.codes import (
     forward_hooks,
     largest_difference,
     layer_weights,
+    near_boundary,
     same_grid,
     sum_of,
 )
@@ -24,6 +28,24 @@ from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quantizers.frozen import Grid
 
 SHOWN = 5  # names of layers in a line
+
+
+class Verdict(Enum):
+    """What a comparison with a runtime found.
+
+    Attributes:
+        EQUAL: All codes that were compared are the same, end to end.
+        ROUNDING: Codes differ end to end, but each quantizer's, computed from the runtime's own codes before it, differ by no
+            more than the runtime's order of rounding explains.
+        DIFFERENT: The runtime computes something else than the model.
+    """
+
+    EQUAL = "equal"
+    ROUNDING = "rounding"
+    DIFFERENT = "different"
+
+    def __str__(self) -> str:
+        return str(self.value)
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,8 @@ class RuntimeCodes:
         layer_by_layer: The comparison at each quantizer when the model computes it from the runtime's codes at the quantizers
             before it: the differences that begin there. None where no model computes, in `compare_runtimes`.
         unrounded: Quantizers at which the runtime does not round in the graph that users run.
+        weights: The comparison of the weights' codes in the file with the model's, by the names of their quantizers.
+        on_codes: The layers that the model itself computes in integers.
     """
 
     runtime: str
@@ -57,6 +81,8 @@ class RuntimeCodes:
     remark: str = ""
     layer_by_layer: Mapping[str, CodeCount] | None = None
     unrounded: tuple[str, ...] = ()
+    weights: Mapping[str, CodeCount] = field(default_factory=dict)
+    on_codes: tuple[str, ...] = ()
 
     @property
     def codes(self) -> CodeCount:
@@ -83,41 +109,112 @@ class RuntimeCodes:
         """The nodes that compute in float."""
         return tuple(layer for layer in self.layers if not layer.integer)
 
-    def check(self) -> None:
-        """Check that no more codes differ than the runtime's own order of rounding explains.
+    @property
+    def other_weights(self) -> tuple[str, ...]:
+        """The quantizers of weights whose codes in the file are not the model's."""
+        return tuple(name for name, count in self.weights.items() if count.differing)
 
-        Where all layers run in integers, no code may differ end to end. Elsewhere a few float sums round in another order, and
-        the layers behind them spread each difference; those that begin at a quantizer count there (`layer_codes`).
+    @property
+    def verdict(self) -> Verdict:
+        """What the comparison found.
+
+        End to end, all codes must be the same where all layers of the runtime run in integers. Elsewhere a few float sums round
+        in another order, and the layers behind them spread each difference; `layer_codes` then count those that begin at a
+        quantizer, by one step: any of values at a rounding boundary, and a share of the others.
+        """
+        compared_nothing = self.not_compared and not self.codes.compared
+        if self.other_weights or self.unrounded or compared_nothing or math.isnan(self.output_difference):
+            return Verdict.DIFFERENT
+        if not self.codes.differing:
+            return Verdict.EQUAL
+        begun = self.layer_codes
+        few = begun.differing - begun.ties <= self._allowed(begun) and begun.steps <= 1
+        return Verdict.ROUNDING if self.share and few else Verdict.DIFFERENT
+
+    def _allowed(self, codes: CodeCount) -> float:
+        return max(self.share * codes.compared, TIES_IN_SMALL_TENSORS)
+
+    def check(self) -> Verdict:
+        """Raise an error where the runtime does not compute what the model computes.
+
+        Returns:
+            `Verdict.EQUAL`: all codes are the same end to end. `Verdict.ROUNDING`: some differ end to end, and layer by layer
+            rounding alone explains them; this is never returned where all layers of onnxruntime run in integers.
 
         Raises:
-            RuntimeError: More codes differ, the runtime leaves out a rounding, or codes could not be compared; the message
-                names the first place. Or outputs have NaN.
+            RuntimeError: The verdict is `Verdict.DIFFERENT`; the message says which of the causes it is, and the first place.
+
+        Warns:
+            UserWarning: Quantizers could not be compared, or rounding in a few places has changed more codes behind them than
+                rounding explains in one layer: the outputs are not those of the model.
         """
         check_difference(self.output_difference, "verify")
+        verdict = self.verdict
+        if verdict is Verdict.DIFFERENT:
+            raise RuntimeError(self._cause())
         if self.not_compared:
-            raise RuntimeError(
-                f"verify: {self.runtime} does not give the codes of {', '.join(map(repr, self.not_compared))}: it merged their "
-                f"nodes with others, or these inputs do not reach them."
+            warnings.warn(
+                f"verify: {self.runtime} does not give the codes of {_first(self.not_compared)}: it merged their nodes with "
+                f"others, or these inputs do not reach them. The codes behind them, and the outputs, are compared.",
+                stacklevel=2,
+            )
+        if verdict is Verdict.ROUNDING and self.codes.differing > self._allowed(self.codes):
+            warnings.warn(
+                f"verify: end to end {self.codes} in {self.runtime}, which computes {len(self.float_layers)} layers in float; "
+                f"layer by layer, from its own codes, {self.layer_codes}, which rounding explains, and layers behind spread.",
+                stacklevel=2,
+            )
+        return verdict
+
+    def _cause(self) -> str:
+        """Return why the verdict is DIFFERENT, a sentence: the first of the causes that holds."""
+        if self.other_weights:
+            first = self.other_weights[0]
+            return (
+                f"verify: the file has other weights than the model at {_first(self.other_weights)} ({first!r}: "
+                f"{self.weights[first]}): it was exported from another model, or before this one changed; export this one."
             )
         if self.unrounded:
-            raise RuntimeError(
+            return (
                 f"verify: {self.remark} Its outputs are thus not those of the model. Turn these quantizers off in the "
                 f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name))), or "
                 f"accept it."
             )
-        judged = self.layer_codes if self.share else self.codes
-        allowed = max(self.share * judged.compared, TIES_IN_SMALL_TENSORS if self.share else 0)
-        first = self.first_difference
-        if first is not None and (judged.differing > allowed or judged.steps > 1):
-            raise RuntimeError(
-                f"verify: {self.codes} in {self.runtime}; the first at {first!r}: {self.by_quantizer[first]}; layer by layer, "
-                f"from the runtime's own codes: {self.layer_codes}. The float reference does not round as integer kernels do: "
-                f"verify qtoolkit.convert(prepared, arithmetic='integer').{' ' * bool(self.remark)}{self.remark}"
+        if not self.codes.compared:
+            return (
+                f"verify: {self.runtime} does not give the codes of {', '.join(map(repr, self.not_compared))}: it merged their "
+                f"nodes with others, or these inputs do not reach them, so nothing was compared."
             )
+        found, remark = self._found(), f"{' ' * bool(self.remark)}{self.remark}"
+        if self.integer_layers and not self.on_codes:
+            return (
+                f"verify: {found} The float reference does not round as integer kernels do: verify "
+                f"qtoolkit.convert(prepared, arithmetic='integer').{remark}"
+            )
+        floats = {layer.name for layer in self.float_layers}
+        left = [name for name in self.on_codes if name in floats]
+        if left:
+            return (
+                f"verify: {found} The model computes {len(left)} layers in integers that the runtime computes in float "
+                f"({_first(left)}): export with integer_weights=True for a runtime with integer kernels, or verify "
+                f"qtoolkit.convert(prepared), which computes in float too.{remark}"
+            )
+        return (
+            f"verify: {found} Weights and arithmetic are the same on both sides: the runtime computes an op before the first "
+            f"of these quantizers otherwise. Report it with the model.{remark}"
+        )
+
+    def _found(self) -> str:
+        first = str(self.first_difference)
+        return (
+            f"{self.codes} in {self.runtime}; the first at {first!r}: {self.by_quantizer[first]}; layer by layer, "
+            f"from the runtime's own codes: {self.layer_codes}."
+        )
 
     def __str__(self) -> str:
         lines = [
             f"{self.runtime}, end to end: {self.codes}; outputs: largest difference {self.output_difference:.3g}",
+            f"  verdict: {self.verdict}",
             f"  in integers: {_counts(self.integer_layers)}",
             f"  in float:    {_with_names(self.float_layers)}; {self.conversions} conversions",
         ]
@@ -139,14 +236,16 @@ class DeployedVerification:
 
     runtimes: Mapping[str, RuntimeCodes]
 
-    def check(self) -> None:
+    def check(self) -> dict[str, Verdict]:
         """Check every runtime; see `RuntimeCodes.check`.
 
+        Returns:
+            The verdict of each runtime by its name.
+
         Raises:
-            RuntimeError: Codes differ; the message names the first place.
+            RuntimeError: A runtime does not compute what the model computes; the message says why, and the first place.
         """
-        for runtime in self.runtimes.values():
-            runtime.check()
+        return {name: runtime.check() for name, runtime in self.runtimes.items()}
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.runtimes.values()))
@@ -191,6 +290,11 @@ class ModelCodes:
         with forward_hooks(self.names, hook), torch.no_grad():
             return self.model(*self.args, **self.kwargs)
 
+    def on_codes(self) -> tuple[str, ...]:
+        """Return the layers that the model computes in integers."""
+        layers = ((name, getattr(module, "integer_kernel", None)) for name, module in self.model.named_modules())
+        return tuple(name for name, kernel in layers if kernel is not None and kernel.active)
+
     def compare(self, theirs: Mapping[str, Sequence[Any]]) -> dict[str, CodeCount]:
         """Compare with a runtime's codes at each quantizer; without the quantizers that either side does not have.
 
@@ -219,13 +323,14 @@ class ModelCodes:
         counts = dict.fromkeys(end_to_end, CodeCount())
         calls: Counter[str] = Counter()
 
-        def compare_call(grid: Any, _: Any, output: Tensor) -> Tensor:
+        def compare_call(grid: Any, args: Any, output: Tensor) -> Tensor:
             name, ours = self.names[grid], _codes(grid, output)
             node = self._node(theirs, name, calls[name], ours)
             calls[name] += 1
             if name not in counts or node is None:
                 return output
-            counts[name] += CodeCount.of(ours, node)
+            near = near_boundary(grid, args[0]) if grid.scale.numel() == 1 else False
+            counts[name] += CodeCount.of(ours, node, near)
             taken: Tensor = grid.values(torch.tensor(node, device=output.device)).to(output.dtype)
             return taken
 
@@ -251,8 +356,10 @@ def _codes(grid: Any, output: Tensor) -> Any:
     return grid.codes(output.detach()).cpu().numpy()
 
 
-def compare_execution(model: ModelCodes, executed: Executed, nodes: Sequence[QuantizerNode]) -> RuntimeCodes:
-    """Compare a model with one execution of its file, whose quantizers have these nodes."""
+def compare_execution(
+    model: ModelCodes, executed: Executed, nodes: Sequence[QuantizerNode], weights: Mapping[str, CodeCount]
+) -> RuntimeCodes:
+    """Compare a model with one execution of its file, whose quantizers have these nodes, and whose weights compare so."""
     theirs: dict[str, list[Any]] = defaultdict(list)
     for node in nodes:
         if node.codes in executed.codes:
@@ -272,4 +379,6 @@ def compare_execution(model: ModelCodes, executed: Executed, nodes: Sequence[Qua
         executed.remark,
         model.compare_layers(theirs, counts),
         executed.unrounded,
+        weights,
+        model.on_codes(),
     )

@@ -108,22 +108,67 @@ class OpenedFile:
         """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
 
         Raises:
-            ValueError: The file has another number of inputs.
             RuntimeError: onnxruntime cannot run it.
         """
         constants = {t.name: self.constant(t) for t in self.proto.graph.initializer if t.name in names}
         session = self._session([name for name in dict.fromkeys(names) if name not in constants])
         inputs_of_file = [value.name for value in session.get_inputs()]
-        if len(inputs_of_file) != len(inputs):
-            raise ValueError(
-                f"verify_onnx: the file takes {len(inputs_of_file)} tensors ({', '.join(inputs_of_file)}), got "
-                f"{len(inputs)}; pass inputs like those of the export."
-            )
         feeds = {name: x.detach().cpu().numpy() for name, x in zip(inputs_of_file, inputs, strict=True)}
         outputs = [value.name for value in session.get_outputs()]
         values = {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
         kinds = _small_floats(self.proto.graph)
         return {name: _places(array.astype(kinds.get(name, array.dtype))) for name, array in values.items()}
+
+    def check_inputs(self, inputs: Sequence[Tensor], what: str) -> None:
+        """Raise ValueError, which begins with `what`, for inputs of another number, dtype or size than the file takes."""
+        from onnx_ir import DataType
+        from onnx_ir.tensor_adapters import from_torch_dtype
+
+        stored = {tensor.name for tensor in self.proto.graph.initializer}
+        taken = [value for value in self.proto.graph.input if value.name not in stored]
+        if len(taken) != len(inputs):
+            raise ValueError(
+                f"{what}: the file takes {len(taken)} tensors ({', '.join(value.name for value in taken)}), got {len(inputs)}; "
+                f"pass inputs like those of the export."
+            )
+        for value, x in zip(taken, inputs, strict=True):
+            kind = value.type.tensor_type
+            sizes = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim]
+            fits = len(sizes) == x.dim() and all(
+                isinstance(size, str) or size == given for size, given in zip(sizes, x.shape, strict=True)
+            )
+            if from_torch_dtype(x.dtype) != kind.elem_type or (kind.HasField("shape") and not fits):
+                raise ValueError(
+                    f"{what}: input {value.name!r} of the file is {DataType(kind.elem_type).numpy()} of shape "
+                    f"({', '.join(map(str, sizes))}), got {str(x.dtype).removeprefix('torch.')} of shape "
+                    f"({', '.join(map(str, x.shape))}); pass inputs like those of the export, or export with "
+                    f"dynamic_batch=True or dynamic_shapes."
+                )
+
+    def constants(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return tensors that do not depend on the inputs of the model.
+
+        Raises:
+            RuntimeError: onnxruntime cannot compute them.
+        """
+        import onnx
+
+        stored = {tensor.name: tensor for tensor in self.proto.graph.initializer}
+        found = {name: _places(self.constant(stored[name])) for name in names if name in stored}
+        computed = [name for name in names if name not in stored]
+        if not computed:
+            return found
+        needed, nodes = set(computed), []
+        for node in reversed(self.proto.graph.node):
+            if needed.intersection(node.output):
+                needed.update(node.input)
+                nodes.append(node)
+        part = onnx.ModelProto(ir_version=self.proto.ir_version, opset_import=self.proto.opset_import)
+        part.graph.name = self.proto.graph.name
+        part.graph.node.extend(reversed(nodes))
+        part.graph.initializer.extend(tensor for name, tensor in stored.items() if name in needed)
+        weights = {name: array for name, array in self.weights.items() if name in needed}
+        return found | OpenedFile(part, self.folder, weights).run([], computed)
 
     def constant(self, tensor: "onnx.TensorProto") -> Any:
         """Return the array of an initializer."""

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,18 @@ from qtoolkit.export.codes import (
     compare_codes,
     grid_named,
     largest_difference,
+    layer_weights,
     relative_difference,
     sum_of,
 )
 from qtoolkit.export.deployed import DeployedVerification, ModelCodes, RuntimeCodes, compare_execution
 from qtoolkit.export.files import OpenedFile
-from qtoolkit.export.quantizer_nodes import quantizer_nodes
+from qtoolkit.export.quantizer_nodes import QuantizerNode, quantizer_nodes
+from qtoolkit.export.reading import open_model
 from qtoolkit.export.runtimes import RUNTIMES
 from qtoolkit.model_inputs import call_arguments, tensors_of
 from qtoolkit.progress import note, progress_bar
+from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
     import os
@@ -131,12 +135,13 @@ def verify_onnx(
 
     Raises:
         TypeError: The model was not converted, or the inputs do not match its forward.
-        ValueError: The file has another number of inputs.
+        ValueError: The file is not ONNX, or not of this model; or it takes inputs of another number, dtype or size.
         RuntimeError: onnxruntime cannot run the file.
     """
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
-    file = OpenedFile.of(model)
-    nodes = quantizer_nodes(file.proto.graph)
+    file = _opened(model)
+    nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
+    file.check_inputs(tensors_of((args, kwargs)), "verify_onnx")
     positions = _positions_of_maxima(file.proto.graph)
     names = [name for node in nodes for name in (node.source, node.codes)]
     values = file.run(tensors_of((args, kwargs)), [*names, *positions])
@@ -208,6 +213,11 @@ def verify(
     a code that differs early may change many after it: `first_difference` names where it began. The float reference of
     `qtoolkit.convert` rounds in another order than integer kernels do; `verify_onnx` compares it layer by layer.
 
+    The verdict of each runtime is one of three (`Verdict`): "equal", where all codes that could be compared are the same end to
+    end; "rounding", where some differ end to end, but each quantizer's, computed from the runtime's own codes before it, only
+    as the order of float sums explains; and "different". The codes of weights are compared first. What the runtime does not
+    give is in `not_compared`.
+
     Codes in onnxruntime are read from the optimized graph itself. OpenVINO returns the values behind each DequantizeLinear as
     further outputs, which may keep it from fusing some ops: `changed_by_reading` is the difference this makes.
 
@@ -225,7 +235,8 @@ def verify(
 
     Raises:
         TypeError: The model was not converted, or the inputs do not match its forward.
-        ValueError: A runtime is not known, or cannot run without optimizations; or the file has another number of inputs.
+        ValueError: A runtime is not known, or cannot run without optimizations; the file is not ONNX, or not of this model; or
+            it takes inputs of another number, dtype or size.
         ImportError: A runtime is not installed.
         RuntimeError: A runtime cannot run the file.
 
@@ -247,22 +258,56 @@ def verify(
         if not optimized and runtime != "onnxruntime":
             raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
-    graph = OpenedFile.of(path).proto.graph
-    nodes = quantizer_nodes(graph)
+    file = _opened(path)
+    nodes = _nodes_of(file.proto.graph, model, "verify")
     grids = {node.quantizer: grid_named(model, node.quantizer) for node in nodes}
     tensors = tensors_of((args, kwargs))
-    if len(graph.input) != len(tensors):
-        names = ", ".join(value.name for value in graph.input)
-        raise ValueError(f"verify: the file takes {len(graph.input)} tensors ({names}), got {len(tensors)}.")
+    file.check_inputs(tensors, "verify")
+    weights = _compare_weights(file, nodes, model)
     codes = ModelCodes(model, args, kwargs)
     varying = [node for node in nodes if not node.is_constant]
     found: dict[str, RuntimeCodes] = {}
     with progress_bar("verify", "runtimes", progress, runtimes) as bar:
         for name in bar:
             executed = RUNTIMES[name](Path(path), tensors, varying, grids, optimized)
-            found[name] = compare_execution(codes, executed, nodes)
+            found[name] = compare_execution(codes, executed, nodes, weights)
             note(bar, f"{name}: {found[name].codes.differing:,} of {found[name].codes.compared:,} codes differ")
     return DeployedVerification(found)
+
+
+def _opened(model: "onnx.ModelProto | str | os.PathLike[str]") -> OpenedFile:
+    """Open a model, or a file, which anybody may have written."""
+    if isinstance(model, str | PathLike):
+        open_model(model)
+    return OpenedFile.of(model)
+
+
+def _nodes_of(graph: Any, model: nn.Module, what: str) -> list[QuantizerNode]:
+    """Return the quantizers of a file; raise an error, which begins with `what`, for a file that is not of the model."""
+    nodes = quantizer_nodes(graph)
+    known = {name for name, _ in model.named_modules()}
+    names = {node.quantizer for node in nodes}
+    if not nodes and any(isinstance(module, Grid) and module.quantizing for module in model.modules()):
+        raise ValueError(
+            f"{what}: no quantizer of the file has a name of the model's: qtoolkit.export_onnx did not write it. Export the "
+            f"model by it, or compare what runtimes compute from the file by qtoolkit.export.compare_runtimes."
+        )
+    if names - known:
+        first = next(node.quantizer for node in nodes if node.quantizer not in known)
+        raise ValueError(
+            f"{what}: the file has a quantizer {first!r}, and the model does not ({len(names - known)} of {len(names)}): it is "
+            f"the file of another model; export this one."
+        )
+    return nodes
+
+
+def _compare_weights(file: OpenedFile, nodes: Sequence[QuantizerNode], model: nn.Module) -> dict[str, CodeCount]:
+    """Compare the codes of weights in a file with the model's, by the names of their quantizers."""
+    weights = layer_weights(model)
+    constant = [node for node in nodes if node.is_constant and node.quantizer in weights]
+    with torch.no_grad():
+        codes = file.constants([node.codes for node in constant])
+        return {node.quantizer: compare_codes(*weights[node.quantizer], codes[node.codes]) for node in constant}
 
 
 def check_installed(runtime: str) -> None:

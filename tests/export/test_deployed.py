@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.export import verify
 from qtoolkit.export.codes import CodeCount
-from qtoolkit.export.runtimes import onnxruntime_cpu
+from qtoolkit.export.runtimes import Layer, onnxruntime_cpu
+from tests.export.qdq_files import File
 
 X = torch.linspace(-1, 1, 2 * 3 * 12 * 12).reshape(2, 3, 12, 12).roll(7, 3)
 
@@ -100,15 +101,20 @@ def test_the_first_difference_is_named_and_where_differences_begin(tmp_path) -> 
     weight.CopyFrom(numpy_helper.from_array(codes, weight.name))
     onnx.save(proto, path)
     result = verify(path, model, X)
-    with pytest.raises(RuntimeError, match=r"in onnxruntime 1\..+; the first at 'activation_quantizers._3': .+ differ"):
+    with pytest.raises(
+        RuntimeError, match=r"the file has other weights than the model at 2\.weight_quantizer .+ 16 differ"
+    ):
         result.check()
     found = result.runtimes["onnxruntime"]
+    assert found.other_weights == ("2.weight_quantizer",)
+    with pytest.raises(RuntimeError, match=r"in onnxruntime 1\..+; the first at 'activation_quantizers._3': .+ differ"):
+        replace(found, weights={}).check()
     quantizers = list(found.by_quantizer)
     assert quantizers[1:] == [f"activation_quantizers._{place}" for place in (1, 3, 5, 7)]
     assert [name for name in quantizers if found.by_quantizer[name].differing] == quantizers[2:]
     assert found.first_difference == quantizers[2]
     assert [name for name in quantizers if found.layer_by_layer[name].differing] == [quantizers[2]]
-    assert found.layer_by_layer[quantizers[2]] == found.by_quantizer[quantizers[2]]
+    assert replace(found.layer_by_layer[quantizers[2]], ties=0) == found.by_quantizer[quantizers[2]]
     assert f"first difference: {quantizers[2]}" in str(found)
     assert f"they begin at {quantizers[2]}\n" in f"{found}\n"
 
@@ -179,8 +185,14 @@ def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
     broken = onnx.load(path)
     del broken.graph.node[3]
     onnx.save(broken, tmp_path / "broken.onnx")
-    with pytest.raises(RuntimeError, match="cannot load '.*' at its default optimization level"):
+    with pytest.raises(ValueError, match="is no valid ONNX model"):
         verify(tmp_path / "broken.onnx", model, X)
+    unknown = onnx.load(path)
+    unknown.graph.node[-1].domain = "nobody"
+    unknown.opset_import.append(onnx.helper.make_opsetid("nobody", 1))
+    onnx.save(unknown, tmp_path / "unknown.onnx")
+    with pytest.raises(RuntimeError, match="cannot load '.*' at its default optimization level"):
+        verify(tmp_path / "unknown.onnx", model, X)
     more = onnx.load(path)
     more.graph.input.append(onnx.helper.make_tensor_value_info("more", 1, [1]))
     onnx.save(more, tmp_path / "more.onnx")
@@ -203,7 +215,10 @@ def test_ties_behind_float_ops_are_allowed_by_their_share() -> None:
     spread = {"a": CodeCount(1_000_000), "b": CodeCount(1_000_000, 19, 1), "c": CodeCount(1_000_000, 5_000, 6)}
     begun = {**spread, "c": CodeCount(1_000_000)}
     found = qt.export.RuntimeCodes("runtime", spread, 0.0, (), 0, (), 0.0, 1e-5, layer_by_layer=begun)
-    found.check()
+    with pytest.warns(
+        UserWarning, match=r"end to end 5019 of 3000000 differ .*layer by layer, .* 19 of 3000000 differ"
+    ):
+        assert found.check() is qt.export.Verdict.ROUNDING
     assert found.layer_codes == CodeCount(3_000_000, 19, 1)
     for worse in (
         replace(found, share=0.0),  # all layers in integers: none may differ end to end
@@ -213,3 +228,82 @@ def test_ties_behind_float_ops_are_allowed_by_their_share() -> None:
     ):
         with pytest.raises(RuntimeError, match="the first at 'b'"):
             worse.check()
+
+
+def test_the_cause_of_a_difference_is_named() -> None:
+    codes, integer = {"a": CodeCount(1000, 900, 3)}, (Layer("first", "QLinearConv", True),)
+    found = qt.export.RuntimeCodes("runtime", codes, 0.0, integer, 0, (), 0.0, 1e-5, layer_by_layer=codes)
+    with pytest.raises(RuntimeError, match=r"verify qtoolkit.convert\(prepared, arithmetic='integer'\)"):
+        found.check()
+    on_codes = replace(found, on_codes=("first",))
+    with pytest.raises(RuntimeError, match="Weights and arithmetic are the same on both sides") as raised:
+        on_codes.check()
+    assert "arithmetic=" not in str(raised.value)
+    in_float = replace(on_codes, layers=(Layer("first", "FusedConv", False),))
+    with pytest.raises(
+        RuntimeError, match=r"in integers that the runtime computes in float \(first\): .*integer_weights=True"
+    ):
+        in_float.check()
+    other = replace(in_float, weights={"first.weight_quantizer": CodeCount(8, 7, 90)})
+    with pytest.raises(RuntimeError, match="other weights than the model at first.weight_quantizer"):
+        other.check()
+
+
+def test_differences_at_rounding_boundaries_are_rounding() -> None:
+    ties = {"a": CodeCount(1000, 90, 1, ties=88)}
+    found = qt.export.RuntimeCodes("runtime", ties, 0.0, (), 0, (), 0.0, 1e-5, layer_by_layer=ties)
+    assert found.verdict is qt.export.Verdict.ROUNDING
+    assert replace(found, layer_by_layer={"a": CodeCount(1000, 90, 1, ties=80)}).verdict is qt.export.Verdict.DIFFERENT
+    assert "  verdict: rounding\n" in str(found)
+
+
+def test_quantizers_that_were_merged_do_not_fail_a_comparison_of_the_others() -> None:
+    found = qt.export.RuntimeCodes("runtime", {"a": CodeCount(1000)}, 0.0, (), 0, ("b",), 0.0, 0.0)
+    with pytest.warns(UserWarning, match="does not give the codes of b: it merged their nodes with others"):
+        assert found.check() is qt.export.Verdict.EQUAL
+    with pytest.raises(RuntimeError, match="does not give the codes of 'b': .* nothing was compared"):
+        replace(found, by_quantizer={}).check()
+
+
+def test_weights_and_integer_layers_are_found_in_the_model(tmp_path) -> None:
+    torch.manual_seed(1)
+    prepared = qt.prepare(Block().eval(), X, "onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    own, integer = qt.convert(prepared), qt.convert(prepared, arithmetic="integer")
+    for weights in (True, False):
+        path = qt.export_onnx(own, X, tmp_path / "m.onnx", integer_weights=weights, progress=False).path
+        codes = verify(path, integer, X, progress=False).runtimes["onnxruntime"]
+        assert {name: count.differing for name, count in codes.weights.items()} == dict.fromkeys(
+            (f"{layer}.weight_quantizer" for layer in ("first", "second", "third", "fc")), 0
+        )
+        assert {"first", "second", "third"} <= set(codes.on_codes)
+    assert verify(path, own, X, progress=False).runtimes["onnxruntime"].on_codes == ()
+    with torch.no_grad():
+        integer.get_submodule("second").weight.neg_()
+    with pytest.raises(RuntimeError, match=r"other weights than the model at second\.weight_quantizer"):
+        verify(path, integer, X, progress=False).check()
+
+
+def test_files_that_are_not_of_the_model_are_refused(tmp_path) -> None:
+    model = exact_net(Block(), False)
+    path = qt.export_onnx(model, X, tmp_path / "m.onnx", progress=False).path
+    (tmp_path / "text.onnx").write_text("no model")
+    written = File()
+    written.output(written.pair(written.input("x", *X.shape)))
+    written.save(tmp_path, "other.onnx")
+    other = exact_net(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 1, bias=False)), False)
+    for run in (verify, lambda p, m, x: qt.export.verify_onnx(m, p, x)):
+        with pytest.raises(ValueError, match=r"text.onnx' is not an ONNX file, or is truncated"):
+            run(tmp_path / "text.onnx", model, X)
+        with pytest.raises(ValueError, match="no quantizer of the file has a name of the model's.*compare_runtimes"):
+            run(tmp_path / "other.onnx", model, X)
+        with pytest.raises(
+            ValueError, match=r"has a quantizer '.*', and the model does not .*: it is the file of another"
+        ):
+            run(path, other, X)
+        with pytest.raises(
+            ValueError, match=r"input 'x' of the file is float32 of shape \(2, 3, 12, 12\), got float32 of"
+        ):
+            run(path, model, X[:, :, :11])
+        with pytest.raises(ValueError, match=r"input 'x' of the file is float32 of shape .*, got float64 of shape"):
+            run(path, model, X.double())
