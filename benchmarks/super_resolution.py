@@ -64,6 +64,7 @@ class Method:
         finish: Takes the calibrated model and the data, and improves the model; None for nothing.
         before: Changes the float model before it is prepared.
         trained: Whether it is trained.
+        backend: The backend for which the model is prepared.
     """
 
     activation: Mapping[str, Any] | None
@@ -71,6 +72,7 @@ class Method:
     finish: Callable[[nn.Module, Data, bool], object] | None = None
     before: Callable[[nn.Module, Data], nn.Module] | None = None
     trained: bool = False
+    backend: str = "academic"
 
     def qconfig(self, bits: Bits) -> qt.QConfig:
         """Return the config of all layers.
@@ -118,6 +120,8 @@ CALIBRATED: Mapping[str, Method] = {
     "mse, balanced": Method(MSE, HISTOGRAM, before=_balanced),
     "mse, corrected biases": Method(MSE, HISTOGRAM, _biases),
     "mse, adaround": Method(MSE, {}, _adaround),
+    "mse, weights too, onnxruntime": Method(MSE, HISTOGRAM, backend="onnxruntime"),
+    "mse, balanced, onnxruntime": Method(MSE, HISTOGRAM, before=_balanced, backend="onnxruntime"),
 }
 # Quantizers of activations; those of weights are "lsq" where the first is for activations alone.
 TRAINED: Mapping[str, Method] = {
@@ -186,7 +190,7 @@ def measure(row: Row, folder: Path, data: Data, schedule: Schedule, quick: bool)
             model = method.before(model, data)
         if method.activation is not None:
             bits = next(bits for bits in ALL_BITS if str(bits) == row.bits)
-            model = quantized(model.train(method.trained), data, method.qconfig(bits))
+            model = quantized(model.train(method.trained), data, method.qconfig(bits), method.backend)
     except ValueError as error:
         return replace(row, failure=str(error))
     before = psnr(model.eval(), data)["y"]

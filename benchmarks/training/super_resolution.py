@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -70,10 +70,11 @@ def float_model(folder: Path) -> nn.Module:
     return model.eval()
 
 
-def quantized(model: nn.Module, data: Data, qconfig: qt.QConfig) -> nn.Module:
+def quantized(model: nn.Module, data: Data, qconfig: qt.QConfig, backend: str) -> nn.Module:
     """Return a model prepared with a config and calibrated; the first and the last layer have at least eight bits."""
     mapping = qt.QConfigMapping().set_global(qconfig)
-    prepared = qt.prepare(model, data.low[:1], backend="academic", qconfig_mapping=mapping)
+    target = replace(qt.backends[backend], end_bits=8)
+    prepared = qt.prepare(model, data.low[:1], backend=target, qconfig_mapping=mapping)
     qt.calibrate(prepared, data.calibration, progress=False)
     return prepared
 

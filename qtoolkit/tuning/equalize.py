@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import calls_of
-from qtoolkit.model_state import check_module, deepcopy_model, removing
+from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.nodes import kind_of, module_of
@@ -39,7 +40,7 @@ class Pair:
         second: That of the layer whose input channels are multiplied.
         batch_norm: That of the batch norm between them, whose scale and shift are divided instead; "" for none.
         before: How much wider the widest channel is than the median one, before: of the weights of both layers, or of the
-            activations.
+            tensors between them, whichever is most uneven.
         after: The same at the end.
     """
 
@@ -87,7 +88,8 @@ def equalize(
     A channel that leaves a layer is divided by a factor, and multiplied by it where it enters the next one: the function of the
     model stays the same, in training mode too, which is checked. By default the weights get the same ranges: per-tensor weights
     lose far less after it; with one scale for each output channel there is little to gain. With `activations` the tensors
-    between the layers get them, which have one scale for all channels: at the weights' cost, which training makes up for.
+    between the layers get them, which have one scale for all channels: at the weights' cost, which training makes up for. The
+    input of LeakyReLU and PReLU counts as well as the output, since backends quantize one or both of them.
     Layers are convolutions, transposed convolutions and linear layers of every
     dimension, with groups; between them may be a batch norm, ReLU, LeakyReLU, PReLU, pools, padding and dropout.
 
@@ -98,7 +100,8 @@ def equalize(
         skip: Dotted names of layers that stay as they are.
         inplace: Change the model itself; otherwise a copy.
         activations: None for the weights. Or the power of its range, relative to the widest, that a channel is divided by: 1
-            makes all channels of the activations equally wide, 0.5 shares the work with the weights.
+            makes all channels of the activations equally wide, 0.5 shares the work with the weights. Where several tensors
+            are between the layers, a channel counts by that in which it is widest, relative to the others.
         progress: Show a progress bar.
 
     Returns:
@@ -128,12 +131,13 @@ def equalize(
     for name in skip:
         check_known("layer in skip of equalize", name, layers)
     before = outputs_of(own, example_inputs)
-    links, skipped = _links(own, example_inputs, skip)
+    gm = trace.run(own, example_inputs=example_inputs)
+    links, skipped = _links(gm, own, skip)
     state = [tensor.detach().clone() for tensor in (*own.parameters(), *own.buffers())]
     if activations is None:
         widths = _equalize_weights(links, progress)
     else:
-        widths = _equalize_activations(links, _ranges_of_inputs(own, links, example_inputs), activations)
+        widths = _equalize_activations(links, _ranges_between(gm, links, example_inputs), activations)
     try:
         change = largest_change(before, outputs_of(own, example_inputs), "equalize")
     except RuntimeError:
@@ -146,13 +150,26 @@ def equalize(
 
 
 class _Link:
-    """Two layers, and what is between them."""
+    """Two layers, and what is between them.
 
-    def __init__(self, first: fx.Node, second: fx.Node, batch_norm: fx.Node | None) -> None:
+    Args:
+        path: The nodes from the first layer to the second one, each of which takes the output of the one before.
+
+    Attributes:
+        source: The node of the first layer, or of the batch norm behind it.
+        between: The nodes between the layers whose output a backend can quantize. Each of them computes a layer and the ReLU
+            behind it as one op, so that the values that ReLU removes have no scale.
+    """
+
+    def __init__(self, path: Sequence[fx.Node]) -> None:
+        first, second = path[0], path[-1]
+        batch_norm = path[1] if kind_of(path[1]).name == "batch_norm" else None
         self.names = str(first.target), str(second.target), "" if batch_norm is None else str(batch_norm.target)
-        self.taken_by = module_of(second)
-        self.first, self.second = ChannelView(module_of(first)), ChannelView(self.taken_by)
+        self.first, self.second = ChannelView(module_of(first)), ChannelView(module_of(second))
         self.batch_norm: Any = None if batch_norm is None else module_of(batch_norm)
+        self.source = batch_norm or first
+        divided = path[path.index(self.source) :]
+        self.between = [node for node, user in pairwise(divided) if kind_of(user).name != "relu"]
 
     def _ranges(self) -> tuple[Tensor, Tensor]:
         outputs, bn = self.first.outputs_amax(), self.batch_norm
@@ -205,35 +222,60 @@ def _equalize_weights(links: Sequence[_Link], progress: bool) -> list[tuple[floa
     return [(width, link.width()) for width, link in zip(before, links, strict=True)]
 
 
-def _equalize_activations(links: Sequence[_Link], ranges: Sequence[Tensor], power: float) -> list[tuple[float, float]]:
-    """Divide the channels of all pairs by a power of their ranges; return how wide they were and are."""
+def _equalize_activations(
+    links: Sequence[_Link], ranges: Sequence[Sequence[Tensor]], power: float
+) -> list[tuple[float, float]]:
+    """Divide the channels of each pair of layers by powers of their ranges; return the widths before and after.
+
+    A channel counts by the tensor in which it is widest: a target can quantize the input of PReLU, and its output, in which the
+    channels with a small slope are narrow. So no channel gets wider than the widest one of its tensor.
+    """
     widths = []
     for link, observed in zip(links, ranges, strict=True):
-        share = (observed / observed.max()).nan_to_num(1.0).clamp(min=LEAST)
-        factor = torch.where(observed > 0, share**power, torch.ones_like(share))
+        shares = torch.stack([(each / each.max()).nan_to_num(1.0) for each in observed]).amax(0)
+        used = torch.stack(list(observed)).amax(0) > 0
+        factor = torch.where(used, shares.clamp(min=LEAST) ** power, torch.ones_like(shares))
         link.divide(factor)
-        widths.append((_width(observed), _width(observed / factor)))
+        widths.append((max(map(_width, observed)), max(_width(each / factor) for each in observed)))
     return widths
 
 
-def _ranges_of_inputs(model: nn.Module, links: Sequence[_Link], example_inputs: Any) -> list[Tensor]:
-    """Return the range of each channel that the second layer of each pair takes, zero included."""
-    ranges: dict[nn.Module, Tensor] = {}
+def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: Any) -> list[list[Tensor]]:
+    """Return for each pair of layers the range of each channel, zero included, of every tensor between them."""
+    graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.set_codegen(gm.graph._codegen)
+    link_of = {node: link for link in links for node in link.between}
+    ranges: dict[_Link, list[fx.Node]] = {link: [] for link in links}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            break
+        written[node] = graph.node_copy(node, written.__getitem__)
+        if node in link_of:  # at once: a later op may change it in place
+            link = link_of[node]
+            known = written[node], written[link.source], link.first.dims
+            ranges[link].append(graph.call_function(ranges_of_channels, known))
+    graph.output(tuple(each for of_link in ranges.values() for each in of_link))
+    found = iter(outputs_of(fx.GraphModule(gm, graph), example_inputs))
+    return [[next(found) for _ in of_link] for of_link in ranges.values()]
 
-    def observe(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["input"]
-        channels = x.detach().movedim(-1 - dims[layer], 0).flatten(1)
-        ranges[layer] = channels.amax(1).clamp(min=0) - channels.amin(1).clamp(max=0)
 
-    dims = {link.taken_by: link.second.dims for link in links}
-    handles = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in dims]
-    with removing(handles):
-        outputs_of(model, example_inputs)
-    return [ranges[link.taken_by] for link in links]
+def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
+    """Return the range of each channel of a tensor, zero included.
+
+    Args:
+        x: The tensor.
+        source: The output of the layer that its channels come from.
+        dims: The number of dimensions of the positions in that output, which come behind the channels.
+
+    Example:
+        >>> ranges_of_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.zeros(2, 2, 5, 5), 2)
+        tensor([3., 6.])
+    """
+    channels = x.detach().movedim(source.dim() - 1 - dims, 0).flatten(1)
+    return channels.amax(1).clamp(min=0) - channels.amin(1).clamp(max=0)
 
 
-def _links(model: nn.Module, example_inputs: Any, skip: Sequence[str]) -> tuple[list[_Link], dict[str, str]]:
-    gm = trace.run(model, example_inputs=example_inputs)
+def _links(gm: fx.GraphModule, model: nn.Module, skip: Sequence[str]) -> tuple[list[_Link], dict[str, str]]:
     links, skipped, calls = [], dict[str, str](), calls_of(gm)
     names = names_by_module(model)
     owners: dict[int, int] = {}
@@ -252,16 +294,13 @@ def _links(model: nn.Module, example_inputs: Any, skip: Sequence[str]) -> tuple[
     for node in gm.graph.nodes:
         if not _is_layer(node):
             continue
-        found = obstacle(node) or _follow(node)
-        if isinstance(found, str):
-            skipped[str(node.target)] = found
-            continue
-        second, batch_norm = found
-        why = obstacle(second)
-        if why:
-            skipped[str(node.target)] = why
+        path = obstacle(node) or _path_from(node)
+        if not isinstance(path, str):
+            path = obstacle(path[-1]) or path
+        if isinstance(path, str):
+            skipped[str(node.target)] = path
         else:
-            links.append(_Link(node, second, batch_norm))
+            links.append(_Link(path))
     return links, skipped
 
 
@@ -269,14 +308,15 @@ def _is_layer(node: fx.Node) -> bool:
     return node.op == "call_module" and type(module_of(node)) in LAYERS
 
 
-def _follow(layer: fx.Node) -> tuple[fx.Node, fx.Node | None] | str:
-    """Return the layer that takes a layer's channels, with the batch norm between them, or why there is none."""
+def _path_from(layer: fx.Node) -> list[fx.Node] | str:
+    """Return the nodes from a layer to the layer that takes its channels, or why there is none."""
     batch_norm: fx.Node | None = None
-    node = layer
+    path = [layer]
     while True:
-        users = list(node.users)
+        users = list(path[-1].users)
         if len(users) != 1:
-            return f"{len(users)} ops take the output of {node.name!r}"
+            return f"{len(users)} ops take the output of {path[-1].name!r}"
+        path += users
         (node,) = users
         kind = kind_of(node).name
         if _is_layer(node):
@@ -284,7 +324,7 @@ def _follow(layer: fx.Node) -> tuple[fx.Node, fx.Node | None] | str:
             count = ChannelView(module_of(node)).inputs_amax().numel()
             if count != ChannelView(module_of(layer)).outputs_amax().numel():
                 return f"{node.target!r} takes {count} channels, which are not its own"
-            return (node, batch_norm) if bn is None or bn.weight is not None else "its batch norm has no scale"
+            return path if bn is None or bn.weight is not None else "its batch norm has no scale"
         if kind == "batch_norm" and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
             bn = module_of(node)
             if not is_batch_norm(bn) or bn.running_var is None:

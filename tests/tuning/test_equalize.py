@@ -1,6 +1,7 @@
 """equalize(): the function stays, the ranges become equal, and the sharpest case of papers: per-tensor depthwise nets."""
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from qtoolkit.tuning.equalize import ranges_of_channels
 from tests import nets
 from tests.tuning.nets import Residual
 
@@ -195,6 +197,62 @@ def test_one_scale_for_all_channels_of_activations_needs_it() -> None:
             return float((prepared(x) - y).square().mean())
 
     assert error(qt.tuning.equalize(model, x, activations=1.0).model) < error(model) / 10
+
+
+def of_uneven_channels(activation: nn.Module) -> nn.Module:
+    """Return a net with narrow channels, and with others that are so only behind PReLU, where they have a small slope."""
+    model = nn.Sequential(nn.Conv1d(16, 32, 1), activation, nn.Conv1d(32, 8, 1)).eval()
+    even = torch.arange(32) % 2 == 0
+    sizes = torch.where(torch.arange(32) % 4 == 1, 0.2, 1.0)
+    with torch.no_grad():
+        model[0].bias.sub_(torch.where(even, 3.0, 0.0))  # mostly below 0
+        model[0].weight.mul_(sizes[:, None, None])
+        model[0].bias.mul_(sizes)
+        model[2].weight.div_(sizes[:, None])
+        if isinstance(activation, nn.PReLU):
+            activation.weight.copy_(torch.where(even, 0.01, 1.0))
+    return model
+
+
+@pytest.mark.parametrize("backend", ["academic", "onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_every_backend_gains_whether_it_quantizes_before_prelu_or_not(backend: str, power: float) -> None:
+    torch.manual_seed(0)
+    model, x = of_uneven_channels(nn.PReLU(32)), torch.randn(64, 16, 8)
+    y = model(x).detach()
+    a5 = qt.QConfig(qt.QuantSpec(bits=5, signed=False, symmetric=False), qt.QuantSpec(bits=16, axis=0))
+    target = dataclasses.replace(qt.backends[backend], end_bits=None, quantize_graph_outputs=False)
+
+    def error(network: nn.Module) -> float:
+        mapping = qt.QConfigMapping().set_global(a5)
+        prepared = qt.prepare(network, x, backend=target, qconfig_mapping=mapping)
+        qt.calibrate(prepared, [x], progress=False)
+        with torch.no_grad():
+            return float((prepared(x) - y).square().mean())
+
+    assert error(qt.tuning.equalize(model, x, activations=power).model) < error(model) / 2
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_no_channel_gets_wider_than_the_widest_one(power: float) -> None:
+    torch.manual_seed(0)
+    model, x = of_uneven_channels(nn.PReLU(32)), torch.randn(64, 16, 8)
+    equalized = qt.tuning.equalize(model, x, activations=power).model
+    for end in (1, 2):
+        before, after = (ranges_of_channels(net[:end](x), x, 1) for net in (model, equalized))
+        assert after.max() <= before.max() * 1.001
+        assert after[1::4].min() > 2 * before[1::4].min()
+
+
+def test_what_relu_removes_does_not_count() -> None:
+    torch.manual_seed(0)
+    model, x = of_uneven_channels(nn.ReLU(inplace=True)), torch.randn(64, 16, 8)
+    widths = torch.relu(model[0](x)).amax((0, 2)).detach()
+    equalized = qt.tuning.equalize(model, x, activations=1.0).model
+    found = equalized[:2](x).amax((0, 2))
+    used = found > 0
+    assert widths.max() > 4 * widths[used].min()
+    assert found.max() < 1.001 * found[used].min()
 
 
 def test_a_power_of_activations_is_a_share() -> None:
