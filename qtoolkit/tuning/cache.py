@@ -64,7 +64,7 @@ class BatchCache:
         def placed(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            tensors.append(leaf.detach().cpu())
+            tensors.append(_alone(leaf.detach().cpu()))
             return _Place(len(tensors) - 1)
 
         form, size = _mapped(value, placed), _size(tensors)
@@ -74,7 +74,7 @@ class BatchCache:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="qtoolkit-", ignore_cleanup_errors=True)
         file = Path(self._folder.name, f"{index}.pt")
-        torch.save([_alone(tensor) for tensor in tensors], file)
+        torch.save(tensors, file)
         return _Item(form, file)
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ def _size(tensors: list[Tensor]) -> int:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor without the rest of the memory of which it is a view: torch.save writes all of it."""
+    """Return a tensor without the rest of the memory of which it is a view, which would be kept, and written, too."""
     return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
 
 

@@ -352,6 +352,7 @@ def test_a_cache_keeps_types_and_only_what_a_view_shows(limit: float) -> None:
         assert isinstance(size, torch.Size)
         assert type(output) is Output
         assert torch.equal(tensor, view)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
         assert (number, nothing) == ({"a": 1}, None)
         assert same is generator
         cache[0] = [torch.zeros(5)]
