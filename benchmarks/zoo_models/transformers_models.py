@@ -225,4 +225,8 @@ def _build(small: Small) -> Any:
         return getattr(transformers, f"{name}Config")(**options)
 
     parts = {option: config(*part) for option, part in small.parts.items()}
-    return getattr(transformers, small.model)(config(small.config, {**small.options, **parts}))
+    model = getattr(transformers, small.model)(config(small.config, {**small.options, **parts}))
+    for name, module in model.named_modules():
+        if name.endswith("enc_score_head"):  # all zeros: the detector would choose among equal scores
+            torch.nn.init.normal_(module.weight)
+    return model

@@ -64,7 +64,28 @@ def recorded_functions() -> list[Patch]:
 
     It does not record the limits of dtypes, which are types, nor functions that make a tensor of a size: torch reads the size.
     """
-    return [(torch, name, _recorded(getattr(torch, name))) for name in (*TYPES_OF_LIMITS, *MAKERS)]
+    return [(torch, name, _recorded(getattr(torch, name))) for name in (*TYPES_OF_LIMITS, *MAKERS)] + _checks()
+
+
+def _checks() -> list[Patch]:
+    """Return the functions behind torch._check and its kin, which refuse traced values, with others that take them.
+
+    Where a torch has no such functions, `prepare` names the line of the check.
+    """
+
+    def check(error_type: type[Exception], cond: Any, message: Any) -> None:
+        """Check a number now, and let the graph check it again."""
+        original(error_type, bool(cond) if isinstance(cond, fx.Proxy) else cond, message)
+
+    def check_tensor(error_type: type[Exception], cond: Any, message: Any) -> None:
+        """Check a tensor, but not a traced one: torch.export takes no graph that raises by the values of its tensors."""
+        if not isinstance(cond, fx.Proxy):
+            original_of_tensors(error_type, cond, message)
+
+    original, original_of_tensors = (getattr(torch, name, None) for name in ("_check_with", "_check_tensor_all_with"))
+    if original is None or original_of_tensors is None:
+        return []
+    return [(torch, "_check_with", check), (torch, "_check_tensor_all_with", check_tensor)]
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,6 +38,11 @@ class SizedProxy(fx.Proxy):
             "copy.deepcopy of a traced value is called here, which a graph does not record; use x.clone()."
         )
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the proxy of a value that cannot be called: code that takes values or functions asks `callable`."""
+        value = self.tracer.value_of(self)
+        return super().__call__(*args, **kwargs) if value is UNKNOWN or callable(value) else self
+
     def __len__(self) -> int:
         value = self.tracer.value_of(self)
         if value is UNKNOWN:

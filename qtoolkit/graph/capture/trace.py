@@ -243,8 +243,8 @@ def _find_attribute(model: nn.Module, name: str) -> Any:
         raise ValueError("prepare: preserve_attributes: " + unknown("submodule", owner_name, modules)) from None
     if not owner_name and attribute in names_of_own():
         raise ValueError(
-            f"prepare: preserve_attributes must not name {name!r}, since prepared models have an attribute of that name; rename "
-            f"it in the model, for example to '{name}_'."
+            f"prepare: preserve_attributes must not name {name!r}, since prepared models have an attribute of that name; "
+            f"rename it in the model, for example to '{name}_'."
         )
     try:
         value = getattr(owner, attribute)

@@ -374,3 +374,31 @@ def test_the_hooks_by_which_transformers_collects_outputs_are_traced() -> None:
     prepared = qt.prepare(model, {"pixel_values": x}, "onnxruntime")
     with qt.disable_quantization(prepared), torch.no_grad():
         torch.testing.assert_close(prepared(pixel_values=x)["logits"], model(pixel_values=x).logits, rtol=0, atol=1e-6)
+
+
+def check_or_call(condition: Tensor | bool | Callable[[], bool]) -> None:
+    """Check a number, a tensor or what a function returns, as the detectors of transformers do."""
+    condition = condition() if callable(condition) else condition
+    if isinstance(condition, Tensor):
+        torch._check_tensor_all(condition)
+    else:
+        torch._check(condition, "the sizes do not fit")
+
+
+CHECKS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "size": lambda self, x: [check_or_call(x.shape[-1] == 4), self.layers(x)][1],
+    "tensor": lambda self, x: [check_or_call(x.abs().sum() < 100), self.layers(x)][1],
+    "data": lambda self, x: [check_or_call(torch.tensor([2, 2]).prod() == x.shape[-1]), self.layers(x)][1],
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_of_traced_values_are_traced(name: str) -> None:
+    model, x = nn.Sequential(Construct(CHECKS[name]), linear_of()).eval(), torch.randn(3, 4)
+    nets.assert_float_when_off(qt.prepare(model, (x,), "onnxruntime"), model, x)
+
+
+def test_a_check_that_fails_in_tracing_is_named() -> None:
+    model = nn.Sequential(Construct(lambda self, x: [check_or_call(x.shape[-1] == 5), self.layers(x)][1])).eval()
+    with pytest.raises(qt.UntraceableError, match="the sizes do not fit"):
+        qt.prepare(model, (torch.randn(3, 4),), "onnxruntime")
