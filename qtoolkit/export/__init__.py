@@ -9,6 +9,7 @@ from qtoolkit.export.lint import lint
 from qtoolkit.export.onnx import ExportResult, export_onnx
 from qtoolkit.export.program import export_program
 from qtoolkit.export.reading import UnreadableFileError
+from qtoolkit.export.stored_weights import StoredWeights
 from qtoolkit.export.verify import Verification, verify, verify_onnx
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "FileDescription",
     "RuntimeCodes",
     "RuntimeComparison",
+    "StoredWeights",
     "UnreadableFileError",
     "Verdict",
     "Verification",

@@ -27,6 +27,7 @@ from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
 from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
+from qtoolkit.export.stored_weights import StoredWeights, stored_weights
 from qtoolkit.finite import check_finite
 from qtoolkit.graph.plan import Cause
 from qtoolkit.integer.kernels import in_float
@@ -59,6 +60,7 @@ class ExportResult:
         dequantize_nodes: Number of DequantizeLinear nodes.
         bytes: Size of the file, and of its weights where they are in a file of their own.
         verification: Comparison with onnxruntime's codes, or None with `verify=False`.
+        weights: How the file stores the quantized weights, and which arguments would store fewer bytes.
     """
 
     path: Path
@@ -67,13 +69,15 @@ class ExportResult:
     dequantize_nodes: int
     bytes: int
     verification: "Verification | None"
+    weights: tuple[StoredWeights, ...] = ()
 
     def __str__(self) -> str:
         head = (
             f"{self.path}: {self.bytes / 1024:.1f} KiB, opset {self.opset}, {self.quantize_nodes} QuantizeLinear and "
             f"{self.dequantize_nodes} DequantizeLinear nodes"
         )
-        return head if self.verification is None else f"{head}\n{self.verification}"
+        verification = [] if self.verification is None else [self.verification]
+        return "\n".join(map(str, [head, *self.weights, *verification]))
 
 
 def export_onnx(
@@ -192,7 +196,7 @@ def export_onnx(
         size = sum(part.stat().st_size for part in (file, weights) if part is not None)
     ops = [node.op_type for node in exported.graph]
     counts = ops.count("QuantizeLinear"), ops.count("DequantizeLinear")
-    return ExportResult(Path(path), chosen, *counts, size, verification)
+    return ExportResult(Path(path), chosen, *counts, size, verification, stored_weights(exported, converted, chosen))
 
 
 def written(

@@ -43,7 +43,7 @@ def _of_costs(facts: Facts) -> list[Figure]:
     stored, whole = sum(cost.bytes for cost in facts.costs), sum(cost.float_bytes for cost in facts.costs)
     if not whole:
         return []
-    found = [Figure("Weights", size(stored), f"{size(whole)} in float32: {whole / stored:.2f} times smaller")]
+    found = [Figure("Weights", size(stored), f"{size(whole)} in float32: {whole / stored:.2f} times smaller, as codes")]
     operations = sum(cost.bit_operations or 0 for cost in facts.costs)
     macs = sum(cost.macs or 0 for cost in facts.costs)
     if macs:

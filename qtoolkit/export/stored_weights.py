@@ -1,0 +1,87 @@
+"""How a file stores quantized weights, and what other arguments of `export_onnx` store fewer bytes."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from qtoolkit.quantizers.frozen import Grid
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights that a file stores alike.
+
+    Attributes:
+        count: How many there are.
+        bits: Bits of their quantizers' codes.
+        dtype: The ONNX type in which the file stores them: of their codes, or "FLOAT", "FLOAT16" or "BFLOAT16" where the file
+            holds the values, which a QuantizeLinear node rounds when it runs.
+        bytes: Size in the file.
+        smaller_by: The arguments of `export_onnx` by which a file stores fewer bytes; "" if there are none.
+        smaller_bytes: Size by these arguments.
+    """
+
+    count: int
+    bits: int
+    dtype: str
+    bytes: int
+    smaller_by: str
+    smaller_bytes: int
+
+    def __str__(self) -> str:
+        held = "as values that the file quantizes, " if self.dtype in ("FLOAT", "FLOAT16", "BFLOAT16") else ""
+        line = f"{self.count} weights of {self.bits} bits are stored {held}in {self.dtype}: {_size(self.bytes)}"
+        return f"{line}; {self.smaller_by}: {_size(self.smaller_bytes)}" if self.smaller_by else line
+
+
+def stored_weights(file: "onnx_ir.Model", converted: nn.Module, opset: int) -> tuple[StoredWeights, ...]:
+    """Return how a file of a converted model stores its quantized weights, those of each way together."""
+    grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
+    found: dict[tuple[int, str, str], StoredWeights] = {}
+    seen = set()
+    for node in file.graph:
+        grid = grids.get((node.name or "").removesuffix(".dequantize"))
+        constant = _constant_behind(node.inputs[0]) if grid is not None and node.op_type == "DequantizeLinear" else None
+        if grid is None or constant is None or constant.name in seen:
+            continue
+        seen.add(constant.name)
+        one = _of(constant, grid, opset)
+        key = one.bits, one.dtype, one.smaller_by
+        before = found.get(key, replace(one, count=0, bytes=0, smaller_bytes=0))
+        size, smaller = before.bytes + one.bytes, before.smaller_bytes + one.smaller_bytes
+        found[key] = replace(before, count=before.count + 1, bytes=size, smaller_bytes=smaller)
+    return tuple(found.values())
+
+
+def _of(constant: "onnx_ir.Value", grid: Grid, opset: int) -> StoredWeights:
+    import onnx_ir
+
+    from qtoolkit.export.storage import BLOCKS_OPSET, storage_of
+
+    spec, dtype = grid.spec, constant.dtype or onnx_ir.DataType.FLOAT
+    elements = math.prod(size for size in constant.shape or () if isinstance(size, int))
+    now, newer = (
+        storage_of(spec.element, spec.qmin, spec.qmax, version, constant=True).dtype
+        for version in (opset, max(opset, BLOCKS_OPSET))
+    )
+    arguments = ["integer_weights=True"] if dtype.is_floating_point() and dtype.itemsize > now.itemsize else []
+    arguments += [f"opset={BLOCKS_OPSET}"] if newer.itemsize < now.itemsize else []
+    sizes = (math.ceil(elements * kind.itemsize) for kind in (dtype, newer))
+    stored, smaller = sizes
+    return StoredWeights(1, spec.bits, dtype.name, stored, ", ".join(arguments), smaller)
+
+
+def _constant_behind(value: "onnx_ir.Value | None") -> "onnx_ir.Value | None":
+    """Return the stored tensor of which nodes make a value; None if it depends on inputs of the file."""
+    while value is not None and (node := value.producer()) is not None:
+        value = node.inputs[0] if node.inputs else None
+    return value if value is not None and value.is_initializer() else None
+
+
+def _size(bytes: int) -> str:
+    return f"{bytes / 1024:.1f} KiB"
