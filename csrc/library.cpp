@@ -112,9 +112,9 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Batch norm in training over dimension 1 of x, + residual, an activation, and fake quantization: returns y, its
   // codes (int8 if qmin is negative, else uint8; empty if they do not fit or there is no scale), and the mean and the
   // biased variance of each channel of x. divisor f: the batch norm of x / f is meant. residual is added;
-  // residual_codes are its codes, from which it is rebuilt. The activation is low + slope (v - low) up to low, and high
-  // from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x, weight,
-  // bias, divisor, residual, scale and zero_point.
+  // residual_codes are its codes, from which backward rebuilds it. The activation is low + slope (v - low) up to low,
+  // and high from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x,
+  // weight, bias, divisor, residual, scale and zero_point.
   m.def(
       "batch_norm_fake_quant(Tensor x, Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, "
       "Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float eps, float low, float high, "
@@ -162,6 +162,12 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER
         ", ScalarType x_dtype, bool[7] wanted, Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // torch.ops.aten.convolution with a batch and gradients that write inside of their memory; see strided_pointwise.h.
+  m.def(
+      "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool "
+      "transposed, "
+      "int[] output_padding, int groups) -> Tensor");
 
   // 2-d max pooling with at most 256 elements in a window: returns the values and, for each, the place of the largest
   // element in its window (uint8, counted row by row). Sides have one number or two. Differentiable in x.

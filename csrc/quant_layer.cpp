@@ -19,6 +19,7 @@
 #include "layer_ops.h"
 #include "layer_weight.h"
 #include "registration.h"
+#include "strided_pointwise.h"
 #include "sub_pixel.h"
 
 namespace qtoolkit {
@@ -51,7 +52,8 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
   const at::MemoryFormat of_output = format.value_or(output_format(x, l));
   if (l.integer && !x.is_meta()) return integer_layer(x, bias, l).contiguous(of_output).to(type);
   const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format());
-  return apply(x.to(type), weight.to(type), cast(bias, type), l.geometry).contiguous(of_output);
+  const auto compute = l.geometry.is_linear() ? &apply : &strided_pointwise::convolution;
+  return compute(x.to(type), weight.to(type), cast(bias, type), l.geometry).contiguous(of_output);
 }
 
 // ---- backward
@@ -60,14 +62,41 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
 using Wanted = std::array<bool, 7>;
 using Gradients = std::array<Tensor, 7>;
 
-std::tuple<Tensor, Tensor, Tensor> layer_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                  const Geometry& g, std::array<bool, 3> wanted) {
+using OfLayer = std::tuple<Tensor, Tensor, Tensor>;  // of x, weight and bias
+
+OfLayer layer_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, const Geometry& g,
+                       std::array<bool, 3> wanted);
+
+// Without the rows that strided_pointwise.h cuts off, where the weight's gradient needs that.
+optional<OfLayer> backward_without_unread(const Tensor& grad, const Tensor& x, const Tensor& weight, const Geometry& g,
+                                          std::array<bool, 3> wanted) {
+  const auto size = g.transposed ? grad.sym_sizes() : x.sym_sizes();
+  const optional<int64_t> dimension = strided_pointwise::unread_dimension(size, x, weight, g);
+  if (!dimension) return std::nullopt;
+  const auto cut = [&](const Tensor& t) { return strided_pointwise::without_unread(t, *dimension, g); };
+  const Tensor dx = wanted[0] ? std::get<0>(layer_backward(grad, x, weight, g, {true, false, false})) : Tensor();
+  if (!g.transposed) {
+    const auto others = layer_backward(grad, cut(x), weight, g, {false, wanted[1], wanted[2]});
+    return OfLayer(dx, std::get<1>(others), std::get<2>(others));
+  }
+  Geometry shorter = g;
+  shorter.output_padding[*dimension] = 0;
+  const auto others = layer_backward(cut(grad), x, weight, shorter, {false, wanted[1], false});
+  const Tensor dbias = wanted[2] ? grad.transpose(0, 1).flatten(1).sum(1) : Tensor();
+  return OfLayer(dx, std::get<1>(others), dbias);
+}
+
+OfLayer layer_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, const Geometry& g,
+                       std::array<bool, 3> wanted) {
   if (!g.is_linear()) {
     if (wanted[0] && sub_pixel::has_few_channels(weight, g)) {
       const Tensor dx = sub_pixel::input_gradient(grad, x.sizes(), weight, g);
       if (!wanted[1] && !wanted[2]) return {dx, {}, {}};
       const auto others = layer_backward(grad, x, weight, g, {false, wanted[1], wanted[2]});
       return {dx, std::get<1>(others), std::get<2>(others)};
+    }
+    if (wanted[1] || wanted[2]) {  // oneDNN computes both together
+      if (auto safe = backward_without_unread(grad, x, weight, g, wanted)) return *safe;
     }
     const std::vector<c10::SymInt> channels = {grad.sym_size(1)};
     return at::convolution_backward_symint(grad, x, weight, c10::SymIntArrayRef(channels),

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph.block_calls import map_leaves
-from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, on_codes
+from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, QuantWeighted, on_codes
+from qtoolkit.nn.conv import is_strided_pointwise
+from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
+FLOAT_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)
+CONVOLUTIONS = ("conv", "conv_transpose")  # kinds of functions
+STRIDE = 3  # its position among their arguments
+ONES = (1, (1,), [1], (1, 1), [1, 1])
 VIEWS = ("view", "view_as", "as_strided")  # methods that fail where a tensor has other strides than the model expects
 
 
@@ -26,7 +33,7 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
         forward: The function of its code.
     """
     names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
-    converts = bool(names) and _takes_any_strides(gm)
+    converts = bool(names) and _takes_any_strides(gm) and not _has_unsafe_gradient(gm)
     for module in gm.modules():
         if isinstance(module, QuantConv2d | QuantConvTranspose2d):
             module.returns_channels_last = converts
@@ -73,6 +80,15 @@ def _takes_any_strides(gm: fx.GraphModule) -> bool:
     if plan is None or plan.tracing.leaf_modules or plan.tracing.skip:
         return False
     return not any(node.op == "call_method" and node.target in VIEWS for node in gm.graph.nodes)
+
+
+def _has_unsafe_gradient(gm: fx.GraphModule) -> bool:
+    """Return whether torch itself computes a 1x1 convolution with a stride, whose gradient is not safe in channels_last."""
+    layers = (m for m in gm.modules() if isinstance(m, FLOAT_LAYERS) and not isinstance(m, QuantWeighted))
+    if any(is_strided_pointwise(layer) for layer in layers):
+        return True
+    functions = (n for n in gm.graph.nodes if n.op == "call_function" and kind_of(n).name in CONVOLUTIONS)
+    return any(argument(node, STRIDE, "stride", 1) not in ONES for node in functions)
 
 
 def _may_be_in_rows(x: Any) -> bool:

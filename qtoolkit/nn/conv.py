@@ -3,11 +3,23 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtoolkit.nn.hooks import is_recorded
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.ops.layer import Geometry
+from qtoolkit.ops.layer import Geometry, convolution
+
+
+def is_strided_pointwise(layer: Any) -> bool:
+    """Return whether a convolution is a 1x1 one with a stride: the gradient of its weight may need `convolution`."""
+    return bool(max(layer.kernel_size) == 1 < max(layer.stride))
+
+
+def trains_strided_pointwise(layer: QuantWeighted, weight: Tensor) -> bool:
+    """Return whether torch computes the gradient of the weight of such a layer."""
+    return is_strided_pointwise(layer) and torch.is_grad_enabled() and weight.requires_grad and not is_recorded()
 
 
 class _QuantConv(QuantWeighted):
@@ -26,10 +38,14 @@ class _QuantConv(QuantWeighted):
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Convolve, in any padding mode."""
-        if self.padding_mode == "zeros":
-            return self.FUNCTION(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        x = F.pad(x, self.edges(), mode=self.padding_mode)
-        return self.FUNCTION(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self.edges(), mode=self.padding_mode), "valid"
+        if trains_strided_pointwise(self, weight):
+            zeros = (0,) * len(self.stride)  # "same" is for layers without a stride
+            sizes = zeros if padding == "valid" else padding
+            return convolution(x, weight, bias, Geometry(self.stride, sizes, self.dilation, zeros, False, self.groups))
+        return self.FUNCTION(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
         """Return the convolution for an op, or None: for an input without a batch, or padding that is not by zeros alike."""

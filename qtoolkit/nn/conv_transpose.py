@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtoolkit.nn.conv import trains_strided_pointwise
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.ops.layer import Geometry
+from qtoolkit.ops.layer import Geometry, convolution
 
 
 class _QuantConvTranspose(QuantWeighted):
@@ -29,6 +30,9 @@ class _QuantConvTranspose(QuantWeighted):
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Convolve; the optional further argument is torch's output_size."""
         extra = self.output_padding_for(x, *args, **kwargs)
+        if trains_strided_pointwise(self, weight):
+            sizes = self.stride, self.padding, self.dilation, tuple(extra)
+            return convolution(x, weight, bias, Geometry(*sizes, True, self.groups))
         return self.FUNCTION(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
 
     def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:

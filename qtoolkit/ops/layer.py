@@ -9,6 +9,7 @@ from qtoolkit._native import library
 
 _quant_layer = library.quant_layer.default
 _quant_weight = library.quant_weight.default
+_convolution = library.convolution.default
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,30 @@ class RawInput:
     values: Tensor
     scale: Tensor
     grad_factor: float = 1.0
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """Return torch's convolution, with the same bits, whose gradients torch computes within their memory.
+
+    The gradient of the weight of a 1x1 convolution with a stride is wrong in torch, and destroys the heap, for fewer than 16
+    channels in channels_last on the CPU (docs/troubleshooting.md).
+
+    Args:
+        x: Input, with or without a batch.
+        weight: Of torch's shape: (in, out / groups, k...) for a transposed convolution.
+        bias: One element per output channel, or None.
+        geometry: The convolution.
+
+    Example:
+        >>> geometry = Geometry((2, 2), (0, 0), (1, 1), (0, 0))
+        >>> convolution(torch.rand(1, 3, 8, 8), torch.rand(4, 3, 1, 1), None, geometry).shape
+        torch.Size([1, 4, 4, 4])
+    """
+    if x.dim() == weight.dim() - 1:
+        return convolution(x.unsqueeze(0), weight, bias, geometry).squeeze(0)
+    g = geometry
+    y: Tensor = _convolution(x, weight, bias, g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups)
+    return y
 
 
 def quant_weight(
