@@ -17,6 +17,7 @@ class SubPixel:
         taps: The size of the convolution.
         before: Its padding in front of the input.
         after: Its padding behind it.
+        over: Outputs of the last block that the transposed convolution does not have.
     """
 
     front: int
@@ -24,10 +25,11 @@ class SubPixel:
     taps: int
     before: int
     after: int
+    over: int
 
 
-def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: int) -> SubPixel | None:
-    """Return the form of one dimension; None where the output is no multiple of the stride longer than the input.
+def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: int) -> SubPixel:
+    """Return the form of one dimension.
 
     Args:
         size: Taps of the weight, without dilation.
@@ -37,19 +39,20 @@ def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: in
 
     Example:
         >>> sub_pixel(4, 2, (1, 1), 0)
-        SubPixel(front=1, back=1, taps=3, before=1, after=1)
-        >>> sub_pixel(3, 2, (0, 0), 0) is None
-        True
+        SubPixel(front=1, back=1, taps=3, before=1, after=1, over=0)
+        >>> sub_pixel(3, 2, (0, 0), 0)
+        SubPixel(front=0, back=1, taps=2, before=1, after=1, over=1)
     """
     front_cut, back_cut = padding
-    longer = size + output_padding - stride - front_cut - back_cut
-    first, last = -((stride - 1 + front_cut) // stride), (size - 1 - front_cut) // stride
+    longer = size + output_padding - stride - front_cut - back_cut  # than the input times the stride
+    blocks = -(-longer // stride)
+    first = min(
+        -((stride - 1 + front_cut) // stride), blocks
+    )  # with zeros around the weight where the padding cuts off inputs
+    last = max((size - 1 - front_cut) // stride, 0)
     taps = last - first + 1
-    after = longer // stride - last + taps - 1
-    if longer % stride or last < 0 or after < 0:
-        return None
     front = -stride * first - front_cut
-    return SubPixel(front, stride * taps - size - front, taps, last, after)
+    return SubPixel(front, stride * taps - size - front, taps, last, blocks - first, blocks * stride - longer)
 
 
 def sub_pixels_of_image(
@@ -58,21 +61,18 @@ def sub_pixels_of_image(
     padding: Sequence[Sequence[int]],
     output_padding: Sequence[int],
     dilation: Sequence[int],
-    groups: int,
 ) -> tuple[SubPixel, ...] | None:
     """Return the form of both dimensions of a transposed convolution of images; None for one that has none.
 
-    One with dilation, with groups, in one or three dimensions, or with two strides has none. Files and integer arithmetic ask
-    here, so that both mean the same layers.
+    One with dilation, in one or three dimensions, or with two strides has none. Files and integer arithmetic ask here, so that
+    both mean the same layers.
 
     Example:
-        >>> len(sub_pixels_of_image((4, 4), (2, 2), ((1, 1), (1, 1)), (0, 0), (1, 1), groups=1))
+        >>> len(sub_pixels_of_image((4, 4), (2, 2), ((1, 1), (1, 1)), (0, 0), (1, 1)))
         2
-        >>> sub_pixels_of_image((4, 4), (2, 1), ((1, 1), (1, 1)), (0, 0), (1, 1), groups=1) is None
+        >>> sub_pixels_of_image((4, 4), (2, 1), ((1, 1), (1, 1)), (0, 0), (1, 1)) is None
         True
     """
-    if len(sizes) != 2 or len(set(strides)) > 1 or set(dilation) != {1} or groups != 1:
+    if len(sizes) != 2 or len(set(strides)) > 1 or set(dilation) != {1}:
         return None
-    found = [sub_pixel(*dimension) for dimension in zip(sizes, strides, padding, output_padding, strict=True)]
-    forms = tuple(form for form in found if form is not None)
-    return forms if len(forms) == len(found) else None
+    return tuple(sub_pixel(*dimension) for dimension in zip(sizes, strides, padding, output_padding, strict=True))

@@ -56,9 +56,9 @@ class QuantizedConstants:
             run()
 
     def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Any]:
-        def record(x: Tensor) -> Any:
+        def record(x: Tensor, *args: int) -> Any:
             with _Ops() as ops:
-                y = method.call(x)
+                y = method.call(x, *args)
             call = self._call_in(ops.calls)
             before = self._calls.setdefault(method, call)
             if before is None or call is None or not all(map(torch.equal, before.tensors, call.tensors)):
@@ -94,10 +94,10 @@ class QuantizedConstants:
     def _returning(self, method: "_Quantizing", call: _Call) -> Callable[[Tensor], Any]:
         owner, _, attribute = call.names[0].rpartition(".")
 
-        def kept(x: Tensor) -> Any:
+        def kept(x: Tensor, *args: int) -> Any:
             # While torch records, the attributes of the model are stand-ins for its tensors.
             is_constant = x is getattr(self._model.get_submodule(owner), attribute)
-            return getattr(self._model, call.kept) if is_constant else method.call(x)
+            return getattr(self._model, call.kept) if is_constant else method.call(x, *args)
 
         return kept
 
@@ -137,9 +137,9 @@ class _Quantizing:
     module: nn.Module
     name: str
 
-    def call(self, x: Tensor) -> Any:
+    def call(self, x: Tensor, *args: int) -> Any:
         """Call the method of the module's class."""
-        return getattr(type(self.module), self.name)(self.module, x)
+        return getattr(type(self.module), self.name)(self.module, x, *args)
 
 
 def _quantizing(model: nn.Module) -> Iterator[_Quantizing]:

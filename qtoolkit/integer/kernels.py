@@ -136,6 +136,7 @@ class LayerKernel(Kernel):
         layer: The layer, converted.
         source: The quantizer of its input.
         output: The quantizer of its output, or None.
+        call: The number of the call that it computes, of a layer with several.
 
     Attributes:
         TO_FLOAT: Whether it returns floats, which the quantizer of the output, if there is one, quantizes.
@@ -153,9 +154,9 @@ class LayerKernel(Kernel):
     bounds: Bounds
     _int8: dict[torch.Size, Int8Sums | None]  # torch's kernel, with the weight packed for the last shape of the input
 
-    def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None) -> None:
+    def __init__(self, layer: QuantWeighted, source: Grid, output: Grid | None, call: int = 0) -> None:
         super().__init__([source], None if self.TO_FLOAT else output)
-        self._layer = (layer,)
+        self._layer, self.call = (layer,), call
         self.refresh()
 
     @property
@@ -229,7 +230,7 @@ class FloatOutput(LayerKernel):
     def refresh(self) -> None:
         """Store the bias: as the file has it, where it is rounded to the grid of the sums."""
         super().refresh()
-        bias = self.layer.bias_in_sums(self.layer.bias)
+        bias = self.layer.bias_in_sums(self.layer.bias, self.call)
         self.constant("float_bias", None if bias is None else self.layer.along_channels(bias.detach()))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -221,7 +221,7 @@ def _has_sub_pixel_form(layer: Any) -> bool:
     """Return whether the file has a convolution for a transposed one (`qtoolkit.export.passes.sub_pixel`)."""
     cuts = [(cut, cut) for cut in layer.padding]
     sizes, of_output = layer.kernel_size, layer.output_padding
-    return sub_pixels_of_image(sizes, layer.stride, cuts, of_output, layer.dilation, layer.groups) is not None
+    return sub_pixels_of_image(sizes, layer.stride, cuts, of_output, layer.dilation) is not None
 
 
 def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:

@@ -83,7 +83,13 @@ class TrainsOnCodes:
 
 
 def run(
-    layer: "QuantWeighted", x: Tensor, factor: Tensor | None, bias: Tensor | None, args: Any, kwargs: Any
+    layer: "QuantWeighted",
+    x: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    args: Any,
+    kwargs: Any,
+    call: int = 0,
 ) -> Tensor | None:
     """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds."""
     wanted = layer.training_arithmetic
@@ -93,7 +99,7 @@ def run(
     if not integer and wanted.save == "float":
         return None
     geometry = layer.geometry(x, *args, **kwargs)
-    codes = None if geometry is None else codes_of(x, layer.source, channels_last=integer)
+    codes = None if geometry is None else codes_of(x, layer.source_of(call), channels_last=integer)
     if geometry is None or codes is None:
         return None
     grid = weight_grid(layer, factor)
@@ -101,7 +107,7 @@ def run(
         return None
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
-    bias = layer.bias_in_sums(bias)  # after the weight's range, on whose steps it lies
+    bias = layer.bias_in_sums(bias, call)  # after the weight's range, on whose steps it lies
     last = integer and layer.returns_channels_last and has_kernel_type(x)
     memory_format = torch.channels_last if last else None
     raw = raw_of(x) if autocast == x.dtype and _reads_image(layer, x, geometry) else None

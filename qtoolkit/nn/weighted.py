@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 from qtoolkit.sharding import whole
+
+T = TypeVar("T")
 
 
 class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
@@ -39,7 +41,8 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     Attributes:
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
-        integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None.
+        integer_kernel: What computes the layer on codes (see `qtoolkit.convert`), or None. Of a layer that a graph calls
+            several times, a ModuleDict with that of each call.
         returns_channels_last: Whether a 2-d convolution returns images in channels_last where it computes on codes in training;
             otherwise in the memory format of its input.
     """
@@ -50,11 +53,11 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     bias: Any
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
-    integer_kernel: Any  # a LayerKernel of qtoolkit.integer, which takes such layers
+    integer_kernel: Any  # of LayerKernel of qtoolkit.integer, which takes such layers
     returns_channels_last: bool = False
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
-    _sums_over: tuple[Quantizer, ...] = ()
-    _source: on_codes.Source | None = None
+    _sums_over: tuple[Quantizer | None, ...] = ()
+    _sources: tuple[on_codes.Source | None, ...] = ()
     _holds_batch_norm: bool  # linked or folded
 
     def __init__(
@@ -74,7 +77,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
         """Add the weight's quantizer, with the weight's range."""
         self._batch_norm, self._holds_batch_norm = (), False
-        self._sums_over, self._source = (), None
+        self._sums_over, self._sources = (), ()
         self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
@@ -89,7 +92,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
             "_batch_norm",
             "_holds_batch_norm",
             "_sums_over",
-            "_source",
+            "_sources",
             "training_arithmetic",
             "integer_kernel",
             "returns_channels_last",
@@ -156,25 +159,35 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
 
     # ---- bias
 
-    def link_input(self, quantizer: Quantizer | None) -> None:
-        """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does; None: do not."""
-        self._sums_over = () if quantizer is None else (quantizer,)  # in a tuple: it is a submodule elsewhere
+    def link_input(self, *quantizers: Quantizer | None) -> None:
+        """Round the bias to the grid of the integer sums over this quantizer's codes, as the target does; None: do not.
 
-    def link_source(self, source: on_codes.Source | None) -> None:
-        """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any."""
-        self._source = source
+        With several, the quantizer of each call's input, by the call's number.
+        """
+        self._sums_over = quantizers  # in a tuple: they are submodules elsewhere
+
+    def link_source(self, *sources: on_codes.Source | None) -> None:
+        """Take inputs for values on a quantizer's grid where no codes come with them; None: they may be any.
+
+        With several, the source of each call's input, by the call's number.
+        """
+        self._sources = sources
 
     @property
     def source(self) -> Quantizer | None:
-        """The quantizer on whose grid the inputs lie, or None where that is not known."""
-        return None if self._source is None else self._source.now()
+        """The quantizer on whose grid the inputs lie, or None where that is not known; of several calls, the first's."""
+        return self.source_of(0)
 
-    def sum_steps(self) -> Tensor | None:
-        """Return the steps of the layer's integer sums: one, or one per output channel. None without a linked input."""
-        weight = self.weight_quantizer
-        if not self._sums_over or weight is None or not (gives_sums(self._sums_over[0]) and gives_sums(weight)):
+    def source_of(self, call: int) -> Quantizer | None:
+        """Return the quantizer on whose grid the input of a call lies, or None where that is not known."""
+        source = _of_call(self._sources, call)
+        return None if source is None else source.now()
+
+    def sum_steps(self, call: int = 0) -> Tensor | None:
+        """Return the steps of the integer sums of a call: one, or one per output channel. None without a linked input."""
+        weight, source = self.weight_quantizer, _of_call(self._sums_over, call)
+        if source is None or weight is None or not (gives_sums(source) and gives_sums(weight)):
             return None
-        (source,) = self._sums_over
         if not self.scales_along_outputs() or source.spec.axis is not None:
             return None
         return bias_scale(source.scale, weight.scale)
@@ -188,15 +201,18 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
 
     def fit_bias(self) -> int:
         """Enlarge the scales of a converted layer's weight where the bias does not fit in int32; return how many."""
-        if self.sum_steps() is None or self.bias is None or not isinstance(self.weight_quantizer, Grid):
+        grid, bias = self.weight_quantizer, self.bias
+        if bias is None or not isinstance(grid, Grid):
             return 0
-        before = self.weight_quantizer.scale
-        self.weight_quantizer.scale = enlarged(before, self._sums_over[0].scale, self.bias)
-        return int((self.weight_quantizer.scale > before).sum())
+        before = grid.scale
+        for call, source in enumerate(self._sums_over):
+            if source is not None and self.sum_steps(call) is not None:
+                grid.scale = enlarged(grid.scale, source.scale, bias)
+        return int((grid.scale > before).sum())
 
-    def bias_in_sums(self, bias: Tensor | None) -> Tensor | None:
-        """Return a bias of the layer as the target adds it: on the grid of its integer sums, if an input is linked."""
-        steps = None if bias is None else self.sum_steps()
+    def bias_in_sums(self, bias: Tensor | None, call: int = 0) -> Tensor | None:
+        """Return a bias of the layer as the target adds it in a call: on the grid of its sums, if the input is linked."""
+        steps = None if bias is None else self.sum_steps(call)
         converted = isinstance(self.weight_quantizer, Grid)
         return bias if bias is None or steps is None else on_grid(bias, steps, fits=converted)
 
@@ -212,27 +228,39 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         """Return a weight quantized by the weight's quantizer."""
         return quantized(self.weight_quantizer, weight)  # type: ignore[no-any-return]  # a Tensor, as its argument
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer."""
+    def forward(self, input: Tensor, *args: Any, call: int = 0, **kwargs: Any) -> Tensor:
+        """Apply the layer to its quantized input with its quantized weight; other arguments are those of torch's layer.
+
+        `call` is the number of this call, where a graph has several of the layer on different grids: passes set it.
+        """
         self.check_input(input)
-        if self.integer_kernel is not None and self.integer_kernel.active:
-            return self.integer_kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
+        kernel = self._kernel_of(call)
+        if kernel is not None and kernel.active:
+            return kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
-            return self.run(x, None, self.bias, *args, **kwargs)
+            return self.run(x, None, self.bias, *args, call=call, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
 
-    def run(self, x: Tensor, factor: Tensor | None, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+    def _kernel_of(self, call: int) -> Any:
+        kernels = self.integer_kernel
+        if not isinstance(kernels, nn.ModuleDict):
+            return kernels
+        return next((kernel for number, kernel in kernels.items() if number == str(call)), None)
+
+    def run(
+        self, x: Tensor, factor: Tensor | None, bias: Tensor | None, *args: Any, call: int = 0, **kwargs: Any
+    ) -> Tensor:
         """Compute the layer with its quantized weight, each output channel multiplied by a factor before it is quantized."""
-        y = on_codes.run(self, x, factor, bias, args, kwargs)
+        y = on_codes.run(self, x, factor, bias, args, kwargs, call)
         if y is not None:
             return y
         weight = on_codes.quantized_weight(self, factor)  # before the bias, whose grid takes the weight's scale
         if weight is None:
             scaled = self.weight if factor is None else self.scale_output_channels(self.weight, factor)
             weight = self.quantize_weight(scaled)
-        bias = self.bias_in_sums(bias)
+        bias = self.bias_in_sums(bias, call)
         if factor is not None:  # a batch norm may be in float32 behind a layer in half precision
             weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
         return self.compute(x, weight, bias, *args, **kwargs)
@@ -243,7 +271,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         compute = partial(self._call, quantized(self.input_quantizer, input), args, kwargs)
         return batch_norm.undivided(self, self._batch_norm[0], compute)
 
-    def forward_fp32(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_fp32(self, input: Tensor, *args: Any, call: int = 0, **kwargs: Any) -> Tensor:
         """Compute the float layer: without quantizers and without the batch norm."""
         return self.compute(input, self.weight, self.bias, *args, **kwargs)
 
@@ -297,6 +325,11 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def scale_groups(self, axis: int | None) -> int:
         """Return the `group` argument of ops on the weight with scales along an axis."""
         return 1
+
+
+def _of_call(linked: Sequence[T | None], call: int) -> T | None:
+    """Return what is linked to a call of a layer; what is linked alone counts for all calls."""
+    return linked[min(call, len(linked) - 1)] if linked else None
 
 
 def set_training_arithmetic(model: nn.Module, forward: str = "auto", save: str = "codes") -> None:

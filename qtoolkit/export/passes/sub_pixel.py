@@ -1,6 +1,7 @@
 """Transposed convolutions of codes, written as a convolution and a DepthToSpace, which runtimes compute on codes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +20,10 @@ def write_sub_pixel_convolutions(model: "onnx_ir.Model") -> None:
     """Write each transposed convolution between codes as a convolution with a channel for each pixel of a block.
 
     The weight's codes stay in the file as they are, and are rearranged by ops on constants, which runtimes compute once. The
-    pair of the output stands behind the convolution too. No code changes: the sums of products are the same.
+    pair of the output stands behind the convolution too. No code changes: the sums of products are the same. Where the output
+    is no multiple of the stride longer than the input, a Slice leaves out the rest of the last blocks.
 
-    Those with dilation, with groups, in one or three dimensions, with two strides, or whose output is no multiple of the stride
-    longer than the input stay as they are.
+    Those with dilation, in one or three dimensions, or with two strides stay as they are.
     """
     for node in list(model.graph):
         if node.op_type == "ConvTranspose":
@@ -44,27 +45,33 @@ class _Rewriting:
         import onnx_ir
 
         node, quantize = self.node, self._quantize()
-        x, *constants = (value for value in node.inputs if value is not None)
-        pairs: list[Any] = [_dequantize(value) for value in constants]
-        if quantize is None or not is_on_codes(x) or None in pairs:
+        x, weight, *biases = (value for value in node.inputs if value is not None)
+        stored, of_biases = _Stored.of(weight, self.groups), [_dequantize(value) for value in biases]
+        if quantize is None or not is_on_codes(x) or stored is None or None in of_biases:
             return
-        codes, scale = pairs[0].inputs[0], constant_input(pairs[0], 1)
-        forms = self._forms(codes)
-        along_outputs = scale is not None and (scale.size == 1 or pairs[0].attributes.get_int("axis", 1) == 1)
-        if forms is None or not along_outputs:
+        forms = self._forms(stored.sizes)
+        if forms is None:
             return
-        stride, channels = self._ints("strides", [1, 1])[0], codes.shape[1]
-        arranged = self._arranged(codes, forms, stride)
-        inputs = [x, self._dequantized(pairs[0], arranged, channels)]
-        for of_bias in pairs[1:]:
-            inputs.append(self._dequantized(of_bias, self._repeated(of_bias.inputs[0], channels), channels))
+        inputs = [x, self._dequantized(stored.dequantize, self._arranged(stored, forms))]
+        for of_bias in of_biases:
+            inputs.append(self._dequantized(of_bias, self._repeated(of_bias.inputs[0])))
         pads = [*(form.before for form in forms), *(form.after for form in forms)]
-        y = self._add("Conv", inputs, {"pads": pads}, name=node.name)
+        y = self._add("Conv", inputs, {"pads": pads, "group": self.groups}, name=node.name)
         onnx_ir.convenience.replace_nodes_and_values(self.model.graph, node, [node], self.nodes, node.outputs, [y])
         for value in self.joined:
             value.shape = None  # it has more channels now
         y.shape = None
-        self._shuffle(quantize, stride)
+        self._shuffle(quantize, forms)
+
+    @property
+    def groups(self) -> int:
+        """The groups of the convolution."""
+        return self.node.attributes.get_int("group", 1) or 1
+
+    @property
+    def stride(self) -> int:
+        """The stride, which is that of both dimensions."""
+        return self._ints("strides", [1, 1])[0]
 
     def _quantize(self) -> Any:
         """Return the QuantizeLinear of 8 bits that alone takes the output, behind activations that it saturates; or None."""
@@ -72,64 +79,69 @@ class _Rewriting:
         zero_point = None if quantize is None else constant_input(quantize, 2)
         return quantize if zero_point is not None and zero_point.size == 1 and zero_point.dtype.itemsize == 1 else None
 
-    def _forms(self, codes: Any) -> Sequence[SubPixel] | None:
-        """Return the form of both dimensions of a weight with these codes; None without them."""
+    def _forms(self, sizes: list[int]) -> Sequence[SubPixel] | None:
+        """Return the form of both dimensions of a weight of these sizes; None without them."""
         attributes = self.node.attributes
-        given = attributes.get_string("auto_pad", "NOTSET") == "NOTSET" and "output_shape" not in attributes
-        if codes.const_value is None or not given:
+        if attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in attributes:
             return None
-        sizes = list(codes.shape[2:])
         ones, zeros = [1] * len(sizes), [0] * len(sizes)
         pads = self._ints("pads", [*zeros, *zeros])
         cuts = list(zip(pads[: len(sizes)], pads[len(sizes) :], strict=True))
         strides, dilations = self._ints("strides", ones), self._ints("dilations", ones)
-        extra = self._ints("output_padding", zeros)
-        return sub_pixels_of_image(sizes, strides, cuts, extra, dilations, attributes.get_int("group", 1))
+        return sub_pixels_of_image(sizes, strides, cuts, self._ints("output_padding", zeros), dilations)
 
     def _ints(self, name: str, default: list[int]) -> list[int]:
         return list(self.node.attributes.get_ints(name, default) or default)
 
     # ---- what is written
 
-    def _arranged(self, codes: Any, forms: Sequence[SubPixel], stride: int) -> Any:
-        """Return the codes (in, out, k, k) as (out * stride * stride, in, taps, taps)."""
-        columns, channels = codes.shape[:2]
-        taps = [form.taps for form in forms]
+    def _arranged(self, stored: "_Stored", forms: Sequence[SubPixel]) -> Any:
+        """Return the codes as those of a convolution: (out * stride * stride, in / groups, taps, taps)."""
+        sides, stride, taps = stored.sides, self.stride, [form.taps for form in forms]
+        y = stored.dequantize.inputs[0]
+        if stored.in_rows:
+            y = self._add("Reshape", [y, self._constant([self.groups * sides[0], sides[1], *stored.sizes])])
         zeros = [0, 0, *(form.front for form in forms), 0, 0, *(form.back for form in forms)]
-        y = self._add("Pad", [codes, self._constant(zeros)]) if any(zeros) else codes
-        y = self._add("Reshape", [y, self._constant([columns, channels, taps[0], stride, taps[1], stride])])
-        ends = (self._constant(part) for part in ([-1, -1], [LAST, LAST], [2, 4], [-1, -1]))
+        y = self._add("Pad", [y, self._constant(zeros)]) if any(zeros) else y
+        y = self._add("Reshape", [y, self._constant([self.groups, *sides, taps[0], stride, taps[1], stride])])
+        ends = (self._constant(part) for part in ([-1, -1], [LAST, LAST], [3, 5], [-1, -1]))
         y = self._add("Slice", [y, *ends]) if max(taps) > 1 else y
-        y = self._add("Transpose", [y], {"perm": [1, 3, 5, 0, 2, 4]})
-        y = self._add("Reshape", [y, self._constant([channels * stride * stride, columns, *taps])])
-        y.shape, y.dtype = _shape([channels * stride * stride, columns, *taps]), codes.dtype
+        outputs, inputs = (1, 2) if stored.in_rows else (2, 1)
+        y = self._add("Transpose", [y], {"perm": [0, outputs, 4, 6, inputs, 3, 5]})
+        sizes = [self.groups * sides[outputs - 1] * stride * stride, sides[inputs - 1], *taps]
+        y = self._add("Reshape", [y, self._constant(sizes)])
+        y.shape, y.dtype = _shape(sizes), stored.dequantize.inputs[0].dtype
         return y
 
-    def _dequantized(self, like: Any, codes: Any, channels: int) -> Any:
+    def _dequantized(self, like: Any, codes: Any) -> Any:
         """Return the values of codes in the steps of a DequantizeLinear, each channel's for all pixels of a block."""
-        grid = [self._repeated(value, channels) for value in like.inputs[1:]]
+        grid = [self._repeated(value) for value in like.inputs[1:]]
         y = self._add("DequantizeLinear", [codes, *grid], {"axis": 0}, name=like.name)
-        y.shape, y.type = codes.shape, like.outputs[0].type
+        y.type = like.outputs[0].type
+        y.shape = codes.shape if y.type is not None else None  # a shape alone cannot be written
         return y
 
-    def _repeated(self, value: Any, channels: int) -> Any:
+    def _repeated(self, value: Any) -> Any:
         array = value.const_value.numpy()
         if array.ndim == 0:
             return value
-        block = self._ints("strides", [1, 1])[0] ** 2
-        return self.constants.add(np.repeat(array, block), value.dtype, f"{value.name}.blocks")
+        return self.constants.add(np.repeat(array, self.stride**2), value.dtype, f"{value.name}.blocks")
 
-    def _shuffle(self, quantize: Any, stride: int) -> None:
-        """Put a pair and a DepthToSpace in front of a QuantizeLinear."""
-        self.nodes = []
+    def _shuffle(self, quantize: Any, forms: Sequence[SubPixel]) -> None:
+        """Put a pair and a DepthToSpace in front of a QuantizeLinear, and a Slice where blocks reach over the output."""
+        self.nodes, name = [], self.node.name
         last, *pair = quantize.inputs
-        codes = self._add("QuantizeLinear", [last, *pair], name=f"{self.node.name}/quantize")
-        values = self._add("DequantizeLinear", [codes, *pair], name=f"{self.node.name}/dequantize")
-        pixels = self._add(
-            "DepthToSpace", [values], {"blocksize": stride, "mode": "CRD"}, name=f"{self.node.name}/pixels"
-        )
+        codes = self._add("QuantizeLinear", [last, *pair], name=f"{name}/quantize")
+        values = self._add("DequantizeLinear", [codes, *pair], name=f"{name}/dequantize")
+        pixels = self._add("DepthToSpace", [values], {"blocksize": self.stride, "mode": "CRD"}, name=f"{name}/pixels")
         for new, like in ((codes, pair[1]), (values, last), (pixels, last)):
             new.type = like.type
+        over = [(axis, -form.over) for axis, form in enumerate(forms, start=2) if form.over]
+        if over:
+            axes, ends = ([place[i] for place in over] for i in (0, 1))
+            bounds = (self._constant(part) for part in ([0] * len(over), ends, axes))
+            pixels = self._add("Slice", [pixels, *bounds], name=f"{name}/cut")
+            pixels.type = last.type
         self.model.graph.insert_before(quantize, self.nodes)
         quantize.replace_input_with(0, pixels)
 
@@ -145,6 +157,50 @@ class _Rewriting:
 
         self.nodes.append(onnx_ir.node(op_type, inputs, attributes or {}, name=name))
         return self.nodes[-1].outputs[0]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The codes of a transposed convolution's weight, as the file stores them.
+
+    Attributes:
+        dequantize: Their DequantizeLinear, with one scale, or one for each output channel.
+        in_rows: Whether they are rows of one output channel each, (out, in / groups * k * k), as those with groups and a scale
+            for each channel are; else (in, out / groups, k, k).
+        sides: The channels of a group, in the order of the codes.
+        sizes: The spatial sizes.
+    """
+
+    dequantize: Any
+    in_rows: bool
+    sides: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, weight: Any, groups: int) -> "_Stored | None":
+        """Return the codes of a weight; None where it has none, or where its scales run along other channels."""
+        value, shape = weight, _sizes_of(weight)
+        while (maker := value.producer()) is not None and maker.op_type in ("Reshape", "Transpose"):
+            value = maker.inputs[0]
+        dequantize, in_rows = _dequantize(value), value is not weight
+        scale = None if dequantize is None else constant_input(dequantize, 1)
+        if dequantize is None or scale is None or shape is None or dequantize.inputs[0].const_value is None:
+            return None
+        along_outputs = dequantize.attributes.get_int("axis", 1) == (0 if in_rows else 1) and (in_rows or groups == 1)
+        if scale.size > 1 and not along_outputs:
+            return None
+        sides = [shape[0] // groups, shape[1]]
+        return cls(dequantize, in_rows, sides[::-1] if in_rows else sides, shape[2:])
+
+
+def _sizes_of(weight: Any) -> list[int] | None:
+    """Return the shape of a weight, that of the Reshape that computes it included; None where it is not known."""
+    maker = weight.producer()
+    if maker is not None and maker.op_type == "Reshape":
+        shape = constant_input(maker, 1)
+        return None if shape is None else [int(size) for size in shape]
+    codes = None if maker is None or not maker.inputs else maker.inputs[0]
+    return None if codes is None or codes.shape is None else [int(size) for size in codes.shape]
 
 
 def _shape(sizes: list[int]) -> Any:

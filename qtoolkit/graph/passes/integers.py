@@ -12,6 +12,7 @@ from torch import fx, nn
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.graph.passes.insert import add_holder, free_name
+from qtoolkit.graph.placement.sources import layer_calls, number_calls, number_of
 from qtoolkit.graph.placement.traversal import source_of
 from qtoolkit.graph.plan import Computed
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of, weight_node
@@ -79,15 +80,21 @@ def _module(node: fx.Node) -> nn.Module | None:
 
 def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: int) -> Computed:
     layer: Any = module_of(node)
-    if calls > 1:
-        return Computed(None, "it is called more than once")
     if layer.input_quantizer is not None:
         return Computed(None, "it is called inside a leaf module too")
+    if calls > 1 and not number_calls(layer, layer_calls(node.graph)[layer]):
+        return Computed(None, "it is called more than once")
     last, output = _output_of(node, runtime)
     kernel = runtime.layer_kernel(layer, source, output)
     if isinstance(kernel, str):
         return Computed(None, kernel)
-    layer.integer_kernel = kernel(layer, source, output)
+    number = number_of(node)
+    made = kernel(layer, source, output, number)
+    if calls > 1:
+        layer.integer_kernel = layer.integer_kernel or nn.ModuleDict()
+        layer.integer_kernel[str(number)] = made
+    else:
+        layer.integer_kernel = made
     return Computed(kernel.NAME, last=last.name)
 
 

@@ -1,11 +1,13 @@
 """Link layers, and functions with a weight, to the quantizers of their inputs, on whose grids they compute."""
 
+from collections.abc import Sequence
+
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.insert import add_holder, free_name
-from qtoolkit.graph.placement.sources import layer_calls, quantizer_of_input, quantizer_of_inputs
+from qtoolkit.graph.placement.sources import layer_calls, number_calls, quantizer_of_input
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
@@ -17,16 +19,27 @@ HOLDER = "bias_quantizers"  # the submodule of a prepared model that rounds the 
 def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
     """Link each layer to the quantizer of its input: a node of the graph, or one of the layer's own.
 
-    A layer that is called on tensors of several quantizers has several grids, and is not linked. Where the target adds
-    biases to integer sums, the bias of a function gets a node of its own, which rounds it.
+    A layer that is called on tensors of several quantizers is linked to all of them, and its calls are numbered. Where the
+    target adds biases to integer sums, the bias of a function gets a node of its own, which rounds it.
     """
     link_own_inputs(gm, backend)
+    numbered = [_link_calls(layer, nodes, backend) for layer, nodes in layer_calls(gm.graph).items()]
+    if any(numbered):
+        gm.recompile()
     gm.link_sources()
     if backend.integer_bias:
-        for layer, nodes in layer_calls(gm.graph).items():
-            layer.link_input(quantizer_of_inputs(nodes, backend))
         _link_functions(gm, backend)
     return gm
+
+
+def _link_calls(layer: QuantWeighted, nodes: Sequence[fx.Node], backend: Backend) -> bool:
+    """Link a layer to the quantizers of its calls' inputs; return whether the calls are numbered, because they have several."""
+    quantizers = [quantizer_of_input(node, backend) for node in nodes]
+    several = len(set(quantizers)) > 1
+    numbered = several and number_calls(layer, nodes)
+    if backend.integer_bias:
+        layer.link_input(*(quantizers if numbered else () if several else quantizers[:1]))
+    return numbered
 
 
 def link_own_inputs(model: nn.Module, backend: Backend) -> None:

@@ -14,14 +14,22 @@ from qtoolkit.quantizers.quantizer import Quantizer
 
 
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
-    """Tell each layer that a graph calls the quantizer of its input; None where its calls have several, or an unknown one.
+    """Tell each layer that a graph calls the quantizer of its input: of each call's, if the calls are numbered.
 
-    A prepared model does so whenever its graph is compiled: the graph may have been changed.
+    It is None where it is unknown, or where calls without numbers have several. A prepared model does so whenever its graph is
+    compiled: the graph may have been changed.
     """
     for layer, nodes in layer_calls(graph).items():
-        quantizer = quantizer_of_inputs(nodes, backend, in_training=True)
-        inputs = [source for node in nodes for source in tensor_inputs(node)[:1]]
-        layer.link_source(None if quantizer is None else Source(quantizer, dropouts_behind(inputs, backend)))
+        numbers = [number_of(node) for node in nodes]
+        calls = [[node] for node in nodes] if numbers == list(range(len(nodes))) else [nodes]
+        layer.link_source(*(_source_of_calls(call, backend) for call in calls))
+
+
+def _source_of_calls(nodes: Sequence[fx.Node], backend: Backend) -> Source | None:
+    quantizers = {quantizer_of_input(node, backend, in_training=True) for node in nodes}
+    quantizer = quantizers.pop() if len(quantizers) == 1 else None
+    inputs = [source for node in nodes for source in tensor_inputs(node)[:1]]
+    return None if quantizer is None else Source(quantizer, dropouts_behind(inputs, backend))
 
 
 def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
@@ -41,10 +49,18 @@ def layer_calls(graph: fx.Graph) -> dict[QuantWeighted, list[fx.Node]]:
     return calls
 
 
-def quantizer_of_inputs(nodes: Sequence[fx.Node], backend: Backend, in_training: bool = False) -> Quantizer | None:
-    """Return the one quantizer of the inputs of all calls of a layer, or None."""
-    found = {quantizer_of_input(node, backend, in_training) for node in nodes}
-    return found.pop() if len(found) == 1 else None
+def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:
+    """Tell each call of a layer its number; return False for a layer with a forward of its own, which takes none."""
+    takes_number = type(layer).forward is QuantWeighted.forward
+    for number, node in enumerate(nodes[1:] if takes_number else (), start=1):
+        node.kwargs = {**node.kwargs, "call": number}
+    return takes_number
+
+
+def number_of(node: fx.Node) -> int:
+    """Return the number of a call of a layer."""
+    number = node.kwargs.get("call", 0)
+    return number if isinstance(number, int) else 0
 
 
 def quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Quantizer | None:
