@@ -67,13 +67,13 @@ BatchNormArgs arguments(const Given& given, const Tensor& dense, Pointers& point
   BatchNormArgs args;
   set_shape(args, dense);
   args.x = pointers.elements(given.x);
-  if (given.residual_codes.has_value()) {
+  if (given.residual.has_value()) {  // codes are for backward: NaN has none
+    args.residual = pointers.elements(given.residual);
+  } else if (given.residual_codes.has_value()) {
     args.residual_codes = static_cast<const uint8_t*>(pointers.elements(given.residual_codes));
     args.residual_signed = given.residual_codes->scalar_type() == at::kChar;
     args.residual_scale = pointers.values(given.residual_scale);
     args.residual_zero_point = pointers.values(given.residual_zero_point);
-  } else {
-    args.residual = pointers.elements(given.residual);
   }
   args.weight = pointers.values(given.weight);
   args.bias = pointers.values(given.bias);

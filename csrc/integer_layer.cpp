@@ -38,15 +38,19 @@ Bounds bounds_of(const Layer& l) {
 
 // ---- sums of products
 
-// GPU kernels may transform the operands (Winograd, FFT). Their errors are far below one half here.
-Tensor rounded(const Tensor& sums) { return sums.is_cuda() ? at::round(sums) : sums; }
-
-// The sums of products of x with the weight, integers in float32; in float64 where float32 cannot hold them.
+// The sums of products of x with the weight, integers in float32; in float64 where float32 cannot hold them, and for
+// convolutions on a GPU, whose float32 kernels may transform the operands (Winograd, FFT): their errors exceed one
+// half.
 Tensor exact_sums(Tensor x, const Tensor& weight, const Geometry& g, const Bounds& bounds) {
-  const int64_t bits = x.scalar_type() == at::kFloat ? digit_bits(bounds.sums(), bounds.weights) : -1;
-  const auto sums_of = [&](const Tensor& t) { return rounded(apply(t, weight.to(at::kFloat), std::nullopt, g)); };
+  const bool transformed = x.is_cuda() && !g.is_linear();
+  const bool wide = transformed || x.scalar_type() != at::kFloat;
+  const int64_t bits = wide ? -1 : digit_bits(bounds.sums(), bounds.weights);
+  const auto sums_of = [&](const Tensor& t) { return apply(t, weight.to(at::kFloat), std::nullopt, g); };
   if (bits == 0) return sums_of(x);
-  if (bits < 0) return apply(x.to(at::kDouble), weight.to(at::kDouble), std::nullopt, g);
+  if (bits < 0) {
+    const Tensor sums = apply(x.to(at::kDouble), weight.to(at::kDouble), std::nullopt, g);
+    return transformed ? at::round(sums) : sums;
+  }
   Tensor sums;
   const double base = std::ldexp(1.0, static_cast<int>(bits));
   double factor = 1, largest = bounds.input;

@@ -64,8 +64,8 @@ struct NormKernels {
   void (*backward)(const BatchNormArgs&, const NormChannels<A>&, const NormPart&);
 };
 
-// Scratch memory of a thread that pools planes, in elements: the first place of each result of a row, the row of x in
-// each slot, and slots for as many rows of x as a window spans, each of stride * length elements.
+// Scratch memory of a thread that pools planes, in elements: the first place of each result of a row, and slots for as
+// many rows of x as a window spans, each of stride * length elements.
 struct PoolScratch {
   int64_t places, slots, length, total;
 };
@@ -75,12 +75,13 @@ inline PoolScratch scratch_of(const PoolArgs& args) {
   const int64_t places = (columns.results + kChunk - 1) / kChunk * kChunk;
   const int64_t slots = (args.rows.kernel - 1) * args.rows.dilation + 1;
   const int64_t length = places + (columns.kernel - 1) * columns.dilation / columns.stride;
-  return {places, slots, length, places + slots + slots * columns.stride * length};
+  return {places, slots, length, places + slots * columns.stride * length};
 }
 
-// begin and end count planes; with channels_last rows of results, and there is no scratch memory.
+// begin and end count planes; with channels_last rows of results, and there is no scratch memory. held: a number for
+// each slot, the row of x in it.
 template <class A>
-using PoolKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end, A* scratch);
+using PoolKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end, A* scratch, int64_t* held);
 
 // The gradient in channels_last; begin and end count rows of x.
 using PoolBackwardKernel = void (*)(const PoolArgs&, int64_t begin, int64_t end);

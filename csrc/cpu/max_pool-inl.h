@@ -129,15 +129,14 @@ void max_pool_backward(const PoolArgs& args, int64_t begin, int64_t end) {
 
 template <class A>
 struct PoolRows {
-  A *first_places, *held, *rows;  // held: the row of x in each of the slots
-  int64_t slots, length;          // of a row for one remainder
+  A *first_places, *rows;
+  int64_t *held, slots, length;  // the row of x in each of the slots; length: of a row for one remainder
   const PoolDimension& columns;
 
-  PoolRows(const PoolArgs& args, A* scratch) : columns(args.columns) {
+  PoolRows(const PoolArgs& args, A* scratch, int64_t* numbers) : held(numbers), columns(args.columns) {
     const cpu::PoolScratch size = cpu::scratch_of(args);
     first_places = scratch;
-    held = first_places + size.places;
-    rows = held + size.slots;
+    rows = first_places + size.places;
     slots = size.slots;
     length = size.length;
     for (int64_t i = 0; i < size.places; ++i) {
@@ -149,15 +148,15 @@ struct PoolRows {
   }
 
   void forget() {
-    for (int64_t i = 0; i < slots; ++i) held[i] = A(-1);
+    for (int64_t i = 0; i < slots; ++i) held[i] = -1;
   }
 
   template <class T>
   const A* row(const T* plane, int64_t number) {
     const int64_t slot = number % slots;
     A* to = rows + slot * columns.stride * length;
-    if (held[slot] == static_cast<A>(number)) return to;
-    held[slot] = static_cast<A>(number);
+    if (held[slot] == number) return to;
+    held[slot] = number;
     const T* from = plane + number * columns.size;
     for (int64_t remainder = 0; remainder < columns.stride; ++remainder) {
       const int64_t shift = remainder - columns.padding;  // of the column of element 0
@@ -182,9 +181,9 @@ struct PoolRows {
 
 // begin and end count planes.
 template <class A, class T>
-void pool_planes(const PoolArgs& args, int64_t begin, int64_t end, A* scratch) {
+void pool_planes(const PoolArgs& args, int64_t begin, int64_t end, A* scratch, int64_t* held) {
   const PoolDimension &rows = args.rows, &columns = args.columns;
-  PoolRows<A> copies(args, scratch);
+  PoolRows<A> copies(args, scratch, held);
   for (int64_t plane = begin; plane < end; ++plane) {
     const T* x = static_cast<const T*>(args.x) + plane * rows.size * columns.size;
     copies.forget();
@@ -215,10 +214,10 @@ void pool_planes(const PoolArgs& args, int64_t begin, int64_t end, A* scratch) {
 }
 
 template <class A>
-void max_pool(const PoolArgs& args, int64_t begin, int64_t end, A* scratch) {
+void max_pool(const PoolArgs& args, int64_t begin, int64_t end, A* scratch, int64_t* held) {
   with_storage<A>(args.dtype, [&](auto* type) {
     using T = typename std::remove_pointer<decltype(type)>::type;
     if (args.channels_last) return pool_channels_last<A, T>(args, begin, end);
-    pool_planes<A, T>(args, begin, end, scratch);
+    pool_planes<A, T>(args, begin, end, scratch, held);
   });
 }

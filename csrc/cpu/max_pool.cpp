@@ -25,8 +25,10 @@ void forward(const PoolArgs& args) {
   const int64_t numel = args.images * args.channels * args.rows.size * args.columns.size;
   const int64_t grain = std::max<int64_t>(units * kWork / std::max<int64_t>(numel, 1), 1);
   at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(args.channels_last ? 0 : scratch_of(args).total);
-    kernel(args, begin, end, scratch.data());
+    const PoolScratch size = args.channels_last ? PoolScratch{} : scratch_of(args);
+    std::vector<A> scratch(size.total);
+    std::vector<int64_t> held(size.slots);
+    kernel(args, begin, end, scratch.data(), held.data());
   });
 }
 

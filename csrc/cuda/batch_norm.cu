@@ -197,15 +197,17 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
     A x[kVectorSize];
     TreeSum<A> values, squares;
     load_like(args.of.dtype, args.of.x, at, x);
+    const A nearby = x[0];  // the channel's shift may be far from its mean; only float64 holds what it adds
 #pragma unroll
     for (int i = 0; i < kVectorSize; ++i) {
       const int k = TreeSum<A>::place(i);
-      const A value = k < at.n ? x[k] - shift : A(0);
+      const A value = k < at.n ? x[k] - nearby : A(0);
       values.add(i, value);
       squares.add(i, value * value);
     }
-    sum.first += values.total();
-    sum.second += squares.total();
+    const double total = values.total(), n = at.n, offset = static_cast<double>(nearby) - shift;
+    sum.first += total + n * offset;
+    sum.second += squares.total() + offset * (2 * total + n * offset);
   }
   join_block(tiling, sum, sums, Add());
 }

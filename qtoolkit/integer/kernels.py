@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
-from qtoolkit.integer.sums import Bounds, exact_sums
+from qtoolkit.integer.sums import Bounds, exact_sums, may_transform
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers.bias import bias_scale, codes_of, gives_codes, gives_sums
@@ -202,7 +202,8 @@ class LayerKernel(Kernel):
                 return int8((codes + 128).to(torch.uint8), 128)
             return self.layer.compute(codes, weight, None, *args, **kwargs)
 
-        return exact_sums(product, source.centred(x), self.codes, self.bounds)
+        transforms = may_transform(x, self.layer.KIND)
+        return exact_sums(product, source.centred(x), self.codes, self.bounds, transforms)
 
     def _int8_sums(self, x: Tensor) -> Int8Sums | None:
         """Return torch's int8 kernel of the layer; None where there is none, and for graphs, which do not hold its weights."""

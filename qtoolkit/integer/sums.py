@@ -67,8 +67,16 @@ class Bounds:
         return bool(library.digit_bits(self.sums + more, self.weights) == 0)
 
 
-def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> Tensor:
-    """Return the exact sums of products of integers, as integers in float32 or, where they may exceed 2**24, in float64.
+def may_transform(x: Tensor, layer: str) -> bool:
+    """Return whether float32 kernels of a kind of layer may transform their operands: convolutions on a GPU (Winograd, FFT).
+
+    The errors of their sums of codes exceed one half: rounding does not mend them.
+    """
+    return x.is_cuda and layer != "linear"
+
+
+def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, transforms: bool = False) -> Tensor:
+    """Return the exact sums of products of integers, as integers in float32 or float64.
 
     Where float32 cannot hold a sum, the codes of x are split into digits of fewer bits: each part's sums are exact in
     float32, whose kernels are much faster than those of float64.
@@ -78,12 +86,14 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds) -> T
         x: Integers in float32.
         weight: Integers in float32.
         bounds: How large the sums may be.
+        transforms: Whether the product in float32 may transform its operands (see `may_transform`); it computes in float64.
     """
+    if transforms or bounds.digit_bits < 0:
+        sums = product(x.double(), weight.double())
+        return torch.round(sums) if transforms else sums
     if bounds.exact_in_float32:
-        return _rounded(product(x, weight))
-    if bounds.digit_bits < 0:
-        return product(x.double(), weight.double())
-    parts = (_rounded(product(part, weight)).double() * scale for scale, part in _digits(x, bounds))
+        return product(x, weight)
+    parts = (product(part, weight).double() * scale for scale, part in _digits(x, bounds))
     return sum(parts, torch.zeros((), dtype=torch.float64, device=x.device))
 
 
@@ -109,8 +119,3 @@ def _digits(x: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor]]:
         yield factor, x - rest * 2.0**bits
         x, factor, low, high = rest, factor * 2**bits, low >> bits, high >> bits
     yield factor, x
-
-
-def _rounded(sums: Tensor) -> Tensor:
-    # Kernels for GPUs may transform the operands (Winograd, FFT). Their errors are far below one half here.
-    return torch.round(sums) if sums.is_cuda else sums

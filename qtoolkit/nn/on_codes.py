@@ -191,7 +191,7 @@ def why_in_float(layer: "QuantWeighted") -> str | None:
     forward = layer.training_arithmetic.forward
     if forward == "float":
         return "as asked"
-    if forward == "auto" and not (HAS_INT8 and _has_kernel(layer)):
+    if forward == "auto" and not (HAS_INT8 and _has_kernel(layer) and has_kernel_type(layer.weight)):
         return NO_KERNEL
     return integer_obstacle(layer)
 

@@ -49,8 +49,9 @@ def batch_norm_fake_quant(
         eps: Added to the variance.
         divisor: (C), not zero; the batch norm of x / divisor is computed, without the division. None for 1.
         residual: Added after the batch norm; of x's shape and dtype.
-        residual_codes: int8 or uint8 codes of the residual, which then is rebuilt from them and not kept:
-            `(residual_codes - residual_zero_point) * residual_scale`, rounded to x's dtype, must equal the residual.
+        residual_codes: int8 or uint8 codes of the residual, which backward keeps and rebuilds it from:
+            `(residual_codes - residual_zero_point) * residual_scale`, rounded to x's dtype, must equal the residual. The
+            result takes the residual itself, whose NaN have no codes.
         residual_scale: Scale of these codes, one element.
         residual_zero_point: Zero point of these codes, one element, or None for 0.
         low: The activation below: `low + slope * (v - low)`. ReLU is (0, inf, 0), ReLU6 (0, 6, 0), LeakyReLU (0, inf, a).

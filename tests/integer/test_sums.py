@@ -10,7 +10,7 @@ from torch import Tensor
 
 import qtoolkit as qt
 from qtoolkit.integer import kernels, onednn
-from qtoolkit.integer.sums import Bounds, exact_sums
+from qtoolkit.integer.sums import Bounds, exact_sums, may_transform
 from tests.integer.test_onnxruntime import Net, X, converted
 
 
@@ -39,6 +39,47 @@ def test_sums_that_no_digits_can_hold_are_in_float64() -> None:
     y = exact_sums(product, x, weight, bounds)
     assert y.dtype == torch.float64
     assert int(y) == 255 * 127 * 9000
+
+
+# F(4x4, 3x3) of Lavin and Gray (arXiv 1509.09308), as GPU kernels compute convolutions.
+OUTPUT = [[1, 1, 1, 1, 1, 0], [0, 1, -1, 2, -2, 0], [0, 1, 1, 4, 4, 0], [0, 1, -1, 8, -8, 1]]
+FILTER = [[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]]
+INPUT = [
+    *([4, 0, -5, 0, 1, 0], [0, -4, -4, 1, 1, 0], [0, 4, -4, -1, 1, 0]),
+    *([0, -2, -1, 2, 1, 0], [0, 2, -1, -2, 1, 0], [0, 4, 0, -5, 0, 1]),
+]
+
+
+def winograd(x: Tensor, weight: Tensor) -> Tensor:
+    """A 3x3 convolution without padding, by tiles of 4x4 outputs in the type of x."""
+    to_output, of_filter, of_input = (torch.tensor(m, dtype=x.dtype) for m in (OUTPUT, FILTER, INPUT))
+    filters = of_filter @ weight @ of_filter.t() / 576
+    tiles = of_input @ x.unfold(2, 6, 4).unfold(3, 6, 4) @ of_input.t()
+    y = to_output @ torch.einsum("ncrsij,ocij->norsij", tiles, filters) @ to_output.t()
+    n, o, rows, columns = y.shape[:4]
+    return y.transpose(3, 4).reshape(n, o, 4 * rows, 4 * columns)
+
+
+@pytest.mark.parametrize(("lowest", "digits"), [(-127, False), (1, False), (-127, True)])
+def test_sums_of_kernels_that_transform_their_operands_are_exact(lowest: int, digits: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (1, 56, 18, 18), generator=generator).float()
+    weight = torch.randint(lowest, 128, (8, 56, 3, 3), generator=generator).float()
+    signs = (weight.clamp(min=0), -weight.clamp(max=0))
+    bounds = Bounds.of(*(part.flatten(1).sum(1, dtype=torch.float64) for part in signs), 0, 255)
+    bounds = replace(bounds, digit_bits=4 if digits else 0)
+    expected = torch.conv2d(x.double(), weight.double())
+    assert not torch.equal(winograd(x, weight).round().double(), expected)
+    assert torch.equal(exact_sums(winograd, x, weight, bounds, transforms=True), expected)
+
+
+def test_only_convolutions_on_a_gpu_transform_their_operands() -> None:
+    class OnGpu:
+        is_cuda = True
+
+    kinds = ("conv", "conv_transpose", "linear")
+    assert [may_transform(OnGpu(), kind) for kind in kinds] == [True, True, False]
+    assert not any(may_transform(X, kind) for kind in kinds)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

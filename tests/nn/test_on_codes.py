@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
+from qtoolkit.nn import on_codes
 from qtoolkit.nn.on_codes import HAS_INT8
 from tests.cases import leaf
 
@@ -381,6 +382,19 @@ def test_the_report_says_how_each_layer_computes_in_training() -> None:
     assert report.layers[0].training == (
         "float (its weight's scales do not run along its output channels), keeps codes"
     )
+
+
+@pytest.mark.parametrize("place", [{"device": "meta"}, {"dtype": torch.float64}], ids=["device", "dtype"])
+def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place: dict) -> None:
+    """On a machine with int8 kernels too: they are for float32 on the CPU."""
+    monkeypatch.setattr(on_codes, "HAS_INT8", True)
+    layer = qt.nn.QuantConv2d(3, 8, 3, weight_spec=FIXED.weight).train()
+    layer.link_source(on_codes.Source(qt.TensorQuantizer(FIXED.activation)))
+    assert on_codes.described(layer) == "on codes, keeps codes"
+    assert on_codes.described(layer.to(**place)) == "float (no int8 kernel), keeps codes"
+    assert on_codes.why_not_on_codes(layer) == "no int8 kernel"
+    qt.nn.set_training_arithmetic(layer, forward="integer")
+    assert on_codes.described(layer) == "on codes, keeps codes"
 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])

@@ -91,6 +91,18 @@ def gradients(f, grad: Tensor, **given) -> dict[str, Tensor]:
 # ---- against the composition ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+@pytest.mark.parametrize("last", [False, True])
+def test_what_has_no_code_in_a_residual_is_not_lost(last, special):
+    """Codes are for backward alone."""
+    given = tensors((2, 3, 5, 4), torch.float32, last=last, quantized=False)
+    given["residual"][1, 2, 3, 1] = special
+    y, *_ = fused("none", **given)
+    wanted, *_ = fused("none", **{n: t for n, t in given.items() if not n.startswith("residual_")})
+    assert_same(y, wanted)
+    assert not torch.isfinite(y[1, 2, 3, 1])
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantized", [False, True], ids=["float", "quantized"])
 @pytest.mark.parametrize("residual", ["none", "values", "codes"])

@@ -126,6 +126,19 @@ def test_batch_norm(kernels, shape, last, dtype, quantized, residual, activation
         assert_same(codes, ops.quantize(wanted.value, *grid, -20, 30))
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_an_outlier_in_front_changes_no_statistics(kernels, last):
+    x = floats(torch.float32)(16, 2, 40, 40) + 5
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    x[0, :, 0, 0] = 3000.0
+    fields = norm_fields({"x": x}, "none", last)
+    mean, variance, y = torch.zeros(2), torch.zeros(2), torch.empty_like(x)
+    results = {"mean": mean, "variance": variance, "y": y}
+    kernels.batch_norm_forward_on_host(ctypes.byref(filled(BatchNormArguments, **fields, **results)), 0)
+    for found, wanted in zip((mean, variance), statistics({"x": x.double()}), strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=3e-7, atol=0.0)
+
+
 @over_cases
 def test_batch_norm_backward(kernels, shape, last, dtype, quantized, residual, activation):
     """The gradient of the residual bit for bit; sums are added in another order than on the CPU."""

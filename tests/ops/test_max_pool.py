@@ -147,6 +147,12 @@ def test_refused(case):
         ops.max_pool(**{"x": torch.randn(1, 2, 5, 5)} | given)
 
 
+def test_more_rows_than_float32_counts():
+    x = torch.zeros(1, 1, 2**24 + 8, 1, dtype=torch.bfloat16)
+    x[0, 0, -8:, 0] = torch.arange(8)
+    assert_same(ops.max_pool(x.requires_grad_(), 1, 1)[0, 0, -8:, 0], torch.arange(8).bfloat16())
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_with_a_dynamic_batch(backend):
     torch._dynamo.reset()
