@@ -440,3 +440,40 @@ def test_attributes_of_prepared_models_are_not_preserved(name: str) -> None:
         setattr(model, name, 3)
     with pytest.raises(ValueError, match=f"prepare: preserve_attributes must not name '{name}'.* rename it"):
         qt.prepare(model, preserve_attributes=[name])
+
+
+class Scored(nn.Module):
+    """Computes a loss if it gets labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nets.linear_of()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        y = self.fc(x)
+        loss = None if labels is None else nn.functional.cross_entropy(y, labels.to(y.device))
+        return {"loss": loss, "logits": y}
+
+
+def test_an_argument_that_the_graph_computes_with_is_required() -> None:
+    x, labels = torch.rand(2, 4), torch.tensor([0, 1])
+    prepared = qt.prepare(Scored().eval(), {"x": x, "labels": labels}, "onnxruntime")
+    qt.calibrate(prepared, [{"x": x, "labels": labels}], progress=False)
+    for ours in (prepared, pickle.loads(pickle.dumps(prepared)), qt.convert(prepared)):
+        assert set(ours(x, labels)) == {"loss", "logits"}
+        for given in ({}, {"labels": None}):
+            with pytest.raises(ValueError, match="argument 'labels' is None: it was in the example_inputs"):
+                ours(x, **given)
+
+
+def test_what_forward_reads_from_its_keywords_must_be_in_the_example_inputs() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nets.linear_of()
+
+        def forward(self, *tensors: Tensor, **keywords: Tensor) -> Tensor:
+            return self.fc(tensors[0]) * keywords["scale"]
+
+    with pytest.raises(ValueError, match=r"prepare: the model does not run on example_inputs \(KeyError: 'scale'\)"):
+        qt.prepare(Keywords(), (torch.rand(2, 4),))

@@ -67,8 +67,6 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     except torch.onnx.OnnxExporterError as error:
         if request.dynamic_shapes is not None and "static shape" in str(error.__cause__):
             raise RuntimeError(_describe_constants(error.__cause__)) from error
-        if isinstance(request.model, QuantizedGraphModule):
-            raise
         raise RuntimeError(_describe_failure(request.model, error)) from error
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
@@ -82,11 +80,20 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
 
 
 def _describe_failure(model: nn.Module, error: Exception) -> str:
-    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    if isinstance(model, QuantizedGraphModule):
+        reason: BaseException = error
+        while reason.__cause__ is not None:
+            reason = reason.__cause__
+        return f"export_onnx: exporter='dynamo' cannot export the model ({_first_line(reason)}); use exporter='torchscript'."
     return (
-        f"export_onnx: torch.export cannot export {type(model).__name__} ({reason}). If its forward branches on values, "
-        f"use exporter='torchscript': it exports the branches that the example inputs take; export one file for each."
+        f"export_onnx: torch.export cannot export {type(model).__name__} ({_first_line(error.__cause__ or error)}). If its "
+        f"forward branches on values, use exporter='torchscript': it exports the branches that the example inputs take; export "
+        f"one file for each."
     )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _describe_constants(error: object) -> str:

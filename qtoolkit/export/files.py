@@ -115,7 +115,15 @@ class OpenedFile:
         inputs_of_file = [value.name for value in session.get_inputs()]
         feeds = {name: x.detach().cpu().numpy() for name, x in zip(inputs_of_file, inputs, strict=True)}
         outputs = [value.name for value in session.get_outputs()]
-        values = {**constants, **feeds, **dict(zip(outputs, session.run(outputs, feeds), strict=True))}
+        try:
+            found = session.run(outputs, feeds)
+        except Exception as error:  # onnxruntime's errors have no base class of their own
+            raise RuntimeError(
+                f"verify_onnx: onnxruntime cannot run the file on these inputs: {_first_line(error)}. If they are like those "
+                f"of the export, torch's exporter has written an op wrongly: try another exporter, or quantize the model by "
+                f"qtoolkit.quant_modules.replace, which writes recurrent layers step by step."
+            ) from error
+        values = {**constants, **feeds, **dict(zip(outputs, found, strict=True))}
         kinds = _small_floats(self.proto.graph)
         return {name: _places(array.astype(kinds.get(name, array.dtype))) for name, array in values.items()}
 

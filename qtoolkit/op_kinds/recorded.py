@@ -43,6 +43,15 @@ def check_none(value: Any, message: str) -> None:
         )
 
 
+def check_given(value: Any, name: str) -> None:
+    """Raise ValueError if an argument that the graph computes with is left out or None."""
+    if value is None:
+        raise ValueError(
+            f"argument {name!r} is None: it was in the example_inputs of qtoolkit.prepare, and the graph computes with it. "
+            f"Pass it, or prepare the model with example_inputs without it."
+        )
+
+
 def check_argument(value: Any, expected: Any, name: str) -> None:
     """Raise ValueError if an argument of a block is another one than the model gives it."""
     if type(value) is not type(expected) or value != expected:
@@ -79,9 +88,10 @@ def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
 
 
 # Functions that are single nodes of a graph: torch.fx traces a graph again when it is unpickled, and must not run them then.
-RECORDED = (check_size, check_none, call_scripted, length_of, items_of, set_item, by_mode)
+RECORDED = (check_size, check_none, check_given, call_scripted, length_of, items_of, set_item, by_mode)
 # Functions that no runtime computes: checks, limits of dtypes, and those that build or take apart containers.
 BOOKKEEPING = (
-    check_size, check_none, length_of, items_of, by_mode, torch._assert, getattr, OrderedDict, torch.finfo, torch.iinfo
+    check_size, check_none, check_given, length_of, items_of, by_mode, torch._assert, getattr, OrderedDict, torch.finfo,
+    torch.iinfo,
 )  # fmt: skip
 publish("qtoolkit.graph", TrainingMode, *RECORDED)

@@ -519,3 +519,46 @@ def test_quantizers_that_are_off_need_no_opset(tmp_path) -> None:
     model = converted_net("tensorrt", 16)
     with qt.disable_quantization(model):
         assert qt.export_onnx(model, torch.randn(SHAPE), tmp_path / "m.onnx", opset=13).opset == 13
+
+
+class Flat(nn.Module):
+    """An attention of three dimensions, which torch's newer exporter does not translate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return self.fc(nn.functional.scaled_dot_product_attention(y, y, y))
+
+
+def test_an_op_that_one_exporter_cannot_write_names_the_other(tmp_path: Path) -> None:
+    x, path = torch.rand(2, 5, 4), tmp_path / "model.onnx"
+    prepared = qt.prepare(Flat().eval(), (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    with pytest.raises(
+        RuntimeError, match=r"exporter='dynamo' cannot export the model \(.+\); use exporter='torchscript'"
+    ):
+        qt.export_onnx(prepared, (x,), path, progress=False)
+    assert not list(tmp_path.iterdir())
+    qt.export_onnx(prepared, (x,), path, exporter="torchscript", progress=False)
+
+
+class Projected(nn.Module):
+    """An LSTM with projections, whose initial states torch's newer exporter writes with a wrong size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(4, 8, proj_size=3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.lstm(x)[0])
+
+
+def test_a_file_that_onnxruntime_cannot_run_is_described(tmp_path: Path) -> None:
+    prepared = qt.prepare(Projected().eval(), (torch.rand(2, 5, 4),), "onnxruntime")
+    qt.calibrate(prepared, [torch.rand(2, 5, 4)], progress=False)
+    with pytest.raises(RuntimeError, match="verify_onnx: onnxruntime cannot run the file on these inputs: .*LSTM"):
+        qt.export_onnx(prepared, (torch.rand(2, 5, 4),), tmp_path / "model.onnx", progress=False)
+    assert not list(tmp_path.iterdir())

@@ -56,7 +56,8 @@ def _torch_layer(name: str, module: nn.Module, calls: Sequence[fx.Node]) -> nn.M
     if other_kinds or others or geometry is None or cls is None or not isinstance(module, cls.FLOAT):
         return None
     layer = float_layer(cls, weight, geometry)
-    layer.weight, layer.bias = weight, bias
+    layer.register_parameter("weight", weight)
+    layer.register_parameter("bias", bias)
     return layer.train(module.training)
 
 

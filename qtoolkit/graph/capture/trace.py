@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from qtoolkit.errors import check_sequence, unknown
-from qtoolkit.graph.block_calls import calls_with_nodes
+from qtoolkit.graph.block_calls import ROOT, calls_with_nodes
 from qtoolkit.graph.capture import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture import functional_batch_norms as norms
 from qtoolkit.graph.capture.blocks import with_traced_blocks
@@ -21,6 +21,8 @@ from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
 from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, QuantizedSequential, names_of_own
 from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
+from qtoolkit.op_kinds.facts import set_facts
+from qtoolkit.op_kinds.recorded import check_given
 from qtoolkit.random_state import RandomState
 from qtoolkit.shared_modules import modules_by_name
 
@@ -97,6 +99,8 @@ def run(
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
     _restore_arguments(graph, fixed)
+    if example_inputs is not None:
+        _check_arguments(graph, fixed)
     add_modes(model, graph, tracer.modes)
     norms.use_torch_types(model, batch_norms)
     subclasses.run(model, graph, tuple(leaf_modules))
@@ -269,3 +273,13 @@ def _restore_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
         elif behind_default and not node.args:
             node.args = (None,)
         behind_default = behind_default or bool(node.args)
+
+
+def _check_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+    """Let a graph refuse None for arguments that the example inputs give: forward would take another branch."""
+    placeholders = graph.find_nodes(op="placeholder")
+    read = [node for node in placeholders if node.users and node.args == (None,) and node.target not in fixed]
+    for node in read:
+        with graph.inserting_after(placeholders[-1]):
+            check = graph.call_function(check_given, (node, str(node.target)))
+        set_facts(check, call=ROOT)

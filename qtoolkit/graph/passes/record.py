@@ -153,7 +153,11 @@ def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]
 
 
 def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
-    """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change."""
+    """Run a prepared model on example inputs in eval mode with quantizers off; its state does not change.
+
+    Raises:
+        ValueError: They lack an argument that forward reads from `*args` or `**kwargs`.
+    """
     args, kwargs = split(example_inputs)
     with (
         naming_misfits(gm, example_inputs, "prepare: example_inputs do"),
@@ -161,4 +165,10 @@ def try_out(gm: QuantizedGraphModule, example_inputs: Any) -> None:
         evaluating(gm),
         disable_quantization(gm),
     ):
-        gm(*args, **kwargs)
+        try:
+            gm(*args, **kwargs)
+        except LookupError as error:
+            raise ValueError(
+                f"prepare: the model does not run on example_inputs ({type(error).__name__}: {error}); they must have all "
+                f"that forward reads from its *args and **kwargs."
+            ) from error
