@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qtoolkit.nn.hooks import is_recorded
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.layer import Geometry, convolution
+from qtoolkit.ops.recording import is_recorded
 
 
 def is_strided_pointwise(layer: Any) -> bool:

@@ -82,7 +82,8 @@ def _checks() -> list[Patch]:
         if not isinstance(cond, fx.Proxy):
             original_of_tensors(error_type, cond, message)
 
-    original, original_of_tensors = (getattr(torch, name, None) for name in ("_check_with", "_check_tensor_all_with"))
+    original: Any = getattr(torch, "_check_with", None)
+    original_of_tensors: Any = getattr(torch, "_check_tensor_all_with", None)
     if original is None or original_of_tensors is None:
         return []
     return [(torch, "_check_with", check), (torch, "_check_tensor_all_with", check_tensor)]
