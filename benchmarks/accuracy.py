@@ -56,12 +56,13 @@ class Training:
         bits: Of weights and activations.
         seed: Of the order and the crops of the images.
         epochs: How long.
-        teacher: Whether the float model's classes count as much as the labels.
+        teacher: Whether it learns the float model's classes.
         forward: The option of `qtoolkit.prepare`.
         rate: The first learning rate.
         clip: The largest norm of the gradient; None for any.
         optimizer: A name in OPTIMIZERS.
         network: A name in NETWORKS.
+        labels: Whether it learns the labels, which count as much as the float model's classes.
     """
 
     subject: str
@@ -74,6 +75,7 @@ class Training:
     clip: float | None = None
     optimizer: str = "sgd"
     network: str = "resnet20"
+    labels: bool = True
 
     @property
     def name(self) -> str:
@@ -83,7 +85,14 @@ class Training:
     @property
     def options(self) -> tuple[object, ...]:
         """How it is trained, in the order of the lines of the table."""
-        return self.epochs, self.teacher, list(OPTIMIZERS).index(self.optimizer), self.rate, self.clip or 0
+        return (
+            self.epochs,
+            self.teacher,
+            not self.labels,
+            list(OPTIMIZERS).index(self.optimizer),
+            self.rate,
+            self.clip or 0,
+        )
 
     @property
     def line(self) -> tuple[object, ...]:
@@ -92,7 +101,9 @@ class Training:
 
     def schedule(self, images: int) -> Schedule:
         """Return how it is trained on this number of images."""
-        return Schedule(images, self.epochs, rate=self.rate, clip=self.clip, optimizer=self.optimizer)
+        return Schedule(
+            images, self.epochs, rate=self.rate, clip=self.clip, optimizer=self.optimizer, labels=self.labels
+        )
 
 
 @dataclass(frozen=True)
@@ -194,7 +205,8 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
         training = line[0].training
         name = training.subject + ("" if training.forward == "auto" else f", {training.forward} forward")
         rate = f"{training.rate:g}" + ("" if training.optimizer == "sgd" else f", {training.optimizer}")
-        head = [str(training.epochs), "yes" if training.teacher else "", rate]
+        taught = ("yes" if training.labels else "alone") if training.teacher else ""
+        head = [str(training.epochs), taught, rate]
         head += ["" if training.clip is None else f"{training.clip:g}", str(training.bits), name]
         trained = [row.trained for row in line if row.trained is not None]
         if not trained:
@@ -248,10 +260,10 @@ def wanted(args: argparse.Namespace) -> Iterator[Training]:
     """Yield the trainings that the arguments ask for."""
     usual = [name for name in SUBJECTS if name not in PEERS or NETWORKS[args.network].with_peers]
     rate = OPTIMIZERS[args.optimizer].rate if args.rate is None else args.rate
-    options = rate, args.clip, args.optimizer, args.network
+    options = rate, args.clip, args.optimizer, args.network, args.teacher != "alone"
     for seed, subject in itertools.product(args.seeds, args.only or usual):
         for bits, forward in itertools.product(bits_of(subject, args.bits), args.forward):
-            yield Training(subject, bits, seed, args.epochs, args.teacher, forward, *options)
+            yield Training(subject, bits, seed, args.epochs, args.teacher is not None, forward, *options)
 
 
 def main() -> None:
@@ -264,7 +276,13 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=BITS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--teacher", action="store_true", help="learn from the float model's classes too")
+    parser.add_argument(
+        "--teacher",
+        nargs="?",
+        choices=("beside", "alone"),
+        const="beside",
+        help="learn the float model's classes, beside the labels (default) or alone",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--rate", type=float, default=None, help="the first learning rate (default: the optimizer's)")
     parser.add_argument("--clip", type=float, default=None, help="the largest norm of the gradient (default: any)")

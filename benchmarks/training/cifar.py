@@ -47,7 +47,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 class Schedule:
     """How a model is trained: each learning rate falls from its first value (`rate` for weights) to 0 along a cosine.
 
-    Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it.
+    Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it. Without `labels` a teacher's
+    classes alone are learned.
     """
 
     images: int
@@ -56,6 +57,7 @@ class Schedule:
     rate: float = OPTIMIZERS["sgd"].rate
     clip: float | None = None
     optimizer: str = "sgd"
+    labels: bool = True
 
     @property
     def steps(self) -> int:
@@ -85,7 +87,7 @@ def load(folder: Path, train: int, test: int, raw: bool = False) -> Data:
 
 
 class Run:
-    """A training with a seed, which goes on where its checkpoint ends; a teacher's classes count as much as the labels."""
+    """A training with a seed, which goes on where its checkpoint ends; a teacher's classes count as the labels do."""
 
     def __init__(
         self,
@@ -149,9 +151,9 @@ class Run:
         images = augmented(images, self.data.border, self.generator)
         self.optimizer.zero_grad()
         logits = self.model(images)
-        loss = F.cross_entropy(logits, labels)
-        if self.teacher is not None:
-            loss = loss + self.teacher(images, logits)
+        losses = [F.cross_entropy(logits, labels)] if self.schedule.labels else []
+        losses += [] if self.teacher is None else [self.teacher(images, logits)]
+        loss = torch.stack(losses).sum()
         loss.backward()
         if self.schedule.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)

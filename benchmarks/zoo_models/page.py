@@ -14,7 +14,7 @@ PACKAGES = ("torchvision", "timm", "onnxruntime", "onnx", "transformers", "ultra
 
 TEXT = """# The model zoo
 
-Every model of torchvision {torchvision}, one model of each family of timm {timm}, small models of transformers
+Every model of torchvision {torchvision}, small models of each family of timm {timm}, small models of transformers
 {transformers} and spandrel {spandrel}, and the smallest YOLOs of ultralytics {ultralytics} go through `prepare` (in
 training mode, unless a note says otherwise), `calibrate`, one step of SGD, `convert`, `export_onnx` and verification in
 onnxruntime {onnxruntime}. Weights are random, inputs are small, the backend is {backend}; torch {torch}, one thread of
