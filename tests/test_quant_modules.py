@@ -641,7 +641,9 @@ def test_bad_arguments_raise_with_a_remedy() -> None:
         replace(Branches(), backend="tensort")
     with pytest.raises(ValueError, match="unknown quantize 'input'; did you mean 'inputs'"):
         replace(Branches(), quantize="input")
-    with pytest.raises(TypeError, match="replace: qconfig_mapping must be a QConfigMapping, got dict"):
+    with pytest.raises(
+        TypeError, match="replace: qconfig_mapping must be a QConfigMapping of qtoolkit or None, got dict"
+    ):
         replace(Branches(), {"conv": None})
     with pytest.raises(TypeError, match="replace: model must be a torch.nn.Module, got function"):
         replace(lambda x: x)

@@ -25,6 +25,7 @@ from qtoolkit.export.codes import (
 from qtoolkit.export.quantizer_nodes import QuantizerNode
 from qtoolkit.export.runtimes import Executed, Layer
 from qtoolkit.model_inputs import tensors_of
+from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
 
 SHOWN = 5  # names of layers in a line
@@ -292,8 +293,8 @@ class ModelCodes:
 
     def on_codes(self) -> tuple[str, ...]:
         """Return the layers that the model computes in integers."""
-        layers = ((name, getattr(module, "integer_kernel", None)) for name, module in self.model.named_modules())
-        return tuple(name for name, kernel in layers if kernel is not None and kernel.active)
+        layers = ((name, module) for name, module in self.model.named_modules() if isinstance(module, QuantWeighted))
+        return tuple(name for name, layer in layers if any(kernel.active for kernel in layer.kernels_of_calls()))
 
     def compare(self, theirs: Mapping[str, Sequence[Any]]) -> dict[str, CodeCount]:
         """Compare with a runtime's codes at each quantizer; without the quantizers that either side does not have.

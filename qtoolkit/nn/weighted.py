@@ -243,6 +243,11 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
             return self.run(x, None, self.bias, *args, call=call, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
 
+    def kernels_of_calls(self) -> tuple[Any, ...]:
+        """Return what computes the calls of the layer on codes."""
+        kernels = self.integer_kernel
+        return tuple(kernels.values()) if isinstance(kernels, nn.ModuleDict) else () if kernels is None else (kernels,)
+
     def _kernel_of(self, call: int) -> Any:
         kernels = self.integer_kernel
         if not isinstance(kernels, nn.ModuleDict):

@@ -360,7 +360,9 @@ def test_bad_arguments_change_nothing() -> None:
             initialize(ignore=ignore)
     with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
         initialize(backend="tensort")
-    with pytest.raises(TypeError, match="initialize: qconfig_mapping must be a QConfigMapping, got list"):
+    with pytest.raises(
+        TypeError, match="initialize: qconfig_mapping must be a QConfigMapping of qtoolkit or None, got list"
+    ):
         initialize([])
     with pytest.raises(TypeError, match="initialize: each key of custom must be a torch.nn.Module type, got 'Linear'"):
         initialize(custom={"Linear": qt.nn.QuantLinear})

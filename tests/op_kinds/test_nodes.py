@@ -193,9 +193,8 @@ def cases(table: dict[str, list[Op]]) -> list[Any]:
 def the_op(kind: str, op: Op) -> str:
     """Return the name of the node under test, which the table must know by its kind."""
     prepared = qt.prepare(Probe(op), backend=TARGET)
-    names = [
-        line.name for line in qt.quantization_report(prepared).layers if line.kind == kind and line.name != "probe"
-    ]
+    called = [line for line in qt.quantization_report(prepared).layers if line.verdict.cause is not Cause.NOT_CALLED]
+    names = [line.name for line in called if line.kind == kind and line.name != "probe"]
     assert len(names) == 1
     return names[0]
 

@@ -136,7 +136,8 @@ def test_an_outlier_in_front_changes_no_statistics(kernels, last):
     results = {"mean": mean, "variance": variance, "y": y}
     kernels.batch_norm_forward_on_host(ctypes.byref(filled(BatchNormArguments, **fields, **results)), 0)
     for found, wanted in zip((mean, variance), statistics({"x": x.double()}), strict=True):
-        torch.testing.assert_close(found.double(), wanted, rtol=3e-7, atol=0.0)
+        # The squares beside the outlier are rounded by 2^-24 of 3000^2 each, 6e-7 of their sum over the channel.
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0.0)
 
 
 @over_cases

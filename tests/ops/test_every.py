@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.cases import Channels, assert_same, codes, floats, scales, zero_points
-from tests.ops.test_fuzz import NAMES, OPS, WRITTEN
+from tests.ops.test_fuzz import EVERY, NAMES, OPS, WRITTEN
 
-UPDATED = [op for op in NAMES if WRITTEN[op]]
-ops = pytest.mark.parametrize("op", NAMES)
+UPDATED = [op for op in EVERY if WRITTEN[op]]
+ops = pytest.mark.parametrize("op", EVERY)
 
 
 def histogram(bins: int = 64) -> dict[str, Tensor]:
@@ -144,6 +144,15 @@ def sample(op: str, x: Tensor) -> dict:
             "x_dtype": x.dtype,
             "wanted": [True] * 7,
         },
+        "convolution": {
+            "x": x,
+            "weight": floats(x.dtype, 3)(6, 6, 3),
+            "bias": floats(x.dtype, 5)(6),
+            **{
+                name: layer[name]
+                for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+            },
+        },
         "snapshot": {"x": x},
         "positive_scale": {"start": scales(6), "ratio": torch.linspace(-0.5, 2, 6), "rate": scales(6)},
         "quantize": {"x": x, **grid, "dtype": torch.int8},
@@ -186,7 +195,7 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given = {op: sample(op, image()) for op in NAMES}
+        self.given = {op: sample(op, image()) for op in EVERY}
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [t for op, given in self.given.items() for t in run(op, self.with_input(given, x))]
@@ -211,7 +220,7 @@ def test_every_op_exports(strict: bool) -> None:
     program = torch.export.export(module, (image(),), strict=strict)
     for exported in (program, program.run_decompositions()):
         assert_all_same(exported.module()(x), module(x))
-        for op in NAMES:
+        for op in NAMES:  # the others become ops of torch
             assert f"qtoolkit.{op}" in str(exported.graph)
 
 
@@ -238,7 +247,7 @@ def test_deterministic_mode(op: str) -> None:
 # ---- vmap -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [op for op in NAMES if op not in UPDATED])
+@pytest.mark.parametrize("op", [op for op in EVERY if op not in UPDATED])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's loop, which all but fake_quant take
 def test_vmap(op: str) -> None:
     batch = [sample(op, image(batch=n)) for n in (4, 4, 4)]

@@ -30,8 +30,10 @@ from tests.reference import tensor
 from tests.reference_shaped import Shaped
 
 ROOT = Path(__file__).parents[2]
-NAMES = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text())
-OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in NAMES}
+EVERY = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text())
+# All but torch's own op with other gradients, whose checks and sentences are torch's.
+NAMES = [name for name in EVERY if name != "convolution"]
+OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in EVERY}
 WRITTEN = {
     name: [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     for name, op in OPS.items()

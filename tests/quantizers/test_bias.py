@@ -96,7 +96,7 @@ def test_with_quantizers_off_the_bias_is_float() -> None:
         assert torch.equal(prepared(X), net()(X))
 
 
-def test_a_layer_called_on_two_grids_keeps_its_bias() -> None:
+def test_a_layer_called_on_two_grids_has_steps_for_each_call() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -106,7 +106,10 @@ def test_a_layer_called_on_two_grids_keeps_its_bias() -> None:
             return self.conv(self.conv(x))
 
     prepared = quantized("graph", Twice().eval())
-    assert prepared.get_submodule("conv").sum_steps() is None
+    conv = prepared.get_submodule("conv")
+    sources = [prepared.get_submodule(f"activation_quantizers.{name}") for name in ("x", "conv")]
+    for call, source in enumerate(sources):
+        assert torch.equal(conv.sum_steps(call), source.scale * conv.weight_quantizer.scale)
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

@@ -178,13 +178,18 @@ class _Stored:
 
     @classmethod
     def of(cls, weight: Any, groups: int) -> "_Stored | None":
-        """Return the codes of a weight; None where it has none, or where its scales run along other channels."""
+        """Return the codes of a weight; None where it has none, or where its scales run along other channels.
+
+        None too where onnxruntime has no integer kernels for it: codes of 4 bits and values in bfloat16.
+        """
         value, shape = weight, _sizes_of(weight)
         while (maker := value.producer()) is not None and maker.op_type in ("Reshape", "Transpose"):
             value = maker.inputs[0]
         dequantize, in_rows = _dequantize(value), value is not weight
         scale = None if dequantize is None else constant_input(dequantize, 1)
         if dequantize is None or scale is None or shape is None or dequantize.inputs[0].const_value is None:
+            return None
+        if dequantize.inputs[0].dtype.itemsize < 1 or "output_dtype" in dequantize.attributes:
             return None
         along_outputs = dequantize.attributes.get_int("axis", 1) == (0 if in_rows else 1) and (in_rows or groups == 1)
         if scale.size > 1 and not along_outputs:

@@ -68,6 +68,9 @@ def _spaces(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Any]]]:
         if not isinstance(module, torch.jit.ScriptModule):  # a leaf module
             yield name, "attribute", vars(module)
             yield name, "buffer", module._buffers
+            for attribute, value in vars(module).items():
+                if type(value) is dict and not attribute.startswith("_"):  # a cache, which a forward may fill
+                    yield f"{name}.{attribute}".removeprefix("."), "entry", value
 
 
 def _is_cast_of(name: str, node: fx.Node) -> bool:
