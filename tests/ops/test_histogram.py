@@ -644,3 +644,16 @@ def test_errors_of_the_spec(kwargs: dict, words: str) -> None:
 def test_the_spec_goes_to_json_and_back() -> None:
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec(observer_args={"method": "l2", "bins": 64}), None))
     assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("ends", [(-127, 127), (0, 255), (-7, 7), (0, 15)])
+@pytest.mark.parametrize("values", [8, 100, 200])
+def test_of_equal_entropies_the_widest_range_is_taken(values: int, ends: tuple[int, int], symmetric: bool) -> None:
+    """Integers leave most bins empty, so that many ranges have the same divergence."""
+    generator = torch.Generator().manual_seed(values)
+    data = torch.randint(0, values, (5000,), generator=generator).float()
+    counts, *of_range = torch.zeros(2048, dtype=torch.int64), torch.tensor(0.0), torch.tensor(0.0)
+    ops.observe_histogram_(data, counts, *of_range)
+    _, high = ops.search_range(counts, *of_range, *ends, "entropy", symmetric=symmetric)
+    assert high >= data.max()

@@ -1,6 +1,7 @@
 """The start of learned scales: scale = 2 * mean|x| / sqrt(qmax), at most the scale of the observed range."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -254,3 +255,22 @@ def test_scales_stay_near_a_good_start_at_a_high_learning_rate() -> None:
     assert growth.max() < 30
     assert wild.max() > 100  # 200 to 400, by processor
     assert loss < worse
+
+
+@pytest.mark.parametrize("observer", ["minmax", "lsq"])
+@pytest.mark.parametrize("size", [1e-30, 1e-36, 1e-38, 1e-39])
+def test_tiny_weights_train(observer: str, size: float) -> None:
+    """Their scales, or the reciprocals of these, are at the ends of float32."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)).train()
+    with torch.no_grad():
+        model[0].weight.mul_(size)
+    spec, x = qt.QuantSpec(quantizer="lsq", observer=observer), torch.randn(16, 8)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, replace(spec, axis=0)))
+    prepared = qt.prepare(model, (x,), "academic", mapping)
+    qt.calibrate(prepared, [x], progress=False)
+    optimizer = torch.optim.SGD(qt.parameter_groups(prepared, 0.01), momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (prepared(x) - 1).square().mean().backward()
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in prepared.parameters())
