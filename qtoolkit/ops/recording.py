@@ -45,6 +45,7 @@ def ops_taken() -> Iterator[None]:
         _takes_ops.reset(token)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo of torch 2.13 reads no ContextVar
 def are_ops_taken() -> bool:
     """Return whether the caller of torch.onnx.export translates the ops itself."""
     return _takes_ops.get()

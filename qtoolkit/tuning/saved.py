@@ -35,11 +35,10 @@ class SavedUnits:
         file = self._file(place)
         if file is None or not file.exists():
             return None
+        content = io.BytesIO(file.read_bytes())  # errors of the file system are raised here
         try:
-            saved: Any = torch.load(file, weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # of many types
+            saved: Any = torch.load(content, weights_only=True)
+        except Exception as error:  # of many types, OSError too where a damaged file names a place outside of it
             raise ValueError(
                 f"reconstruct: {str(file)!r} is damaged; remove it, and its unit is learned again."
             ) from error
