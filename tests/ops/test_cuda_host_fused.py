@@ -128,6 +128,7 @@ def test_batch_norm(kernels, shape, last, dtype, quantized, residual, activation
 
 @pytest.mark.parametrize("last", [False, True])
 def test_an_outlier_in_front_changes_no_statistics(kernels, last):
+    """Seven squares about the outlier have six roundings each, and together not seven times the variance."""
     x = floats(torch.float32)(16, 2, 40, 40) + 5
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     x[0, :, 0, 0] = 3000.0
