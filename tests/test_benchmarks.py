@@ -252,7 +252,8 @@ def test_accuracy_of_two_networks_in_one_file_and_on_one_page(tmp_path) -> None:
     assert {(t["network"], t["optimizer"], t["rate"]) for t in trainings} == {("resnet8", "adam", 1e-3)}
     assert results["float_weights"]["resnet8"] > 15  # after 30 steps
     assert "ResNet-8 on raw pixels, CIFAR-10: accuracy on 100 images" in printed
-    trained = ("resnet8_float_weights", *(f"{n}_0_1_False_auto_0.001_None_adam_resnet8" for n in ("float_32", "lsq_4")))
+    ending = "0_1_False_auto_0.001_None_adam_resnet8_True"
+    trained = ("resnet8_float_weights", *(f"{name}_{ending}" for name in ("float_32", "lsq_4")))
     assert {path.name for path in (tmp_path / "quick").iterdir()} == {f"{name}.pt" for name in trained}
     gone = {**trainings[0], "subject": "lsq, histogram"}
     rows = [*results["rows"], {**results["rows"][0], "training": gone}]
