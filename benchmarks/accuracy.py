@@ -30,20 +30,18 @@ from typing import Any
 
 import torch
 from real_data import DATA, MISSING
-from report import facts, markdown_lines, show
+from report import markdown_lines, show
 from rich.console import Console
-from stored import commands_of, rows_before, write_part, write_rows
+from stored import rows_before, write_part
 from torch import nn
-from tqdm import tqdm
 from training.accuracy_plot import draw
 from training.algorithms import FLOAT, PEERS, SUBJECTS, bits_of, build
 from training.cifar import CALIBRATION, OPTIMIZERS, Data, Run, Schedule, accuracy, load
 from training.cifar_networks import NETWORKS
+from training.sweep import add_options, checkpoints_of, images_of, train_all
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 SEEDS, BITS = (0, 1, 2), (8, 4, 3, 2)
-IMAGES, QUICK_IMAGES = 50_000, 200
-TEST_IMAGES, QUICK_TEST_IMAGES = 10_000, 100
 BEGIN, END = "<!-- begin: benchmarks/accuracy.py -->", "<!-- end -->"
 
 
@@ -156,27 +154,14 @@ def train(training: Training, float_model: nn.Module, data: Data, checkpoints: P
     return replace(row, calibrated=before, trained=accuracy(model, data), minutes=minutes)
 
 
-def train_missing(
-    missing: Sequence[Training], rows: list[Row], folder: Path, images: Mapping[str, int], args: argparse.Namespace
-) -> None:
+def train_missing(missing: Sequence[Training], rows: list[Row], folder: Path, args: argparse.Namespace) -> None:
     """Add the rows of the trainings to the others, and write the file of results after each."""
-    network = NETWORKS[args.network]
+    network, images, checkpoints = NETWORKS[args.network], images_of(args), checkpoints_of(args)
     data = load(folder, images["train"], images["test"], network.raw)
-    checkpoints = args.checkpoints / "quick" if args.quick else args.checkpoints
-    checkpoints.mkdir(parents=True, exist_ok=True)
     float_model = network.float_model(folder, data, checkpoints)
-    float_weights = json.loads(args.out.read_text())["float_weights"] if args.out.exists() else {}
-    results: dict[str, Any] = {
-        **facts("cpu"),
-        "commands": commands_of(args.out),
-        "threads": args.threads,
-        "images": images,
-        "batch": Schedule.batch,
-        "float_weights": {**float_weights, args.network: accuracy(float_model, data)},
-    }
-    for training in tqdm(missing, desc="trainings"):
-        rows.append(train(training, float_model, data, checkpoints))
-        write_rows(args.out, results, [asdict(row) for row in rows])
+    before = json.loads(args.out.read_text())["float_weights"] if args.out.exists() else {}
+    float_weights = {**before, args.network: accuracy(float_model, data)}
+    train_all(missing, rows, lambda training: train(training, float_model, data, checkpoints), float_weights, args)
 
 
 def by_network(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -287,13 +272,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=None, help="the first learning rate (default: the optimizer's)")
     parser.add_argument("--clip", type=float, default=None, help="the largest norm of the gradient (default: any)")
     parser.add_argument("--forward", nargs="+", choices=("auto", "float", "integer"), default=["auto"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="few images")
-    parser.add_argument("--checkpoints", type=Path, default=Path("build/accuracy"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--page", type=Path, default=None, help="write the tables of --out into this page, and train nothing"
-    )
+    add_options(parser, Path("build/accuracy"), RESULTS)
     args = parser.parse_args()
     console = Console(width=160)
     if args.page is not None:
@@ -302,14 +281,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if DATA is None:
         parser.error(MISSING)
-    images = {
-        "train": QUICK_IMAGES if args.quick else IMAGES,
-        "test": QUICK_TEST_IMAGES if args.quick else TEST_IMAGES,
-    }
-    rows = known_rows(rows_before(args.out, {"images": images}), console)
+    rows = known_rows(rows_before(args.out, {"images": images_of(args)}), console)
     done = {row.training for row in rows}
     if missing := [training for training in wanted(args) if training not in done]:
-        train_missing(missing, rows, DATA, images, args)
+        train_missing(missing, rows, DATA, args)
     results = json.loads(args.out.read_text())
     for network, of_network in by_network(rows).items():
         show(console, *table(results, network, of_network))

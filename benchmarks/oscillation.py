@@ -23,22 +23,20 @@ from typing import Any
 
 import torch
 from real_data import DATA, MISSING
-from report import facts, markdown_lines, show
+from report import markdown_lines, show
 from rich.console import Console
-from stored import commands_of, rows_before, write_part, write_rows
+from stored import rows_before, write_part
 from torch import Tensor, nn
-from tqdm import tqdm
 from training.algorithms import FLOAT, bits_of, ends
 from training.cifar import CALIBRATION, Data, Run, Schedule, accuracy, load
 from training.mobilenet import float_mobilenet
+from training.sweep import add_options, checkpoints_of, images_of, train_all
 
 import qtoolkit as qt
 
 RESULTS = Path(__file__).parent / "results" / "oscillation.json"
 METHODS = (FLOAT, "plain", "dampening", "freezing")
 SEEDS, BITS, EPOCHS, RATE = (0, 1, 2), (4, 3), 5, 0.01
-IMAGES, QUICK_IMAGES = 50_000, 200
-TEST_IMAGES, QUICK_TEST_IMAGES = 10_000, 100
 BEGIN, END = "<!-- begin: benchmarks/oscillation.py -->", "<!-- end -->"
 
 
@@ -167,25 +165,12 @@ def train(training: Training, float_model: nn.Module, data: Data, checkpoints: P
     return Row(training, calibrated, trained, accuracy(model, data), oscillating, frozen, minutes)
 
 
-def train_missing(
-    missing: Sequence[Training], rows: list[Row], folder: Path, images: Mapping[str, int], args: argparse.Namespace
-) -> None:
+def train_missing(missing: Sequence[Training], rows: list[Row], folder: Path, args: argparse.Namespace) -> None:
     """Add the rows of the trainings to the others, and write the file of results after each."""
+    images, checkpoints = images_of(args), checkpoints_of(args)
     data = load(folder, images["train"], images["test"])
-    checkpoints = args.checkpoints / "quick" if args.quick else args.checkpoints
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    float_model = float_mobilenet(data, checkpoints)
-    results: dict[str, Any] = {
-        **facts("cpu"),
-        "commands": commands_of(args.out),
-        "threads": args.threads,
-        "images": images,
-        "batch": Schedule.batch,
-        "float_weights": accuracy(float_model, data),
-    }
-    for training in tqdm(missing, desc="trainings"):
-        rows.append(train(training, float_model, data, checkpoints))
-        write_rows(args.out, results, [asdict(row) for row in rows])
+    model = float_mobilenet(data, checkpoints)
+    train_all(missing, rows, lambda training: train(training, model, data, checkpoints), accuracy(model, data), args)
 
 
 def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
@@ -240,27 +225,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--rate", type=float, default=RATE, help="the first learning rate")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="few images")
-    parser.add_argument("--checkpoints", type=Path, default=Path("build/oscillation"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--page", type=Path, default=None, help="write the table of --out into this page, and train nothing"
-    )
+    add_options(parser, Path("build/oscillation"), RESULTS)
     args = parser.parse_args()
     if args.page is not None:
         return write_page(args.page, json.loads(args.out.read_text()))
     torch.set_num_threads(args.threads)
     if DATA is None:
         parser.error(MISSING)
-    images = {
-        "train": QUICK_IMAGES if args.quick else IMAGES,
-        "test": QUICK_TEST_IMAGES if args.quick else TEST_IMAGES,
-    }
-    rows = [Row.of(row) for row in rows_before(args.out, {"images": images})]
+    rows = [Row.of(row) for row in rows_before(args.out, {"images": images_of(args)})]
     done = {row.training for row in rows}
     if missing := [training for training in wanted(args) if training not in done]:
-        train_missing(missing, rows, DATA, images, args)
+        train_missing(missing, rows, DATA, args)
     show(Console(width=160), *table(json.loads(args.out.read_text())))
     return None
 

@@ -20,6 +20,16 @@ def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, s
     return f"unknown {what} {name!r}{hint} Known: {', '.join(names)}."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, without its full stop; the name of its type if it says nothing.
+
+    Example:
+        >>> first_line(RuntimeError("no such op.\\nCall stack: ..."))
+        'no such op'
+    """
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
 def nearest(name: object, known: Sequence[str]) -> str | None:
     """Return the known name that is most like another one, or None."""
     node = _as_node(str(name))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import some
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.sharding import is_sharded
+from qtoolkit.sharding import own_part
 
 
 def check_finite(model: nn.Module, what: str) -> None:
@@ -57,7 +57,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _fault(tensor: Tensor, finite: bool, variance: bool) -> str | None:
     """Return what is wrong with a tensor, of which each process looks at its own part."""
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    local = own_part(tensor)
     low, high = map(float, local.aminmax()) if local.numel() else (0.0, 0.0)  # in one read; NaN passes through
     if not math.isnan(low) and not (finite and (math.isinf(low) or math.isinf(high))) and not (variance and low < 0):
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, first_line
 
 # Types of defaults that Python branches on. Other defaults, such as a tensor or a tuple, stay inputs of the graph.
 FIXED_TYPES = (bool, int, float, str, type(None))
@@ -82,8 +82,8 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
         reason = _misfit(model, inputs)
         if reason is None or isinstance(error, MisfitError):
             raise
-        first = str(error).strip().partition("\n")[0].rstrip(".")
-        raise MisfitError(f"{what} not fit the model: {reason} ({type(error).__name__}: {first}).") from error
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise MisfitError(f"{what} not fit the model: {reason} ({said}).") from error
 
 
 def _misfit(model: nn.Module, inputs: Any) -> str | None:
@@ -216,10 +216,7 @@ def tensors_of(value: Any) -> list[Tensor]:
         >>> tensors_of({"a": torch.tensor(1), "b": (torch.tensor(2), None)})
         [tensor(1), tensor(2)]
     """
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:

@@ -12,6 +12,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and hasattr(tensor, "to_local")
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process has: all of it, if it is not sharded."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor. If it is sharded, every process must call this."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -161,6 +161,12 @@ class Run:
         self.step += 1
 
 
+def trained_float(model: nn.Module, data: Data, schedule: Schedule, seed: int, checkpoint: Path) -> nn.Module:
+    """Return a float model, trained, in eval mode; a checkpoint keeps it, and a training that was ended goes on there."""
+    Run(model, data, schedule, seed, checkpoint).train(f"float {type(model).__name__}")
+    return model.eval()
+
+
 def augmented(images: Tensor, border: Tensor, generator: torch.Generator) -> Tensor:
     """Return random crops of the padded images, half of them mirrored."""
     size, count = images.shape[-1], len(images)

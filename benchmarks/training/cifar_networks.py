@@ -9,7 +9,7 @@ from export_models import resnet20_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.cifar import Data, Run, Schedule
+from training.cifar import Data, Schedule, trained_float
 
 BN_EPS = 1e-3  # Keras' default
 EPOCHS, BATCH, RATE = 30, 128, 0.1  # of the float ResNet-8
@@ -75,12 +75,11 @@ def _stored_resnet20(folder: Path, data: Data, checkpoints: Path) -> nn.Module:
 
 
 def trained_resnet8(folder: Path, data: Data, checkpoints: Path) -> nn.Module:
-    """Return ResNet-8, trained from random weights; a checkpoint keeps it, and a training that was ended goes on there."""
+    """Return ResNet-8, trained from random weights, or from where an earlier training was ended."""
     torch.manual_seed(SEED)
     model = ResNet8()
     schedule = Schedule(len(data.train[1]), EPOCHS, BATCH, RATE)
-    Run(model, data, schedule, SEED, checkpoints / "resnet8_float_weights.pt").train("float ResNet-8")
-    return model.eval()
+    return trained_float(model, data, schedule, SEED, checkpoints / "resnet8_float_weights.pt")
 
 
 NETWORKS = {

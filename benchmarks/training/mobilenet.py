@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from training.cifar import Data, Run, Schedule
+from training.cifar import Data, Schedule, trained_float
 
 # Expansion, output channels, number of blocks, stride of the first block, as in table 2 of the paper.
 STAGES = ((1, 16, 1, 2), (3, 24, 2, 1), (3, 32, 3, 2), (3, 64, 3, 1), (3, 96, 1, 2))
@@ -57,9 +57,8 @@ class MobileNet(nn.Module):
 
 
 def float_mobilenet(data: Data, checkpoints: Path) -> nn.Module:
-    """Return it, trained from random weights; a checkpoint keeps it, and a training that was ended goes on there."""
+    """Return it, trained from random weights, or from where an earlier training was ended."""
     torch.manual_seed(SEED)
     model = MobileNet()
     schedule = Schedule(len(data.train[1]), EPOCHS, rate=RATE)
-    Run(model, data, schedule, SEED, checkpoints / "mobilenet_float_weights.pt").train("float MobileNet")
-    return model.eval()
+    return trained_float(model, data, schedule, SEED, checkpoints / "mobilenet_float_weights.pt")

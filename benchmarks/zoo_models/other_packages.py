@@ -6,9 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
-from zoo_models.recipe import Recipe
+from zoo_models.recipe import Recipe, images
 
 YOLOS = ("yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n")
 NETWORKS = {
@@ -31,7 +29,7 @@ def ultralytics_recipes() -> Iterable[Recipe]:
     if find_spec("ultralytics") is None:
         return []
     return [
-        Recipe(f"ultralytics/{n}", "ultralytics", partial(_yolo, n), partial(_images, 64), note=BOXES, training=False)
+        Recipe(f"ultralytics/{n}", "ultralytics", partial(_yolo, n), partial(images, 64), note=BOXES, training=False)
         for n in YOLOS
     ]
 
@@ -41,13 +39,9 @@ def spandrel_recipes() -> Iterable[Recipe]:
     if find_spec("spandrel") is None:
         return []
     return [
-        Recipe(f"spandrel/{name.lower()}", "spandrel", partial(_super_resolution, name), partial(_images, 16))
+        Recipe(f"spandrel/{name.lower()}", "spandrel", partial(_super_resolution, name), partial(images, 16))
         for name in NETWORKS
     ]
-
-
-def _images(side: int) -> tuple[Any, ...]:
-    return (torch.rand(2, 3, side, side),)
 
 
 def _yolo(name: str) -> Any:

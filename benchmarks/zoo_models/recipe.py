@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 
@@ -34,3 +35,8 @@ class Recipe:
     exporter: Literal["dynamo", "torchscript"] = "dynamo"
     clip: float | None = None
     training: bool = True
+
+
+def images(side: int) -> tuple[Any, ...]:
+    """Return two square images as the arguments of a forward."""
+    return (torch.rand(2, 3, side, side),)

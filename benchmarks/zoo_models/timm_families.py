@@ -5,9 +5,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
-from zoo_models.recipe import Recipe
+from zoo_models.recipe import Recipe, images
 
 # Models of each family, by the side of its input images; 64 where the model supports it.
 FAMILIES: Mapping[int, str] = {
@@ -59,16 +57,12 @@ def _recipe(name: str, side: int) -> Recipe:
         f"timm/{name}",
         "timm",
         partial(_build, name),
-        partial(_images, side),
+        partial(images, side),
         SKIPS.get(name, ()),
         note=OLDER_EXPORTER.get(name, CLIPPED.get(name, "")),
         exporter="torchscript" if name in OLDER_EXPORTER else "dynamo",
         clip=1.0 if name in CLIPPED else None,
     )
-
-
-def _images(side: int) -> tuple[Any, ...]:
-    return (torch.rand(2, 3, side, side),)
 
 
 def _build(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zoo_models.recipe import Recipe
+from zoo_models.recipe import Recipe, images
 
 WORDS = 99
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -37,11 +37,6 @@ def waves() -> tuple[Any, ...]:
     return (torch.rand(2, 800),)
 
 
-def images(side: int) -> tuple[Any, ...]:
-    """Return two square images."""
-    return (torch.rand(2, 3, side, side),)
-
-
 class Small(NamedTuple):
     """A small model.
 
@@ -51,8 +46,7 @@ class Small(NamedTuple):
         inputs: Creates the arguments of its forward.
         options: Of the config.
         parts: Configs of its parts, each a name and options, by the option that takes it.
-        note: A remark for the table.
-        training: Whether it is prepared in training mode.
+        training: Whether it is prepared in training mode; if not, the table says why.
     """
 
     model: str
@@ -60,7 +54,6 @@ class Small(NamedTuple):
     inputs: Callable[[], tuple[Any, ...]]
     options: Mapping[str, Any]
     parts: Mapping[str, tuple[str, Mapping[str, Any]]] = {}
-    note: str = ""
     training: bool = True
 
 
@@ -135,7 +128,6 @@ MODELS: Mapping[str, Small] = {
             "layerdrop": 0.0,
             **SIZES,
         },
-        note=OTHER_OPS,
         training=False,
     ),
     "vit": Small("ViTForImageClassification", "ViT", partial(images, 32), {"image_size": 32, "patch_size": 8, **SIZES}),
@@ -176,7 +168,6 @@ MODELS: Mapping[str, Small] = {
         partial(images, 64),
         {"encoder_in_channels": [16, 32, 64], **DETECTOR},
         {"backbone_config": ("RTDetrResNet", RESNET)},
-        OTHER_OPS,
         training=False,
     ),
     "rt_detr_v2": Small(
@@ -185,7 +176,6 @@ MODELS: Mapping[str, Small] = {
         partial(images, 64),
         {"encoder_in_channels": [16, 32, 64], **DETECTOR},
         {"backbone_config": ("RTDetrResNet", RESNET)},
-        OTHER_OPS,
         training=False,
     ),
     "d_fine": Small(
@@ -194,7 +184,6 @@ MODELS: Mapping[str, Small] = {
         partial(images, 64),
         {"encoder_in_channels": [16, 16, 16], **DETECTOR},
         {"backbone_config": ("HGNetV2", HGNET)},
-        OTHER_OPS,
         training=False,
     ),
 }
@@ -213,7 +202,7 @@ def _recipe(name: str, small: Small) -> Recipe:
         "transformers",
         partial(_build, small),
         small.inputs,
-        note=small.note,
+        note="" if small.training else OTHER_OPS,
         training=small.training,
     )
 

@@ -13,7 +13,7 @@ from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.observers import RangeObserver
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
-from qtoolkit.sharding import is_sharded
+from qtoolkit.sharding import own_part
 
 WIDEST = 16  # bits of the grids whose codes are counted
 
@@ -166,7 +166,7 @@ def _norm(x: Tensor) -> Tensor:
 
 def values_of(tensor: Any) -> Tensor:
     """Return the values of a gradient or a parameter: of a sparse one those that it holds, of a sharded one this process's."""
-    local = tensor.to_local() if is_sharded(tensor) else tensor
+    local = own_part(tensor)
     values: Tensor = local.coalesce().values() if local.is_sparse else local
     return values
 

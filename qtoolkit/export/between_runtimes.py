@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit.config import QuantSpec
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, first_line
 from qtoolkit.export.codes import CodeCount, largest_difference
 from qtoolkit.export.deployed import RuntimeCodes
 from qtoolkit.export.quantizer_nodes import QuantizerNode, pairs
@@ -114,8 +114,7 @@ def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: An
     try:
         return RUNTIMES[name](path, tensors, nodes, grids, optimized)
     except Exception as error:  # runtimes' errors have no base class of their own
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise RuntimeError(f"{name} cannot run {str(path)!r} on these inputs: {reason}.") from error
+        raise RuntimeError(f"{name} cannot run {str(path)!r} on these inputs: {first_line(error)}.") from error
 
 
 def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode]) -> RuntimeCodes:

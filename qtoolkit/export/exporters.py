@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.errors import first_line
 from qtoolkit.export.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -84,16 +85,12 @@ def _describe_failure(model: nn.Module, error: Exception) -> str:
         reason: BaseException = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
-        return f"export_onnx: exporter='dynamo' cannot export the model ({_first_line(reason)}); use exporter='torchscript'."
+        return f"export_onnx: exporter='dynamo' cannot export the model ({first_line(reason)}); use exporter='torchscript'."
     return (
-        f"export_onnx: torch.export cannot export {type(model).__name__} ({_first_line(error.__cause__ or error)}). If its "
+        f"export_onnx: torch.export cannot export {type(model).__name__} ({first_line(error.__cause__ or error)}). If its "
         f"forward branches on values, use exporter='torchscript': it exports the branches that the example inputs take; export "
         f"one file for each."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _describe_constants(error: object) -> str:

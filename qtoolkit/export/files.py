@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from qtoolkit.errors import first_line
 from qtoolkit.files import write_atomically
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def check_file(path: Path, opset: int) -> None:
     except (ValidationError, InferenceError) as error:
         remedy = "; pass opset=22" if "bfloat16" in str(error) else ""
         raise RuntimeError(
-            f"export_onnx: the model is not valid ONNX in opset {opset}: {_first_line(error)}{remedy}."
+            f"export_onnx: the model is not valid ONNX in opset {opset}: {first_line(error)}{remedy}."
         ) from error
 
 
@@ -119,7 +120,7 @@ class OpenedFile:
             found = session.run(outputs, feeds)
         except Exception as error:  # onnxruntime's errors have no base class of their own
             raise RuntimeError(
-                f"verify_onnx: onnxruntime cannot run the file on these inputs: {_first_line(error)}. If they are like those "
+                f"verify_onnx: onnxruntime cannot run the file on these inputs: {first_line(error)}. If they are like those "
                 f"of the export, torch's exporter has written an op wrongly: try another exporter, or quantize the model by "
                 f"qtoolkit.quant_modules.replace, which writes recurrent layers step by step."
             ) from error
@@ -203,7 +204,7 @@ class OpenedFile:
             return onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's errors have no base class of their own
             raise RuntimeError(
-                f"verify_onnx: onnxruntime cannot run the file on the CPU: {_first_line(error)}. If the target can, pass "
+                f"verify_onnx: onnxruntime cannot run the file on the CPU: {first_line(error)}. If the target can, pass "
                 f"verify=False to write it without verification; models in float32 run everywhere."
             ) from error
 
@@ -262,7 +263,3 @@ def _places(codes: Any) -> Any:
         return codes
     sign, places = 1 << bits - 1, codes.view(np.uint8).astype(np.int16)
     return np.where(places & sign, -(places & sign - 1), places & sign - 1)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")

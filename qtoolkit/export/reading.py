@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.errors import first_line
+
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
@@ -35,7 +37,7 @@ def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
         raise UnreadableFileError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # protobuf's errors have no base class of their own
         raise UnreadableFileError(
-            f"{str(path)!r} is not an ONNX file, or is truncated: {_first_line(error)}. Write it again, or copy it again."
+            f"{str(path)!r} is not an ONNX file, or is truncated: {first_line(error)}. Write it again, or copy it again."
         ) from error
     if not model.ir_version or not model.graph.node:
         raise UnreadableFileError(
@@ -62,7 +64,7 @@ def open_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
         if model.functions:
             InlinePass()(model)
     except Exception as error:  # any, for a file that contradicts itself
-        raise UnreadableFileError(f"{str(path)!r} is no valid ONNX model: {_first_line(error)}.") from error
+        raise UnreadableFileError(f"{str(path)!r} is no valid ONNX model: {first_line(error)}.") from error
     return model
 
 
@@ -119,7 +121,7 @@ def _check(model: "onnx.ModelProto", file: Path) -> None:
     try:
         onnx.checker.check_model(_with_types(model) or str(file))
     except Exception as error:  # the checker raises errors of several types
-        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: {_first_line(error)}.") from error
+        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: {first_line(error)}.") from error
 
 
 def _with_types(model: "onnx.ModelProto") -> "onnx.ModelProto | None":
@@ -159,7 +161,7 @@ def array_of(tensor: "onnx.TensorProto", file: Path) -> Any:
     try:
         return numpy_helper.to_array(tensor, str(file.resolve().parent))
     except Exception as error:  # of several types
-        reason = f"its type {tensor.data_type} is not known" if isinstance(error, KeyError) else _first_line(error)
+        reason = f"its type {tensor.data_type} is not known" if isinstance(error, KeyError) else first_line(error)
         raise UnreadableFileError(
             f"{str(file)!r} is no valid ONNX model: the constant {tensor.name!r} cannot be read: {reason}."
         ) from error
@@ -170,7 +172,3 @@ def _is_unknown(node: "onnx.NodeProto", version: int) -> bool:
     from onnx import defs
 
     return node.domain in ("", "ai.onnx") and not (version > 0 and defs.has(node.op_type, version, ""))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

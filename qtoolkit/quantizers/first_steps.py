@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from qtoolkit.quantizers.spec_ops import per_element
-from qtoolkit.sharding import is_sharded
+from qtoolkit.sharding import own_part
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -86,7 +86,7 @@ def _say_what_is_wrong(quantizers: Sequence["TensorQuantizer"]) -> None:
 def warn_of_growth(quantizers: Sequence["TensorQuantizer"]) -> None:
     """Warn once of each learned scale that has left [1/8, 8] times its start. Waits for the device."""
     grown = [(quantizer, quantizer.kind.growth(quantizer)) for quantizer in quantizers if not quantizer.warned]
-    own = [(quantizer, _of_this_process(growth)) for quantizer, growth in grown if growth is not None]
+    own = [(quantizer, own_part(growth).flatten()) for quantizer, growth in grown if growth is not None]
     known = [(quantizer, growth) for quantizer, growth in own if growth.numel()]
     farthest = (growth[growth.log2().abs().argmax()].reshape(1) for _, growth in known)
     for (quantizer, _), (times,) in zip(known, _values(farthest), strict=True):
@@ -96,12 +96,6 @@ def warn_of_growth(quantizers: Sequence["TensorQuantizer"]) -> None:
 
 
 RANGES = "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode"
-
-
-def _of_this_process(growth: Any) -> Tensor:
-    """Return the elements of a tensor that this process has, in one dimension."""
-    local: Tensor = growth.to_local() if is_sharded(growth) else growth
-    return local.flatten()
 
 
 def _values(of: Iterable[Tensor | None]) -> list[list[float]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from qtoolkit.errors import first_line
 from qtoolkit.export.runtimes.execution import Layer
 from qtoolkit.model_inputs import tensors_of, with_tensors
 
@@ -55,9 +56,8 @@ def lower(program: ExportedProgram) -> Lowered:
         portable = [Op(op.node, op.kind, False) for op in _ops(whole.graph.nodes)]
         file = bytes(edge.to_executorch().buffer)
     except Exception as error:  # its errors have no base class of their own
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise RuntimeError(
-            f"export_executorch: ExecuTorch cannot lower the program: {type(error).__name__}: {reason}."
+            f"export_executorch: ExecuTorch cannot lower the program: {type(error).__name__}: {first_line(error)}."
         ) from error
     computing = (op for op in delegated if op.computes and op.kind not in MOVES)
     layers = [Layer(op.name, f"XNNPACK {op.kind}", op.integer) for op in computing]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from qtoolkit.errors import first_line
 from qtoolkit.export.codes import largest_difference
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
@@ -126,9 +127,9 @@ def _session(
             str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
         )
     except Exception as error:  # onnxruntime's errors have no base class of their own
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise RuntimeError(
-            f"verify: onnxruntime cannot load {str(path)!r}{' at its default optimization level' * optimized}: {reason}."
+            f"verify: onnxruntime cannot load {str(path)!r}{' at its default optimization level' * optimized}: "
+            f"{first_line(error)}."
         ) from error
 
 

@@ -7,6 +7,7 @@ then computes them too, and returns its own values; `qtoolkit.convert` removes t
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors
+from qtoolkit.graph.block_calls import ROOT, BlockCall, ancestors, leaves, map_leaves
 from qtoolkit.graph.capture.in_place import changed_by
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.op_kinds.facts import facts_of, set_facts
@@ -42,7 +43,8 @@ class OfMode(NamedTuple):
     calls: Sequence[BlockCall]
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Choice:
     """Two arguments, of the mode of the graph and of the other mode."""
 
     own: Any
@@ -113,7 +115,7 @@ class _Merge:
         for node, counterpart in [(mine, theirs) for theirs, mine in self.others.items()]:
             args = _both(node.args, fx.node.map_arg(counterpart.args, self._mapped))
             kwargs = _both(node.kwargs, fx.node.map_arg(counterpart.kwargs, self._mapped))
-            found = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Choice)]
+            found = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Choice)]
             if not all(choice.of_numbers or choice.drops or node.op == "output" for choice in found):
                 raise UnlikeError
             if found:
@@ -178,28 +180,19 @@ def _both(own: Any, other: Any) -> Any:
     return Choice(own, other)
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, tuple | list | dict) and not isinstance(tree, Choice):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(item)
-    else:
-        yield tree
-
-
 def _put_choices(
     node: fx.Node, owner: nn.Module, args: Any, kwargs: Any, mode_of: Callable[[nn.Module], fx.Node]
 ) -> None:
-    def written(tree: Any) -> Any:
-        if isinstance(tree, Choice) and tree.drops:
-            tree.own.update_kwarg("training", mode_of(owner))
-            return tree.own
-        if isinstance(tree, Choice):
-            return _choice(node, mode_of(owner), *(tree if owner.training else reversed(tree)))
-        if isinstance(tree, dict):
-            return {key: written(value) for key, value in tree.items()}
-        return type(tree)(map(written, tree)) if isinstance(tree, tuple | list) else tree
+    def written(value: Any) -> Any:
+        if not isinstance(value, Choice):
+            return value
+        if value.drops:
+            value.own.update_kwarg("training", mode_of(owner))
+            return value.own
+        in_modes = (value.own, value.other) if owner.training else (value.other, value.own)
+        return _choice(node, mode_of(owner), *in_modes)
 
-    node.args, node.kwargs = written(args), written(kwargs)
+    node.args, node.kwargs = map_leaves(args, written), map_leaves(kwargs, written)
 
 
 def _choice(node: fx.Node, mode: fx.Node, in_training: Any, in_eval: Any) -> fx.Node:

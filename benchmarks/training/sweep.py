@@ -1,0 +1,63 @@
+"""What benchmarks that train many models on CIFAR-10 share: their options, and the loop over what is not trained yet."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from report import facts
+from stored import commands_of, write_rows
+from tqdm import tqdm
+
+from training.cifar import Schedule
+
+IMAGES, QUICK_IMAGES = {"train": 50_000, "test": 10_000}, {"train": 200, "test": 100}
+
+
+def add_options(parser: argparse.ArgumentParser, checkpoints: Path, out: Path) -> None:
+    """Add the options of all these benchmarks; checkpoints and out are the defaults of two of them."""
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="few images")
+    parser.add_argument("--checkpoints", type=Path, default=checkpoints)
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument(
+        "--page", type=Path, default=None, help="write the tables of --out into this page, and train nothing"
+    )
+
+
+def images_of(args: argparse.Namespace) -> Mapping[str, int]:
+    """Return the numbers of images, of both splits."""
+    return QUICK_IMAGES if args.quick else IMAGES
+
+
+def checkpoints_of(args: argparse.Namespace) -> Path:
+    """Return the folder of checkpoints, which is made; those of few images are apart."""
+    folder: Path = args.checkpoints / "quick" if args.quick else args.checkpoints
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def train_all(
+    missing: Sequence[Any], rows: list[Any], train: Callable[[Any], Any], float_weights: Any, args: argparse.Namespace
+) -> None:
+    """Add the rows of trainings to the others, and write the file of results after each.
+
+    Args:
+        missing: The trainings, which `train` takes.
+        rows: The rows so far, dataclasses as `train` returns them.
+        train: Trains, and returns the row.
+        float_weights: The accuracies that trainings start from, as the file keeps them.
+        args: The options.
+    """
+    results = {
+        **facts("cpu"),
+        "commands": commands_of(args.out),
+        "threads": args.threads,
+        "images": images_of(args),
+        "batch": Schedule.batch,
+        "float_weights": float_weights,
+    }
+    for training in tqdm(missing, desc="trainings"):
+        rows.append(train(training))
+        write_rows(args.out, results, [asdict(row) for row in rows])
