@@ -20,7 +20,8 @@ from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import check_known
-from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES, OpKind
+from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
 
 Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
 # The roles of ops whose inputs are quantized.
@@ -131,7 +132,7 @@ class Backend:
 
 
 def _roles(
-    compute: tuple[str, ...], merge: tuple[str, ...] = (), concat: tuple[str, ...] = ("cat", "stack")
+    compute: tuple[str, ...], merge: tuple[str, ...] = (), concat: tuple[str, ...] = CONCATS
 ) -> Mapping[str, Role]:
     """Return roles: ops that move values are transparent, activations join the op before them, and others are as given."""
     roles: dict[str, Role] = dict.fromkeys(MOVES, "transparent")
@@ -142,7 +143,14 @@ def _roles(
     return roles
 
 
-_LAYERS = ("conv", "conv_transpose", "linear")
+_LAYERS = tuple(kind.name for kind in KINDS.values() if kind.layer)
+# The ONNX ops that move values, but those that runtimes remove.
+_MOVING_OPS = tuple(
+    name
+    for kind in KINDS.values()
+    if (kind.moves or kind.concatenates) and not kind.returns_input
+    for name in kind.onnx
+)
 _PRODUCTS = (*_LAYERS, "matmul", "attention")
 _ALL_PRODUCTS = (*_PRODUCTS, "dot_product_attention")
 # On targets that compute in integers throughout.
@@ -172,6 +180,7 @@ TENSORRT = Backend(
     integer_weights=False,
     weight_bits=(8,),
     integers_in_and_out=True,
+    joined_activations=tuple(kind for kind in ACTIVATIONS if kind != "hardswish"),
     advice=("few channels", "deconvolution"),
     runtime="tensorrt",
 )
@@ -208,10 +217,7 @@ ONNXRUNTIME = Backend(
     needs_quantized_output=("conv", "conv_transpose", "add", "mul", "avg_pool", "sigmoid", "leaky_relu"),
     splits_silu=True,
     joined_activations=("relu", "relu6", "clamp"),
-    repeated_pairs=(
-        *("Concat", "DepthToSpace", "Expand", "Flatten", "MaxPool", "Pad", "ReduceMax", "Reshape", "Resize", "Slice"),
-        *("Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
-    ),
+    repeated_pairs=_MOVING_OPS,
     sub_pixel=True,
     integer_bias=True,
     runtime="onnxruntime",

@@ -15,8 +15,8 @@ from qtoolkit.graph.placement.first_last import with_least_bits
 from qtoolkit.graph.placement.returned import left_as_returned
 from qtoolkit.graph.plan import BY_CONFIG, Cause, Verdict
 from qtoolkit.nn.registry import QatModules
+from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.nodes import kind_of_type, name_of, object_type_of
-from qtoolkit.op_kinds.table import OpKind
 from qtoolkit.shared_modules import modules_by_name, names_by_module
 
 
@@ -157,7 +157,7 @@ class LayerRules:
         one that the target does not take gives a warning.
         """
         spec = None if rule.qconfig is None else rule.qconfig.weight
-        if spec is None or kind.name != "conv_transpose":
+        if spec is None or not kind.transposed:
             return spec
         if rule.is_explicit:
             self._check_axis(spec)
@@ -180,7 +180,7 @@ class LayerRules:
 
     def _computes(self, kind: OpKind) -> bool:
         # Recurrent layers have no op in a backend's table: their matrix products do.
-        return self.backend.quantizes(kind) or kind.name == "recurrent"
+        return self.backend.quantizes(kind) or kind.keeps_state
 
     # ---- matching
 

@@ -108,9 +108,9 @@ def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tupl
         how.concrete_args,
         example_inputs=values if how.measured else None,
     )
-    products = {node.name for node in quantized.graph.nodes if kind_of(node).name == "mul"}
+    products = {node.name for node in quantized.graph.nodes if kind_of(node).elementwise_product}
     for node in list(traced.graph.nodes):
-        if kind_of(node).name == "silu" and node.name in products:
+        if kind_of(node).has_sigmoid_gate and node.name in products:
             split_silu.split(node)
     traced.recompile()
     return traced

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.export.quantized_decomposed import decomposed_ops
+from qtoolkit.op_kinds.table import OF_ATEN
 from qtoolkit.quantizers.frozen import code_dtype
 
 FAKE_QUANT = torch.ops.qtoolkit.fake_quant.default
@@ -21,28 +22,6 @@ MEAN = torch.ops.aten.mean.dim
 QUANTIZE = torch.ops.qtoolkit.quantize.default
 LARGEST_CODE = 2**16  # above: a bias, on the grid of sums
 PLACES = ("nn_module_stack", "stack_trace")  # what is kept of a node's metadata
-# Ops of aten whose output holds values of the input.
-MOVES = {
-    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "repeat", "tile", "broadcast_to"),
-    *("permute", "transpose", "t", "swapaxes", "movedim", "numpy_T", "roll", "flip", "slice", "select", "narrow"),
-    *("cat", "concat", "stack", "hstack", "vstack", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"),
-    *(
-        f"{pool}{d}d{end}"
-        for pool in ("max_pool", "adaptive_max_pool")
-        for d in (1, 2, 3)
-        for end in ("", "_with_indices")
-    ),
-    *(
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "channel_shuffle",
-    ),
-    *("pad", "constant_pad_nd", "clone", "contiguous", "alias", "dropout", "getitem"),
-    *(f"{pad}_pad{d}d" for pad in ("reflection", "replication") for d in (1, 2, 3)),
-}
 
 
 @dataclass(frozen=True)
@@ -204,7 +183,11 @@ class _Decomposition:
     def _moved(self, node: fx.Node) -> Pair | None:
         """Return the pair of the inputs of an op that moves values; None of another op, or where the inputs differ."""
         name = getattr(node.target, "overloadpacket", node.target).__name__  # type: ignore[union-attr]
-        if name not in MOVES or ("pad" in name and any(node.args[2:3])) or (name == "pad" and any(node.args[3:])):
+        if not any(kind.moves or kind.concatenates for kind in OF_ATEN.get(name, ())):
+            return None
+        if ("pad" in name and any(node.args[2:3])) or (
+            name == "pad" and any(node.args[3:])
+        ):  # with other values than 0
             return None
         tensors = (source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), torch.SymInt))
         pairs = [self.pairs.get(source) for source in tensors]

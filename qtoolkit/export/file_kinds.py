@@ -6,56 +6,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.export.passes.saturation import constant_input
-from qtoolkit.op_kinds.table import KINDS, OTHER, OpKind
+from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 
 if TYPE_CHECKING:
     import onnx_ir
 
-# Kinds by the name of the op. Ops whose attributes or inputs decide are in `DECIDED`.
-OF_OP: Mapping[str, str] = {
-    "Conv": "conv",
-    "ConvTranspose": "conv_transpose",
-    "Gemm": "linear",
-    "Concat": "cat",
-    "MaxPool": "max_pool",
-    "GlobalMaxPool": "max_pool",
-    "AveragePool": "avg_pool",
-    "GlobalAveragePool": "avg_pool",
-    **dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile"), "reshape"),
-    "Flatten": "flatten",
-    "Transpose": "transpose",
-    "Split": "split",
-    "Slice": "slice",
-    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), "pixel_shuffle"),
-    **dict.fromkeys(("Identity", "Dropout", "Cast"), "identity"),
-    "BatchNormalization": "batch_norm",
-    "LayerNormalization": "layer_norm",
-    "RMSNormalization": "rms_norm",
-    "GroupNormalization": "group_norm",
-    "InstanceNormalization": "instance_norm",
-    "Relu": "relu",
-    "LeakyRelu": "leaky_relu",
-    "PRelu": "prelu",
-    "Mish": "mish",
-    "Gelu": "gelu",
-    "Swish": "silu",
-    **dict.fromkeys(("Elu", "Celu", "Selu"), "elu"),
-    "HardSwish": "hardswish",
-    "HardSigmoid": "hardsigmoid",
-    "Sigmoid": "sigmoid",
-    "Tanh": "tanh",
-    "Softplus": "softplus",
-    "Softmax": "softmax",
-    "LogSoftmax": "log_softmax",
-    "Attention": "dot_product_attention",
-    **dict.fromkeys(("LSTM", "GRU"), "recurrent"),
-}
+CAST = "Cast"  # of kind "identity", but it may round
 # Of x + y, x * y, ...: the kind for two tensors, and for a tensor and a constant.
-BINARY: Mapping[str, tuple[str, str]] = {
-    "Add": ("add", "shift"),
-    "Sub": ("sub", "shift"),
-    "Mul": ("mul", "scale"),
-    "Div": ("div", "scale"),
+BINARY: Mapping[str, tuple[OpKind, OpKind]] = {
+    op: (kinds[0], kinds[1]) for op, kinds in OF_ONNX.items() if len(kinds) == 2 and kinds[1].with_constant
 }
 RESIZED = {"nearest": "upsample_nearest", "linear": "upsample_linear", "cubic": "upsample_cubic"}
 
@@ -112,6 +72,12 @@ def kind_by_op(node: "onnx_ir.Node") -> OpKind:
     """Return the kind of a node by its op, its attributes and its constants; OTHER where its other inputs decide."""
     if node.domain not in ("", "ai.onnx"):
         return OTHER
-    decide = DECIDED.get(node.op_type)
-    name = OF_OP.get(node.op_type) if decide is None else decide(node)
-    return KINDS.get(name or "", OTHER)
+    if (decide := DECIDED.get(node.op_type)) is not None:
+        return KINDS.get(decide(node), OTHER)
+    kinds = OF_ONNX.get(node.op_type, ())
+    return kinds[0] if len(kinds) == 1 else OTHER
+
+
+def ops_where(holds: Callable[[OpKind], bool]) -> frozenset[str]:
+    """Return the ONNX ops for all of whose kinds something holds; never a Cast, which may round."""
+    return frozenset(op for op, kinds in OF_ONNX.items() if op != CAST and all(map(holds, kinds)))

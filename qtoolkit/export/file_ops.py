@@ -10,7 +10,8 @@ from qtoolkit.export.file_kinds import BINARY, bounds_of, kind_by_op
 from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
-from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER, OpKind
+from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -75,7 +76,7 @@ class _Reader:
             return
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             quantize = node.op_type == "QuantizeLinear"
-            codes = _codes(node) if quantize or (first is not None and first.kind.name == "placeholder") else None
+            codes = _codes(node) if quantize or (first is not None and first.is_input) else None
             if codes is not None:
                 op = Op(
                     _name(node), OTHER, [first] if first else [], grid=codes.grid, node=self._facts(node, codes=codes)
@@ -124,7 +125,7 @@ class _Reader:
         if node.domain not in ("", "ai.onnx"):
             return OTHER
         if node.op_type in BINARY:
-            return KINDS[BINARY[node.op_type][sum(value in self.made for value in node.inputs) < 2]]
+            return BINARY[node.op_type][sum(value in self.made for value in node.inputs) < 2]
         if node.op_type == "MatMul":
             return KINDS["linear" if weighted else "matmul"]
         if node.op_type == "Gather":

@@ -25,6 +25,7 @@ from qtoolkit.export.codes import (
     sum_of,
 )
 from qtoolkit.export.deployed import DeployedVerification, ModelCodes, RuntimeCodes, compare_execution
+from qtoolkit.export.file_kinds import ops_where
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.reading import open_model
@@ -42,12 +43,7 @@ if TYPE_CHECKING:
 # Largest share of an output's largest value by which it may differ where all codes are the same: bfloat16 has 8 bits.
 OUTPUT_ERROR = 0.02
 # Ops behind which a small difference of the inputs stays small, so that outputs can be compared.
-SMOOTH = (
-    *("Add", "AveragePool", "BatchNormalization", "Clip", "Concat", "Conv", "ConvTranspose", "DepthToSpace"),
-    *("DequantizeLinear", "Dropout", "Flatten", "Gemm", "GlobalAveragePool", "Identity", "LeakyRelu"),
-    *("MatMul", "MaxPool", "PRelu", "ReduceMean", "Relu", "Reshape", "Sigmoid", "Slice", "Softmax"),
-    *("Split", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze"),
-)
+SMOOTH = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
 
 
 @dataclass(frozen=True)

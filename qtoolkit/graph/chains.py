@@ -5,9 +5,8 @@ A chain begins with the layer before its batch norm. The graph stays as it is; o
 """
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,10 +15,6 @@ from torch.nn import functional as F
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
 from qtoolkit.nn.epilogue import (
-    ACTIVATIONS,
-    RELU,
-    RELU6,
-    Bounds,
     why_activation_apart,
     why_batch_norm_apart,
     why_layer_apart,
@@ -27,19 +22,13 @@ from qtoolkit.nn.epilogue import (
 )
 from qtoolkit.nn.hooks import all_watched
 from qtoolkit.nn.prelu import why_prelu_apart
-from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, module_of, name_of
+from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.nodes import bounds_of, form_of, is_quantizer, is_weight_quantizer, module_of, name_of
 from qtoolkit.op_kinds.rules import is_number
 
 ADDS = (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__", "__radd__")
 SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  # arguments of a max pool
 IN_PLACE = (operator.iadd, "add_", "__iadd__")
-# Functions of activations, with the arguments and defaults from which their bounds are made.
-FUNCTIONS: Mapping[Any, tuple[dict[str, float], Callable[..., Bounds]]] = {
-    **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), ({}, lambda: RELU)),
-    F.relu6: ({}, lambda: RELU6),
-    **dict.fromkeys((F.hardtanh, F.hardtanh_), ({"min_val": -1.0, "max_val": 1.0}, Bounds)),
-    **dict.fromkeys((F.leaky_relu, F.leaky_relu_), ({"negative_slope": 0.01}, lambda slope: Bounds(0.0, slope=slope))),
-}
 
 
 @dataclass
@@ -221,9 +210,12 @@ class _Finder:
         return True
 
     def _activates(self, chain: Chain, node: fx.Node) -> bool:
-        is_module = node.op == "call_module" and type(module_of(node)) in ACTIVATIONS
-        bounds = None if node.op == "call_module" else _bounds_of(node)
-        if is_module or bounds is not None:
+        form, bounds = form_of(node), bounds_of(node)
+        if form is None or bounds is None or form.passes_at_bounds:
+            return False
+        if node.op == "call_module":  # the module's own bounds, as they are at each call
+            chain.activation = node
+        elif bounds.known and len(node.all_input_nodes) == 1:
             chain.activation, chain.bounds = node, bounds
         return chain.activation is not None
 
@@ -267,18 +259,3 @@ def is_max_pool_call(node: fx.Node) -> bool:
 
 def _is_activation_quantizer(node: fx.Node) -> bool:
     return is_quantizer(node) and not is_weight_quantizer(node)
-
-
-def _bounds_of(node: fx.Node) -> Bounds | None:
-    """Return what the function or method of an activation computes; None for other nodes."""
-    if (
-        node.op not in ("call_function", "call_method")
-        or node.target not in FUNCTIONS
-        or len(node.all_input_nodes) != 1
-    ):
-        return None
-    defaults, bounds = FUNCTIONS[node.target]
-    rest = node.args if "input" in node.kwargs else node.args[1:]
-    given = {**dict(zip((*defaults, "inplace"), rest, strict=False)), **node.kwargs}
-    numbers = [given.get(name, default) for name, default in defaults.items()]
-    return bounds(*numbers) if all(isinstance(number, int | float) for number in numbers) else None

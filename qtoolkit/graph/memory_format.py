@@ -19,8 +19,7 @@ from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 FLOAT_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)
-CONVOLUTIONS = ("conv", "conv_transpose")  # kinds of functions
-STRIDE = 3  # its position among their arguments
+STRIDE = 3  # its position among the arguments of a function that is a convolution
 ONES = (1, (1,), [1], (1, 1), [1, 1])
 VIEWS = ("view", "view_as", "as_strided")  # methods that fail where a tensor has other strides than the model expects
 
@@ -87,7 +86,7 @@ def _has_unsafe_gradient(gm: fx.GraphModule) -> bool:
     layers = (m for m in gm.modules() if isinstance(m, FLOAT_LAYERS) and not isinstance(m, QuantWeighted))
     if any(is_strided_pointwise(layer) for layer in layers):
         return True
-    functions = (n for n in gm.graph.nodes if n.op == "call_function" and kind_of(n).name in CONVOLUTIONS)
+    functions = (n for n in gm.graph.nodes if n.op == "call_function" and kind_of(n).convolves)
     return any(argument(node, STRIDE, "stride", 1) not in ONES for node in functions)
 
 

@@ -87,7 +87,7 @@ def geometry_of(node: fx.Node) -> dict[str, Any] | None:
 def float_layer(cls: type[QuantWeighted], weight: Tensor, geometry: Mapping[str, Any]) -> nn.Module:
     """Return the layer of torch of a function's weight and geometry, on the meta device."""
     rows, columns, groups = weight.size(0), weight.size(1), int(geometry.get("groups", 1))
-    if cls.KIND == "linear":
+    if not cls.OP_KIND.convolves:
         return cls.FLOAT(columns, rows, device="meta")
-    sizes = (rows, columns * groups) if cls.KIND == "conv_transpose" else (columns * groups, rows)
+    sizes = (rows, columns * groups) if cls.OP_KIND.transposed else (columns * groups, rows)
     return cls.FLOAT(*sizes, tuple(weight.shape[2:]), device="meta", **geometry)

@@ -202,7 +202,7 @@ class LayerKernel(Kernel):
                 return int8((codes + 128).to(torch.uint8), 128)
             return self.layer.compute(codes, weight, None, *args, **kwargs)
 
-        transforms = may_transform(x, self.layer.KIND)
+        transforms = may_transform(x, self.layer.OP_KIND)
         return exact_sums(product, source.centred(x), self.codes, self.bounds, transforms)
 
     def _int8_sums(self, x: Tensor) -> Int8Sums | None:

@@ -27,10 +27,10 @@ def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
     zero_padding = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(
         getattr(layer, "padding", 0), str
     )
-    if layer.KIND not in ("conv", "linear") or not zero_padding or not _fits(weight) or not is_exact():
+    if layer.OP_KIND.transposed or not layer.OP_KIND.layer or not zero_padding or not _fits(weight) or not is_exact():
         return None
     geometry: tuple[Any, ...] = ([], [], [], 1)
-    if layer.KIND == "conv":
+    if layer.OP_KIND.convolves:
         geometry = (list(layer.stride), list(layer.padding), list(layer.dilation), int(layer.groups))
     packed = torch.classes.qtoolkit.Int8Layer(weight.to(torch.int8).contiguous(), *geometry, shape)
 

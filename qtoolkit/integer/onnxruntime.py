@@ -21,6 +21,7 @@ from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.nodes import module_of
 from qtoolkit.op_kinds.rules import argument
+from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.sub_pixel import sub_pixels_of_image
@@ -182,11 +183,7 @@ class QLinearAveragePool(OpKernel):
 
 # ---- which op has which kernel
 
-# The file repeats the pair behind these (Backend.repeated_pairs).
-CARRIES = (
-    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
-    *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
-)
+CARRIES = (*MOVES, *CONCATS)  # the file repeats the pair behind these (Backend.repeated_pairs)
 # ONNX ops past which onnxruntime itself moves a DequantizeLinear forward, and back the QuantizeLinear that alone takes their
 # output. Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc.
 PAIRS_MOVE_PAST = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
@@ -201,16 +198,17 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 
     Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
     """
-    if layer.KIND not in ("conv", "conv_transpose", "linear"):
+    kind = layer.OP_KIND
+    if not kind.layer:
         return f"onnxruntime has no integer kernel for {with_article(layer.KIND)}"
-    if layer.KIND == "conv_transpose" and not _has_sub_pixel_form(layer):
+    if kind.transposed and not _has_sub_pixel_form(layer):
         return "onnxruntime has no integer kernel for a conv_transpose that is no convolution of sub-pixels"
     reason, weight = why_no_sums(layer, source), layer.weight_quantizer
     if reason is not None:
         return reason
     if weight is not None and source.spec.qmin < 0 <= weight.spec.qmin:
         return "its weight is unsigned and its input signed"
-    if layer.KIND == "linear":
+    if not kind.convolves:
         return QGemmToFloat if output is None or not _same_type(source, output) else QGemm
     if output is None:
         return "its output goes to something else than a quantizer"
@@ -232,15 +230,16 @@ def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | N
         return f"onnxruntime computes {with_article(kind)} on dequantized values"
     if not all(gives_codes(grid) for grid in inputs):
         return "the codes of an input have more than 8 bits or several scales"
-    if kind == "matmul" and output is None:
-        return QLinearMatMulOfTwo
+    kernel = _KERNELS[kind]
     if output is None:
-        return "its output goes to something else than a quantizer"
+        return kernel if kernel is QLinearMatMulOfTwo else "its output goes to something else than a quantizer"
     if not (gives_codes(output) and all(_same_type(grid, output) for grid in inputs)):
         return _SAME_TYPE
-    if kind in ("add", "mul", "matmul") and (len(inputs) != 2 or len(node.args) != 2 or node.kwargs):
+    if kernel is QLinearAveragePool:
+        return _average_pool(node)
+    if len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
         return "it has other arguments than two tensors"
-    return _average_pool(node) if kind == "avg_pool" else _KERNELS[kind]
+    return kernel
 
 
 def _average_pool(node: fx.Node) -> type[OpKernel] | str:

@@ -15,10 +15,13 @@ from torch import Tensor, fx
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, output_of, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 
-CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "cat", "zero_pad")
+# Behind these its codes were not compared with the formulas here.
+NOT_COMPARED = ("split", "stack", "upsample_nearest", "pixel_shuffle", "edge_pad")
+CARRIES = tuple(kind for kind in (*MOVES, *CONCATS) if kind not in NOT_COMPARED)
 
 
 class MultipliedSums(FloatOutput):
@@ -66,14 +69,15 @@ class QuantizedSums(MultipliedSums):
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
     """Return the kernel of a layer, or why OpenVINO computes it in float."""
-    if layer.KIND not in ("conv", "conv_transpose", "linear"):
+    kind = layer.OP_KIND
+    if not kind.layer:
         return f"OpenVINO has no integer kernel for {with_article(layer.KIND)}"
     reason = why_no_sums(layer, source)
     if reason is not None:
         return reason
-    if layer.KIND == "conv_transpose" and source.zero_point is not None:
+    if kind.transposed and source.zero_point is not None:
         return "OpenVINO computes a conv_transpose in integers only if the code of zero is 0"
-    fused = layer.KIND != "linear" and layer.bias is not None and output is not None and gives_codes(output)
+    fused = kind.convolves and layer.bias is not None and output is not None and gives_codes(output)
     return QuantizedSums if fused else MultipliedSums
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit._native import library
+from qtoolkit.op_kinds.kind import OpKind
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products
 
@@ -67,12 +68,12 @@ class Bounds:
         return bool(library.digit_bits(self.sums + more, self.weights) == 0)
 
 
-def may_transform(x: Tensor, layer: str) -> bool:
+def may_transform(x: Tensor, layer: OpKind) -> bool:
     """Return whether float32 kernels of a kind of layer may transform their operands: convolutions on a GPU (Winograd, FFT).
 
     The errors of their sums of codes exceed one half: rounding does not mend them.
     """
-    return x.is_cuda and layer != "linear"
+    return x.is_cuda and layer.convolves
 
 
 def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, transforms: bool = False) -> Tensor:

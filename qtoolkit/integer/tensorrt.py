@@ -12,14 +12,17 @@ from torch import fx
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.frozen import Grid
 
-CARRIES = ("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "cat")
+# Its documentation says of none of these that it computes them on codes.
+NOT_ON_CODES = ("split", "stack", "upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad")
+CARRIES = tuple(kind for kind in (*MOVES, *CONCATS) if kind not in NOT_ON_CODES)
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
     """Return the kernel of a layer, or why TensorRT computes it in float."""
-    if layer.KIND not in ("conv", "conv_transpose", "linear"):
+    if not layer.OP_KIND.layer:
         return f"TensorRT has no integer kernel for {with_article(layer.KIND)}"
     if source.zero_point is not None:
         return "TensorRT has codes of zero other than 0 for no input"

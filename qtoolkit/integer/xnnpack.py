@@ -15,15 +15,13 @@ from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of, why_no_sums
 from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.op_kinds.nodes import kind_of
+from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.nodes import bounds_of, kind_of
+from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 
-# Behind all ops that only move values, the file repeats the pair.
-CARRIES = (
-    *("identity", "max_pool", "reshape", "flatten", "transpose", "slice", "split", "cat", "stack"),
-    *("upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad"),
-)
+CARRIES = (*MOVES, *CONCATS)  # behind all of them the file repeats the pair
 ABSORBS = backends["xnnpack"].joined_activations
 MULTIPLIER_BITS = 20
 
@@ -79,7 +77,7 @@ class Multiply(QLinearMul):
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
     """Return the kernel of a layer, or why it runs in float."""
-    if layer.KIND not in ("conv", "conv_transpose", "linear") or layer.weight.dim() > 4:
+    if not layer.OP_KIND.layer or layer.weight.dim() > 4:
         return f"XNNPACK has no integer kernel for {with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
     reason = why_no_sums(layer, source)
     if reason is not None or output is None:
@@ -96,7 +94,7 @@ def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | N
         return "XNNPACK computes it on codes with two tensors and a quantized output alone"
     if not all(gives_codes(grid) and grid.spec.qmin < 0 for grid in (*inputs, output)):
         return "XNNPACK has signed codes of at most 8 bits with one scale alone"
-    if any(kind_of(user).name == "relu6" for user in node.users):
+    if any(kind_of(user).clips and bounds_of(user) != Bounds(0.0) for user in node.users):
         return "XNNPACK joins a ReLU alone to it"
     return _KERNELS[kind]
 

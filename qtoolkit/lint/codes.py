@@ -89,12 +89,14 @@ def _activation_axis(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _is_depthwise(op: Op) -> bool:
-    return op.kind.name == "conv" and op.layer is not None and op.layer.groups == op.layer.inputs > 1
+    return (
+        op.kind.convolves and not op.kind.transposed and op.layer is not None and op.layer.groups == op.layer.inputs > 1
+    )
 
 
 def _weight_axis(op: Op, backend: Backend) -> Iterator[Finding]:
     layer = op.layer
-    if layer is None or layer.weight is None or layer.weight.blocks or op.kind.name not in ("conv", "linear"):
+    if layer is None or layer.weight is None or layer.weight.blocks or op.kind.transposed or not op.kind.layer:
         return
     if layer.weight.axis is not None and layer.weight.axis != layer.output_axis:
         yield Finding(
@@ -156,7 +158,7 @@ def _blocks(op: Op, backend: Backend) -> Iterator[Finding]:
     weight = None if op.layer is None else op.layer.weight
     if weight is None or not weight.block_size or weight.bits != 4 or op.node.weight.dtype != "INT4":
         return
-    if op.kind.name != "linear" or weight.block_size not in INT4_BLOCKS:
+    if op.kind.convolves or not op.kind.layer or weight.block_size not in INT4_BLOCKS:
         yield Finding(
             op.name,
             f"its weight has INT4 codes in blocks of {weight.block_size}; {backend.name} takes blocks of "
@@ -179,7 +181,7 @@ def _casts(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
-    if op.kind.name != "conv_transpose" or op.layer is None or op.layer.weight is None or not op.inputs:
+    if not op.kind.transposed or op.layer is None or op.layer.weight is None or not op.inputs:
         return
     source = op.inputs[0].quantizer
     of_input = None if source is None else codes_of(source)

@@ -6,11 +6,13 @@ import numpy as np
 
 from qtoolkit.backends import QUANTIZED_ROLES, Backend
 from qtoolkit.errors import with_article
+from qtoolkit.graph.placement.masked_attention import keeps_scores
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
 from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.lint.targets import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, on_onnxruntime, on_tensorrt
+from qtoolkit.op_kinds.kind import OpKind
 
 CLIP_FUSION = "onnxruntime clip_quantizelinear.cc and qdq_util.cc; measured with 1.30"
 CLIP_ERROR = 1.19e-7  # by which onnxruntime's ClipQuantFusion lets a bound differ
@@ -61,13 +63,18 @@ def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Finding]:
     if facts.op_type in PAIRS_MOVE_PAST:
         return
     taker = next((user for user in _behind_moving_pairs(op, backend).users if _takes_codes(user, backend)), None)
-    if taker is not None and not (op.kind.name == "zero_pad" and taker.kind.name == "conv" and len(op.users) == 1):
+    joins = op.kind.pads_with_zero and len(op.users) == 1 and taker is not None and _is_convolution(taker)
+    if taker is not None and not joins:
         yield Finding(
             op.name,
             f"{with_article(facts.op_type)} moves quantized values, and {taker.name!r} takes them without a QuantizeLinear and "
             f"a DequantizeLinear between the two; {backend.name} then computes both in float.",
             f"Repeat the pair of {op.quantizer.name!r} behind {op.name!r}, with the same scale and zero point.",
         )
+
+
+def _is_convolution(op: Op) -> bool:
+    return op.kind.convolves and not op.kind.transposed
 
 
 def _takes_codes(op: Op, backend: Backend) -> bool:
@@ -100,7 +107,7 @@ def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
     """Find the ReLUs and clips that saturation does not replace, behind layers that would be fused without them."""
     codes = codes_of(op)
     before = op.inputs[0] if codes is not None and op.inputs else None
-    if codes is None or before is None or before.kind.name not in ("relu", "relu6", "clamp"):
+    if codes is None or before is None or not before.kind.clips:
         return
     if not codes.has_zero_point:
         yield Finding(
@@ -116,16 +123,16 @@ def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
     wrong = _unsaturated(before, op)
     if wrong:
         yield Finding(
-            op.name, f"{wrong} {before.name!r}, {layer.name!r} and it are not fused.", _REMEDIES[before.kind.name]
+            op.name,
+            f"{wrong} {before.name!r}, {layer.name!r} and it are not fused.",
+            "Quantize the output of the ReLU without a sign, with the zero point at the lowest code."
+            if _is_relu(before)
+            else "Choose the scale so that the codes end at the bounds or inside them, and drop the Clip.",
         )
 
 
-_REMEDIES = {
-    "relu": "Quantize the output of the ReLU without a sign, with the zero point at the lowest code.",
-    **dict.fromkeys(
-        ("relu6", "clamp"), "Choose the scale so that the codes end at the bounds or inside them, and drop the Clip."
-    ),
-}
+def _is_relu(op: Op) -> bool:
+    return isinstance(op.node, FileNode) and op.node.op_type == "Relu"
 
 
 def _unsaturated(activation: Op, quantizer: Op) -> str:
@@ -140,7 +147,7 @@ def _unsaturated(activation: Op, quantizer: Op) -> str:
     ):
         return ""
     scale, zero = np.float32(codes.scale.item()), int(codes.zero_point.item())
-    if activation.kind.name == "relu":
+    if _is_relu(activation):
         return (
             "" if zero == codes.ends[0] else f"its lowest code stands for {scale * (codes.ends[0] - zero):.4g}, not 0:"
         )
@@ -153,15 +160,15 @@ def _unsaturated(activation: Op, quantizer: Op) -> str:
 
 
 def _inside_silu(op: Op, backend: Backend) -> Iterator[Finding]:
-    if op.kind.name != "mul" or len(op.inputs) != 2:
+    if not op.kind.elementwise_product or len(op.inputs) != 2:
         return
     for gate, x in (op.inputs, reversed(op.inputs)):
-        sigmoid = origin(gate, ())
-        if sigmoid is None or sigmoid.kind.name != "sigmoid" or not sigmoid.inputs:
+        sigmoid = origin(gate, _nothing)
+        if sigmoid is None or not sigmoid.kind.is_sigmoid or not sigmoid.inputs:
             continue
-        layer = origin(sigmoid.inputs[0], ())
+        layer = origin(sigmoid.inputs[0], _nothing)
         quantized = gate.is_quantizer or x.is_quantizer or sigmoid.inputs[0].is_quantizer
-        if layer is origin(x, ()) and layer is not None and layer.kind.layer and quantized:
+        if layer is origin(x, _nothing) and layer is not None and layer.kind.layer and quantized:
             yield Finding(
                 op.name,
                 f"a quantizer stands inside the SiLU of {layer.name!r}, which the target computes as one with it.",
@@ -170,15 +177,19 @@ def _inside_silu(op: Op, backend: Backend) -> Iterator[Finding]:
             return
 
 
+def _nothing(_: OpKind) -> bool:
+    return False
+
+
 def _masked_scores(op: Op, backend: Backend) -> Iterator[Finding]:
     if not op.kind.sums or not any(source.quantizer is not None for source in op.inputs) or len(op.users) != 1:
         return
-    scores = [origin(source, ("scale", "identity", "reshape", "shift")) for source in op.inputs]
+    scores = [origin(source, keeps_scores) for source in op.inputs]
     taker = op.users[0]
     while len(taker.users) == 1 and (taker.kind.moves or taker.kind.sums):
         taker = taker.users[0]
-    is_softmax = taker.kind.name == "softmax" and backend.role(taker.kind) == "float"
-    if is_softmax and any(score is not None and score.kind.name == "matmul" for score in scores):
+    is_softmax = taker.kind.normalizes_scores and backend.role(taker.kind) == "float"
+    if is_softmax and any(score is not None and score.kind.of_two_matrices for score in scores):
         yield Finding(
             op.name,
             "the sum of attention's scores and a mask is quantized; a mask's large negative values would take all codes.",

@@ -5,15 +5,16 @@ from collections.abc import Iterator, Mapping
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import AFTER_A_LAYER, Op, origin
+from qtoolkit.lint.ops import Op, origin
 from qtoolkit.lint.targets import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS
+from qtoolkit.op_kinds.kind import belongs_to_layer
 
 LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels
 LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."
 
 
 def _grouped_conv_transpose(op: Op, backend: Backend) -> Iterator[Finding]:
-    if op.kind.name != "conv_transpose" or op.layer is None or op.has_float_weight:
+    if not op.kind.transposed or op.layer is None or op.has_float_weight:
         return
     if op.layer.groups > 1:
         yield Finding(
@@ -24,7 +25,7 @@ def _grouped_conv_transpose(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _conv_transpose_axis(op: Op, backend: Backend) -> Iterator[Finding]:
-    weight = op.layer.weight if op.kind.name == "conv_transpose" and op.layer is not None else None
+    weight = op.layer.weight if op.kind.transposed and op.layer is not None else None
     if weight is not None and not weight.blocks and weight.axis == 1 - backend.conv_transpose_axis:
         yield Finding(
             op.name,
@@ -46,10 +47,10 @@ def _weight_bits(op: Op, backend: Backend) -> Iterator[Finding]:
 def _few_channels(op: Op, backend: Backend) -> Iterator[Finding]:
     """Find layers that NVIDIA Model Optimizer's ONNX quantizer leaves out: too small to gain."""
     layer = op.layer
-    if layer is None or layer.weight is None or op.kind.name not in ("conv", "linear") or not layer.outputs:
+    if layer is None or layer.weight is None or op.kind.transposed or not op.kind.layer or not layer.outputs:
         return
     inputs, outputs = layer.inputs // layer.groups, layer.outputs  # of a convolution, the inputs of a group
-    if min(inputs, outputs) >= LEAST_CHANNELS or (op.kind.name == "conv" and _is_worth_it(op)):
+    if min(inputs, outputs) >= LEAST_CHANNELS or (op.kind.convolves and _is_worth_it(op)):
         return
     yield Finding(
         op.name,
@@ -62,7 +63,7 @@ def _few_channels(op: Op, backend: Backend) -> Iterator[Finding]:
 def _is_worth_it(op: Op) -> bool:
     """Return whether a small convolution has kernels of its own: the first, those by eights, and depthwise ones."""
     origins = [_origin(source) for source in op.inputs]
-    first = all(source is not None and source.kind.name == "placeholder" for source in origins)
+    first = all(source is not None and source.is_input for source in origins)
     layer = op.layer
     if layer is None or first:
         return first
@@ -75,14 +76,14 @@ def _deconvolution(op: Op, backend: Backend) -> Iterator[Finding]:
     """Find transposed convolutions that TensorRT computes otherwise than planned."""
     if op.is_quantizer and op.inputs:
         before = _origin(op.inputs[0])
-        if before is not None and before.kind.name == "conv_transpose" and not before.has_float_weight:
+        if before is not None and before.kind.transposed and not before.has_float_weight:
             yield Finding(
                 op.name,
                 f"{backend.name} quantizes the output of the transposed convolution {before.name!r} in its own step.",
                 "Measure it, and leave the op that takes it in float where that is faster.",
             )
     layer = op.layer
-    if op.kind.name != "conv_transpose" or layer is None or layer.weight is None:
+    if not op.kind.transposed or layer is None or layer.weight is None:
         return
     if len(layer.kernel) == 3:
         yield Finding(op.name, f"{backend.name} computes a transposed convolution in 3d in float16.", LEAVE_FLOAT)
@@ -96,7 +97,7 @@ def _deconvolution(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _origin(op: Op) -> Op | None:
-    return origin(op, (*AFTER_A_LAYER, "relu"))
+    return origin(op, lambda kind: belongs_to_layer(kind) or kind.is_relu)
 
 
 LAYERS = (

@@ -1,14 +1,12 @@
 """The ops that rules read: those of a model's graph and those of a file, in one form."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from qtoolkit.backends import Backend
-from qtoolkit.op_kinds.table import OpKind
-
-# Kinds between a layer and what takes its output, which targets compute as part of the layer or drop.
-AFTER_A_LAYER = ("batch_norm", "identity")
+from qtoolkit.op_kinds.kind import OpKind, belongs_to_layer
+from qtoolkit.op_kinds.table import NO_OPS
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,11 @@ class Op:
     quantizer: "Op | None" = None
 
     @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the graph."""
+        return self.kind is NO_OPS["placeholder"]
+
+    @property
     def is_quantizer(self) -> bool:
         """Whether it is a quantizer."""
         return self.grid is not None
@@ -89,16 +92,16 @@ class Op:
         return self.kind.multiplies and self.layer is not None and self.layer.weight is None
 
 
-def origin(op: Op, through: tuple[str, ...] = AFTER_A_LAYER, sole_user: bool = False) -> Op | None:
+def origin(op: Op, through: Callable[[OpKind], bool] = belongs_to_layer, sole_user: bool = False) -> Op | None:
     """Return the op that computes a tensor, back through quantizers and ops of some kinds.
 
     Args:
         op: The op whose output the tensor is.
-        through: The kinds to go back through.
+        through: Whether to go back through a kind of op.
         sole_user: Return None where a tensor on the way has other users.
     """
     while not sole_user or (len(op.users) == 1 and not op.returned):
-        if not (op.is_quantizer or op.kind.name in through) or not op.inputs:
+        if not (op.is_quantizer or through(op.kind)) or not op.inputs:
             return op
         op = op.inputs[0]
     return None

@@ -10,12 +10,13 @@ from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, fusing_layer, is_taken_by_codes, origin, serves_others
-from qtoolkit.lint.targets import MODEL_OPTIMIZER, TENSORRT_DOCS, on_tensorrt
+from qtoolkit.lint.targets import MODEL_OPTIMIZER, TENSORRT_DOCS
+from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.table import KINDS
 
 
 def _residual_add(op: Op, backend: Backend) -> Iterator[Finding]:
-    if op.kind.name != "add":
+    if not op.kind.adds:
         return
     layers = [layer for source in op.inputs if (layer := fusing_layer(source)) is not None]
     on_grid = [source.quantizer is not None for source in op.inputs]
@@ -35,7 +36,7 @@ def _residual_add(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _shorter_branch(op: Op, backend: Backend) -> Iterator[Finding]:
     quantized = [source for source in op.inputs if source.quantizer is not None]
-    if op.kind.name != "add" or len(op.inputs) != 2 or len(quantized) != 1:
+    if not op.kind.adds or len(op.inputs) != 2 or len(quantized) != 1:
         return
     main, free = quantized[0], next(source for source in op.inputs if source is not quantized[0])
     layer = fusing_layer(main)
@@ -67,8 +68,8 @@ def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     source, user = op.inputs[0], op.users[0]
     layer = origin(source) or source
-    joins = _joins(layer, user, backend) or user.kind.name == "batch_norm"
-    if joins and len(source.users) == 1 and (source.kind.layer or source.kind.name == "batch_norm"):
+    joins = _joins(layer, user, backend) or user.kind.normalizes_batches
+    if joins and len(source.users) == 1 and (source.kind.layer or source.kind.normalizes_batches):
         yield Finding(
             op.name,
             f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
@@ -78,9 +79,7 @@ def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _joins(layer: Op, activation: Op, backend: Backend) -> bool:
     kind = activation.kind
-    if not kind.activation or kind.name not in backend.joined_activations or not backend.joins(layer.kind, kind):
-        return False
-    return kind.name != "hardswish" or not on_tensorrt(backend)  # of the gates, it fuses the sigmoid's only
+    return kind.activation and kind.name in backend.joined_activations and backend.joins(layer.kind, kind)
 
 
 def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
@@ -91,7 +90,7 @@ def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     inputs = {source: source.quantizer is not None for source in op.inputs if not _inside_attention(source, backend)}
     if not backend.quantize_graph_inputs:
-        inputs = {source: on_grid for source, on_grid in inputs.items() if source.kind.name != "placeholder"}
+        inputs = {source: on_grid for source, on_grid in inputs.items() if not source.is_input}
     quantized = [*inputs.values(), *([] if op.layer is None else [weight is not None])]
     if op.has_float_weight and all(serves_others(source, op, backend) for source in op.inputs):
         return
@@ -109,8 +108,8 @@ def _inside_attention(source: Op, backend: Backend) -> bool:
 
     Of the targets with kernels for the other product, such as OpenVINO: see `qtoolkit.backends`.
     """
-    probabilities = origin(source, ("identity",))
-    is_softmax = probabilities is not None and probabilities.kind.name == "softmax"
+    probabilities = origin(source, returns_input)
+    is_softmax = probabilities is not None and probabilities.kind.normalizes_scores
     return is_softmax and backend.quantizes(KINDS["dot_product_attention"])
 
 
@@ -154,7 +153,7 @@ def _in_and_out(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _pad_before_quantizer(op: Op, backend: Backend) -> Iterator[Finding]:
-    if not op.is_quantizer or not op.inputs or op.inputs[0].kind.name != "zero_pad":
+    if not op.is_quantizer or not op.inputs or not op.inputs[0].kind.pads_with_zero:
         return
     pad = op.inputs[0]
     before = pad.quantizer

@@ -4,9 +4,8 @@ The ops that a graph has are called one by one wherever that can make a differen
 and strategies, where hooks watch a module, while a quantizer observes. The code of a prepared model asks at each call.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,8 @@ from qtoolkit.nn.batch_norm import (
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.table import bounds_of_module
 from qtoolkit.ops.layer import Codes
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
 from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over, is_packed
@@ -44,23 +45,6 @@ DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
 LARGEST_WINDOW = 256  # elements whose places fit in one byte
 
 Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor of each channel; or its output, and None
-
-
-class Bounds(NamedTuple):
-    """A piecewise linear activation: v between the bounds, high above, low + slope * (v - low) below."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    slope: float = 0.0
-
-
-RELU, RELU6 = Bounds(0.0), Bounds(0.0, 6.0)
-ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Bounds]] = {
-    nn.ReLU: lambda module: RELU,
-    nn.ReLU6: lambda module: RELU6,
-    nn.Hardtanh: lambda module: Bounds(module.min_val, module.max_val),
-    nn.LeakyReLU: lambda module: Bounds(0.0, slope=module.negative_slope),
-}
 
 
 # ---- what may be one op, of the modules as they are now; each returns a reason for people, or None
@@ -90,7 +74,7 @@ def why_layer_apart(layer: nn.Module, bn: nn.Module) -> str | None:
 
 def why_activation_apart(activation: nn.Module) -> str | None:
     """Return why the op does not compute the module of an activation."""
-    if type(activation) not in ACTIVATIONS:
+    if bounds_of_module(activation) is None:
         return f"{with_article(type(activation))} is none of its activations"
     return "its activation has hooks" if is_watched(activation) else None
 
@@ -221,7 +205,7 @@ def _bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds |
     """Return what the op computes for the activation, which may be none; None where it must be called."""
     if activation is None:
         return bounds or Bounds()
-    return ACTIVATIONS[type(activation)](activation) if why_activation_apart(activation) is None else None
+    return None if why_activation_apart(activation) is not None else bounds_of_module(activation)
 
 
 def _compute(

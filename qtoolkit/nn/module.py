@@ -9,8 +9,8 @@ from torch.nn.utils.rnn import PackedSequence
 from qtoolkit.computed_weights import refresh
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
-from qtoolkit.op_kinds.rules import OTHER
-from qtoolkit.op_kinds.table import KINDS
+from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.op_kinds.table import KINDS, OTHER, kind_named
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import Versions, is_stale, set_weight_range, weight_quantizer
@@ -32,6 +32,7 @@ class QuantModule(nn.Module):
     Attributes:
         FLOAT: The float type that it replaces.
         KIND: Its kind of op: one of `qtoolkit.op_kinds.table.KINDS`, or "other" for an op of no kind in the table.
+        OP_KIND: What the table says of that kind.
 
     Raises:
         ValueError: A subclass with a `FLOAT` has no `KIND`, or an unknown one.
@@ -39,6 +40,7 @@ class QuantModule(nn.Module):
 
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]
+    OP_KIND: ClassVar[OpKind]
 
     _range_of: Versions | None = (
         None  # the tensors on which the weights depend, when their ranges were last taken or loaded
@@ -49,8 +51,11 @@ class QuantModule(nn.Module):
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "FLOAT"):
             if not hasattr(cls, "KIND"):
-                raise ValueError(f"class {cls.__name__} has no KIND; set it to the kind of its op, or to {OTHER!r}.")
-            check_known(f"KIND of class {cls.__name__}:", cls.KIND, (*KINDS, OTHER))
+                raise ValueError(
+                    f"class {cls.__name__} has no KIND; set it to the kind of its op, or to {OTHER.name!r}."
+                )
+            check_known(f"KIND of class {cls.__name__}:", cls.KIND, (*KINDS, OTHER.name))
+            cls.OP_KIND = kind_named(cls.KIND)
 
     @classmethod
     def from_float(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
 
 HAS_INT8 = is_exact()
-ON_INT8 = ("conv", "linear")  # the kinds of layers for which torch has int8 kernels
 NO_KERNEL = "no int8 kernel"
 MOST_IMAGE_CHANNELS = 4
 MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit codes that fits in int32 for certain
@@ -159,7 +158,7 @@ def _on_integers(layer: "QuantWeighted", x: Tensor) -> bool:
 
 def described(layer: "QuantWeighted") -> str:
     """Return how a layer computes in training and what it keeps for backward, in words; "" for one without an input grid."""
-    if layer.KIND == "embedding" or not isinstance(layer.weight_quantizer, TensorQuantizer):
+    if layer.OP_KIND.takes_indices or not isinstance(layer.weight_quantizer, TensorQuantizer):
         return ""
     no_codes = _why_no_codes(layer)
     if no_codes is not None:
@@ -198,7 +197,7 @@ def why_in_float(layer: "QuantWeighted") -> str | None:
 
 def _has_kernel(layer: "QuantWeighted") -> bool:
     """Return whether torch's int8 kernels compute a layer: a transposed convolution as one with stride 1 (csrc/sub_pixel.h)."""
-    if layer.KIND in ON_INT8:
+    if layer.OP_KIND.layer and not layer.OP_KIND.transposed:
         return True
     transposed, groups = layer.weight_groups()
     dilation: Any = layer.dilation if transposed else ()

@@ -68,7 +68,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         self.add_quantizers(weight_spec, name)
         if input_spec is None:
             return
-        if self.KIND == "embedding":
+        if self.OP_KIND.takes_indices:
             raise ValueError(
                 f"{name}: input_spec must be None: its inputs are indices, which have no range to quantize."
             )

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from qtoolkit.integer.kernels import OpKernel
 from qtoolkit.nn import LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.function_bias import FunctionBias
+from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.op_kinds.kind import WEIGHTED, Form, OpKind
 from qtoolkit.op_kinds.recorded import by_mode, is_mode
-from qtoolkit.op_kinds.rules import gives_tuple, is_number
+from qtoolkit.op_kinds.rules import argument, gives_tuple, is_number
 from qtoolkit.op_kinds.table import (
     FOREIGN,
     KINDS,
@@ -21,10 +24,7 @@ from qtoolkit.op_kinds.table import (
     OF_METHOD,
     OF_MODULE,
     OTHER,
-    WEIGHTED,
     Entry,
-    Form,
-    OpKind,
     kind_named,
 )
 from qtoolkit.quantizers.frozen import ShapedActivation
@@ -60,13 +60,25 @@ def _indexed(node: fx.Node) -> fx.Node | None:
 
 
 def _items(node: fx.Node) -> tuple[int, ...]:
-    entry = None if node.op in NO_OPS else _entry_of(node)
-    return () if entry is None else entry[1].items
+    form = form_of(node)
+    return () if form is None else form.items
 
 
 def returns_tuple(node: fx.Node) -> bool:
     """Return whether an op is known to return several tensors."""
     return gives_tuple(node) or bool(_items(node))
+
+
+def bounds_of(node: fx.Node) -> Bounds | None:
+    """Return what a piecewise linear activation computes, NaN where the model computes it; None of other ops."""
+    form = form_of(node)
+    return None if form is None or form.bounds is None else form.bounds(partial(argument, node))
+
+
+def form_of(node: fx.Node) -> Form | None:
+    """Return how the table describes an op; None of an op that it does not know, and of nodes that are no ops."""
+    entry = None if node.op in NO_OPS else _entry_of(node)
+    return None if entry is None else entry[1]
 
 
 def outputs_of(node: fx.Node) -> list[fx.Node]:
@@ -105,7 +117,8 @@ def kind_of_module(module: nn.Module) -> OpKind:
 
 def kind_of_type(qat_type: type[Any]) -> OpKind:
     """Return the kind that a QAT type declares; OTHER for a type of the user's own that declares none."""
-    return kind_named(getattr(qat_type, "KIND", OTHER.name))
+    kind: OpKind = getattr(qat_type, "OP_KIND", OTHER)
+    return kind
 
 
 def _entry_of_module(module: nn.Module) -> Entry | None:

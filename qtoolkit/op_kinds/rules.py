@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx
 
+from qtoolkit.op_kinds import bounds
+from qtoolkit.op_kinds.bounds import Bounds, Read
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import length_of
 
@@ -140,11 +143,16 @@ def pad(node: fx.Node) -> str:
     return "zero_pad" if argument(node, 3, "value") in (None, 0) else "pad"
 
 
-def clamp(node: fx.Node) -> str:
-    """Return "relu6" for a lower bound of zero or more: the op is then a bounded ReLU."""
-    name = "min" if "min" in node.kwargs else "min_val"
-    lowest = argument(node, 1, name)
-    return "relu6" if isinstance(lowest, int | float) and lowest >= 0 else "clamp"
+def _by_bounds(bounds_of: Callable[[Read], Bounds]) -> Callable[[fx.Node], str]:
+    def rule(node: fx.Node) -> str:
+        """Return "relu6" for a lower bound of zero or more: the op is then a bounded ReLU."""
+        return "relu6" if bounds_of(partial(argument, node)).low >= 0 else "clamp"
+
+    return rule
+
+
+clamp = _by_bounds(bounds.clamp)
+hardtanh = _by_bounds(bounds.hardtanh)
 
 
 def attribute(node: fx.Node) -> str:

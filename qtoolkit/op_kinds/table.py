@@ -1,4 +1,4 @@
-"""The table of op kinds: the modules, functions, operators and methods of each kind, and all that a pass asks of it.
+"""The table of op kinds, in all vocabularies: torch's modules, functions, operators and methods, aten's ops and ONNX's.
 
 A new op is a new form of a kind, or a new kind: one entry here, and a test. Which kinds a target computes in integers is in its
 own table (`qtoolkit.backends`).
@@ -7,7 +7,8 @@ own table (`qtoolkit.backends`).
 import builtins
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,81 +16,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qtoolkit.errors import check_known
-from qtoolkit.op_kinds import rules
-
-# Arguments that are data, by position, each with its keyword names; () is a position that is no data.
-Operands = tuple[tuple[str, ...], ...]
-
-ONE: Operands = (("input", "x"),)
-TWO: Operands = (("input",), ("other", "mat2"))
-WEIGHTED: Operands = (("input", "x"), ("weight",))
-_ATTENTION: Operands = (("query",), ("key",), ("value",))
-
-
-@dataclass(frozen=True)
-class Form:
-    """One way in which ops of a kind appear in a graph.
-
-    Attributes:
-        modules: Module types. They take their data as the arguments in `operands`, except weights, which they own.
-        functions: Functions and operators, in-place ones too.
-        methods: Names of tensor methods, in-place ones too.
-        operands: The arguments that are data.
-        rest: Whether all arguments after the last operand are data too (torch.einsum).
-        items: The positions of its output tensors in the tuple that it returns; () where it returns the tensor itself.
-            Attention weights, and the states of a recurrent layer after all steps, are not among them.
-        refine: Returns the name of the kind from a node's arguments, where the op alone does not tell it.
-    """
-
-    modules: tuple[type[nn.Module], ...] = ()
-    functions: tuple[Callable[..., Any], ...] = ()
-    methods: tuple[str, ...] = ()
-    operands: Operands = ONE
-    rest: bool = False
-    items: tuple[int, ...] = ()
-    refine: Callable[[fx.Node], str] | None = None
-
-
-@dataclass(frozen=True)
-class OpKind:
-    """One kind of op. Every flag that a pass asks for is here.
-
-    Attributes:
-        name: The name, as a Backend's roles and reports have it.
-        forms: How its ops appear. Kinds without forms are found by the `refine` of another kind's form.
-        moves: The output holds values of the input: reshapes, slices, max pools.
-        activation: Computed as one op with the op before it, on targets that can.
-        layer: A layer with one weight and output channels: a batch norm after it can be folded into it.
-        has_weight: A module of this kind owns weights.
-        weight_argument: A function of this kind can take a weight as an argument.
-        multiplies: Computes matrix products. Targets compute these in integers even if their output is not quantized.
-        fuses_add: Targets with `residual_add="identity"` compute this op and an add after it as one.
-        sums: Adds or subtracts two tensors.
-        with_constant: One of its two operands is a constant, which is not quantized.
-        never_negative: The output is never negative.
-        keeps_sign: The output is never negative if no input is.
-        takes_indices: The input holds indices, which have no range.
-        one_tensor: Returns one tensor, not several.
-    """
-
-    name: str
-    forms: tuple[Form, ...] = ()
-    moves: bool = False
-    activation: bool = False
-    layer: bool = False
-    has_weight: bool = False
-    weight_argument: bool = False
-    multiplies: bool = False
-    fuses_add: bool = False
-    sums: bool = False
-    with_constant: bool = False
-    never_negative: bool = False
-    keeps_sign: bool = False
-    takes_indices: bool = False
-    one_tensor: bool = True
-
-    def __str__(self) -> str:
-        return self.name
+from qtoolkit.op_kinds import bounds, rules
+from qtoolkit.op_kinds.kind import ATTENTION, TWO, WEIGHTED, Form, OpKind
 
 
 def _named(*names: str) -> tuple[Callable[..., Any], ...]:
@@ -101,13 +29,18 @@ def _for_each_size(kind: str) -> tuple[str, ...]:
     return tuple(f"{kind}{d}d" for d in (1, 2, 3))
 
 
-def _kind(name: str, *forms: Form, **flags: bool) -> OpKind:
-    return OpKind(name, forms, **flags)
+def _kind(name: str, *forms: Form, onnx: tuple[str, ...] = (), aten: tuple[str, ...] = (), **flags: bool) -> OpKind:
+    return OpKind(name, forms, onnx, aten, **flags)
 
 
-def _layer(name: str, modules: tuple[type[nn.Module], ...], *functions: str, fuses_add: bool = False) -> OpKind:
+def _layer(
+    name: str, modules: tuple[type[nn.Module], ...], *functions: str, onnx: tuple[str, ...], **flags: bool
+) -> OpKind:
     form = Form(modules, _named(*functions), operands=WEIGHTED)
-    return _kind(name, form, layer=True, has_weight=True, weight_argument=True, multiplies=True, fuses_add=fuses_add)
+    layer = _kind(
+        name, form, onnx=onnx, layer=True, has_weight=True, weight_argument=True, multiplies=True, smooth=True
+    )
+    return replace(layer, **flags)  # type: ignore[arg-type]  # of flags alone
 
 
 def _binary(name: str, *functions: str, refine: Callable[[fx.Node], str], reflected: tuple[str, ...] = ()) -> Form:
@@ -119,125 +52,153 @@ def _binary(name: str, *functions: str, refine: Callable[[fx.Node], str], reflec
     return Form(functions=(*operators, *plain), methods=tuple(methods), operands=TWO, refine=refine)
 
 
-def _moving(name: str, *forms: Form, one_tensor: bool = True) -> OpKind:
-    return _kind(name, *forms, moves=True, keeps_sign=True, one_tensor=one_tensor)
-
-
-def _activation(name: str, *forms: Form, never_negative: bool = False) -> OpKind:
-    return _kind(name, *forms, activation=True, never_negative=never_negative)
-
+_moving = partial(_kind, moves=True, keeps_sign=True, smooth=True)
+_rearranging = partial(_moving, rearranges=True)
+_activation = partial(_kind, activation=True)
 
 _POOLS = (*_for_each_size("max_pool"), *_for_each_size("adaptive_max_pool"))
+_POOLS_OF_ALL = tuple(f"{pool}{end}" for pool in _POOLS for end in ("", "_with_indices"))
 
 _PRODUCTS = (
-    _layer("conv", (nn.Conv1d, nn.Conv2d, nn.Conv3d), *_for_each_size("conv"), fuses_add=True),
+    _layer("conv", (nn.Conv1d, nn.Conv2d, nn.Conv3d), *_for_each_size("conv"), onnx=("Conv",), convolves=True,
+           fuses_add=True),
     _layer("conv_transpose", (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-           *_for_each_size("conv_transpose"), fuses_add=True),
-    _layer("linear", (nn.Linear,), "linear"),
+           *_for_each_size("conv_transpose"), onnx=("ConvTranspose",), convolves=True, transposed=True, fuses_add=True),
+    _layer("linear", (nn.Linear,), "linear", onnx=("Gemm", "MatMul")),
     _kind("matmul",
           Form(functions=(torch.matmul, torch.bmm, torch.mm, operator.matmul, operator.imatmul),
                methods=("matmul", "bmm", "mm", "__matmul__"), operands=TWO),
           Form(functions=(torch.addmm, torch.baddbmm), methods=("addmm", "baddbmm"),
                operands=((), ("mat1", "batch1"), ("mat2", "batch2"))),
-          weight_argument=True, multiplies=True),
+          onnx=("MatMul",), weight_argument=True, multiplies=True, of_two_matrices=True, smooth=True),
     _kind("einsum", Form(functions=(torch.einsum,), operands=((), ("operands",)), rest=True, refine=rules.einsum)),
-    _kind("attention", Form((nn.MultiheadAttention,), operands=_ATTENTION, items=(0,)),
+    _kind("attention", Form((nn.MultiheadAttention,), operands=ATTENTION, items=(0,)),
           has_weight=True, multiplies=True, one_tensor=False),
-    _kind("dot_product_attention", Form(functions=(F.scaled_dot_product_attention,), operands=_ATTENTION), multiplies=True),
+    _kind("dot_product_attention", Form(functions=(F.scaled_dot_product_attention,), operands=ATTENTION),
+          onnx=("Attention",), multiplies=True),
     _kind("recurrent", Form((nn.LSTM, nn.GRU), items=(0,)), Form((nn.LSTMCell,), items=(0, 1)), Form((nn.GRUCell,)),
-          has_weight=True, one_tensor=False),
+          onnx=("LSTM", "GRU"), has_weight=True, keeps_state=True, one_tensor=False),
     _kind("embedding", Form((nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),
           has_weight=True, takes_indices=True),
 )  # fmt: skip
 
 _ELEMENTWISE = (
-    _kind("add", _binary("add", "add", refine=rules.add, reflected=("__radd__",)), sums=True, keeps_sign=True),
-    _kind("sub", _binary("sub", "sub", "subtract", refine=rules.sub), sums=True),
-    _kind("mul", _binary("mul", "mul", "multiply", refine=rules.mul, reflected=("__rmul__",)), keeps_sign=True),
-    _kind("div", _binary("truediv", "div", "divide", "true_divide", refine=rules.div), keeps_sign=True),
-    _kind("scale", with_constant=True),
-    _kind("shift", with_constant=True),
+    _kind("add", _binary("add", "add", refine=rules.add, reflected=("__radd__",)), onnx=("Add",), sums=True, adds=True,
+          keeps_sign=True, smooth=True),
+    _kind("sub", _binary("sub", "sub", "subtract", refine=rules.sub), onnx=("Sub",), sums=True, smooth=True),
+    _kind("mul", _binary("mul", "mul", "multiply", refine=rules.mul, reflected=("__rmul__",)), onnx=("Mul",),
+          elementwise_product=True, keeps_sign=True),
+    _kind("div", _binary("truediv", "div", "divide", "true_divide", refine=rules.div), onnx=("Div",), keeps_sign=True),
+    _kind("scale", onnx=("Mul", "Div"), with_constant=True),
+    _kind("shift", onnx=("Add", "Sub"), with_constant=True, smooth=True),
     _kind("cat", Form(functions=_named("cat", "concat", "concatenate", "hstack", "vstack", "dstack"),
-                      operands=(("tensors",),)), keeps_sign=True),
-    _kind("stack", Form(functions=(torch.stack,), operands=(("tensors",),)), keeps_sign=True),
+                      operands=(("tensors",),)),
+          onnx=("Concat",), aten=("cat", "concat", "hstack", "vstack"), concatenates=True, keeps_sign=True, smooth=True),
+    _kind("stack", Form(functions=(torch.stack,), operands=(("tensors",),)), aten=("stack",), concatenates=True,
+          keeps_sign=True, smooth=True),
 )  # fmt: skip
 
+_RESIZE = ("Resize", "Upsample")
 _SAMPLING = (
     _moving("max_pool", Form(
         (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-        _named(*(f"{pool}{end}" for pool in _POOLS for end in ("", "_with_indices"))))),
+        _named(*_POOLS_OF_ALL)),
+        onnx=("MaxPool", "GlobalMaxPool", "ReduceMax"), aten=_POOLS_OF_ALL, takes_maxima=True, homogeneous=True),
     _kind("avg_pool", Form(
         (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-        _named(*_for_each_size("avg_pool"), *_for_each_size("adaptive_avg_pool"))), keeps_sign=True),
-    _kind("mean", Form(functions=(torch.mean,), methods=("mean",), refine=rules.mean), keeps_sign=True),
+        _named(*_for_each_size("avg_pool"), *_for_each_size("adaptive_avg_pool"))),
+        onnx=("AveragePool", "GlobalAveragePool", "ReduceMean"), keeps_sign=True, homogeneous=True, smooth=True),
+    _kind("mean", Form(functions=(torch.mean,), methods=("mean",), refine=rules.mean), onnx=("ReduceMean",),
+          means_over_dims=True, keeps_sign=True, homogeneous=True, smooth=True),
     _moving("upsample_nearest",
             Form((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), (F.interpolate, F.upsample),
                  refine=rules.upsample),
-            Form(functions=(F.upsample_nearest,))),
-    _kind("upsample_linear", Form(functions=(F.upsample_bilinear,)), keeps_sign=True),
-    _kind("upsample_cubic"),
+            Form(functions=(F.upsample_nearest,)),
+            onnx=_RESIZE, aten=_for_each_size("upsample_nearest"), homogeneous=True),
+    _kind("upsample_linear", Form(functions=(F.upsample_bilinear,)), onnx=_RESIZE, keeps_sign=True, homogeneous=True,
+          smooth=True),
+    _kind("upsample_cubic", onnx=_RESIZE, smooth=True),
 )  # fmt: skip
 
 _MOVING = (
-    _moving("flatten", Form((nn.Flatten,), (torch.flatten,), ("flatten",))),
-    _moving("reshape", Form(
+    _rearranging("flatten", Form((nn.Flatten,), (torch.flatten,), ("flatten",)), onnx=("Flatten",), aten=("flatten",)),
+    _rearranging("reshape", Form(
         (nn.Unflatten,), _named("reshape", "squeeze", "unsqueeze", "unflatten", "tile", "broadcast_to", "ravel"),
         ("reshape", "reshape_as", "view", "view_as", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "unflatten",
-         "expand", "expand_as", "repeat", "tile", "broadcast_to", "ravel"))),
-    _moving("transpose",
-            Form(functions=_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "roll", "flip"),
-                 methods=("permute", "transpose", "transpose_", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "roll",
-                          "flip")),
-            Form(functions=(builtins.getattr,), refine=rules.attribute)),
+         "expand", "expand_as", "repeat", "tile", "broadcast_to", "ravel")),
+        onnx=("Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile"),
+        aten=("view", "reshape", "unflatten", "squeeze", "unsqueeze", "expand", "repeat", "tile", "broadcast_to")),
+    _rearranging("transpose",
+                 Form(functions=_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "roll",
+                                       "flip"),
+                      methods=("permute", "transpose", "transpose_", "swapaxes", "swapdims", "movedim", "moveaxis", "t",
+                               "roll", "flip")),
+                 Form(functions=(builtins.getattr,), refine=rules.attribute),
+                 onnx=("Transpose",),
+                 aten=("permute", "transpose", "t", "swapaxes", "movedim", "numpy_T", "roll", "flip")),
     _moving("split", Form(functions=_named("chunk", "split", "tensor_split", "unbind"),
                           methods=("chunk", "split", "tensor_split", "unbind"), operands=(("input", "tensor"),)),
-            one_tensor=False),
+            onnx=("Split",), aten=("split", "split_with_sizes", "chunk", "unbind", "tensor_split"), one_tensor=False),
     _moving("slice", Form(functions=(operator.getitem,), refine=rules.item),
-            Form(functions=(torch.narrow, torch.select), methods=("narrow", "select"))),
+            Form(functions=(torch.narrow, torch.select), methods=("narrow", "select")),
+            onnx=("Slice",), aten=("slice", "select", "narrow", "getitem")),
     _moving("zero_pad", Form(
         (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
-        (F.pad,), refine=rules.pad)),
+        (F.pad,), refine=rules.pad),
+        onnx=("Pad",), aten=("pad", "constant_pad_nd"), pads_with_zero=True, homogeneous=True),
     _moving("edge_pad", Form((
         nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d,
-        nn.ReplicationPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d))),
-    _kind("pad"),
+        nn.ReplicationPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d)),
+        onnx=("Pad",), aten=(*_for_each_size("reflection_pad"), *_for_each_size("replication_pad")), homogeneous=True),
+    _kind("pad", onnx=("Pad",), aten=("pad", "constant_pad_nd"), pads_off_grid=True),
     _moving("pixel_shuffle", Form((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle),
-                                  (F.pixel_shuffle, F.pixel_unshuffle, F.channel_shuffle))),
-    _moving("identity", Form(
+                                  (F.pixel_shuffle, F.pixel_unshuffle, F.channel_shuffle)),
+            onnx=("DepthToSpace", "SpaceToDepth"), aten=("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")),
+    _rearranging("identity", Form(
         (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
         (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.clone),
-        ("contiguous", "clone", "detach"))),
+        ("contiguous", "clone", "detach")),
+        onnx=("Identity", "Dropout", "Cast"), aten=("clone", "contiguous", "alias", "dropout"), returns_input=True,
+        homogeneous=True),
 )  # fmt: skip
 
 _NORMS = (
     _kind("batch_norm", Form((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-                             (F.batch_norm, torch.batch_norm))),
-    _kind("layer_norm", Form((nn.LayerNorm,), (F.layer_norm, torch.layer_norm))),
-    _kind("rms_norm", Form((nn.RMSNorm,), (F.rms_norm, torch.rms_norm))),
-    _kind("group_norm", Form((nn.GroupNorm,), (F.group_norm, torch.group_norm))),
+                             (F.batch_norm, torch.batch_norm)),
+          onnx=("BatchNormalization",), normalizes_batches=True, smooth=True),
+    _kind("layer_norm", Form((nn.LayerNorm,), (F.layer_norm, torch.layer_norm)), onnx=("LayerNormalization",)),
+    _kind("rms_norm", Form((nn.RMSNorm,), (F.rms_norm, torch.rms_norm)), onnx=("RMSNormalization",)),
+    _kind("group_norm", Form((nn.GroupNorm,), (F.group_norm, torch.group_norm)), onnx=("GroupNormalization",)),
     _kind("instance_norm", Form((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-                                (F.instance_norm, torch.instance_norm))),
+                                (F.instance_norm, torch.instance_norm)), onnx=("InstanceNormalization",)),
 )  # fmt: skip
 
 _ACTIVATIONS = (
-    _activation("relu", Form((nn.ReLU,), _named("relu", "relu_"), ("relu", "relu_")), never_negative=True),
-    _activation("relu6", Form((nn.ReLU6,), (F.relu6,)), never_negative=True),
-    _activation("clamp", Form((nn.Hardtanh,), (F.hardtanh, F.hardtanh_), refine=rules.clamp),
+    _activation("relu", Form((nn.ReLU,), _named("relu", "relu_"), ("relu", "relu_"), bounds=bounds.relu),
+                onnx=("Relu",), aten=("relu",), clips=True, never_negative=True, homogeneous=True, smooth=True),
+    _activation("relu6", Form((nn.ReLU6,), (F.relu6,), bounds=bounds.relu6), onnx=("Clip",), aten=("hardtanh", "relu6"),
+                clips=True, never_negative=True, smooth=True),
+    _activation("clamp", Form((nn.Hardtanh,), (F.hardtanh, F.hardtanh_), refine=rules.hardtanh, bounds=bounds.hardtanh),
                 Form(functions=_named("clamp", "clamp_", "clip", "clip_"), methods=("clamp", "clamp_", "clip", "clip_"),
-                     refine=rules.clamp)),
-    _activation("leaky_relu", Form((nn.LeakyReLU,), _named("leaky_relu", "leaky_relu_"))),
-    _activation("prelu", Form((nn.PReLU,), _named("prelu"), ("prelu",))),
-    _activation("elu", Form((nn.ELU, nn.CELU, nn.SELU), _named("elu", "elu_", "celu", "celu_", "selu", "selu_"))),
-    _activation("silu", Form((nn.SiLU,), (F.silu,))),
-    _activation("mish", Form((nn.Mish,), (F.mish,))),
-    _activation("gelu", Form((nn.GELU,), (F.gelu,))),
-    _activation("hardswish", Form((nn.Hardswish,), (F.hardswish,))),
-    _activation("hardsigmoid", Form((nn.Hardsigmoid,), (F.hardsigmoid,)), never_negative=True),
-    _activation("sigmoid", Form((nn.Sigmoid,), _named("sigmoid", "sigmoid_"), ("sigmoid", "sigmoid_")), never_negative=True),
-    _activation("tanh", Form((nn.Tanh,), _named("tanh", "tanh_"), ("tanh", "tanh_"))),
-    _activation("softplus", Form((nn.Softplus,), (F.softplus,)), never_negative=True),
-    _kind("softmax", Form((nn.Softmax, nn.Softmax2d), _named("softmax"), ("softmax",)), never_negative=True),
-    _kind("log_softmax", Form((nn.LogSoftmax,), _named("log_softmax"), ("log_softmax",))),
+                     refine=rules.clamp, bounds=bounds.clamp, passes_at_bounds=True),
+                onnx=("Clip",), aten=("hardtanh", "clamp"), clips=True, smooth=True),
+    _activation("leaky_relu", Form((nn.LeakyReLU,), _named("leaky_relu", "leaky_relu_"), bounds=bounds.leaky_relu),
+                onnx=("LeakyRelu",), homogeneous=True, smooth=True),
+    _activation("prelu", Form((nn.PReLU,), _named("prelu"), ("prelu",)), onnx=("PRelu",), homogeneous=True, smooth=True),
+    _activation("elu", Form((nn.ELU, nn.CELU, nn.SELU), _named("elu", "elu_", "celu", "celu_", "selu", "selu_")),
+                onnx=("Elu", "Celu", "Selu")),
+    _activation("silu", Form((nn.SiLU,), (F.silu,)), onnx=("Swish",), has_sigmoid_gate=True),
+    _activation("mish", Form((nn.Mish,), (F.mish,)), onnx=("Mish",)),
+    _activation("gelu", Form((nn.GELU,), (F.gelu,)), onnx=("Gelu",)),
+    _activation("hardswish", Form((nn.Hardswish,), (F.hardswish,)), onnx=("HardSwish",)),
+    _activation("hardsigmoid", Form((nn.Hardsigmoid,), (F.hardsigmoid,)), onnx=("HardSigmoid",), never_negative=True),
+    _activation("sigmoid", Form((nn.Sigmoid,), _named("sigmoid", "sigmoid_"), ("sigmoid", "sigmoid_")),
+                onnx=("Sigmoid",), is_sigmoid=True, never_negative=True, smooth=True),
+    _activation("tanh", Form((nn.Tanh,), _named("tanh", "tanh_"), ("tanh", "tanh_")), onnx=("Tanh",), smooth=True),
+    _activation("softplus", Form((nn.Softplus,), (F.softplus,)), onnx=("Softplus",), never_negative=True),
+    _kind("softmax", Form((nn.Softmax, nn.Softmax2d), _named("softmax"), ("softmax",)), onnx=("Softmax",),
+          normalizes_scores=True, never_negative=True, smooth=True),
+    _kind("log_softmax", Form((nn.LogSoftmax,), _named("log_softmax"), ("log_softmax",)), onnx=("LogSoftmax",)),
 )  # fmt: skip
 
 KINDS: Mapping[str, OpKind] = {
@@ -249,6 +210,7 @@ OTHER = OpKind(rules.OTHER, has_weight=True, one_tensor=False)
 NO_OPS: Mapping[str, OpKind] = {op: OpKind(op, one_tensor=False) for op in ("placeholder", "get_attr", "output")}
 
 MOVES = tuple(kind.name for kind in KINDS.values() if kind.moves)
+CONCATS = tuple(kind.name for kind in KINDS.values() if kind.concatenates)
 ACTIVATIONS = tuple(kind.name for kind in KINDS.values() if kind.activation)
 
 Entry = tuple[OpKind, Form]
@@ -262,6 +224,27 @@ FOREIGN: Mapping[tuple[str, str], Entry] = {
 OF_MODULE: Mapping[type[nn.Module], Entry] = {module: entry for entry in _ENTRIES for module in entry[1].modules}
 OF_FUNCTION: Mapping[Any, Entry] = {function: entry for entry in _ENTRIES for function in entry[1].functions}
 OF_METHOD: Mapping[str, Entry] = {method: entry for entry in _ENTRIES for method in entry[1].methods}
+
+
+def _by_name(names_of: Callable[[OpKind], tuple[str, ...]]) -> Mapping[str, tuple[OpKind, ...]]:
+    found: dict[str, tuple[OpKind, ...]] = {}
+    for kind in KINDS.values():
+        for name in names_of(kind):
+            found[name] = (*found.get(name, ()), kind)
+    return found
+
+
+# The kinds that each op of another vocabulary may be of.
+OF_ONNX = _by_name(lambda kind: kind.onnx)
+OF_ATEN = _by_name(lambda kind: kind.aten)
+
+
+def bounds_of_module(module: nn.Module) -> bounds.Bounds | None:
+    """Return what the module of a piecewise linear activation computes; None for other modules."""
+    entry = OF_MODULE.get(type(module))
+    if entry is None or entry[1].bounds is None:
+        return None
+    return entry[1].bounds(lambda position, name, default: getattr(module, name, default))
 
 
 def kind_named(name: str) -> OpKind:

@@ -13,7 +13,7 @@ from qtoolkit.errors import check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
-from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of
+from qtoolkit.op_kinds.nodes import bounds_of, is_quantizer, kind_of, module_of
 from qtoolkit.progress import batches_of, note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -21,7 +21,6 @@ from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.layer_runs import LayerRuns
 from qtoolkit.tuning.running import Batches, Forward, tuning
-from qtoolkit.tuning.units import KINDS
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
     found: dict[str, QuantWeighted] = {}
     skipped: dict[str, str] = {}
     for module, name in first_names(model).items():
-        if not isinstance(module, QuantWeighted) or module.KIND not in KINDS:
+        if not isinstance(module, QuantWeighted) or not module.OP_KIND.layer:
             continue
         quantizer = module.weight_quantizer
         if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
@@ -144,7 +143,7 @@ class _Mean:
         self.layer, self.total, self.count = layer, torch.zeros(()), 0
 
     def add(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        channel = output.dim() - (1 if self.layer.KIND == "linear" else self.layer.weight.dim() - 1)
+        channel = output.dim() - (self.layer.weight.dim() - 1 if self.layer.OP_KIND.convolves else 1)
         values = (
             output.detach().double().transpose(0, channel).flatten(1) if output.dim() > 1 else output[:, None].double()
         )
@@ -223,7 +222,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
         error = layer.quantize_weight(weight).detach() - weight
         inputs = _for_weight(layer, mean, error)
         # A transposed convolution with a stride adds to each output only its share of the kernel.
-        share = math.prod(layer.stride) if layer.KIND == "conv_transpose" else 1
+        share = math.prod(layer.stride) if layer.OP_KIND.transposed else 1
         shifts[name] = layer.sum_per_output(error * inputs) / share
         _shift_back(layer, shifts[name])
     for name in layers.keys() - shifts.keys() - skipped.keys():
@@ -234,7 +233,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
 def _for_weight(layer: Any, mean: Tensor, like: Tensor) -> Tensor:
     """Return the mean of the input by which each element of a weight is multiplied."""
     groups, kernel = getattr(layer, "groups", 1), [1] * (like.dim() - 2)
-    if layer.KIND == "conv_transpose":
+    if layer.OP_KIND.transposed:
         return mean.reshape(-1, 1, *kernel).expand_as(like)
     grouped = mean.reshape(groups, 1, -1).expand(groups, like.size(0) // groups, -1)
     return grouped.reshape(like.size(0), -1, *kernel).expand_as(like)
@@ -244,15 +243,16 @@ def _mean_of_input(node: fx.Node) -> Tensor | str:
     """Return the mean of each channel of a layer's input by the batch norm that it comes from, or why there is none."""
     low, high, source = -math.inf, math.inf, node.all_input_nodes[0]
     while True:
-        kind = kind_of(source).name
+        kind = kind_of(source)
         module: Any = module_of(source) if source.op == "call_module" else None
-        if isinstance(module, LinkedBatchNorm) or (kind == "batch_norm" and module is not None):
+        if isinstance(module, LinkedBatchNorm) or (kind.normalizes_batches and module is not None):
             if module.weight is None:
                 return "the batch norm before it has no scale"
             return clipped_mean(module.bias.detach().double(), module.weight.detach().double().abs(), low, high)
-        if kind in ("relu", "relu6") and (low, high) == (-math.inf, math.inf):
-            low, high = 0.0, 6.0 if kind == "relu6" else math.inf
-        elif not (is_quantizer(source) or kind == "identity"):
+        bounds = bounds_of(source) if kind.clips and (low, high) == (-math.inf, math.inf) else None
+        if bounds is not None and bounds.known:
+            low, high = bounds.low, bounds.high
+        elif not (is_quantizer(source) or kind.returns_input):
             return (
                 f"its input comes from {source.name!r} ({kind}), of which no batch norm gives the mean; use 'empirical'"
             )

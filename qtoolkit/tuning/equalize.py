@@ -14,6 +14,7 @@ from qtoolkit.graph.graph_module import calls_of
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.nodes import kind_of, module_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module
@@ -22,9 +23,6 @@ from qtoolkit.tuning.unchanged import largest_change, outputs_of
 
 M = TypeVar("M", bound=nn.Module)
 
-# Ops through which a positive factor of each channel passes, by kind.
-HOMOGENEOUS = ("relu", "leaky_relu", "prelu", "max_pool", "avg_pool", "mean", "upsample_nearest", "upsample_linear",
-               "zero_pad", "edge_pad", "identity")  # fmt: skip
 ROUNDS, CLOSE = 40, 1e-3
 LEAST = (
     0.01  # a channel of activations counts as at least this part of the widest: other data may need more of its range
@@ -163,13 +161,13 @@ class _Link:
 
     def __init__(self, path: Sequence[fx.Node]) -> None:
         first, second = path[0], path[-1]
-        batch_norm = path[1] if kind_of(path[1]).name == "batch_norm" else None
+        batch_norm = path[1] if kind_of(path[1]).normalizes_batches else None
         self.names = str(first.target), str(second.target), "" if batch_norm is None else str(batch_norm.target)
         self.first, self.second = ChannelView(module_of(first)), ChannelView(module_of(second))
         self.batch_norm: Any = None if batch_norm is None else module_of(batch_norm)
         self.source = batch_norm or first
         divided = path[path.index(self.source) :]
-        self.between = [node for node, user in pairwise(divided) if kind_of(user).name != "relu"]
+        self.between = [node for node, user in pairwise(divided) if not kind_of(user).is_relu]
 
     def _ranges(self) -> tuple[Tensor, Tensor]:
         outputs, bn = self.first.outputs_amax(), self.batch_norm
@@ -318,14 +316,14 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | str:
             return f"{len(users)} ops take the output of {path[-1].name!r}"
         path += users
         (node,) = users
-        kind = kind_of(node).name
+        kind = kind_of(node)
         if _is_layer(node):
             bn: Any = None if batch_norm is None else module_of(batch_norm)
             count = ChannelView(module_of(node)).inputs_amax().numel()
             if count != ChannelView(module_of(layer)).outputs_amax().numel():
                 return f"{node.target!r} takes {count} channels, which are not its own"
             return path if bn is None or bn.weight is not None else "its batch norm has no scale"
-        if kind == "batch_norm" and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
+        if kind.normalizes_batches and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
             bn = module_of(node)
             if not is_batch_norm(bn) or bn.running_var is None:
                 return "its batch norm has no running statistics"
@@ -334,13 +332,13 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | str:
             return f"{node.name!r} ({kind}) follows it, through which no factor of a channel passes"
 
 
-def _keeps_channels(node: fx.Node, kind: str, dims: int) -> bool:
+def _keeps_channels(node: fx.Node, kind: OpKind, dims: int) -> bool:
     """Return whether an op on channels of some dimensions passes on a positive factor of each channel."""
-    if kind == "mean":  # over positions, as (2, 3) or (-2, -1)
+    if kind.means_over_dims:  # over positions, as (2, 3) or (-2, -1)
         over = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         over = over if isinstance(over, tuple | list) else (over,)
         return all(isinstance(d, int) and (d >= 2 or -dims <= d < 0) for d in over)
-    if kind == "zero_pad" and node.op == "call_function":  # of positions only
+    if kind.pads_with_zero and node.op == "call_function":  # of positions only
         pads = node.kwargs.get("pad", node.args[1] if len(node.args) > 1 else ())
         return isinstance(pads, tuple | list) and not any(pads[2 * dims :])
-    return kind in HOMOGENEOUS and len([n for n in node.all_input_nodes if n.op != "get_attr"]) == 1
+    return kind.homogeneous and len([n for n in node.all_input_nodes if n.op != "get_attr"]) == 1

@@ -26,7 +26,6 @@ from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, 
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import names_by_module
 
-KINDS = ("conv", "conv_transpose", "linear")
 MOST_IN_REGION = 12  # layers of a branching stretch; the encoder and decoder of a U-Net are one stretch
 MOST_IN_MODULE = 4  # layers of a submodule without branches
 
@@ -140,7 +139,7 @@ def obstacles(model: nn.Module) -> dict[str, str]:
     return {
         aliases[0]: _obstacle(layer, aliases[0], owners)
         for layer, aliases in names.items()
-        if kind_of_module(layer).name in KINDS or (isinstance(layer, QuantModule) and layer.weight_quantizers())
+        if kind_of_module(layer).layer or (isinstance(layer, QuantModule) and layer.weight_quantizers())
     }
 
 
@@ -150,9 +149,9 @@ def _readers(node: fx.Node) -> list[str]:
 
 
 def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) -> str:
-    kind = kind_of_module(layer).name
-    if kind not in KINDS:
-        return f"it is of kind {kind!r}; only convolutions, transposed convolutions and linear layers can be taken"
+    kind = kind_of_module(layer)
+    if not kind.layer:
+        return f"it is of kind {kind.name!r}; only convolutions, transposed convolutions and linear layers can be taken"
     quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
     if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
         return "its weight is not quantized; give it a config in the QConfigMapping"
@@ -191,7 +190,7 @@ class _Graph:
         if len(users) != 1 or users[0] in members or users[0] not in self.order:
             return None
         kind, others = kind_of(users[0]), set(users[0].all_input_nodes) - {output} - self.free
-        return users[0] if (kind.activation or kind.name == "batch_norm") and not others else None
+        return users[0] if (kind.activation or kind.normalizes_batches) and not others else None
 
     def _take_quantizers(self, members: set[fx.Node]) -> None:
         """Add the quantizers of the inputs that serve only these nodes, with the ops between."""
@@ -282,4 +281,4 @@ def _with_quantizers_between(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _is_layer(node: fx.Node) -> bool:
     module: Any = module_of(node) if node.op == "call_module" else None
-    return isinstance(module, QuantWeighted) and module.KIND in KINDS
+    return isinstance(module, QuantWeighted) and module.OP_KIND.layer

@@ -1,6 +1,8 @@
 """bias_correction(): planted shifts go away; the clipped normal distribution against samples; every layer type."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -49,8 +51,11 @@ def test_a_planted_shift_is_removed_and_the_output_is_nearer() -> None:
     torch.testing.assert_close(corrected.mean(0), target.mean(0), rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6, nn.Identity])
-def test_analytic_agrees_with_empirical_on_normal_inputs(activation: type[nn.Module]) -> None:
+ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Identity, partial(nn.Hardtanh, 0.0, 1.0), partial(nn.Hardtanh, -1.0, 2.0))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_analytic_agrees_with_empirical_on_normal_inputs(activation: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), activation(), nn.Linear(8, 4), nn.BatchNorm1d(4))
     x = torch.randn(20_000, 16)
     nn.init.uniform_(model[1].weight, 0.5, 3.0)

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from qtoolkit.export.backend_files.encoding import Encoding
+from qtoolkit.export.file_kinds import ops_where
+from qtoolkit.export.passes.repeated_pairs import moved_inputs
 
-# Ops whose output has no other values than their first input, or than all inputs of a concat.
-_PICK = ("Concat", "DepthToSpace", "Expand", "Gather", "MaxPool", "Slice", "SpaceToDepth", "Split", "Tile")
-# Ops whose output has all values of their input.
-_RESHAPE = ("Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_RELU = ("Clip", "Relu")
+# Ops whose output has all values of their input, and activations that a target can compute with the op before them.
+_REARRANGING, _CLIPPING = ops_where(lambda kind: kind.rearranges), ops_where(lambda kind: kind.clips)
 
 
 def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
@@ -24,22 +23,18 @@ def spread(model: Any, encodings: Iterable[Encoding], joins_relu: bool) -> list[
     found = {encoding.tensor: encoding for encoding in encodings}
     nodes = [node for node in model.graph if not node.domain]
     for node in nodes:
-        sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
-        if node.op_type in (*_PICK, *_RESHAPE) or _is_nearest(node):
-            known = [None if source is None else found.get(source.name) for source in sources]
-            first = known[0]
-            if first is not None and all(one is not None and one.has_grid_of(first) for one in known):
-                _add(found, first, (output.name for output in node.outputs))
+        sources = node.inputs[:1] if node.op_type == "Gather" else moved_inputs(node)
+        known = [None if source is None else found.get(str(source.name)) for source in sources]
+        first = known[0] if known else None
+        if first is not None and all(one is not None and one.has_grid_of(first) for one in known):
+            _add(found, first, (output.name for output in node.outputs))
     for node in reversed(nodes):
-        source = node.inputs[0] if node.op_type in _RESHAPE or (joins_relu and node.op_type in _RELU) else None
+        goes_back = node.op_type in _REARRANGING or (joins_relu and node.op_type in _CLIPPING)
+        source = node.inputs[0] if goes_back else None
         behind = found.get(node.outputs[0].name)
         if source is not None and behind is not None and source.producer() is not None and len(source.uses()) == 1:
             _add(found, behind, () if source.is_graph_output() else (source.name,))
     return list(found.values())
-
-
-def _is_nearest(node: Any) -> bool:
-    return bool(node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") == "nearest")
 
 
 def _add(found: dict[str, Encoding], encoding: Encoding, tensors: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qtoolkit.export.file_kinds import kind_by_op
+from qtoolkit.export.file_kinds import CAST, kind_by_op
 from qtoolkit.export.passes.saturation import constant_input
 from qtoolkit.op_kinds.table import OTHER
 
@@ -29,8 +29,8 @@ def repeat_pairs(model: "onnx_ir.Model", ops: Collection[str]) -> None:
 
 def moved_inputs(node: "onnx_ir.Node") -> "Sequence[onnx_ir.Value | None]":
     """Return the tensors whose values, and zeros, are the values of a node's outputs; none for a node that computes others."""
-    kind = OTHER if node.op_type == "Cast" else kind_by_op(node)  # a Cast may round
-    return node.inputs if kind.name == "cat" else node.inputs[:1] if kind.moves else ()
+    kind = OTHER if node.op_type == CAST else kind_by_op(node)
+    return node.inputs if kind.concatenates else node.inputs[:1] if kind.moves else ()
 
 
 def is_on_codes(value: "onnx_ir.Value") -> bool:

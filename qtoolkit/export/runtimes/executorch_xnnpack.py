@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from qtoolkit.backends import backends
 from qtoolkit.errors import first_line
 from qtoolkit.export.runtimes.execution import Layer
 from qtoolkit.model_inputs import tensors_of, with_tensors
+from qtoolkit.op_kinds.table import KINDS, OF_ATEN
 
-# Activations that join the op before them in the delegate, and ops of the delegate that only move values.
-JOINED = ("relu", "hardtanh")
-MOVES = ("view_copy", "permute_copy", "slice_copy", "unsqueeze_copy", "cat", "constant_pad_nd", "clone")
+# Activations that join the op before them in the delegate.
+JOINED = {name for kind in backends["xnnpack"].joined_activations for name in KINDS[kind].aten}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def lower(program: ExportedProgram) -> Lowered:
         raise RuntimeError(
             f"export_executorch: ExecuTorch cannot lower the program: {type(error).__name__}: {first_line(error)}."
         ) from error
-    computing = (op for op in delegated if op.computes and op.kind not in MOVES)
+    computing = (op for op in delegated if op.computes and not _only_moves(op))
     layers = [Layer(op.name, f"XNNPACK {op.kind}", op.integer) for op in computing]
     layers += [Layer(op.name, f"portable {op.kind}", False) for op in portable if op.computes]
     conversions = [op for op in (*delegated, *portable) if op.converts]
@@ -123,6 +124,12 @@ class Op:
         """The name of the layer, or of the node outside layers."""
         path = list(self.node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1][0]
         return path or self.node.name
+
+
+def _only_moves(op: Op) -> bool:
+    """Return whether an op of the delegate copies values: it has other names than aten, such as view_copy for view."""
+    kinds = OF_ATEN.get(op.kind.removesuffix("_copy"), ())
+    return any((kind.moves and not kind.takes_maxima) or kind.concatenates for kind in kinds)
 
 
 def _ops(nodes: Iterable[fx.Node]) -> Iterator[Op]:

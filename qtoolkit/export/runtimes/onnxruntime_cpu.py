@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qtoolkit.errors import first_line
 from qtoolkit.export.codes import largest_difference
+from qtoolkit.export.file_kinds import CAST, ops_where
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
 from qtoolkit.export.runtimes.execution import Executed, Layer
@@ -34,11 +35,8 @@ if TYPE_CHECKING:
 TO_NHWC, FUSE = "NhwcTransformer", "QDQSelectorActionTransformer"
 ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the type of the output
 CONVERSIONS = tuple(ALIKE)
-# Ops that only move or reorder values, or that are computed once.
-MOVES = {
-    *("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "Expand", "Shape"),
-    *("ReorderInput", "ReorderOutput", "Constant"),
-}
+# Ops that compute nothing: they rearrange values, or are computed once.
+REARRANGES = ops_where(lambda kind: kind.rearranges) | {CAST, "Shape", "ReorderInput", "ReorderOutput", "Constant"}
 FLOAT_SHARE = 1e-5  # of the codes behind ops that it computes in float: ties of their sums
 # Weights with int8 codes get uint8 codes 128 higher on processors whose sums saturate; it changes nothing on others.
 EXACT_SUMS = ("session.x64quantprecision", "1")
@@ -163,7 +161,7 @@ def _layers(graph: Any, names: Mapping[str, str]) -> tuple[Layer, ...]:
     for node in graph.node:
         integer = any(types.get(tensor) in codes for tensor in node.input)
         computes = integer or any(types.get(tensor) in floats for tensor in node.output)
-        if computes and node.op_type not in CONVERSIONS and node.op_type not in MOVES:
+        if computes and node.op_type not in CONVERSIONS and node.op_type not in REARRANGES:
             layers.append(Layer(names.get(node.name, node.name) or node.output[0], node.op_type, integer))
     return tuple(layers)
 

@@ -1,6 +1,5 @@
 """The pass of convert(arithmetic="integer"): give each op between quantizers the integer kernel that a runtime has for it."""
 
-import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +19,9 @@ from qtoolkit.integer.functions import FunctionKernel
 from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
+from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.nodes import (
+    bounds_of,
     is_quantizer,
     is_weight_quantizer,
     kind_of,
@@ -29,7 +30,6 @@ from qtoolkit.op_kinds.nodes import (
     returns_tuple,
     tensor_inputs,
 )
-from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.grid_ends import saturates
@@ -170,34 +170,15 @@ def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
 
     Activations between the two are computed by saturation, if their bounds are at or beyond the ends of the grid.
     """
-    last, bounds = node, [(-math.inf, math.inf)]
+    last, bounds = node, [Bounds()]
     while len(last.users) == 1:
         (user,) = last.users
         grid = module_of(user) if is_quantizer(user) else None
         if isinstance(grid, Grid):
-            low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
+            low, high = max(each.low for each in bounds), min(each.high for each in bounds)
             return (last, grid) if saturates(low, high, grid) else (node, None)
-        kind = kind_of(user).name
-        if kind != "identity" and kind not in runtime.absorbs:
+        kind = kind_of(user)
+        if not kind.returns_input and kind.name not in runtime.absorbs:
             return node, None
-        last, bounds = user, [*bounds, _bounds(user, kind)]
+        last, bounds = user, [*bounds, bounds_of(user) or Bounds()]
     return node, None
-
-
-def _bounds(node: fx.Node, kind: str) -> tuple[float, float]:
-    """Return the bounds of an activation that clips, none for an identity; NaN for a bound that is computed."""
-    if kind in ("relu", "identity"):
-        return 0.0 if kind == "relu" else -math.inf, math.inf
-    if node.op == "call_module" or "hardtanh" in str(node.target):
-        low, high = argument(node, 1, "min_val", -1.0), argument(node, 2, "max_val", 1.0)
-    elif "relu6" in str(node.target):
-        low, high = 0.0, 6.0
-    else:
-        low, high = argument(node, 1, "min"), argument(node, 2, "max")
-    return _number(low, -math.inf), _number(high, math.inf)
-
-
-def _number(bound: Any, absent: float) -> float:
-    if bound is None:
-        return absent
-    return float(bound) if isinstance(bound, int | float) else math.nan

@@ -36,7 +36,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Return each layer, or function, with the batch norm that takes its output."""
     for follower in gm.graph.nodes:
-        if kind_of(follower).name == "batch_norm" and kind_of(follower.all_input_nodes[0]).layer:
+        if kind_of(follower).normalizes_batches and kind_of(follower.all_input_nodes[0]).layer:
             yield follower.all_input_nodes[0], follower
 
 

@@ -70,9 +70,9 @@ def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
     kind, role = kind_of(node), roles[node]
     if any(is_weight_quantizer(source) for source in node.all_input_nodes):
         return Verdict.quantized()
-    if kind.has_weight and kind is not OTHER and kind.name != "recurrent" and node.op == "call_module":
+    if kind.has_weight and kind is not OTHER and not kind.keeps_state and node.op == "call_module":
         return _verdict_on_layer(node, roles.rules)
-    if kind.name == "batch_norm" and role != "compute":
+    if kind.normalizes_batches and role != "compute":
         return _verdict_on_batch_norm(node, roles, calls)
     if node in roles.unit:
         return Verdict(Status.FUSED, Cause.JOINED, f"one op with {name_of(roles.unit[node])}")
@@ -123,7 +123,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
         return FROM_PARAMETERS
     if kind is OTHER and _takes_weights(node):
         return HIDES_LAYERS
-    if module is not None and (kind is OTHER or kind.name == "recurrent") and _has_weights(module):
+    if module is not None and (kind is OTHER or kind.keeps_state) and _has_weights(module):
         in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in REPLACED_MODULES else ""
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
     what = "unknown to qtoolkit" if kind is OTHER else with_article(kind)

@@ -19,7 +19,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         return gm
     roles = Roles(gm.graph, rules)
     for node in list(gm.graph.nodes):
-        if kind_of(node).name == "silu" and roles.rule(node).is_general and roles.is_behind_codes(node):
+        if kind_of(node).has_sigmoid_gate and roles.rule(node).is_general and roles.is_behind_codes(node):
             split(node)
     gm.graph.lint()
     gm.recompile()

@@ -13,6 +13,7 @@ from qtoolkit.graph.placement.residual import free_branch, fuses
 from qtoolkit.graph.placement.returned import float_output, is_returned
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Verdict
+from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
     is_output,
@@ -25,7 +26,6 @@ from qtoolkit.op_kinds.nodes import (
     tensor_inputs,
 )
 from qtoolkit.op_kinds.rules import argument, written_out
-from qtoolkit.op_kinds.table import OpKind
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _Collector:
         """Return whether an op of a kind is float where its output is."""
         if kind.name in self.backend.needs_quantized_output:
             return not kind.multiplies
-        exempt = kind.multiplies or (kind.name == "add" and self.backend.residual_add == "both")
+        exempt = kind.multiplies or (kind.adds and self.backend.residual_add == "both")
         return self.backend.integers_in_and_out and not exempt
 
     def _take_inputs(self, node: fx.Node, spec: QuantSpec) -> None:
@@ -250,7 +250,7 @@ class _Collector:
 
 def _along_columns(node: fx.Node, weight: fx.Node, spec: QuantSpec) -> QuantSpec:
     """Return the spec of a weight in a matrix product with axis 0 replaced by the axis of its columns, or of its rows."""
-    if spec.axis != 0 or kind_of(node).name != "matmul":
+    if spec.axis != 0 or not kind_of(node).of_two_matrices:
         return spec
     if isinstance(node.args[0] if node.args else None, str):
         return replace(spec, axis=_einsum_axis(node, weight))
@@ -273,7 +273,7 @@ def conv_groups(node: fx.Node, spec: QuantSpec, dims: int) -> int:
 
     They are those of a transposed convolution with scales along axis 1 of its weight of `dims` dimensions.
     """
-    along_outputs = kind_of(node).name == "conv_transpose" and spec.axis in (1, 1 - dims)
+    along_outputs = kind_of(node).transposed and spec.axis in (1, 1 - dims)
     return int(argument(node, 6, "groups", 1)) if along_outputs else 1
 
 

@@ -4,6 +4,7 @@ from torch import fx
 
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Cause, Verdict
+from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
 from qtoolkit.op_kinds.rules import CASTS
 
@@ -29,7 +30,7 @@ def _is_score(node: fx.Node, roles: Roles) -> bool:
             inputs = tensor_inputs(node) or node.all_input_nodes
             waiting += [] if node in seen else inputs if kind_of(node).sums else inputs[:1]
             seen.add(node)
-        elif kind_of(node).name == "matmul" and not roles.weights_of(node):
+        elif kind_of(node).of_two_matrices and not roles.weights_of(node):
             return True
     return False
 
@@ -37,7 +38,7 @@ def _is_score(node: fx.Node, roles: Roles) -> bool:
 def _only_softmax_takes(node: fx.Node, roles: Roles) -> bool:
     while len(users := _users_of_values(node)) == 1:
         node = users[0]
-        if kind_of(node).name == "softmax":
+        if kind_of(node).normalizes_scores:
             return roles[node] == "float"
         if not _keeps_scores(node):
             return False
@@ -50,8 +51,12 @@ def _users_of_values(node: fx.Node) -> list[fx.Node]:
 
 
 def _keeps_scores(node: fx.Node) -> bool:
-    kind = kind_of(node)
-    return kind.moves or kind.sums or kind.with_constant or _is_cast(node)
+    return keeps_scores(kind_of(node)) or _is_cast(node)
+
+
+def keeps_scores(kind: OpKind) -> bool:
+    """Return whether an op of a kind may stand between attention's scores and their softmax."""
+    return kind.moves or kind.sums or kind.with_constant
 
 
 def _is_cast(node: fx.Node) -> bool:

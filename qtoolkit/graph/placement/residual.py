@@ -11,7 +11,7 @@ from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, tensor_inputs
 
 def free_branch(node: fx.Node, roles: Roles) -> fx.Node | None:
     """Return the input of a residual add that stays unquantized; None for other ops and other targets."""
-    if roles.backend.residual_add == "both" or kind_of(node).name != "add":
+    if roles.backend.residual_add == "both" or not kind_of(node).adds:
         return None
     branches = [source for source in tensor_inputs(node) if layer_before(source) is not None]
     if len(branches) < 2:

@@ -23,7 +23,7 @@ def is_returned(node: fx.Node, backend: Backend) -> bool:
             if part in joining:
                 waiting.append((user, joining[joining.index(part) + 1 :]))
             elif backend.role(kind) == "transparent":
-                waiting.append((user, joining if kind.name == "identity" else ()))
+                waiting.append((user, joining if kind.returns_input else ()))
             elif not is_output(user):
                 return False
     return not backend.quantize_graph_outputs
@@ -35,7 +35,7 @@ def left_as_returned(node: fx.Node, backend: Backend) -> Verdict | None:
     The target has integer kernels for its form as a convolution, which needs a quantized output, and only outputs of the graph
     take it, at each of its calls. None for other ops.
     """
-    if not (backend.sub_pixel and kind_of(node).name == "conv_transpose"):
+    if not (backend.sub_pixel and kind_of(node).transposed):
         return None
     calls = node.graph.find_nodes(op="call_module", target=node.target) if node.op == "call_module" else (node,)
     return float_output(backend) if all(is_returned(call, backend) for call in calls) else None
@@ -49,6 +49,6 @@ def float_output(backend: Backend) -> Verdict:
 
 def _part_of_unit(first: fx.Node, node: fx.Node, backend: Backend) -> str | None:
     kind = kind_of(node)
-    if kind.name == "batch_norm" and kind_of(first).layer:
+    if kind.normalizes_batches and kind_of(first).layer:
         return "batch_norm"
     return "activation" if backend.role(kind) == "activation" and backend.joins(kind_of(first), kind) else None

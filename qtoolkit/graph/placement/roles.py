@@ -5,6 +5,7 @@ from torch import fx
 from qtoolkit.backends import QUANTIZED_ROLES, Role
 from qtoolkit.graph.placement.traversal import origin, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
+from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.nodes import kind_of, parameters_in, returns_tuple, tensor_inputs
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
@@ -71,7 +72,7 @@ class Roles:
         A max pool after padding with -inf takes its input with the padding, which is on no grid.
         """
         source = source_of(node) if self[node] == "transparent" else None
-        if source is not None and kind_of(node).name == "max_pool" and kind_of(source).name == "pad":
+        if source is not None and kind_of(node).takes_maxima and kind_of(source).pads_off_grid:
             return None
         return None if source is None or (returns_tuple(source) and self[source] != "transparent") else source
 
@@ -86,9 +87,9 @@ class Roles:
         return "compute" if role == "float" and included else role
 
     def _join_unit(self, node: fx.Node) -> None:
-        is_norm = kind_of(node).name == "batch_norm"
+        is_norm = kind_of(node).normalizes_batches
         source = source_of(node) if is_norm or self._role_of[node] == "activation" else None
-        first = None if source is None else origin(source, ("identity",), quantizers=False, sole_user=True)
+        first = None if source is None else origin(source, returns_input, quantizers=False, sole_user=True)
         if first is None or self._role_of[first] == "activation":
             return
         head = self.unit.get(first, first)
@@ -101,8 +102,8 @@ class Roles:
     def _head(self, activation: fx.Node) -> fx.Node | None:
         """Return the first op of the unit that an activation takes the output of."""
         source = source_of(activation)
-        before = None if source is None else origin(source, ("identity",))
+        before = None if source is None else origin(source, returns_input)
         return None if before is None else self.unit.get(before, before)
 
     def _starts_unit(self, node: fx.Node) -> bool:
-        return self._role_of[node] in QUANTIZED_ROLES or kind_of(node).layer or kind_of(node).name == "batch_norm"
+        return self._role_of[node] in QUANTIZED_ROLES or kind_of(node).layer or kind_of(node).normalizes_batches

@@ -1,14 +1,13 @@
 """Where a tensor of a graph comes from: the op that computes it, and the quantizer whose grid it lies on."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
+from qtoolkit.op_kinds.kind import OpKind, belongs_to_layer
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of, tensor_inputs
 
-# Kinds between a layer and what takes its output, which targets compute as part of the layer or drop.
-AFTER_A_LAYER = ("batch_norm", "identity")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -19,18 +18,21 @@ def source_of(node: fx.Node) -> fx.Node | None:
 
 
 def origin(
-    node: fx.Node, through: tuple[str, ...] = AFTER_A_LAYER, quantizers: bool = True, sole_user: bool = False
+    node: fx.Node,
+    through: Callable[[OpKind], bool] = belongs_to_layer,
+    quantizers: bool = True,
+    sole_user: bool = False,
 ) -> fx.Node | None:
     """Return the op that computes a tensor, back through ops of some kinds.
 
     Args:
         node: The node whose output the tensor is.
-        through: The kinds to go back through.
+        through: Whether to go back through a kind of op.
         quantizers: Whether to go back through quantizers too.
         sole_user: Return None where a tensor on the way has other users.
     """
     while not sole_user or len(node.users) == 1:
-        if not ((quantizers and is_quantizer(node)) or kind_of(node).name in through):
+        if not ((quantizers and is_quantizer(node)) or through(kind_of(node))):
             return node
         node = node.all_input_nodes[0]
     return None
@@ -60,7 +62,7 @@ def quantizer_behind(node: fx.Node, backend: Backend, in_training: bool = False)
 
 def _may_drop(node: fx.Node) -> bool:
     """Return whether an op that does nothing in eval mode may change values in training."""
-    if kind_of(node).name != "identity" or node.op == "call_method":
+    if not kind_of(node).returns_input or node.op == "call_method":
         return False
     return node.op != "call_module" or not (isinstance(module_of(node), nn.Identity) or _drops_nothing(module_of(node)))
 
