@@ -126,6 +126,13 @@ class Backend:
         """Return whether the target computes a kind of op on quantized inputs."""
         return self.role(kind) in QUANTIZED_ROLES
 
+    def is_float_without_quantized_output(self, kind: OpKind) -> bool:
+        """Return whether the target computes a kind of op in float where its output is not quantized."""
+        if kind.name in self.needs_quantized_output:
+            return not kind.multiplies
+        exempt = kind.multiplies or (kind.adds and self.residual_add == "both")
+        return self.integers_in_and_out and not exempt
+
     def is_other_conv_transpose_axis(self, spec: QuantSpec) -> bool:
         """Return whether a weight of a transposed convolution has scales along the other axis than the target takes."""
         return spec.group_size is None and spec.axis == 1 - self.conv_transpose_axis

@@ -8,8 +8,8 @@ import numpy as np
 
 from qtoolkit.export.file_kinds import BINARY, bounds_of, kind_by_op
 from qtoolkit.export.reading import UnreadableFileError
+from qtoolkit.graph.placement.ops import Layer, Op, WeightGrid
 from qtoolkit.lint.file_facts import Codes, FileNode
-from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 
@@ -61,6 +61,7 @@ class _Reader:
                 self.made[value].returned = True
 
     def _add(self, op: Op, outputs: Any) -> None:
+        op.place = len(self.ops)
         self.ops.append(op)
         for source in op.inputs:
             source.users.append(op)

@@ -5,19 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import Backend
+from qtoolkit.graph.placement.findings import IMPORTER, ONNX, OPENVINO_LPT, SELECTORS, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.graph.placement.ops import Op, users_behind
 from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of
-from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, users_behind
-from qtoolkit.lint.targets import (
-    IMPORTER,
-    ONNX,
-    OPENVINO_LPT,
-    SELECTORS,
-    TENSORRT_DOCS,
-    on_onnxruntime,
-    on_openvino,
-    on_tensorrt,
-)
+from qtoolkit.lint.targets import on_onnxruntime, on_openvino, on_tensorrt
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.
 TENSORRT_TYPES, TENSORRT_WEIGHT_TYPES = ("INT8", "FLOAT8E4M3FN"), ("INT4", "FLOAT4E2M1")

@@ -6,12 +6,12 @@ import numpy as np
 
 from qtoolkit.backends import QUANTIZED_ROLES, Backend
 from qtoolkit.errors import with_article
-from qtoolkit.graph.placement.masked_attention import keeps_scores
+from qtoolkit.graph.placement.findings import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.graph.placement.masked_attention import MASKED_SCORES
+from qtoolkit.graph.placement.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
-from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
-from qtoolkit.lint.targets import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, on_onnxruntime, on_tensorrt
+from qtoolkit.lint.targets import on_onnxruntime, on_tensorrt
 from qtoolkit.op_kinds.kind import OpKind
 
 CLIP_FUSION = "onnxruntime clip_quantizelinear.cc and qdq_util.cc; measured with 1.30"
@@ -181,22 +181,6 @@ def _nothing(_: OpKind) -> bool:
     return False
 
 
-def _masked_scores(op: Op, backend: Backend) -> Iterator[Finding]:
-    if not op.kind.sums or not any(source.quantizer is not None for source in op.inputs) or len(op.users) != 1:
-        return
-    scores = [origin(source, keeps_scores) for source in op.inputs]
-    taker = op.users[0]
-    while len(taker.users) == 1 and (taker.kind.moves or taker.kind.sums):
-        taker = taker.users[0]
-    is_softmax = taker.kind.normalizes_scores and backend.role(taker.kind) == "float"
-    if is_softmax and any(score is not None and score.kind.of_two_matrices for score in scores):
-        yield Finding(
-            op.name,
-            "the sum of attention's scores and a mask is quantized; a mask's large negative values would take all codes.",
-            "Leave both inputs of this add in float.",
-        )
-
-
 def _unknown_op(op: Op, backend: Backend) -> Iterator[Finding]:
     facts = op.node
     if not isinstance(facts, FileNode) or facts.domain in ("", "ai.onnx.ml", "com.microsoft"):
@@ -232,7 +216,7 @@ FUSIONS = (
     Rule("one-type", _mixed_types, SELECTORS, on_onnxruntime),
     Rule("saturation", _activation_before_quantizer, CLIP_FUSION, on_onnxruntime),
     Rule("silu", _inside_silu, MODEL_OPTIMIZER, lambda b: not b.splits_silu and not b.quantize_outputs),
-    Rule("masked-scores", _masked_scores, MODEL_OPTIMIZER),
+    MASKED_SCORES,
     Rule("plugin", _unknown_op, TENSORRT_DOCS, on_tensorrt),
 )
 

@@ -8,59 +8,11 @@ from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.lint.findings import Finding, Rule
-from qtoolkit.lint.ops import Op, fusing_layer, is_taken_by_codes, origin, serves_others
-from qtoolkit.lint.targets import MODEL_OPTIMIZER, TENSORRT_DOCS
+from qtoolkit.graph.placement import residual
+from qtoolkit.graph.placement.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.graph.placement.ops import Op, is_taken_by_codes, origin, serves_others
 from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.table import KINDS
-
-
-def _residual_add(op: Op, backend: Backend) -> Iterator[Finding]:
-    if not op.kind.adds:
-        return
-    layers = [layer for source in op.inputs if (layer := fusing_layer(source)) is not None]
-    on_grid = [source.quantizer is not None for source in op.inputs]
-    if layers and all(on_grid):
-        yield Finding(
-            op.name,
-            "both inputs of a residual add are quantized, so that no convolution fuses with it.",
-            f"Leave the branch of {layers[0].name!r} without a quantizer.",
-        )
-    if layers and not any(on_grid) and not layers[0].has_float_weight:
-        yield Finding(
-            op.name,
-            "no input of a residual add is quantized, so that the convolution before it returns floats.",
-            "Quantize the identity branch.",
-        )
-
-
-def _shorter_branch(op: Op, backend: Backend) -> Iterator[Finding]:
-    quantized = [source for source in op.inputs if source.quantizer is not None]
-    if not op.kind.adds or len(op.inputs) != 2 or len(quantized) != 1:
-        return
-    main, free = quantized[0], next(source for source in op.inputs if source is not quantized[0])
-    layer = fusing_layer(main)
-    if layer is None or layer.has_float_weight or fusing_layer(free) is None:
-        return
-    before = [{each for each in _before(source) if each.kind.layer} for source in (main, free)]
-    if len(before[0] - before[1]) > len(before[1] - before[0]):
-        yield Finding(
-            op.name,
-            f"the longer branch of a residual add, which ends in {layer.name!r}, is quantized; the target fuses the add with "
-            f"the convolution of the longer branch, whose output must be float.",
-            "Quantize the other branch.",
-        )
-
-
-def _before(op: Op) -> set[Op]:
-    """Return all ops that a tensor depends on."""
-    found, waiting = set[Op](), [op]
-    while waiting:
-        each = waiting.pop()
-        if each not in found:
-            found.add(each)
-            waiting += each.inputs
-    return found
 
 
 def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
@@ -138,9 +90,9 @@ def _requantized(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _in_and_out(op: Op, backend: Backend) -> Iterator[Finding]:
-    if backend.role(op.kind) not in ("compute", "merge"):
+    if backend.role(op.kind) not in ("compute", "merge") or not backend.is_float_without_quantized_output(op.kind):
         return
-    if op.kind.multiplies or any(fusing_layer(source) is not None for source in op.inputs):
+    if any(residual.fusing_layer(source) is not None for source in op.inputs):
         return
     takes = any(source.quantizer is not None for source in op.inputs)
     if takes and not _output_is_quantized(op, backend):
@@ -192,8 +144,7 @@ def _output_is_quantized(op: Op, backend: Backend) -> bool:
 
 
 PLACEMENT = (
-    Rule("residual-add", _residual_add, f"{TENSORRT_DOCS}; {MODEL_OPTIMIZER}", lambda b: b.residual_add == "identity"),
-    Rule("residual-branch", _shorter_branch, MODEL_OPTIMIZER, lambda b: b.residual_add == "identity"),
+    *residual.RULES,
     Rule("inside-a-unit", _inside_a_unit, TENSORRT_DOCS),
     Rule("all-inputs", _some_inputs, TENSORRT_DOCS),
     Rule("shared-concat", _concat, f"{MODEL_OPTIMIZER}; {TENSORRT_DOCS}", lambda b: b.shared_concat),

@@ -9,11 +9,12 @@ from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import with_article
 from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
+from qtoolkit.graph.placement.ops import WeightGrid
 from qtoolkit.graph.placement.residual import free_branch, fuses
 from qtoolkit.graph.placement.returned import float_output, is_returned
 from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.graph.plan import Verdict
-from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
     is_output,
@@ -82,7 +83,7 @@ class Decisions:
 
 def run(roles: Roles, graph: fx.Graph) -> Decisions:
     """Decide on every edge, from the outputs back: then it is known of each op whether its output will be quantized."""
-    collector = _Collector(roles)
+    collector = _Collector(roles, graph)
     for node in reversed(graph.nodes):
         if is_output(node):
             collector.take_outputs(node)
@@ -99,8 +100,9 @@ def run(roles: Roles, graph: fx.Graph) -> Decisions:
 class _Collector:
     """Collects requests, from the last op to the first."""
 
-    def __init__(self, roles: Roles) -> None:
+    def __init__(self, roles: Roles, graph: fx.Graph) -> None:
         self.roles, self.backend = roles, roles.backend
+        self.op_of = {op.node: op for op in ops_of(graph, self._weight_of)}  # as the rules of targets read them
         self.requests: dict[tuple[fx.Node, fx.Node], Request] = {}
         self.weights: list[Request] = []
         self.left: dict[str, Verdict] = {}
@@ -133,13 +135,20 @@ class _Collector:
 
     def take_weights(self, node: fx.Node) -> None:
         """Collect the weights of an op called as a function; they are quantized with or without its other inputs."""
-        rule, kind = self.roles.rule(node), kind_of(node)
-        spec = self.roles.rules.weight_spec(rule, kind)
-        if spec is None or not (self.backend.quantizes(kind) or rule.is_explicit):
+        spec, kind = self._weight_spec(node), kind_of(node)
+        if spec is None:
             return
         for weight in self.roles.weights_of(node):
-            own = spec if rule.is_explicit else _along_columns(node, weight, spec)
+            own = spec if self.roles.rule(node).is_explicit else _along_columns(node, weight, spec)
             self.weights.append(Request(weight, (), node, own, f"weight of {with_article(kind)} called as a function"))
+
+    def _weight_spec(self, node: fx.Node) -> QuantSpec | None:
+        rule, kind = self.roles.rule(node), kind_of(node)
+        return self.roles.rules.weight_spec(rule, kind) if self.backend.quantizes(kind) or rule.is_explicit else None
+
+    def _weight_of(self, node: fx.Node) -> WeightGrid | None:
+        spec = self._weight_spec(node)
+        return None if spec is None else WeightGrid(spec.bits, spec.axis, spec.group_size is not None)
 
     def request(self, source: fx.Node, consumer: fx.Node, spec: QuantSpec, why: str) -> fx.Node | None:
         """Note that a consumer asks for a quantized tensor; return its producer."""
@@ -190,26 +199,20 @@ class _Collector:
         """Return the verdict on an op that a rule of the target leaves in float; an explicit rule of the user's wins."""
         if self.roles.has_rule(node):
             return None
-        if are_masked_scores(node, self.roles):
+        if are_masked_scores(self.op_of[node], lambda softmax: self.roles[softmax.node] == "float"):
             return MASKED
         return self._without_quantized_output(node)
 
     def _without_quantized_output(self, node: fx.Node) -> Verdict | None:
-        if not self._needs_quantized_output(kind_of(node)):
+        if not self.backend.is_float_without_quantized_output(kind_of(node)):
             return None
-        if self.roles.last_in_unit(node) in self.on_grid or fuses(node, self.roles):
+        if self.roles.last_in_unit(node) in self.on_grid or fuses(self.op_of[node], self.backend):
             return None
         return float_output(self.backend)
 
-    def _needs_quantized_output(self, kind: OpKind) -> bool:
-        """Return whether an op of a kind is float where its output is."""
-        if kind.name in self.backend.needs_quantized_output:
-            return not kind.multiplies
-        exempt = kind.multiplies or (kind.adds and self.backend.residual_add == "both")
-        return self.backend.integers_in_and_out and not exempt
-
     def _take_inputs(self, node: fx.Node, spec: QuantSpec) -> None:
-        free, weights = free_branch(node, self.roles), self.roles.weights_of(node)
+        branch, weights = free_branch(self.op_of[node], self.backend), self.roles.weights_of(node)
+        free = None if branch is None else branch.node
         for source in tensor_inputs(node):
             is_constant = kind_of(node).with_constant and source in self.roles.parameters
             if not is_constant and source not in weights and source is not free:

@@ -1,19 +1,18 @@
 """Residual adds: which branch stays unquantized, so that the target computes its convolution and the add as one."""
 
 import heapq
+from collections.abc import Iterator
 
-from torch import fx
-
-from qtoolkit.graph.placement.roles import Roles
-from qtoolkit.graph.placement.traversal import origin
-from qtoolkit.op_kinds.nodes import has_float_weight, kind_of, tensor_inputs
+from qtoolkit.backends import Backend
+from qtoolkit.graph.placement.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.graph.placement.ops import Op, origin
 
 
-def free_branch(node: fx.Node, roles: Roles) -> fx.Node | None:
+def free_branch(op: Op, backend: Backend) -> Op | None:
     """Return the input of a residual add that stays unquantized; None for other ops and other targets."""
-    if roles.backend.residual_add == "both" or not kind_of(node).adds:
+    if backend.residual_add == "both" or not op.kind.adds:
         return None
-    branches = [source for source in tensor_inputs(node) if layer_before(source) is not None]
+    branches = [source for source in op.inputs if layer_before(source) is not None]
     if len(branches) < 2:
         return branches[0] if branches else None
     # Both branches end in a layer: the longer one is the main branch, the other the shortcut.
@@ -21,35 +20,84 @@ def free_branch(node: fx.Node, roles: Roles) -> fx.Node | None:
     return branches[0] if first >= second else branches[1]
 
 
-def fuses(node: fx.Node, roles: Roles) -> bool:
+def fuses(op: Op, backend: Backend) -> bool:
     """Return whether the target computes a residual add as part of a convolution."""
-    free = free_branch(node, roles)
-    layer = None if free is None else layer_before(free)
-    return layer is not None and kind_of(layer).fuses_add
+    free = free_branch(op, backend)
+    return free is not None and fusing_layer(free) is not None
 
 
-def layer_before(node: fx.Node) -> fx.Node | None:
+def layer_before(op: Op) -> Op | None:
     """Return the quantized layer that computes a tensor, alone or with its batch norm, and that has no other user."""
-    layer = origin(node, sole_user=True)
-    return layer if layer is not None and kind_of(layer).layer and not has_float_weight(layer) else None
+    layer = origin(op, sole_user=True)
+    return layer if layer is not None and layer.kind.layer and not layer.has_float_weight else None
 
 
-def lengths_from_fork(first: fx.Node, second: fx.Node) -> tuple[int, int]:
-    """Return how many nodes each of two branches has that the other does not share, back to where they fork."""
-    order = {node: -i for i, node in enumerate(first.graph.nodes)}
-    reached = {first: {0}, second: {1}}
-    waiting = [(order[node], i) for i, node in enumerate((first, second))]
-    nodes = {order[node]: node for node in (first, second)}
+def fusing_layer(op: Op) -> Op | None:
+    """Return the quantized layer that computes a tensor, and an add behind it with it."""
+    layer = layer_before(op)
+    return layer if layer is not None and layer.kind.fuses_add else None
+
+
+def lengths_from_fork(first: Op, second: Op) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return how many layers, and how many ops, each of two branches has that the other does not share, up to their fork."""
+    reached: dict[Op, set[int]] = {first: {0}, second: {1}}
+    waiting = [(-op.place, place, op) for place, op in enumerate((first, second))]
     heapq.heapify(waiting)
-    counts = [0, 0]
-    while any(len(reached[nodes[key]]) == 1 for key, _ in waiting):
-        key, _ = heapq.heappop(waiting)
-        node = nodes[key]
-        if len(reached[node]) == 1:
-            counts[next(iter(reached[node]))] += 1
-        for source in node.all_input_nodes:
+    counts = [[0, 0], [0, 0]]
+    while any(len(reached[op]) == 1 for *_, op in waiting):
+        *_, op = heapq.heappop(waiting)
+        if len(reached[op]) == 1:
+            branch = counts[next(iter(reached[op]))]
+            branch[0] += op.kind.layer
+            branch[1] += not op.is_quantizer
+        for source in op.inputs:
             if source not in reached:
-                nodes[order[source]] = source
-                heapq.heappush(waiting, (order[source], 0))
-            reached[source] = reached.get(source, set()) | reached[node]
-    return counts[0], counts[1]
+                heapq.heappush(waiting, (-source.place, len(reached), source))
+            reached[source] = reached.get(source, set()) | reached[op]
+    (layers, ops), (other_layers, other_ops) = counts
+    return (layers, ops), (other_layers, other_ops)
+
+
+def _one_free_branch(op: Op, backend: Backend) -> Iterator[Finding]:
+    if not op.kind.adds:
+        return
+    layers = [layer for source in op.inputs if (layer := fusing_layer(source)) is not None]
+    on_grid = [source.quantizer is not None for source in op.inputs]
+    if layers and all(on_grid):
+        yield Finding(
+            op.name,
+            "both inputs of a residual add are quantized, so that no convolution fuses with it.",
+            f"Leave the branch of {layers[0].name!r} without a quantizer.",
+        )
+    if layers and not any(on_grid):
+        yield Finding(
+            op.name,
+            "no input of a residual add is quantized, so that the convolution before it returns floats.",
+            "Quantize the identity branch.",
+        )
+
+
+def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Finding]:
+    quantized = [source for source in op.inputs if source.quantizer is not None]
+    if not op.kind.adds or len(op.inputs) != 2 or len(quantized) != 1:
+        return
+    main, other = quantized[0], next(source for source in op.inputs if source is not quantized[0])
+    layer = fusing_layer(main)
+    if layer is None or fusing_layer(other) is None:
+        return
+    (layers, _), (other_layers, _) = lengths_from_fork(main, other)
+    if layers > other_layers:
+        yield Finding(
+            op.name,
+            f"the longer branch of a residual add, which ends in {layer.name!r}, is quantized; the target fuses the add with "
+            f"the convolution of the longer branch, whose output must be float.",
+            "Quantize the other branch.",
+        )
+
+
+RULES = (
+    Rule(
+        "residual-add", _one_free_branch, f"{TENSORRT_DOCS}; {MODEL_OPTIMIZER}", lambda b: b.residual_add == "identity"
+    ),
+    Rule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, lambda b: b.residual_add == "identity"),
+)

@@ -3,9 +3,8 @@
 from torch import fx
 
 from qtoolkit.backends import QUANTIZED_ROLES, Role
-from qtoolkit.graph.placement.traversal import origin, source_of
+from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
-from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.nodes import kind_of, parameters_in, returns_tuple, tensor_inputs
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
@@ -89,7 +88,7 @@ class Roles:
     def _join_unit(self, node: fx.Node) -> None:
         is_norm = kind_of(node).normalizes_batches
         source = source_of(node) if is_norm or self._role_of[node] == "activation" else None
-        first = None if source is None else origin(source, returns_input, quantizers=False, sole_user=True)
+        first = None if source is None else computed_by(source, quantizers=False, sole_user=True)
         if first is None or self._role_of[first] == "activation":
             return
         head = self.unit.get(first, first)
@@ -102,7 +101,7 @@ class Roles:
     def _head(self, activation: fx.Node) -> fx.Node | None:
         """Return the first op of the unit that an activation takes the output of."""
         source = source_of(activation)
-        before = None if source is None else origin(source, returns_input)
+        before = None if source is None else computed_by(source)
         return None if before is None else self.unit.get(before, before)
 
     def _starts_unit(self, node: fx.Node) -> bool:

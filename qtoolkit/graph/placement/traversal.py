@@ -1,11 +1,10 @@
 """Where a tensor of a graph comes from: the op that computes it, and the quantizer whose grid it lies on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.op_kinds.kind import OpKind, belongs_to_layer
 from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of, tensor_inputs
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -17,22 +16,16 @@ def source_of(node: fx.Node) -> fx.Node | None:
     return inputs[0] if inputs else None
 
 
-def origin(
-    node: fx.Node,
-    through: Callable[[OpKind], bool] = belongs_to_layer,
-    quantizers: bool = True,
-    sole_user: bool = False,
-) -> fx.Node | None:
-    """Return the op that computes a tensor, back through ops of some kinds.
+def computed_by(node: fx.Node, quantizers: bool = True, sole_user: bool = False) -> fx.Node | None:
+    """Return the op that computes a tensor, back through ops that return their input in eval mode.
 
     Args:
         node: The node whose output the tensor is.
-        through: Whether to go back through a kind of op.
         quantizers: Whether to go back through quantizers too.
         sole_user: Return None where a tensor on the way has other users.
     """
     while not sole_user or len(node.users) == 1:
-        if not ((quantizers and is_quantizer(node)) or through(kind_of(node))):
+        if not ((quantizers and is_quantizer(node)) or kind_of(node).returns_input):
             return node
         node = node.all_input_nodes[0]
     return None

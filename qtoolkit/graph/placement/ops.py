@@ -1,4 +1,4 @@
-"""The ops that rules read: those of a model's graph and those of a file, in one form."""
+"""The ops that placement rules read: those of a model's graph and those of a file, in one form."""
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -58,7 +58,9 @@ class Op:
         users: The ops that take its output.
         grid: Of a quantizer, what distinguishes its grid from others; None for other ops.
         of_weight: Whether it is the quantizer of a weight that a function takes.
-        layer: Of a layer with a weight of its own, what is known about it.
+        is_cast: Whether it converts its first input to another type; others tell the type alone.
+        place: Its place in the order in which the ops run.
+        layer: Of a layer with a weight of its own, or of a function that takes a weight, what is known about it.
         returned: Whether the graph returns its output.
         node: Its node: in a file, as `qtoolkit.export.file_ops` describes it.
         quantizer: The quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a
@@ -71,6 +73,8 @@ class Op:
     users: list["Op"] = field(default_factory=list)
     grid: Hashable = None
     of_weight: bool = False
+    is_cast: bool = False
+    place: int = 0
     layer: Layer | None = None
     returned: bool = False
     node: Any = None
@@ -121,12 +125,6 @@ def find_quantizers(ops: Iterable[Op], backend: Backend) -> None:
             op.quantizer = found[0] if one_grid else None
         else:
             op.quantizer = None
-
-
-def fusing_layer(op: Op) -> Op | None:
-    """Return the layer that computes a tensor and can compute an add with it, where it has no other user."""
-    layer = origin(op, sole_user=True)
-    return layer if layer is not None and layer.kind.fuses_add else None
 
 
 def users_behind(op: Op, backend: Backend) -> list[Op]:

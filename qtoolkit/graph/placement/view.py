@@ -1,0 +1,77 @@
+"""The ops of a torch.fx graph as placement rules read them."""
+
+from collections.abc import Callable
+
+from torch import fx, nn
+
+from qtoolkit.graph.placement.ops import Layer, Op, WeightGrid
+from qtoolkit.nn import QuantModule
+from qtoolkit.op_kinds.nodes import (
+    has_float_weight,
+    is_quantizer,
+    is_weight_quantizer,
+    kind_of,
+    module_of,
+    name_of,
+    owns_weight,
+    parameters_in,
+    tensor_inputs,
+)
+from qtoolkit.op_kinds.rules import CASTS, argument
+from qtoolkit.quantizers.quantizer import Quantizer
+
+
+def ops_of(graph: fx.Graph, weight_of: Callable[[fx.Node], WeightGrid | None] = lambda node: None) -> list[Op]:
+    """Return the ops of a graph in order.
+
+    Args:
+        graph: The graph, with quantizers or without.
+        weight_of: Returns how the weight of a function will be quantized; asked where no quantizer stands before it.
+    """
+    ops: dict[fx.Node, Op] = {}
+    parameters = parameters_in(graph)
+    for place, node in enumerate(graph.nodes):
+        quantizer, is_cast = is_quantizer(node), node.op == "call_method" and node.target in CASTS
+        sources = node.all_input_nodes[:1] if quantizer or is_cast else tensor_inputs(node)
+        ops[node] = Op(
+            name_of(node),
+            kind_of(node),
+            [ops[source] for source in sources],
+            grid=str(node.target) if quantizer else None,
+            of_weight=is_weight_quantizer(node),
+            is_cast=is_cast,
+            place=place,
+            layer=_layer(node, parameters, weight_of),
+            node=node,
+        )
+    for node, op in ops.items():
+        op.users = [ops[user] for user in node.users]
+    return list(ops.values())
+
+
+def _layer(node: fx.Node, parameters: set[fx.Node], weight_of: Callable[[fx.Node], WeightGrid | None]) -> Layer | None:
+    """Return what is known about a layer, or about a function that takes a weight."""
+    if owns_weight(node):
+        return _layer_of_module(module_of(node), None if has_float_weight(node) else _weight_grid(node))
+    weights = [source for source in node.all_input_nodes if is_weight_quantizer(source)]
+    if not weights and (not kind_of(node).weight_argument or parameters.isdisjoint(tensor_inputs(node))):
+        return None
+    return Layer(_weight_grid(weights[0]) if weights else weight_of(node), groups=argument(node, 6, "groups", 1))
+
+
+def _layer_of_module(module: nn.Module, weight: WeightGrid | None) -> Layer:
+    own = getattr(module, "weight", None)
+    sizes = () if own is None else tuple(own.shape)
+    groups = getattr(module, "groups", 1)
+    if isinstance(
+        module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    ):
+        return Layer(weight, module.in_channels, module.out_channels, groups, tuple(module.kernel_size))
+    return Layer(weight, sizes[1], sizes[0], groups) if len(sizes) == 2 else Layer(weight, groups=groups)
+
+
+def _weight_grid(node: fx.Node) -> WeightGrid | None:
+    module = module_of(node)
+    quantizers = module.weight_quantizers().values() if isinstance(module, QuantModule) else [module]
+    specs = [quantizer.spec for quantizer in quantizers if isinstance(quantizer, Quantizer)]
+    return WeightGrid(specs[0].bits, specs[0].axis, specs[0].group_size is not None) if specs else None
