@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +89,8 @@ def _equalized(model: nn.Module, data: Data) -> nn.Module:
     return qt.tuning.equalize(model, data.low[:4]).model
 
 
-def _balanced(model: nn.Module, data: Data) -> nn.Module:
-    return qt.tuning.equalize(model, data.low[:64], activations=0.5).model
+def _balanced(model: nn.Module, data: Data, backend: str = "academic") -> nn.Module:
+    return qt.tuning.equalize(model, data.low[:64], activations=0.5, backend=backend).model
 
 
 def _biases(model: nn.Module, data: Data, quick: bool) -> None:
@@ -121,7 +122,9 @@ CALIBRATED: Mapping[str, Method] = {
     "mse, corrected biases": Method(MSE, HISTOGRAM, _biases),
     "mse, adaround": Method(MSE, {}, _adaround),
     "mse, weights too, onnxruntime": Method(MSE, HISTOGRAM, backend="onnxruntime"),
-    "mse, balanced, onnxruntime": Method(MSE, HISTOGRAM, before=_balanced, backend="onnxruntime"),
+    "mse, balanced, onnxruntime": Method(
+        MSE, HISTOGRAM, before=partial(_balanced, backend="onnxruntime"), backend="onnxruntime"
+    ),
 }
 # Quantizers of activations; those of weights are "lsq" where the first is for activations alone.
 TRAINED: Mapping[str, Method] = {

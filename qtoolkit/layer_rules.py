@@ -1,4 +1,4 @@
-"""The one resolver of configs: from a backend, a QConfigMapping and names to the config of a layer or an op, on both roads."""
+"""The one resolver of configs: from a backend, a QConfigMapping and names to the config of a layer or an op."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -163,8 +163,8 @@ def _grids(graph: Any, file: Path) -> dict[str, Grid]:
             continue
         info = np.iinfo(zero.dtype)
         spec = QuantSpec(bits=info.bits, signed=info.min < 0, symmetric=info.min < 0 and not zero.any())
-        codes_of_zero = None if spec.symmetric else torch.tensor(float(zero.item()))
-        found[pair.quantizer] = Grid(torch.tensor(float(scale.item())), codes_of_zero, spec, name=pair.quantizer)
+        zero_points = None if spec.symmetric else torch.tensor(float(zero.item()))
+        found[pair.quantizer] = Grid(torch.tensor(float(scale.item())), zero_points, spec, name=pair.quantizer)
     return found
 
 

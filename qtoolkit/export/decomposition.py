@@ -101,20 +101,20 @@ class _Decomposition:
                 f"{'computed from the inputs' if scales is None else 'fixed'}, but quantized_decomposed holds fixed scales of "
                 f"float32 tensors; export model.float(), without dynamic activations."
             )
-        codes_of_zero = None if zero_point is None else self._constant(zero_point)
+        zero_points = None if zero_point is None else self._constant(zero_point)
         constant = self._constant(x)
         for values in [user for user in node.users if user.args[1] == 0]:
             with self.graph.inserting_before(values), torch.no_grad():
                 if constant is not None and qmax > LARGEST_CODE:
-                    stored = FAKE_QUANT(constant, scales, codes_of_zero, *arguments[3:])[0]
+                    stored = FAKE_QUANT(constant, scales, zero_points, *arguments[3:])[0]
                     values.replace_all_uses_with(self._add(_place(x), stored))
                     continue
                 dtype = code_dtype(qmin, qmax)
-                pair = self._pair(name, scales, codes_of_zero, (axis, qmin, qmax, dtype))
+                pair = self._pair(name, scales, zero_points, (axis, qmin, qmax, dtype))
                 if constant is None:
                     codes = self._quantize(x, pair)
                 else:
-                    self.stored[name] = QUANTIZE(constant, scales, codes_of_zero, *arguments[3:8], dtype=dtype)
+                    self.stored[name] = QUANTIZE(constant, scales, zero_points, *arguments[3:8], dtype=dtype)
                     codes = self._add(_place(x, name), self.stored[name])
             self._dequantize(values, codes, pair)
 

@@ -99,7 +99,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def _pair(self, constant: Array | None) -> onnx_ir.Value:
         arithmetic = self._arithmetic()
         scale = self._scale(arithmetic)
-        grid = (scale,) if self.ends == SUMS else (scale, self._codes_of_zero())
+        grid = (scale,) if self.ends == SUMS else (scale, self._zero_points())
         mixed = scale.dtype != arithmetic
         if constant is None:
             x = self.x if arithmetic == self.dtype else self.node_of("Cast", self.x, to=arithmetic)
@@ -132,7 +132,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
             return self.constants.shared(scale, arithmetic, f"{self.scale.name}.half")
         return self.scale
 
-    def _codes_of_zero(self) -> onnx_ir.Value:
+    def _zero_points(self) -> onnx_ir.Value:
         dtype, of_weight = self.storage.dtype, _constant(self.x) is not None
         name = f"{(self.x if of_weight else self.scale).name}.zero"
         # Weights share none: where onnxruntime makes them uint8 (session.x64quantprecision), it fails at the second use.

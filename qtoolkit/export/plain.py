@@ -46,7 +46,7 @@ class _Plain(PairForm[V]):
 
     @abstractmethod
     def zeros(self, scale: V) -> V:
-        """Return the codes of zero of a symmetric grid."""
+        """Return the zero points of a symmetric grid."""
 
     def write(self, x: V, dtype: DataType, scale: V, zero_point: V | None) -> V:
         """Write the nodes; return the values."""
@@ -99,7 +99,7 @@ class _Symbolic(_Plain[Tensor]):
         return torch.full((), array.item(), dtype=to_torch_dtype(dtype))
 
     def zeros(self, scale: Tensor) -> Tensor:
-        """Return the codes of zero of a symmetric grid."""
+        """Return the zero points of a symmetric grid."""
         return torch.zeros(scale.shape, dtype=to_torch_dtype(self.storage.dtype))
 
     def reshaped(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -151,7 +151,7 @@ class _Graph(_Plain[Any]):
         return self.g.op("Constant", value_t=torch.tensor(array).to(to_torch_dtype(dtype)))
 
     def zeros(self, scale: Any) -> Any:
-        """Return the codes of zero of a symmetric grid."""
+        """Return the zero points of a symmetric grid."""
         return self.g.op(
             "Constant", value_t=torch.zeros(scale.type().sizes(), dtype=to_torch_dtype(self.storage.dtype))
         )

@@ -26,7 +26,7 @@ class Side:
 
     Attributes:
         grid: The quantizer, with one scale.
-        zero_point: Its code of zero, read once: a kernel does not synchronize with the device.
+        zero_point: Its zero point, read once: a kernel does not synchronize with the device.
     """
 
     grid: Grid
@@ -44,12 +44,12 @@ class Side:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The lowest and the highest code, minus the code of zero."""
+        """The lowest and the highest code, minus the zero point."""
         return self.grid.spec.qmin - self.zero_point, self.grid.spec.qmax - self.zero_point
 
     @property
     def unsigned_zero_point(self) -> int:
-        """The code of zero among unsigned codes: 128 more for signed ones."""
+        """The zero point among unsigned codes: 128 more for signed ones."""
         return self.zero_point + (128 if self.grid.spec.qmin < 0 else 0)
 
     def unsigned_codes(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Side:
         return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8) ^ 128
 
     def centred(self, x: Tensor) -> Tensor:
-        """Return the codes of values on the grid minus the code of zero: integers in float32."""
+        """Return the codes of values on the grid minus the zero point: integers in float32."""
         return torch.round(x / self.scale)
 
 
@@ -247,7 +247,7 @@ def why_no_sums(layer: QuantWeighted, source: Grid) -> str | None:
         return "its codes have more than 8 bits, or several scales for its input"
     if not layer.scales_along_outputs():
         return "its weight has scales along another dimension than the output channels"
-    return None if weight.zero_point is None else "its weight has codes of zero other than 0"
+    return None if weight.zero_point is None else "its weight has zero points other than 0"
 
 
 class OpKernel(Kernel):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qtoolkit._native import library
 
-# (unsigned codes, their code of zero) -> sums of products of codes minus the code of zero, rounded to float32
+# (unsigned codes, their zero point) -> sums of products of codes minus the zero point, rounded to float32
 Int8Sums = Callable[[Tensor, int], Tensor]
 
 
@@ -21,7 +21,7 @@ def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
 
     Args:
         layer: The layer, whose geometry counts.
-        weight: The codes of its weight minus the code of zero, on the CPU.
+        weight: The codes of its weight minus the zero point, on the CPU.
         shape: The shape of the input, for which the weight is laid out.
     """
     zero_padding = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(

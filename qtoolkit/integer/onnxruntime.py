@@ -2,7 +2,7 @@
 
 Each formula is in float32, in the order of the kernel's own instructions; any other order gives other codes at rounding ties.
 Sources are files of onnxruntime 1.30 under onnxruntime/core, read and then compared with the library on millions of values.
-In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz codes of zero, and f32(...) rounds to float32.
+In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz zero points, and f32(...) rounds to float32.
 """
 
 import functools

@@ -76,7 +76,7 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     if reason is not None:
         return reason
     if kind.transposed and source.zero_point is not None:
-        return "OpenVINO computes a conv_transpose in integers only if the code of zero is 0"
+        return "OpenVINO computes a conv_transpose in integers only if the zero point is 0"
     fused = kind.convolves and layer.bias is not None and output is not None and gives_codes(output)
     return QuantizedSums if fused else MultipliedSums
 

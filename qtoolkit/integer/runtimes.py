@@ -23,7 +23,7 @@ class Runtime:
         layer_kernel: Returns the kernel of a layer (its input's grid and its output's, or None), or why it runs in float.
         op_kernel: Returns the kernel of another op (its kind, its node, its inputs' grids, its output's, or None), or why it
             runs in float.
-        reciprocal: Whether quantizing multiplies by a factor from the ends of the range, and adds the code of zero before
+        reciprocal: Whether quantizing multiplies by a factor from the ends of the range, and adds the zero point before
             rounding.
     """
 

@@ -25,7 +25,7 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     if not layer.OP_KIND.layer:
         return f"TensorRT has no integer kernel for {with_article(layer.KIND)}"
     if source.zero_point is not None:
-        return "TensorRT has codes of zero other than 0 for no input"
+        return "TensorRT takes no input with a zero point other than 0"
     return why_no_sums(layer, source) or FloatOutput
 
 

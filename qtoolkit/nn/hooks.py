@@ -34,7 +34,7 @@ def all_watched() -> bool:
 
 
 def is_ordinary(x: object) -> bool:
-    """Return whether ops may take other roads for x than the model's own ops: it is a plain tensor on a CPU or CUDA device.
+    """Return whether ops may compute x by other ops than the model's own: it is a plain tensor on a CPU or CUDA device.
 
     They may not for a proxy or a tensor subclass, nor under the transforms of torch.func, forward-mode AD and torch.jit.trace.
     """

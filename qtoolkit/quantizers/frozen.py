@@ -46,7 +46,7 @@ class Grid(Quantizer):
 
     Args:
         scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel or group.
-        zero_point: The codes of zero, stored as floats, of the scale's shape; None for a symmetric spec.
+        zero_point: The zero points, stored as floats, of the scale's shape; None for a symmetric spec.
         spec: Range of codes and channel axis.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
         name: The quantizer's name in error messages.
@@ -56,7 +56,7 @@ class Grid(Quantizer):
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
         shape: What shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
-        reciprocal: Whether it multiplies by a factor that the ends of its range give, and adds the code of zero before it
+        reciprocal: Whether it multiplies by a factor that the ends of its range give, and adds the zero point before it
             rounds, as OpenVINO does.
 
     Raises:

@@ -54,7 +54,7 @@ def hand_over(
         y: Values on the grid.
         codes: Their codes, int8 or uint8, or None.
         scale: The step between codes, of either sign, as `QuantizerKind.grid` returns it.
-        zero_point: The code of zero, which is rounded, or None.
+        zero_point: The zero point, which is rounded, or None.
         spec: The range of codes, for which `qtoolkit.quantizers.spec_ops.has_codes` holds.
         raw: What the values were before, if only the scale has a gradient.
     """

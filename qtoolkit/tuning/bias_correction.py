@@ -53,10 +53,10 @@ def bias_correction(
     """Change the biases so that the mean of each output channel is that of the float model.
 
     "empirical" takes the means from batches, layer by layer in the order of the model: each layer's inputs are those of the
-    model that is quantized and corrected so far. It corrects the shifts of weights and activations, on both roads. "analytic"
-    needs no data, and corrects those of weights: the mean of a layer's input is that of a normal distribution with the shift
-    and the scale of the batch norm before it, clipped by the activation between them. It needs the graph, and a model that was
-    prepared in training mode, whose batch norms are not folded.
+    model that is quantized and corrected so far. It corrects the shifts of weights and activations, in graph mode and with
+    module replacement. "analytic" needs no data, and corrects those of weights: the mean of a layer's input is that of a normal
+    distribution with the shift and the scale of the batch norm before it, clipped by the activation between them. It needs the
+    graph, and a model that was prepared in training mode, whose batch norms are not folded.
 
     Where a batch norm is linked to a layer, its shift takes the correction. Call it after `qtoolkit.calibrate`.
 

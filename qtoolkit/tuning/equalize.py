@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import calls_of
@@ -79,6 +80,7 @@ def equalize(
     skip: Sequence[str] = (),
     inplace: bool = False,
     activations: float | None = None,
+    backend: str | Backend | None = None,
     progress: bool = True,
 ) -> Equalization[M]:
     """Scale the channels between consecutive layers so that all have about the same range.
@@ -86,10 +88,9 @@ def equalize(
     A channel that leaves a layer is divided by a factor, and multiplied by it where it enters the next one: the function of the
     model stays the same, in training mode too, which is checked. By default the weights get the same ranges: per-tensor weights
     lose far less after it; with one scale for each output channel there is little to gain. With `activations` the tensors
-    between the layers get them, which have one scale for all channels: at the weights' cost, which training makes up for. The
-    input of LeakyReLU and PReLU counts as well as the output, since backends quantize one or both of them.
-    Layers are convolutions, transposed convolutions and linear layers of every
-    dimension, with groups; between them may be a batch norm, ReLU, LeakyReLU, PReLU, pools, padding and dropout.
+    between the layers get them, which have one scale for all channels: at the weights' cost, which training makes up for.
+    Layers are convolutions, transposed convolutions and linear layers of every dimension, with groups; between them may be a
+    batch norm, ReLU, LeakyReLU, PReLU, pools, padding and dropout.
 
     Args:
         model: A float model, before `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
@@ -100,6 +101,9 @@ def equalize(
         activations: None for the weights. Or the power of its range, relative to the widest, that a channel is divided by: 1
             makes all channels of the activations equally wide, 0.5 shares the work with the weights. Where several tensors
             are between the layers, a channel counts by that in which it is widest, relative to the others.
+        backend: The target that the model will be prepared for, by name or as a Backend. With `activations`, only the tensors
+            count that it quantizes: of a layer and a PReLU behind it, the output of both on "tensorrt" and "academic", each
+            of the two on "onnxruntime". None counts all, which suits every target and none best.
         progress: Show a progress bar.
 
     Returns:
@@ -107,7 +111,7 @@ def equalize(
 
     Raises:
         TypeError: `model` is no module, or has quantizers.
-        ValueError: A name in `skip` is unknown, or `activations` is not above 0 and at most 1.
+        ValueError: A name in `skip` or the backend is unknown, or `activations` is not above 0 and at most 1.
         UntraceableError: The model cannot be traced.
         RuntimeError: The outputs would change; the model is then unchanged.
 
@@ -123,6 +127,7 @@ def equalize(
     check_sequence(skip, "equalize", "skip")
     if activations is not None and not 0 < activations <= 1:
         raise ValueError(f"equalize: activations must be None, or above 0 and at most 1, got {activations!r}.")
+    target = None if backend is None else backend_of(backend)
     own = model if inplace else deepcopy_model(model, what="equalize")
     names = names_by_module(own)
     layers = {aliases[0]: module for module, aliases in names.items() if type(module) in LAYERS}
@@ -130,7 +135,7 @@ def equalize(
         check_known("layer in skip of equalize", name, layers)
     before = outputs_of(own, example_inputs)
     gm = trace.run(own, example_inputs=example_inputs)
-    links, skipped = _links(gm, own, skip)
+    links, skipped = _links(gm, own, skip, target)
     state = [tensor.detach().clone() for tensor in (*own.parameters(), *own.buffers())]
     if activations is None:
         widths = _equalize_weights(links, progress)
@@ -152,22 +157,29 @@ class _Link:
 
     Args:
         path: The nodes from the first layer to the second one, each of which takes the output of the one before.
+        backend: The target; None for any.
 
     Attributes:
         source: The node of the first layer, or of the batch norm behind it.
-        between: The nodes between the layers whose output a backend can quantize. Each of them computes a layer and the ReLU
-            behind it as one op, so that the values that ReLU removes have no scale.
+        between: The nodes between the layers whose output the target can quantize. What it computes as one op has one output;
+            every target computes a layer and the ReLU behind it so, and the values that ReLU removes have no scale.
     """
 
-    def __init__(self, path: Sequence[fx.Node]) -> None:
+    def __init__(self, path: Sequence[fx.Node], backend: Backend | None) -> None:
         first, second = path[0], path[-1]
         batch_norm = path[1] if kind_of(path[1]).normalizes_batches else None
         self.names = str(first.target), str(second.target), "" if batch_norm is None else str(batch_norm.target)
         self.first, self.second = ChannelView(module_of(first)), ChannelView(module_of(second))
         self.batch_norm: Any = None if batch_norm is None else module_of(batch_norm)
-        self.source = batch_norm or first
+        self.source, self.kind = batch_norm or first, kind_of(first)
         divided = path[path.index(self.source) :]
-        self.between = [node for node, user in pairwise(divided) if not kind_of(user).is_relu]
+        self.between = [node for node, user in pairwise(divided) if not self._joins(node, kind_of(user), backend)]
+
+    def _joins(self, node: fx.Node, activation: OpKind, backend: Backend | None) -> bool:
+        """Return whether the target computes an activation as one op with the layer whose output it takes."""
+        if backend is None or node is not self.source or not activation.activation:
+            return activation.is_relu
+        return activation.is_relu or backend.joins(self.kind, activation)
 
     def _ranges(self) -> tuple[Tensor, Tensor]:
         outputs, bn = self.first.outputs_amax(), self.batch_norm
@@ -273,7 +285,9 @@ def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
     return channels.amax(1).clamp(min=0) - channels.amin(1).clamp(max=0)
 
 
-def _links(gm: fx.GraphModule, model: nn.Module, skip: Sequence[str]) -> tuple[list[_Link], dict[str, str]]:
+def _links(
+    gm: fx.GraphModule, model: nn.Module, skip: Sequence[str], backend: Backend | None
+) -> tuple[list[_Link], dict[str, str]]:
     links, skipped, calls = [], dict[str, str](), calls_of(gm)
     names = names_by_module(model)
     owners: dict[int, int] = {}
@@ -298,7 +312,7 @@ def _links(gm: fx.GraphModule, model: nn.Module, skip: Sequence[str]) -> tuple[l
         if isinstance(path, str):
             skipped[str(node.target)] = path
         else:
-            links.append(_Link(path))
+            links.append(_Link(path, backend))
     return links, skipped
 
 

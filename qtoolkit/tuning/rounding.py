@@ -14,7 +14,7 @@ LOW, HIGH = -0.1, 1.1
 
 
 class CodeGrid:
-    """The grid of a layer's weight, with the step and the code of zero of each element.
+    """The grid of a layer's weight, with the step and the zero point of each element.
 
     Args:
         layer: A layer whose weight is quantized on a grid of integers.
@@ -24,7 +24,7 @@ class CodeGrid:
         quantizer: The quantizer of the weight.
         weight: The tensor that it quantizes, in float32 or float64.
         steps: The scale of each element.
-        zeros: The code of zero of each element.
+        zeros: The zero point of each element.
 
     Raises:
         RuntimeError: The quantizer has no range yet.

@@ -453,7 +453,7 @@ WIDE = {  # sums beyond 2^24, in digits of 4, 2 and 1 bits; beyond 2^31
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("int8", [False, True], ids=["in_float", "int8"])
 def test_sums_of_any_size_are_exact(name: str, int8: bool) -> None:
-    """An input and a weight of the largest codes; without int8 kernels the input's code of zero is none of its codes."""
+    """An input and a weight of the largest codes; without int8 kernels the input's zero point is none of its codes."""
     for shape in WIDE[name]:
         for codes, zero_point in (((0, 255), 0.0), ((-128, 127), 127.0)):
             g = given(shape, codes=codes, x_zero_point=zero_point, bias=False, factor=False, per_output=False)

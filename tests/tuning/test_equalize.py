@@ -231,6 +231,25 @@ def test_every_backend_gains_whether_it_quantizes_before_prelu_or_not(backend: s
             return float((prepared(x) - y).square().mean())
 
     assert error(qt.tuning.equalize(model, x, activations=power).model) < error(model) / 2
+    assert error(qt.tuning.equalize(model, x, activations=power, backend=target).model) < error(model) / 2
+
+
+def test_only_tensors_that_the_backend_quantizes_count() -> None:
+    torch.manual_seed(0)
+    model, x = of_uneven_channels(nn.PReLU(32)), torch.randn(64, 16, 8)
+
+    def ranges(backend: str | None) -> list[torch.Tensor]:
+        equalized = qt.tuning.equalize(model, x, activations=1.0, backend=backend).model
+        return [ranges_of_channels(equalized[:end](x), x, 1) for end in (1, 2)]
+
+    for backend in ("academic", "tensorrt"):  # the output of the PReLU alone
+        before, behind = ranges(backend)
+        assert behind.min() > 0.9 * behind.max()  # channels below a hundredth of the widest count as that
+        assert before.min() < before.max() / 2
+    for end in (0, 1):
+        assert torch.equal(ranges("onnxruntime")[end], ranges(None)[end])
+    with pytest.raises(ValueError, match="did you mean 'onnxruntime'"):
+        qt.tuning.equalize(model, x, activations=1.0, backend="onnxruntim")
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])

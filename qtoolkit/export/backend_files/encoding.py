@@ -13,7 +13,7 @@ class Encoding:
     Attributes:
         tensor: Name of the tensor in the ONNX file.
         scale: Float32 numbers: one, or one for each channel.
-        zero_point: The codes of zero, as many as scales.
+        zero_point: The zero points, as many as scales.
         qmin: Lowest code.
         qmax: Highest code.
         is_weight: Whether the tensor does not depend on the inputs of the model.
@@ -56,7 +56,7 @@ class Encoding:
 
     @property
     def unsigned_zero_point(self) -> tuple[int, ...]:
-        """The codes of zero where codes are counted from 0 on."""
+        """The zero points where codes are counted from 0 on."""
         return tuple(zero_point - self.lowest for zero_point in self.zero_point)
 
     @property

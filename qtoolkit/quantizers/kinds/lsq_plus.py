@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class LSQPlus(LSQ):
     """Scale s and offset beta are trained (LSQ+, arXiv 2004.09576): y = s clamp(round((x - beta) / s), qmin, qmax) + beta.
 
-    The code of zero, -beta / s, is rounded, since deployed grids have integers there, and stays within the codes. Both start
+    The zero point, -beta / s, is rounded, since deployed grids have integers there, and stays within the codes. Both start
     at the least squared error, as in the paper, or from the range of another observer than "minmax".
     The parameter of the offset is its ratio to the scale at the start, and is trained like that of the scale.
     """
@@ -45,7 +45,7 @@ class LSQPlus(LSQ):
             quantizer._relative_offset.copy_(-quantizer._zero_point.reshape(quantizer._relative_offset.shape))
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
-        """Return the trained scale, and the code of zero at the trained offset."""
+        """Return the trained scale, and the zero point at the trained offset."""
         spec = quantizer.spec
         scale, _ = super().grid(quantizer)
         offset = trained_by_ratio(quantizer._scale, quantizer._relative_offset, quantizer._rate).reshape(scale.shape)
