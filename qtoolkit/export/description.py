@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from qtoolkit.backends import backends
 from qtoolkit.export.file_ops import ops_of
 from qtoolkit.export.reading import open_graph
-from qtoolkit.graph.placement.ops import Op, find_quantizers
 from qtoolkit.lint.file_facts import FileNode
+from qtoolkit.lint.ops import Op, find_quantizers
 
 if TYPE_CHECKING:
     import onnx_ir

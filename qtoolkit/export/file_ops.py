@@ -8,8 +8,8 @@ import numpy as np
 
 from qtoolkit.export.file_kinds import BINARY, bounds_of, kind_by_op
 from qtoolkit.export.reading import UnreadableFileError
-from qtoolkit.graph.placement.ops import Layer, Op, WeightGrid
 from qtoolkit.lint.file_facts import Codes, FileNode
+from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, NO_OPS, OTHER
 

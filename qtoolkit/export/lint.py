@@ -5,8 +5,8 @@ import os
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.export.file_ops import ops_of
 from qtoolkit.export.reading import UnreadableFileError, open_graph
-from qtoolkit.graph.placement.findings import Finding, Rule, broken
 from qtoolkit.lint.codes import CODES
+from qtoolkit.lint.findings import Finding, Rule, broken
 from qtoolkit.lint.fusions import FILE_ADVICE, FUSIONS
 from qtoolkit.lint.layers import ADVICE, LAYERS
 from qtoolkit.lint.placement import PLACEMENT

@@ -1,5 +1,5 @@
 """The rules of targets on where quantizers stand, checked on graphs of models and on files alike."""
 
-from qtoolkit.graph.placement.findings import Finding
+from qtoolkit.lint.findings import Finding
 
 __all__ = ["Finding"]

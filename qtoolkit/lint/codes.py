@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.placement.findings import IMPORTER, ONNX, OPENVINO_LPT, SELECTORS, TENSORRT_DOCS, Finding, Rule
-from qtoolkit.graph.placement.ops import Op, users_behind
 from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of
+from qtoolkit.lint.findings import IMPORTER, ONNX, OPENVINO_LPT, SELECTORS, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.ops import Op, users_behind
 from qtoolkit.lint.targets import on_onnxruntime, on_openvino, on_tensorrt
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.

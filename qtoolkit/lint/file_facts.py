@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from qtoolkit.graph.placement.ops import Op
+    from qtoolkit.lint.ops import Op
 
 Array = np.ndarray[Any, Any]
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from qtoolkit.backends import QUANTIZED_ROLES, Backend
 from qtoolkit.errors import with_article
-from qtoolkit.graph.placement.findings import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, Finding, Rule
-from qtoolkit.graph.placement.masked_attention import MASKED_SCORES
-from qtoolkit.graph.placement.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.masked_attention import MASKED_SCORES
+from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.lint.targets import on_onnxruntime, on_tensorrt
 from qtoolkit.op_kinds.kind import OpKind
 

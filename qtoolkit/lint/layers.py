@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.graph.placement.findings import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS, Finding, Rule
-from qtoolkit.graph.placement.ops import Op, origin
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.ops import Op, origin
 from qtoolkit.op_kinds.kind import belongs_to_layer
 
 LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels

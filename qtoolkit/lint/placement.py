@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.graph.placement import residual
-from qtoolkit.graph.placement.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
-from qtoolkit.graph.placement.ops import Op, is_taken_by_codes, origin, serves_others
+from qtoolkit.lint import residual
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others
 from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.table import KINDS
 

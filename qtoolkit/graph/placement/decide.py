@@ -8,13 +8,13 @@ from torch import fx
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import with_article
-from qtoolkit.graph.placement.masked_attention import MASKED, are_masked_scores
-from qtoolkit.graph.placement.ops import WeightGrid
-from qtoolkit.graph.placement.residual import free_branch, fuses
 from qtoolkit.graph.placement.returned import float_output, is_returned
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.graph.plan import Verdict
+from qtoolkit.lint.masked_attention import MASKED, are_masked_scores
+from qtoolkit.lint.ops import WeightGrid
+from qtoolkit.lint.residual import free_branch, fuses
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,
     is_output,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import fx, nn
 
-from qtoolkit.graph.placement.ops import Layer, Op, WeightGrid
+from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.nodes import (
     has_float_weight,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.graph.placement.masked_attention import MASKED
+from qtoolkit.lint.masked_attention import MASKED
 
 LENGTH, SIZE = 6, 8
 

@@ -4,8 +4,8 @@ import heapq
 from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.placement.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
-from qtoolkit.graph.placement.ops import Op, origin
+from qtoolkit.lint.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.ops import Op, origin
 
 
 def free_branch(op: Op, backend: Backend) -> Op | None:

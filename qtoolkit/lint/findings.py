@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.placement.ops import Op, find_quantizers
+from qtoolkit.lint.ops import Op, find_quantizers
 
 # Where rules are documented.
 TENSORRT_DOCS = "TensorRT documentation, Working with Quantized Types"
