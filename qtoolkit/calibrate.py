@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_known, some
+from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
@@ -21,7 +22,7 @@ from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
 from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
-from qtoolkit.quantizers.quantizer import named_quantizers, refuse_legacy_quantizers
+from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import Which, observe_ranges
 from qtoolkit.quantizers.table import OBSERVERS
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -211,7 +212,7 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
 def _check_any(model: nn.Module, quantizers: Collection[object], what: str) -> None:
     """Raise an error unless there are quantizers to observe with."""
     if not quantizers:
-        refuse_legacy_quantizers(model, what)
+        refuse_foreign_quantizers(model, what)
         if named_quantizers(model):
             raise ValueError(
                 f"{what}: a converted model has fixed scales; calibrate the prepared one, and convert it again."

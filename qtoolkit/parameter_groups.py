@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from qtoolkit.errors import check_known, check_sequence
+from qtoolkit.foreign_quantizers import ForeignQuantizer
 from qtoolkit.model_state import check_module
-from qtoolkit.quantizers.quantizer import LegacyQuantizer, Quantizer
+from qtoolkit.quantizers.quantizer import Quantizer
 
 GROUPS = ("weights", "no_decay", "scales")
 NORMS = (nn.LayerNorm, nn.RMSNorm)  # the layers whose scale and shift may have several dimensions
@@ -69,7 +70,7 @@ def parameter_groups(
             raise ValueError(f"parameter_groups: {argument} must not be negative, got {float(value)}.")
     decays = {"weights": weight_decay, "no_decay": 0.0, "scales": scale_weight_decay}
     found: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
-    scales = _parameters_of(model, (Quantizer, LegacyQuantizer))
+    scales = _parameters_of(model, (Quantizer, ForeignQuantizer))
     exempt = _parameters_of(model, NORMS) | _parameters_named(model, no_decay)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

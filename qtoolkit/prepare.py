@@ -15,6 +15,7 @@ from qtoolkit.config.mapping import check_qconfig_mapping, warn_of_unused_types
 from qtoolkit.eager.record import check_links, plan_of, record_of
 from qtoolkit.errors import check_known, some, with_article
 from qtoolkit.finite import check_finite
+from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -27,7 +28,7 @@ from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.op_kinds.nodes import object_type_of
-from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -289,7 +290,7 @@ def check_quantized(model: object, what: str) -> None:
         TypeError: It was not, or its quantizers are those of `qtoolkit.compat.pytorch_quantization`.
     """
     if isinstance(model, nn.Module):
-        refuse_legacy_quantizers(model, what)
+        refuse_foreign_quantizers(model, what)
         if any(isinstance(part, QUANTIZED) for part in model.modules()) or plan_of(model) is not None:
             return
     raise TypeError(

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from qtoolkit.debug.activity import Activity, Hook, Recorder
 from qtoolkit.debug.diagnosis import Diagnosis, unwrapped
 from qtoolkit.debug.summary_writer import SummaryWriter, check_writer, write
+from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
-from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import table
 
@@ -253,7 +253,7 @@ def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None
         ('activation_quantizers.input_1', -2.0, 2.0, 0.5, 0)
     """
     check_module(model, "watch")
-    refuse_legacy_quantizers(model, "watch")
+    refuse_foreign_quantizers(model, "watch")
     if type(every) is not int:
         raise TypeError(f"watch: every must be an int, got {every!r}.")
     if every < 1:

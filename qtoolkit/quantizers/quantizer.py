@@ -127,20 +127,3 @@ def named_quantizers(module: nn.Module, types: type[Q]) -> dict[str, Q]: ...
 def named_quantizers(module: nn.Module, types: type[Quantizer] = Quantizer) -> dict[str, Any]:
     """Return the quantizers of a type in a module by their dotted names; a quantizer itself has the name ""."""
     return {name: part for name, part in module.named_modules() if isinstance(part, types)}
-
-
-class LegacyQuantizer(nn.Module):
-    """The empty base class of the quantizers of `qtoolkit.compat.pytorch_quantization`, which need not be imported.
-
-    qtoolkit's own calibration and conversion do not apply to them.
-    """
-
-
-def refuse_legacy_quantizers(model: nn.Module, what: str) -> None:
-    """Raise TypeError if a model holds legacy quantizers; `what` names the function that does not support them."""
-    found = [name for name, module in model.named_modules() if isinstance(module, LegacyQuantizer)]
-    if found:
-        raise TypeError(
-            f"{what}: {found[0]!r} is a quantizer of qtoolkit.compat.pytorch_quantization, which has its own "
-            f"calibration and export; use those, or replace the float model by qtoolkit.quant_modules (docs/migration.md)."
-        )

@@ -8,12 +8,13 @@ from torch import nn
 
 from qtoolkit.eager.record import chains_of, kinds_in, plan_of, verdicts_in
 from qtoolkit.errors import with_article
+from qtoolkit.foreign_quantizers import ForeignQuantizer
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import FOLDED
 from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.op_kinds.nodes import kind_of_module
-from qtoolkit.quantizers.quantizer import LegacyQuantizer, Quantizer, named_quantizers
+from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.report.lines import (
     LayerLine,
     QuantizationReport,
@@ -47,7 +48,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
     found = dict(_layers_in(model, recorded))
     layers = []
     for name, module in found.items():
-        known = None if _is_legacy(module) else recorded.get(name)
+        known = None if _foreign_in(module) else recorded.get(name)
         verdict = _verdict(module) if known is None or _is_changed(known, module, kinds.get(name)) else known
         layers.append(_line(name, module, verdict, name in recorded, names))
     layers = _joined(layers, chains_of(model))
@@ -98,7 +99,7 @@ def _is_layer(module: nn.Module) -> bool:
 def _owns(module: nn.Module) -> bool:
     """Return whether a module that is not a container of modules holds quantizers."""
     has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict, Quantizer))
-    return has_forward and (bool(_called_quantizers(module)) or _is_legacy(module))
+    return has_forward and bool(_called_quantizers(module) or _foreign_in(module))
 
 
 def _called_quantizers(module: nn.Module) -> dict[str, Quantizer]:
@@ -114,9 +115,9 @@ def _called_quantizers(module: nn.Module) -> dict[str, Quantizer]:
     return found
 
 
-def _is_legacy(module: nn.Module) -> bool:
+def _foreign_in(module: nn.Module) -> list[ForeignQuantizer]:
     parts = module.modules() if isinstance(module, QuantModule) else module.children()
-    return any(isinstance(part, LegacyQuantizer) for part in parts)
+    return [part for part in parts if isinstance(part, ForeignQuantizer)]
 
 
 def _weights_in(module: nn.Module) -> Mapping[str, Quantizer]:
@@ -134,8 +135,9 @@ def _line(name: str, module: nn.Module, verdict: Verdict, recorded: bool, names:
 def _verdict(module: nn.Module) -> Verdict:
     """Return the verdict on a module without a recorded one."""
     kind = type(module).__name__
-    if _is_legacy(module):
-        return Verdict.quantized(Cause.REPLACED, "by the quantizers of qtoolkit.compat.pytorch_quantization")
+    foreign = _foreign_in(module)
+    if foreign:
+        return Verdict.quantized(Cause.REPLACED, f"by the quantizers of {foreign[0].PACKAGE}")
     if isinstance(module, LinkedBatchNorm):
         return FOLDED
     if _called_quantizers(module):

@@ -9,10 +9,11 @@ from torch import Tensor, distributed, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import some
+from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, divisor_of, step_variance
 from qtoolkit.processes import ranks, unwrapped
-from qtoolkit.quantizers.quantizer import Quantizer, refuse_legacy_quantizers
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import clip, ends_of, per_element
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.sharding import is_sharded
@@ -145,7 +146,7 @@ def weights_on_grids(model: nn.Module, max_bits: int, what: str) -> tuple[dict[s
         if quantizer.of_weight and quantizer.inserted:
             skipped[name] = "it quantizes the weight that a function takes; make it a layer, which owns the weight"
     if not found:
-        refuse_legacy_quantizers(model, what)
+        refuse_foreign_quantizers(model, what)
         raise ValueError(f"{what}: the model has no weight on a grid of integers{_remedy(skipped, max_bits)}")
     return found, skipped
 

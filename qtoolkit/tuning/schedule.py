@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from qtoolkit.calibrate import merged_over_ranks
+from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
-from qtoolkit.quantizers.quantizer import refuse_legacy_quantizers
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.synchronize import share_ends
@@ -152,7 +152,7 @@ class QuantizationSchedule:
         for model in models:
             check_module(model, "QuantizationSchedule")
         if not quantizers_of(self.model):
-            refuse_legacy_quantizers(self.model, "QuantizationSchedule")
+            refuse_foreign_quantizers(self.model, "QuantizationSchedule")
             raise ValueError(
                 "QuantizationSchedule: the model has no quantizers to switch; pass what qtoolkit.prepare or "
                 "qtoolkit.quant_modules.replace returned. A converted model is not trained."

@@ -14,7 +14,7 @@ from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import affine_f
 from qtoolkit.compat.pytorch_quantization.nn.modules.leaf import fx_leaf
 from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
-from qtoolkit.quantizers.quantizer import LegacyQuantizer
+from qtoolkit.foreign_quantizers import ForeignQuantizer
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
 _BUFFERS = ("_amax", "_pre_quant_scale")  # registered with their first value, as scripts ask for them by hasattr
@@ -25,7 +25,7 @@ def _setting(name: str, doc: str, writable: bool = False) -> Any:
     return property(attrgetter(name), (lambda self, value: setattr(self, name, value)) if writable else None, doc=doc)
 
 
-class TensorQuantizer(LegacyQuantizer):
+class TensorQuantizer(ForeignQuantizer):
     """Multiply by `pre_quant_scale`, calibrate, clip and quantize; the last three have switches.
 
     Without a range, each input is quantized by its own largest magnitude. For new work use `qtoolkit.TensorQuantizer`.
@@ -47,6 +47,7 @@ class TensorQuantizer(LegacyQuantizer):
         [1.0, 7.0, -8.0]
     """
 
+    PACKAGE = "qtoolkit.compat.pytorch_quantization"
     use_fb_fake_quant: ClassVar[bool] = False  # compute torch's own ops, which exporters know
     _enable_onnx_export: ClassVar[bool] = False  # the same, with checks
 
