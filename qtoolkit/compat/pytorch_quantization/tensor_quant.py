@@ -1,7 +1,8 @@
 """pytorch_quantization.tensor_quant: quantization by the largest magnitude, and the descriptors.
 
-`qtoolkit.ops` computes for 2 to 16 bits and an amax along one dimension. Scripts may use 1 bit, more than 16 bits or an amax
-along several dimensions; torch's own ops compute these.
+`qtoolkit.ops` has the numerics by amax, and computes for 2 to 16 bits and an amax along one dimension. Scripts may use 1 bit,
+more than 16 bits or an amax along several dimensions: `_codes` computes these, bit for bit by the same formula. The other
+formulas here are pytorch-quantization's alone: the affine grid with a rounded lower end, and E4M3 by a multiplier.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,10 @@
-"""What a quantizer computes for exporters: torch's fake-quantize ops or TensorRT's FP8 ops, which are Q/DQ pairs in ONNX."""
+"""What a quantizer computes for exporters: torch's fake-quantize ops or TensorRT's FP8 ops, which are Q/DQ pairs in ONNX.
 
+Scripts compare with these ops, and other exporters than those to ONNX look for them, so the pairs of `qtoolkit.ops`, which
+divide by the scale where torch multiplies by its reciprocal, cannot stand for them.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,15 +56,21 @@ def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_r
         )
     bound = 2 ** (num_bits - 1 + unsigned) - 1
     lowest = 0 if unsigned else -bound - 1
-    largest = amax.detach().float().reshape(-1 if axes else ())
-    scale = torch.where(largest == 0, 1.0, largest / bound)
-    zeros = torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
-    wide = x if x.dtype == torch.float32 else x.float()  # the exported file gets no cast of float32
-    if axes:
-        y = torch.fake_quantize_per_channel_affine(wide, scale, zeros, axes[0], lowest, bound)
-    else:
-        y = torch.fake_quantize_per_tensor_affine(wide, scale, zeros, lowest, bound)
-    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+    def pair(wide: Tensor, scale: Tensor) -> Tensor:
+        zeros = torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
+        if axes:
+            return torch.fake_quantize_per_channel_affine(wide, scale, zeros, axes[0], lowest, bound)
+        return torch.fake_quantize_per_tensor_affine(wide, scale, zeros, lowest, bound)
+
+    return _in_float32(pair, x, amax.reshape(-1 if axes else ()), bound)
+
+
+def _in_float32(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, amax: Tensor, largest: float) -> Tensor:
+    """Return the result of a pair, (x, scale), for the scale on which `largest` stands for amax."""
+    amax = amax.detach().float()
+    scale = torch.where(amax == 0, 1.0, amax / largest)
+    return pair(x, scale) if x.dtype == torch.float32 else pair(x.float(), scale).to(x.dtype)  # no casts of float32
 
 
 def e4m3_form(x: Tensor, amax: Tensor) -> Tensor:
@@ -78,12 +89,8 @@ def e4m3_form(x: Tensor, amax: Tensor) -> Tensor:
         )
     if not torch.onnx.is_in_onnx_export():
         return scaled_e4m3(x, amax)
-    wide = x if x.dtype == torch.float32 else x.float()
-    largest = amax.detach().float().reshape(())
-    scale = torch.where(largest == 0, 1.0, largest / E4M3_MAX)
     by_torchscript = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    y = _TorchScriptPair.apply(wide, scale) if by_torchscript else _dynamo_pair(wide, scale)
-    return y if x.dtype == torch.float32 else y.to(x.dtype)
+    return _in_float32(_TorchScriptPair.apply if by_torchscript else _dynamo_pair, x, amax.reshape(()), E4M3_MAX)
 
 
 def _dynamo_pair(x: Tensor, scale: Tensor) -> Tensor:
