@@ -10,6 +10,10 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:
 
     qtoolkit_command.end_on_interrupt()
 
+# The first import: its tables have the names by which a QuantSpec checks itself.
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+
+# isort: split
 from qtoolkit import debug, export, graph, nn, ops, quant_modules, tuning
 from qtoolkit.backends import Backend, backends
 from qtoolkit.calibrate import CalibrationReport, calibrate, calibrating
@@ -30,7 +34,6 @@ from qtoolkit.quantizers.switches import (
     freeze_ranges,
     stop_on_nonfinite,
 )
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.report import QuantizationReport, quantization_report
 from qtoolkit.synchronize import synchronize_ranges
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import nn
 
+from qtoolkit.config.formats import BLOCKS
 from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
 from qtoolkit.errors import check_known, check_mapping, check_sequence, type_beside, unknown, within
-from qtoolkit.quantizers.spec_ops import BLOCKS
 
 
 @dataclass(frozen=True)

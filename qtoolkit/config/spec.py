@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
+from qtoolkit.config.formats import BLOCKS, LARGEST
+from qtoolkit.config.registry import REGISTRY
 from qtoolkit.errors import check_known, check_mapping, unknown
-from qtoolkit.quantizers.spec_ops import BLOCKS, LARGEST
-from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
 
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
 # What other tools' names of formats mean here.
@@ -115,9 +115,9 @@ class QuantSpec:
         self._complete_blocks()
         self._check_group_size()
         check_known("format", self.format, FORMATS, MEANT)
-        check_known("observer", self.observer, OBSERVERS)
-        check_known("quantizer", self.quantizer, QUANTIZERS)
-        observer, quantizer = OBSERVERS[self.observer], QUANTIZERS[self.quantizer]
+        check_known("observer", self.observer, REGISTRY.observers)
+        check_known("quantizer", self.quantizer, REGISTRY.quantizers)
+        observer, quantizer = REGISTRY.observers[self.observer], REGISTRY.quantizers[self.quantizer]
         _check_options(f"observer {self.observer!r}", self.observer_args, observer.OPTIONS)
         _check_options(f"quantizer {self.quantizer!r}", self.quantizer_args, quantizer.OPTIONS)
         for name in ("observer_args", "quantizer_args"):
@@ -247,7 +247,7 @@ class QuantSpec:
         )
         words += ["dynamic"] if self.dynamic else []
         words += ["pow2"] if self.pow2_scale else []
-        words.append(QUANTIZERS[self.quantizer].label)
+        words.append(REGISTRY.quantizers[self.quantizer].label)
         return " ".join(word for word in words if word)
 
     def to_dict(self) -> dict[str, Any]:

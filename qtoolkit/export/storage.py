@@ -9,9 +9,9 @@ import torch
 from onnx_ir import DataType
 
 from qtoolkit import ops
+from qtoolkit.config.formats import LARGEST
 from qtoolkit.quantizers.bias import LARGEST_CODE
 from qtoolkit.quantizers.frozen import code_dtype
-from qtoolkit.quantizers.spec_ops import LARGEST
 
 Array = np.ndarray[Any, Any]
 

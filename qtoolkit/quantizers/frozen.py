@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.config.formats import BLOCKS, LARGEST
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import BLOCKS, LARGEST, fake_quant, float_codes, float_values
+from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values
 
 SMALLEST_CODES = {
     True: (torch.int8, torch.int16),

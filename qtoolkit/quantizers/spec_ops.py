@@ -2,67 +2,34 @@
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the tables of this package
-    from qtoolkit.config import QuantSpec
-
-# The largest number of each small float format of `qtoolkit.ops.fake_quant_float`.
-LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
+from qtoolkit.config import QuantSpec
+from qtoolkit.config.formats import BLOCKS, LARGEST, BlockFormat
 
 
-@dataclass(frozen=True)
-class BlockFormat:
-    """A small float format with a scale for each block of neighbours.
-
-    Attributes:
-        element: The format of the elements, of `qtoolkit.ops.fake_quant_float`.
-        size: Elements of a block.
-        scale_format: The format of the scales, of `qtoolkit.ops.fake_quant_block`.
-    """
-
-    element: str
-    size: int
-    scale_format: str
-
-    @property
-    def largest(self) -> int:
-        """The largest number of an element, in units of its scale."""
-        return LARGEST[self.element]
-
-
-# OCP MX v1.0, and NVIDIA's NVFP4, whose scales are relative to a scale of the tensor.
-BLOCKS = {
-    "mxfp8": BlockFormat("e4m3", 32, "e8m0"),
-    "mxfp4": BlockFormat("e2m1", 32, "e8m0"),
-    "nvfp4": BlockFormat("e2m1", 16, "e4m3"),
-}
-
-
-def fits_a_byte(spec: "QuantSpec") -> bool:
+def fits_a_byte(spec: QuantSpec) -> bool:
     """Return whether a spec's codes are integers of at most 8 bits."""
     return spec.format == "int" and spec.bits <= 8
 
 
-def has_codes(spec: "QuantSpec") -> bool:
+def has_codes(spec: QuantSpec) -> bool:
     """Return whether a spec's codes fit in a byte and have one scale."""
     return fits_a_byte(spec) and spec.axis is None
 
 
-def ends_of(spec: "QuantSpec", scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+def ends_of(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest value of a grid, of the scale's shape."""
     shift = 0 if zero_point is None else zero_point
     return (spec.qmin - shift) * scale, (spec.qmax - shift) * scale
 
 
 def fake_quant(
-    spec: "QuantSpec",
+    spec: QuantSpec,
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
@@ -99,7 +66,7 @@ def _numbers(format: str) -> Tensor:
     return numbers[numbers <= LARGEST[format]]  # without infinity and NaN
 
 
-def float_codes(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
+def float_codes(spec: QuantSpec, x: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the codes of x in a small float format, int16: how many numbers of the format lie between 0 and a number.
 
     They are negative for negative numbers. NaN has the code of the largest number.
@@ -116,13 +83,13 @@ def float_codes(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tens
     return torch.where(nearest < 0, -found, found).to(torch.int16)
 
 
-def float_values(spec: "QuantSpec", codes: Tensor, scale: Tensor, group: int) -> Tensor:
+def float_values(spec: QuantSpec, codes: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the values of codes of a small float format."""
     numbers = _numbers(spec.element).to(codes.device)[codes.abs().long()]
     return torch.where(codes < 0, -numbers, numbers) * _steps(spec, codes, scale, group)
 
 
-def _steps(spec: "QuantSpec", x: Tensor, scale: Tensor, group: int) -> Tensor:
+def _steps(spec: QuantSpec, x: Tensor, scale: Tensor, group: int) -> Tensor:
     """Return the scale of each element of x."""
     ones = torch.ones_like(x, dtype=torch.int8)
     return ops.dequantize(ones, scale, None, spec.axis, group, spec.block_size)
@@ -163,7 +130,7 @@ def rows_of(x: Tensor, count: int, axis: int | None, group: int, block_size: int
     return rows.reshape(count, x.numel() // max(count, 1))
 
 
-def mean_magnitude(x: Tensor, scale: Tensor, spec: "QuantSpec", group: int = 1) -> Tensor:
+def mean_magnitude(x: Tensor, scale: Tensor, spec: QuantSpec, group: int = 1) -> Tensor:
     """Return the mean magnitudes of the elements of x that share a scale, of the shape and dtype of the scale.
 
     Example:
@@ -174,7 +141,7 @@ def mean_magnitude(x: Tensor, scale: Tensor, spec: "QuantSpec", group: int = 1) 
     return rows.mean(1, dtype=torch.float64).reshape(scale.shape).to(scale.dtype)
 
 
-def per_element(values: Tensor, x: Tensor, spec: "QuantSpec", group: int = 1) -> Tensor:
+def per_element(values: Tensor, x: Tensor, spec: QuantSpec, group: int = 1) -> Tensor:
     """Return values of a scale's shape, shaped to broadcast over x. Differentiable.
 
     Args:
@@ -250,7 +217,7 @@ class _WithFactor(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def grid_of_range(lo: Tensor, hi: Tensor, spec: "QuantSpec") -> tuple[Tensor, Tensor | None]:
+def grid_of_range(lo: Tensor, hi: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     """Return the scale, and for an affine spec the zero point, whose grid covers the range [lo, hi].
 
     See `qtoolkit.ops.grid_of_range`.

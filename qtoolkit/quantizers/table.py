@@ -29,6 +29,7 @@ change. A quantizer that trains the logarithm of the scale:
 To add an observer, write a subclass of `Observer` and one line in `OBSERVERS`.
 """
 
+from qtoolkit.config.registry import REGISTRY
 from qtoolkit.quantizers.kinds.apot import APoT
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.clipped import PACT, LearnedRange
@@ -73,3 +74,4 @@ OBSERVERS: dict[str, type[Observer]] = {
     "pow2": Pow2Observer,
     "pow2_mode": Pow2ModeObserver,
 }
+REGISTRY.quantizers, REGISTRY.observers = QUANTIZERS, OBSERVERS

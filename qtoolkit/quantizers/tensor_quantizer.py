@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.config.formats import BLOCKS
 from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import RawInput, WeightGrid
 from qtoolkit.ops.recording import is_recorded_for_onnx
@@ -18,7 +19,7 @@ from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.recomputation import check_not_recomputing, is_recomputing
-from qtoolkit.quantizers.spec_ops import BLOCKS, fake_quant, grid_of_range, mean_magnitude
+from qtoolkit.quantizers.spec_ops import fake_quant, grid_of_range, mean_magnitude
 from qtoolkit.quantizers.state import LoadsFloatCheckpoints
 from qtoolkit.quantizers.table import QUANTIZERS
 from qtoolkit.sharding import whole

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # The terms of a level for each number of bits of the magnitude, of which one of each group, or none, is added; in units of
@@ -34,7 +34,7 @@ LEVELS = {
 }
 
 
-def magnitude_bits(spec: "QuantSpec") -> int:
+def magnitude_bits(spec: QuantSpec) -> int:
     """Return the bits of a magnitude: all but the sign."""
     return spec.bits - int(spec.signed)
 
@@ -50,7 +50,7 @@ class APoT(FromStart, Shaped):
 
     label = "apot"
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a number of bits without levels."""
         super().check(spec)
         if spec.bits > self.most_bits(spec):
@@ -59,11 +59,11 @@ class APoT(FromStart, Shaped):
                 f"signed={spec.signed}, whose levels fit in codes of a byte, got {spec.bits}; take 'lsq' for more bits."
             )
 
-    def most_bits(self, spec: "QuantSpec") -> int:
+    def most_bits(self, spec: QuantSpec) -> int:
         """Return the bits of the most levels, and one for the sign."""
         return max(TERMS) + int(spec.signed)
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the scale at the start and its rate as buffers, and the ratio of alpha to its start as a parameter."""
         ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
         return {**super().tensors(spec, shape), "_relative_bound": ratio}
@@ -81,7 +81,7 @@ class APoT(FromStart, Shaped):
         """Return the least level above zero, of which the others are multiples."""
         return self.bound(quantizer) / LEVELS[magnitude_bits(quantizer.spec)][-1], None
 
-    def grid_spec(self, spec: "QuantSpec") -> "QuantSpec":
+    def grid_spec(self, spec: QuantSpec) -> QuantSpec:
         """Return the spec of the codes, the multiples of the least level."""
         bits = LEVELS[magnitude_bits(spec)][-1].bit_length() + int(spec.signed)
         return replace(spec, bits=max(bits, 2), narrow=spec.signed, quantizer="fixed", quantizer_args={})
@@ -105,7 +105,7 @@ class APoT(FromStart, Shaped):
         return growth
 
 
-def nearest_level(x: Tensor, spec: "QuantSpec", scale: Tensor, group: int) -> Tensor:
+def nearest_level(x: Tensor, spec: QuantSpec, scale: Tensor, group: int) -> Tensor:
     """Return the level nearest to x in units of a scale, times the scale. Differentiable.
 
     Example:
@@ -122,7 +122,7 @@ class Levels(Shape):
 
     why_no_export = "its levels are not uniform, and QuantizeLinear rounds to uniform ones; take 'lsq' for activations"
 
-    def __init__(self, spec: "QuantSpec", group: int, scale: Tensor) -> None:
+    def __init__(self, spec: QuantSpec, group: int, scale: Tensor) -> None:
         super().__init__()
         self.spec, self.group = spec, group
         self.register_buffer("scale", scale)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers import Observer
 from qtoolkit.quantizers.spec_ops import ends_of, fake_quant
 from qtoolkit.quantizers.state import scale_dtype
 
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
+if TYPE_CHECKING:
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -36,29 +36,29 @@ class QuantizerKind:
     LEARNED: ClassVar[bool] = True
     KEEPS_SIZE: ClassVar[bool] = True
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that this quantizer does not support, or for an option out of its range."""
 
-    def most_bits(self, spec: "QuantSpec") -> int:
+    def most_bits(self, spec: QuantSpec) -> int:
         """Return the most bits that a spec may have which is otherwise like this one."""
         return 16
 
-    def check_use(self, spec: "QuantSpec", name: str, of_weight: bool) -> None:
+    def check_use(self, spec: QuantSpec, name: str, of_weight: bool) -> None:
         """Raise ValueError where it cannot quantize a weight, or an activation, of this spec."""
 
-    def observer_type(self, spec: "QuantSpec", of_weight: bool = False) -> type[Observer]:
+    def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[Observer]:
         """Return the type of the observer of a spec, of a weight or an activation."""
         from qtoolkit.quantizers.table import OBSERVERS  # beside the table of the subclasses of this class
 
         return OBSERVERS[spec.observer]
 
-    def options(self, spec: "QuantSpec") -> dict[str, Any]:
+    def options(self, spec: QuantSpec) -> dict[str, Any]:
         """Return the value of each option."""
         return {**self.OPTIONS, **spec.quantizer_args}
 
     # ---- the grid
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return new parameters and buffers, named as in the state dict, each of the scale's shape.
 
         `_scale` and `_zero_point` are required. `_scale` is NaN while there is no range; `_zero_point` is None for a
@@ -94,7 +94,7 @@ class QuantizerKind:
         """Return the differentiable scale and zero point. Ops use the scale's magnitude and the rounded zero point."""
         return quantizer._scale, quantizer._zero_point
 
-    def grid_spec(self, spec: "QuantSpec") -> "QuantSpec":
+    def grid_spec(self, spec: QuantSpec) -> QuantSpec:
         """Return the spec of the integer grid on which quantized values lie: by default the quantizer's own."""
         return spec
 
@@ -102,7 +102,7 @@ class QuantizerKind:
         """Return the lowest and highest input that is not clipped, of the scale's shape: by default the ends of the grid."""
         return ends_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
 
-    def shapes(self, spec: "QuantSpec") -> bool:
+    def shapes(self, spec: QuantSpec) -> bool:
         """Return whether the input is shaped before it is rounded to the grid."""
         return False
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -26,12 +26,12 @@ class Clipped(FromStart):
 
     PLAIN = False
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that restricts the scale's values."""
         needs_integers(spec)
         needs_any_scale(spec)
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return scale, rate and zero point at the start as buffers, and the ratio of each end as a parameter."""
         names = ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
         ratios = {name: nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype())) for name in names}
@@ -101,7 +101,7 @@ class PACT(Clipped):
 
     label = "pact"
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for an affine spec."""
         super().check(spec)
         if not spec.symmetric:
@@ -120,7 +120,7 @@ class LearnedRange(Clipped):
 
     label = "learned range"
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a symmetric spec."""
         super().check(spec)
         if spec.symmetric:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
 from qtoolkit.quantizers.spec_ops import clip, fake_quant
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -27,7 +27,7 @@ class DoReFa(Shaped):
     LEARNED = False
     KEEPS_SIZE = False
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec whose odd codes do not fit in a byte."""
         super().check(spec)
         if spec.bits > self.most_bits(spec):
@@ -36,11 +36,11 @@ class DoReFa(Shaped):
                 f"values without zero are codes of bits + 1 bits, got {spec.bits}; take 'lsq' for 8 bits."
             )
 
-    def most_bits(self, spec: "QuantSpec") -> int:
+    def most_bits(self, spec: QuantSpec) -> int:
         """Return one less than a byte has for a weight, a signed spec."""
         return 7 if spec.signed else super().most_bits(spec)
 
-    def check_use(self, spec: "QuantSpec", name: str, of_weight: bool) -> None:
+    def check_use(self, spec: QuantSpec, name: str, of_weight: bool) -> None:
         """Raise ValueError for a signed activation or an unsigned weight."""
         if spec.signed != of_weight:
             what, other = ("a weight", "True") if of_weight else ("an activation, which it clamps to [0, 1],", "False")
@@ -59,7 +59,7 @@ class DoReFa(Shaped):
         """Return the scale 1 / N."""
         return quantizer._scale, None
 
-    def grid_spec(self, spec: "QuantSpec") -> "QuantSpec":
+    def grid_spec(self, spec: QuantSpec) -> QuantSpec:
         """Return the spec of the odd codes, for a weight."""
         return (
             replace(spec, bits=spec.bits + 1, narrow=True, quantizer="fixed", quantizer_args={})
@@ -72,7 +72,7 @@ class DoReFa(Shaped):
         end = torch.full_like(quantizer.scale, torch.inf) if quantizer.spec.signed else torch.ones_like(quantizer.scale)
         return (-end if quantizer.spec.signed else torch.zeros_like(end)), end
 
-    def shapes(self, spec: "QuantSpec") -> bool:
+    def shapes(self, spec: QuantSpec) -> bool:
         """Return whether it is the spec of a weight."""
         return spec.signed
 
@@ -92,7 +92,7 @@ class DoReFa(Shaped):
 class OddCodes(Shape):
     """tanh(w) / max|tanh(w)| on the values of equal distance from -1 to 1. Differentiable."""
 
-    def __init__(self, spec: "QuantSpec", group: int) -> None:
+    def __init__(self, spec: QuantSpec, group: int) -> None:
         super().__init__()
         self.spec, self.group = spec, group
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.clipped import Clipped
 from qtoolkit.quantizers.spec_ops import straight_through
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 LEAST_ALPHA, LARGEST_ALPHA = 1e-3, 0.5
@@ -28,7 +28,7 @@ class DSQ(Clipped):
     label = "dsq"
     OPTIONS = {"alpha": 0.2}
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for an alpha out of its range."""
         super().check(spec)
         alpha = self.options(spec)["alpha"]
@@ -37,7 +37,7 @@ class DSQ(Clipped):
                 f"QuantSpec: alpha of quantizer={spec.quantizer!r} must lie in [{LEAST_ALPHA}, {LARGEST_ALPHA}], got {alpha!r}."
             )
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return those of the ends, and alpha."""
         alpha = torch.full(shape or (1,), float(self.options(spec)["alpha"]), dtype=scale_dtype())
         return {**super().tensors(spec, shape), "_alpha": nn.Parameter(alpha)}

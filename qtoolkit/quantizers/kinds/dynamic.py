@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
+from qtoolkit.config.formats import BLOCKS
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.observers.none import NoObserver
-from qtoolkit.quantizers.spec_ops import BLOCKS, grid_of_range
+from qtoolkit.quantizers.spec_ops import grid_of_range
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -24,11 +25,11 @@ class Dynamic(QuantizerKind):
     PLAIN = False
     LEARNED = False
 
-    def observer_type(self, spec: "QuantSpec", of_weight: bool = False) -> type[NoObserver]:
+    def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[NoObserver]:
         """Return an observer that observes nothing."""
         return NoObserver
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return a scale of 1, which nothing uses."""
         return {**super().tensors(spec, shape), "_scale": torch.ones(()), "_zero_point": None}
 
@@ -49,7 +50,7 @@ class Dynamic(QuantizerKind):
         return of_blocks(quantizer.spec, x)
 
 
-def of_tokens(spec: "QuantSpec", x: Tensor) -> Tensor:
+def of_tokens(spec: QuantSpec, x: Tensor) -> Tensor:
     """Return x quantized with a scale for each row of the last dimension; an int format in one op.
 
     Example:
@@ -74,7 +75,7 @@ def of_tokens(spec: "QuantSpec", x: Tensor) -> Tensor:
     )
 
 
-def of_blocks(spec: "QuantSpec", x: Tensor) -> Tensor:
+def of_blocks(spec: QuantSpec, x: Tensor) -> Tensor:
     """Return x in a block format, along the spec's axis, which the size of a block divides.
 
     Example:

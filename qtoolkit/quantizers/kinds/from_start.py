@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.spec_ops import lsq_start
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 ACTIVATION_MEAN = 1 / math.sqrt(2 * math.pi)  # mean magnitude of relu(x), x normal with mean 0 and variance 1: 0.399
@@ -31,7 +31,7 @@ class FromStart(QuantizerKind):
       a standard normal behind a ReLU.
     """
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the start, its rate and the zero point as buffers."""
         return {**super().tensors(spec, shape), "_rate": torch.ones(shape, dtype=scale_dtype())}
 
@@ -50,7 +50,7 @@ class FromStart(QuantizerKind):
         rate: Tensor = quantizer._rate
         return rate
 
-    def activation_rate(self, start: Tensor, spec: "QuantSpec") -> Tensor:
+    def activation_rate(self, start: Tensor, spec: QuantSpec) -> Tensor:
         """Return the rate of an activation's start."""
         base: float = lsq_start(ACTIVATION_MEAN, spec.qmax)
         return (start / base).square()

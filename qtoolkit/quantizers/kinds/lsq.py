@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers
 from qtoolkit.quantizers.observers import HistogramObserver, LSQStartObserver, MovingHistogramObserver, Observer
@@ -13,7 +14,6 @@ from qtoolkit.quantizers.spec_ops import lsq_start
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -29,12 +29,12 @@ class LSQ(FromStart):
 
     label = "lsq"
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that restricts the scale's values."""
         needs_integers(spec)
         needs_any_scale(spec)
 
-    def observer_type(self, spec: "QuantSpec", of_weight: bool = False) -> type[Observer]:
+    def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[Observer]:
         """Return the observer of the start: for "minmax" that of the least squared error, with groups that of the paper."""
         if spec.observer != "minmax":
             return super().observer_type(spec, of_weight)
@@ -44,7 +44,7 @@ class LSQ(FromStart):
             MovingHistogramObserver if of_weight else HistogramObserver
         )  # a weight is one tensor, without a sum to keep
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return start, rate and zero point as buffers, and the ratio as a parameter of at least one dimension."""
         ratio = nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype()))
         return {**super().tensors(spec, shape), "_relative_scale": ratio}
@@ -101,6 +101,6 @@ class LSQ(FromStart):
         return factor
 
 
-def _differs_between_rows(spec: "QuantSpec", dims: int) -> bool:
+def _differs_between_rows(spec: QuantSpec, dims: int) -> bool:
     """Return whether the scale of a tensor with this number of dimensions differs along dimension 0."""
     return spec.axis is not None and (spec.axis % dims == 0 or spec.group_size is not None)

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.lsq import LSQ
 from qtoolkit.quantizers.spec_ops import straight_through, trained_by_ratio
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -24,7 +24,7 @@ class LSQPlus(LSQ):
 
     label = "lsq+"
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec without a zero point."""
         super().check(spec)
         if spec.symmetric:
@@ -33,7 +33,7 @@ class LSQPlus(LSQ):
                 f"'lsq' for a symmetric grid, as the paper does for weights."
             )
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return those of LSQ, and the ratio of the offset to the scale at the start."""
         offset = nn.Parameter(torch.zeros(shape or (1,), dtype=scale_dtype()))
         return {**super().tensors(spec, shape), "_relative_offset": offset}

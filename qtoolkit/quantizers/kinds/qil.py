@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.from_start import FromStart
 from qtoolkit.quantizers.kinds.shaped import Shape, Shaped
 from qtoolkit.quantizers.spec_ops import clip, fake_quant, per_element
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 LEAST = 2**-24  # the least base of a power: the derivative of x^gamma at 0 is infinite for gamma below 1
@@ -31,7 +31,7 @@ class QIL(FromStart, Shaped):
     OPTIONS = {"gamma": 1.0, "learn_gamma": False}
     KEEPS_SIZE = False
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a gamma out of its range, or one of an activation."""
         super().check(spec)
         options = self.options(spec)
@@ -50,7 +50,7 @@ class QIL(FromStart, Shaped):
                 f"paper, got gamma={gamma!r} and learn_gamma={learn!r}."
             )
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return scale and rate of the start as buffers, and the ratios of center and distance to half its range."""
         ones = torch.ones(shape or (1,), dtype=scale_dtype())
         learned = {"_relative_center": nn.Parameter(ones), "_relative_distance": nn.Parameter(ones.clone())}
@@ -97,7 +97,7 @@ class QIL(FromStart, Shaped):
         return fake_quant(spec, shaped, self.grid(quantizer)[0], None, quantizer.group, spec.block_size)
 
 
-def raised(place: Tensor, gamma: Tensor | None, spec: "QuantSpec", group: int) -> Tensor:
+def raised(place: Tensor, gamma: Tensor | None, spec: QuantSpec, group: int) -> Tensor:
     """Return sign(place) |place|^gamma. Differentiable.
 
     Example:
@@ -113,7 +113,7 @@ def raised(place: Tensor, gamma: Tensor | None, spec: "QuantSpec", group: int) -
 class Interval(Shape):
     """The transform with constants."""
 
-    def __init__(self, spec: "QuantSpec", group: int, interval: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    def __init__(self, spec: QuantSpec, group: int, interval: tuple[Tensor, Tensor, Tensor | None]) -> None:
         super().__init__()
         self.spec, self.group = spec, group
         for name, tensor in zip(("center", "distance", "gamma"), interval, strict=True):

@@ -1,18 +1,15 @@
 """Rules about specs that several quantizers share."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
+from qtoolkit.config import QuantSpec
 
 
-def needs_integers(spec: "QuantSpec") -> None:
+def needs_integers(spec: QuantSpec) -> None:
     """Raise ValueError for a format other than integers."""
     if spec.format != "int":
         raise ValueError(f"QuantSpec: format={spec.format!r} needs quantizer='fixed', got {spec.quantizer!r}.")
 
 
-def needs_any_scale(spec: "QuantSpec") -> None:
+def needs_any_scale(spec: QuantSpec) -> None:
     """Raise ValueError for powers of two."""
     if spec.pow2_scale:
         raise ValueError(
@@ -20,7 +17,7 @@ def needs_any_scale(spec: "QuantSpec") -> None:
         )
 
 
-def needs_no_zero_point(spec: "QuantSpec") -> None:
+def needs_no_zero_point(spec: QuantSpec) -> None:
     """Raise ValueError for an affine grid."""
     if not spec.symmetric:
         raise ValueError(

@@ -1,14 +1,10 @@
 """The base class of quantizers that shape their input before it is rounded to a uniform grid."""
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.rules import needs_any_scale, needs_integers, needs_no_zero_point
-
-if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
 
 
 class Shape(nn.Module):
@@ -27,12 +23,12 @@ class Shaped(QuantizerKind):
 
     PLAIN = False
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec without a symmetric grid of integers."""
         needs_integers(spec)
         needs_any_scale(spec)
         needs_no_zero_point(spec)
 
-    def shapes(self, spec: "QuantSpec") -> bool:
+    def shapes(self, spec: QuantSpec) -> bool:
         """Return True."""
         return True

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.rules import needs_integers, needs_no_zero_point
 from qtoolkit.quantizers.spec_ops import straight_through
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
-    from qtoolkit.config import QuantSpec
     from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 LN2 = math.log(2)
@@ -29,12 +29,12 @@ class TQT(QuantizerKind):
 
     label = "tqt"
 
-    def check(self, spec: "QuantSpec") -> None:
+    def check(self, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that has no symmetric grid of integers."""
         needs_integers(spec)
         needs_no_zero_point(spec)
 
-    def tensors(self, spec: "QuantSpec", shape: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the scale at the start as a buffer, and the logarithm of the threshold as a parameter."""
         threshold = nn.Parameter(torch.zeros(shape or (1,), dtype=scale_dtype()))
         return {**super().tensors(spec, shape), "_log2_threshold": threshold}

@@ -1,15 +1,13 @@
 """Observer: the base class of observers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.state import KeepsFloat32, LoadsFloatCheckpoints, latest_load
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 
 class Observer(KeepsFloat32, LoadsFloatCheckpoints):
@@ -25,16 +23,16 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
     ADDED_UP: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def check(cls, spec: "QuantSpec") -> None:
+    def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError for a spec that this observer does not support, or for an option out of its range."""
 
     @classmethod
-    def options(cls, spec: "QuantSpec") -> dict[str, Any]:
+    def options(cls, spec: QuantSpec) -> dict[str, Any]:
         """Return the value of each option."""
         return {**cls.OPTIONS, **spec.observer_args}
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         raise NotImplementedError
 

@@ -1,16 +1,14 @@
 """The observer of mean and standard deviation."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.minmax import EndsObserver
 from qtoolkit.quantizers.spec_ops import rows_of
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 
 class ClipStdObserver(EndsObserver):
@@ -52,14 +50,14 @@ class ClipStdObserver(EndsObserver):
         self.moments = torch.zeros(3, *shape, dtype=torch.float64)
 
     @classmethod
-    def check(cls, spec: "QuantSpec") -> None:
+    def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError for a number of deviations that is not positive."""
         deviations = cls.options(spec)["deviations"]
         if not isinstance(deviations, int | float) or not 0 < deviations < float("inf"):
             raise ValueError(f"QuantSpec: deviations must be a positive number, got {deviations!r}.")
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         return cls(cls.options(spec)["deviations"], shape, spec.axis, group, spec.block_size)
 

@@ -1,22 +1,20 @@
 """The observer of histograms, and the methods that choose a range from one."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
 from qtoolkit.quantizers.observers.base import Observer
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 METHODS = ("percentile", "mse", "l2", "entropy")
 
 
-def check_histogram(spec: "QuantSpec", options: Mapping[str, Any]) -> None:
+def check_histogram(spec: QuantSpec, options: Mapping[str, Any]) -> None:
     """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
     bins, method, percentile = options["bins"], options["method"], options["percentile"]
     if spec.format != "int" and method != "percentile":
@@ -31,7 +29,7 @@ def check_histogram(spec: "QuantSpec", options: Mapping[str, Any]) -> None:
         raise ValueError(f"QuantSpec: percentile must lie in (0, 100], got {percentile!r}.")
 
 
-def check_no_groups(spec: "QuantSpec") -> None:
+def check_no_groups(spec: QuantSpec) -> None:
     """Raise ValueError for a scale per group: histograms are per tensor or per channel."""
     if spec.group_size is not None:
         raise ValueError(
@@ -61,7 +59,7 @@ def histogram_of(
     return counts, lo, hi
 
 
-def searched_codes(spec: "QuantSpec") -> tuple[int, int]:
+def searched_codes(spec: QuantSpec) -> tuple[int, int]:
     """Return the ends of as many codes as a spec has, with 0 among them: all that counts for the search of an affine range."""
     above = max(spec.qmin, 0)
     return spec.qmin - above, spec.qmax - above
@@ -117,12 +115,12 @@ class HistogramObserver(Observer):
         self.skipped = 0
 
     @classmethod
-    def check(cls, spec: "QuantSpec") -> None:
+    def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError for groups, for a format that the methods do not know, or for an option out of its range."""
         check_histogram(spec, cls.options(spec))
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         options = cls.options(spec)
         return cls(*searched_codes(spec), spec.symmetric, shape=shape, axis=spec.axis, group=group, **options)

@@ -1,17 +1,15 @@
 """The range from which a learned scale starts."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.minmax import EndsObserver
 from qtoolkit.quantizers.spec_ops import lsq_start, rows_of
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 
 class LSQStartObserver(EndsObserver):
@@ -58,7 +56,7 @@ class LSQStartObserver(EndsObserver):
         self.count = torch.zeros(shape, dtype=torch.int64)
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         return cls(spec.qmin, spec.qmax, spec.symmetric, shape, spec.axis, group, spec.block_size)
 

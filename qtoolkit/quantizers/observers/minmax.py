@@ -1,17 +1,15 @@
 """Observers of the lowest and highest values: of all inputs, or a moving average."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.base import Observer
 from qtoolkit.quantizers.state import scale_dtype
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 
 class EndsObserver(Observer):
@@ -46,7 +44,7 @@ class EndsObserver(Observer):
         self.register_buffer("skipped", torch.zeros(shape, dtype=torch.int64), persistent=False)
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         return cls(shape, spec.axis, group, spec.block_size, cls.options(spec).get("momentum"))
 
@@ -124,7 +122,7 @@ class RangeObserver(EndsObserver):
         ops.observe_minmax_(x.detach(), self.lo, self.hi, self.momentum or momentum, *channels, self.skipped)
 
     def observe_and_quantize(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: "QuantSpec", alone: bool
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec, alone: bool
     ) -> Tensor:
         """Observe or follow x, set scale and zero point from the range, and return x quantized with them, in one op."""
         codes = (spec.qmin, spec.qmax, 1.0 if alone else self.momentum, spec.pow2_scale)
@@ -139,7 +137,7 @@ class MovingAverageObserver(RangeObserver):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"momentum": 0.1}
 
     @classmethod
-    def check(cls, spec: "QuantSpec") -> None:
+    def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError for a momentum outside (0, 1]."""
         check_momentum(cls.options(spec)["momentum"])
 

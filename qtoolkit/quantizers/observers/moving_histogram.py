@@ -1,17 +1,15 @@
 """The moving average of the ranges that a method chooses for each input."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_histogram, histogram_of, searched_codes
 from qtoolkit.quantizers.observers.minmax import EndsObserver, check_momentum
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 
 class MovingHistogramObserver(EndsObserver):
@@ -60,13 +58,13 @@ class MovingHistogramObserver(EndsObserver):
         self.bins, self.method, self.percentile = bins, method, percentile
 
     @classmethod
-    def check(cls, spec: "QuantSpec") -> None:
+    def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError as `HistogramObserver` does, and for a momentum outside (0, 1]."""
         check_momentum(cls.options(spec)["momentum"])
         check_histogram(spec, cls.options(spec))
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         options = cls.options(spec)
         qmin, qmax = searched_codes(spec)

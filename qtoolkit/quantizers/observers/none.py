@@ -1,15 +1,13 @@
 """The observer of quantizers that compute their scales from each input."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.base import Observer
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 
 class NoObserver(Observer):
@@ -23,7 +21,7 @@ class NoObserver(Observer):
     """
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build one."""
         return cls()
 

@@ -1,17 +1,15 @@
 """Observers that choose a power of two as the scale."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from qtoolkit import ops
+from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_bins, check_no_groups, histogram_of
 from qtoolkit.quantizers.observers.minmax import EndsObserver
-
-if TYPE_CHECKING:  # QuantSpec checks itself by the table of these classes
-    from qtoolkit.config import QuantSpec
 
 FINER = 8  # the candidates: the smallest power of two that clips nothing, and its halves
 POINTS = 4  # the values of a bin count as if they were at this number of points of it
@@ -54,12 +52,12 @@ class Pow2Observer(HistogramObserver):
         super().__init__(qmin, qmax, symmetric=True, bins=bins, shape=shape, axis=axis, group=group)
 
     @classmethod
-    def check(cls, spec: "QuantSpec") -> None:
+    def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError for a spec without powers of two, or for an option out of its range."""
         _check(spec, cls.options(spec)["bins"])
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         return cls(spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
 
@@ -117,12 +115,12 @@ class Pow2ModeObserver(EndsObserver):
         self.votes = torch.zeros(*shape, 1 - 2 * SMALLEST, dtype=torch.int64)
 
     @classmethod
-    def check(cls, spec: "QuantSpec") -> None:
+    def check(cls, spec: QuantSpec) -> None:
         """Raise ValueError for a spec without powers of two, or for an option out of its range."""
         _check(spec, cls.options(spec)["bins"])
 
     @classmethod
-    def from_spec(cls, spec: "QuantSpec", shape: tuple[int, ...], group: int) -> Self:
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
         """Build the observer of a spec, with ranges of this shape."""
         return cls(spec.qmin, spec.qmax, cls.options(spec)["bins"], shape, spec.axis, group)
 
@@ -198,7 +196,7 @@ def best_power(counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int) -> 
     return torch.where(largest.isfinite() & lo.reshape(-1).isfinite(), best, torch.nan).reshape(lo.shape)
 
 
-def _check(spec: "QuantSpec", bins: object) -> None:
+def _check(spec: QuantSpec, bins: object) -> None:
     if spec.format != "int" or not (spec.symmetric and spec.pow2_scale):
         raise ValueError(
             f"QuantSpec: observer={spec.observer!r} chooses powers of two for integer grids without a zero point; it needs "

@@ -1,0 +1,34 @@
+"""The formats of small floats that a QuantSpec may have."""
+
+from dataclasses import dataclass
+
+# The largest number of each small float format of `qtoolkit.ops.fake_quant_float`.
+LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A small float format with a scale for each block of neighbours.
+
+    Attributes:
+        element: The format of the elements, of `qtoolkit.ops.fake_quant_float`.
+        size: Elements of a block.
+        scale_format: The format of the scales, of `qtoolkit.ops.fake_quant_block`.
+    """
+
+    element: str
+    size: int
+    scale_format: str
+
+    @property
+    def largest(self) -> int:
+        """The largest number of an element, in units of its scale."""
+        return LARGEST[self.element]
+
+
+# OCP MX v1.0, and NVIDIA's NVFP4, whose scales are relative to a scale of the tensor.
+BLOCKS = {
+    "mxfp8": BlockFormat("e4m3", 32, "e8m0"),
+    "mxfp4": BlockFormat("e2m1", 32, "e8m0"),
+    "nvfp4": BlockFormat("e2m1", 16, "e4m3"),
+}
