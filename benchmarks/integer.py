@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import qtoolkit as qt
-from qtoolkit.integer.onednn import is_exact
+from qtoolkit.ops.sums import is_exact
 
 NETWORKS = ("resnet18", "resnet50", "mobilenet_v2")
 

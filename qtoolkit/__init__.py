@@ -36,8 +36,7 @@ from qtoolkit.quantizers.switches import (
 )
 from qtoolkit.report import QuantizationReport, quantization_report
 from qtoolkit.synchronize import synchronize_ranges
-
-__version__ = "0.1.0"
+from qtoolkit.version import __version__ as __version__
 
 __all__ = [
     "Backend",

@@ -5,19 +5,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from torch import fx, nn
+from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.config.mapping import Source
 from qtoolkit.errors import with_article
-from qtoolkit.graph.placement.first_last import with_least_bits
-from qtoolkit.graph.placement.returned import left_as_returned
-from qtoolkit.graph.plan import BY_CONFIG, Cause, Verdict
 from qtoolkit.nn.registry import QatModules
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.nodes import kind_of_type, name_of, object_type_of
+from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.shared_modules import modules_by_name, names_by_module
+from qtoolkit.verdicts import BY_CONFIG, Cause, Verdict
 
 
 @dataclass(frozen=True)
@@ -113,24 +111,13 @@ class LayerRules:
             modules = [name for name, kind in self.types.items() if name or kind in self.table]
             self.mapping.check_names([*modules, *ops])
 
-    def of_node(self, node: fx.Node) -> Rule:
-        """Return the rule for a node of a graph. A rule of the target may leave a layer in float that no explicit rule names.
+    def of_module(self, module: nn.Module) -> Rule:
+        """Return the rule for a module of the float model, or for one without a name.
 
         Raises:
-            ValueError: Its module has several names, and the mapping has different configs for them.
+            ValueError: It has several names, and the mapping has different configs for them.
         """
-        names = self._names_of(name_of(node)) if node.op == "call_module" else (node.name,)
-        rule = self._find(names, object_type_of(node), _scope_of(node) if node.op != "call_module" else None)
-        left = None if rule.is_explicit or rule.qconfig is None else left_as_returned(node, self.backend)
-        if left is not None:
-            return replace(rule, qconfig=None, left=left)
-        if rule.is_general and self.backend.end_bits is not None:
-            return replace(rule, qconfig=with_least_bits(node, rule.qconfig, self.backend.end_bits))
-        return rule
-
-    def of_module(self, module: nn.Module) -> Rule:
-        """Return the rule for a module of the float model, or for one without a name; errors as of `of_node`."""
-        return self._find(self.names.get(module, ("",)), type(module))
+        return self.find(self.names.get(module, ("",)), type(module))
 
     def decide(self, rule: Rule, float_type: type[nn.Module]) -> LayerDecision:
         """Return how a layer of a type in the table is quantized, by the rule that holds for it."""
@@ -184,11 +171,22 @@ class LayerRules:
 
     # ---- matching
 
-    def _names_of(self, name: str) -> Sequence[str]:
+    def names_of(self, name: str) -> Sequence[str]:
+        """Return all names of the module of a name."""
         named = self.names.values() if self.mapping is not None else ()
         return next((names for names in named if name in names), (name,))
 
-    def _find(self, names: Sequence[str], object_type: Any, scope: str | None = None) -> Rule:
+    def find(self, names: Sequence[str], object_type: Any, scope: str | None = None) -> Rule:
+        """Return the rule for what has these names.
+
+        Args:
+            names: All names of a module, or that of an op.
+            object_type: The module's float type, or the function or method.
+            scope: The dotted name of the module whose forward calls an op; None for a module, whose name has it.
+
+        Raises:
+            ValueError: The mapping has different configs for the names.
+        """
         if self.mapping is None:
             return Rule(self.backend.qconfig)
         matches = [self.mapping.match(name, object_type, self._around(name, scope)) for name in names]
@@ -210,9 +208,3 @@ class LayerRules:
             if outer in self.types:
                 yield outer, self.types[outer]
             name, outer = outer, outer.rpartition(".")[0]
-
-
-def _scope_of(node: fx.Node) -> str:
-    """Return the dotted name of the submodule whose forward calls a function or method, as torch.fx records it."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(next(reversed(stack.values()))[0]) if stack else ""

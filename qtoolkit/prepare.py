@@ -19,6 +19,7 @@ from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.integer.runtimes import RUNTIMES, Runtime, runtime_named
@@ -27,7 +28,6 @@ from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
-from qtoolkit.op_kinds.nodes import object_type_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 

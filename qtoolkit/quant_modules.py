@@ -16,7 +16,6 @@ from qtoolkit.config.mapping import check_qconfig_mapping, warn_of_unused_types
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import link_chains, quantize_outputs
 from qtoolkit.eager.record import chains_of, update_record
-from qtoolkit.eager.replacement import replace_layers
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     Ignore,
@@ -28,16 +27,18 @@ from qtoolkit.eager.rules import (
 from qtoolkit.errors import check_known, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import float_type, kind_of_module
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
-from qtoolkit.graph.plan import Plan, Status
+from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import REPLACED_MODULES, set_training_arithmetic
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
-from qtoolkit.op_kinds.nodes import float_type, kind_of_module
+from qtoolkit.nn.replacement import replace_layers
 from qtoolkit.shared_modules import first_names, modules_by_name
+from qtoolkit.verdicts import Status
 
 QUANTIZE = ("inputs", "outputs")
 OUTPUT_ALONE = ("QuantStub", FLOAT_FUNCTIONAL)  # modules of torch.ao that quantize their output, by name

@@ -1,4 +1,4 @@
-"""Rules of the house that no single module can show: which packages a module may import."""
+"""Rules of the house that no single module can show: what a module may import, at run time and for its types."""
 
 import ast
 from collections.abc import Iterator
@@ -34,3 +34,39 @@ def is_in(module: str, package: str) -> bool:
 @pytest.mark.parametrize("module", [module for module in FILES if not is_in(module, "qtoolkit.compat")])
 def test_the_core_imports_nothing_of_compat(module: str) -> None:
     assert [name for name in imports_of(module) if is_in(name, "qtoolkit.compat")] == []
+
+
+# From the lowest floor up: a module imports from its own floor and from those below it alone.
+FLOORS = (
+    *("_native", "errors", "files", "public", "random_state", "sharding", "shared_modules", "sub_pixel", "version"),
+    *("model_inputs", "model_state", "computed_weights", "processes", "progress", "verdicts", "foreign_quantizers"),
+    *(
+        "ops",
+        "config",
+        "quantizers",
+        "finite",
+        "op_kinds",
+        "backends",
+        "nn",
+        "integer",
+        "lint",
+        "layer_rules",
+        "layer_costs",
+    ),
+    *("graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "export"),
+    *("debug", "tuning", "checkpoint", "__init__", "cli", "__main__", "compat"),
+)
+UPWARD = {
+    # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.
+    ("qtoolkit.ops.recording", "qtoolkit.export.plain"),
+    ("qtoolkit.ops.recording", "qtoolkit.export.symbolics"),
+}
+
+
+def floor_of(module: str) -> int:
+    return FLOORS.index(module.split(".")[1] if "." in module else "__init__")
+
+
+def test_modules_import_from_the_floors_below() -> None:
+    imported = {(module, name) for module in FILES for name in imports_of(module)}
+    assert {(module, name) for module, name in imported if floor_of(name) > floor_of(module)} == UPWARD

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.graph.lint import lint
-from qtoolkit.graph.plan import Cause
+from qtoolkit.verdicts import Cause
 from tests import nets
 from tests.replaced import Branches, Loops, calibrated, of_loops, ways
 

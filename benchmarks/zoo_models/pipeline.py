@@ -20,10 +20,10 @@ from torchvision.ops import FrozenBatchNorm2d
 import qtoolkit as qt
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.passes.record import FROM_PARAMETERS
-from qtoolkit.graph.placement.masked_attention import MASKED
-from qtoolkit.graph.plan import Cause
+from qtoolkit.lint.masked_attention import MASKED
 from qtoolkit.op_kinds.table import ACTIVATIONS, OTHER
 from qtoolkit.report import LayerLine
+from qtoolkit.verdicts import Cause
 from zoo_models.recipe import Recipe
 
 SEED = 0

@@ -20,6 +20,7 @@ from qtoolkit.errors import some
 from qtoolkit.finite import check_finite
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import raising_on_all_ranks, unwrapped
+from qtoolkit.version import __version__
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,6 @@ def save_checkpoint(
         3
     """
     check_module(model, "save_checkpoint")
-    from qtoolkit import __version__
-
     with raising_on_all_ranks("save_checkpoint"):
         _check_extra()
         check_finite(unwrapped(model), "save_checkpoint")

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from qtoolkit import _native
+from qtoolkit.version import __version__
+
 PACKAGES = ("numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "torchvision", "timm", "rich")
 
 
@@ -16,12 +19,9 @@ def environment() -> dict[str, Any]:
         >>> sorted(environment())
         ['cuda', 'instruction_set', 'packages', 'python', 'qtoolkit', 'threads', 'torch']
     """
-    import qtoolkit
-    from qtoolkit import _native
-
     devices = range(torch.cuda.device_count())
     return {
-        "qtoolkit": qtoolkit.__version__,
+        "qtoolkit": __version__,
         "python": platform.python_version(),
         "torch": {"version": str(torch.__version__), "library_built_for": _native.built_for(_native.FILE)},
         "instruction_set": _native.library.instruction_set(),

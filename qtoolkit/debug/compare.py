@@ -18,17 +18,18 @@ from qtoolkit.debug.similarity import (
 )
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.graph.passes import split_silu
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.passes.record import verdict_now
-from qtoolkit.graph.plan import Cause, Status, Tracing
+from qtoolkit.graph.plan import Tracing
 from qtoolkit.model_inputs import call_arguments, clone_tensors
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm
-from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import freeze_ranges
+from qtoolkit.verdicts import Cause, Status
 
 
 def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress: bool = True) -> Comparison:

@@ -7,13 +7,13 @@ from torch import fx, nn
 
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.graph.passes.record import verdict_now
-from qtoolkit.graph.plan import Status
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.verdicts import Status
 
 # Fill color of a node by its status in the plan; None is for graphs without a plan.
 COLORS = {

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import Status
 from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import removing
+from qtoolkit.verdicts import Status
 
 
 class Call(NamedTuple):

@@ -22,6 +22,7 @@ from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.progress import progress_bar, step
+from qtoolkit.version import __version__
 
 TEMPLATES = Path(__file__).parent / "page"
 Accuracy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -156,9 +157,7 @@ def _rendered(known: facts.Facts, accuracy: Accuracy | None, verification: Any, 
 
 
 def _versions() -> str:
-    import qtoolkit
-
-    return f"qtoolkit {qtoolkit.__version__}, torch {torch.__version__}"
+    return f"qtoolkit {__version__}, torch {torch.__version__}"
 
 
 def _drawn(model: nn.Module) -> tuple[picture.Picture | None, str]:

@@ -13,8 +13,8 @@ from qtoolkit.config.kinds import Kind, path_of
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import float_type, name_of, object_type_of
 from qtoolkit.model_state import check_module, evaluating
-from qtoolkit.op_kinds.nodes import float_type, name_of, object_type_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import disable_quantization, freeze_ranges

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.debug.inside import Call
+from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import kind_of_module
 from qtoolkit.report.lines import table
 
 

@@ -9,9 +9,10 @@ from torch.nn.utils import parametrize
 from qtoolkit.computed_weights import has_weight
 from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import unknown, with_article
+from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.nodes import kind_of_module, kind_of_type
+from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.shared_modules import modules_by_name, names_by_module
 
 ORDERS = (("layer", "batch norm"), ("layer", "batch norm", "activation"), ("layer", "activation"))

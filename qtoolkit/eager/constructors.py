@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.eager.replacement import TRANSFORMERS, keep_off_fast_paths, quantized_layer, replace_in_place
 from qtoolkit.eager.rules import ReplacementRules
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.nn import QuantModule
+from qtoolkit.nn.replacement import TRANSFORMERS, keep_off_fast_paths, quantized_layer, replace_in_place
 
 Init = Callable[..., None]
 

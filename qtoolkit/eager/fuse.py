@@ -11,16 +11,16 @@ from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
 from qtoolkit.eager.chains import ChainRules, chains_in
 from qtoolkit.eager.record import chains_of, record_of, update_record
-from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.eager.rules import FLOAT_FUNCTIONAL
 from qtoolkit.errors import unknown, with_article
-from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of, is_batch_norm, linked
 from qtoolkit.nn.module import quantize_output, reset_after_loading
+from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import modules_by_name
+from qtoolkit.verdicts import Cause, Status, Verdict
 
 
 def fuse_modules(

@@ -8,10 +8,11 @@ from torch import nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import Plan, Verdict
+from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.shared_modules import modules_by_name
+from qtoolkit.verdicts import Verdict
 
 ATTRIBUTE = "_qtoolkit_record"  # an attribute of the model: its copies and pickles, and models that contain it, keep it
 

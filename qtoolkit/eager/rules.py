@@ -12,13 +12,13 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.eager.record import verdicts_in
 from qtoolkit.errors import unknown
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import BY_CONFIG, Cause, Status, Verdict
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.registry import QatModules
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.shared_modules import modules_by_name
+from qtoolkit.verdicts import BY_CONFIG, Cause, Status, Verdict
 
 Ignore = str | Iterable[str] | Callable[[str, nn.Module], bool]
 

@@ -29,7 +29,6 @@ from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
 from qtoolkit.export.stored_weights import StoredWeights, stored_weights
 from qtoolkit.finite import check_finite
-from qtoolkit.graph.plan import Cause
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
@@ -37,6 +36,7 @@ from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report import quantization_report
+from qtoolkit.verdicts import Cause
 
 if TYPE_CHECKING:
     import onnx_ir

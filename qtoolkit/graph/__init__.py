@@ -9,7 +9,7 @@ from qtoolkit.graph.graph_module import (
     restore_graph_module,
     update_ranges,
 )
-from qtoolkit.graph.plan import Cause, Edge, Plan, Status, Tracing, Verdict
+from qtoolkit.graph.plan import Edge, Plan, Tracing
 from qtoolkit.graph.traced_blocks import (
     ClassReference,
     TracedBlock,
@@ -31,6 +31,7 @@ from qtoolkit.op_kinds.recorded import (
     set_item,
 )
 from qtoolkit.public import publish
+from qtoolkit.verdicts import Cause, Status, Verdict
 
 __all__ = [
     "BlockCall",

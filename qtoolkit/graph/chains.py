@@ -12,6 +12,13 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from qtoolkit.graph.nodes import (
+    bounds_of,
+    form_of,
+    is_quantizer,
+    is_weight_quantizer,
+    name_of,
+)
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
 from qtoolkit.nn.epilogue import (
@@ -23,8 +30,7 @@ from qtoolkit.nn.epilogue import (
 from qtoolkit.nn.hooks import all_watched
 from qtoolkit.nn.prelu import why_prelu_apart
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.op_kinds.nodes import bounds_of, form_of, is_quantizer, is_weight_quantizer, module_of, name_of
-from qtoolkit.op_kinds.rules import is_number
+from qtoolkit.op_kinds.rules import is_number, module_of
 
 ADDS = (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__", "__radd__")
 SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  # arguments of a max pool

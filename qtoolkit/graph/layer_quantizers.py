@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from qtoolkit.errors import with_article
+from qtoolkit.graph.nodes import is_quantizer, tensor_inputs
 from qtoolkit.graph.plan import Edge
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import is_quantizer, module_of, tensor_inputs
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.shared_modules import first_names
 

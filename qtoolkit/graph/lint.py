@@ -6,11 +6,12 @@ from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.placement.view import ops_of
-from qtoolkit.graph.plan import Cause, Plan, Status
+from qtoolkit.graph.plan import Plan
 from qtoolkit.lint.findings import Finding, Rule, broken
 from qtoolkit.lint.layers import ADVICE, LAYERS
 from qtoolkit.lint.ops import Op
 from qtoolkit.lint.placement import PLACEMENT
+from qtoolkit.verdicts import Cause, Status
 
 
 def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ...]:

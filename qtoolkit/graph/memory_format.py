@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.graph.block_calls import map_leaves
+from qtoolkit.graph.nodes import kind_of
 from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, QuantWeighted, on_codes
 from qtoolkit.nn.conv import is_strided_pointwise
-from qtoolkit.op_kinds.nodes import kind_of
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 

@@ -2,72 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping, QuantSpec
-from qtoolkit.errors import with_article
-
-
-class Status(StrEnum):
-    """What becomes of an op or a layer."""
-
-    QUANTIZED = "quantized"
-    FUSED = "fused"  # computed as one op with the op before it
-    TRANSPARENT = "transparent"  # moves values, on the grid of its input
-    FLOAT = "float"
-
-
-class Cause(StrEnum):
-    """Why an op or a layer has its status."""
-
-    COMPUTED = "computed on quantized tensors"
-    REPLACED = "replaced by a QAT layer, without a graph"
-    CONTAINS = "a leaf module with quantized layers in it"
-    FOLDED = "a batch norm that the layer before it folds"
-    OWN_QUANTIZER = "calls a quantizer of its own"
-    OUTPUT = "its output is quantized"
-    JOINED = "one op with the op before it"
-    MOVES = "moves values"
-    CONFIG = "the user's config"
-    IGNORED = "the user's ignore argument"
-    TARGET = "a rule of the target"
-    NO_QAT_TYPE = "no QAT type"
-    NOT_FOLDED = "a batch norm that no layer folds"
-    NOT_QUANTIZED_AROUND = "no quantized tensor reaches it, or none is taken from it"
-    NOT_CALLED = "a layer that forward does not call"
-    NOT_AN_OP = "an input, an output or a constant"
-    PUT_IN = "put in after the model was quantized"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The status of an op or a layer, with its cause, and a sentence for people where there is more to say."""
-
-    status: Status
-    cause: Cause
-    text: str = ""
-
-    @classmethod
-    def quantized(cls, cause: Cause = Cause.COMPUTED, text: str = "") -> "Verdict":
-        """Return the verdict on a quantized op."""
-        return cls(Status.QUANTIZED, cause, text)
-
-    @classmethod
-    def left_float(cls, cause: Cause, why: str) -> "Verdict":
-        """Return the verdict on an op in float; `why` completes "float: ..."."""
-        return cls(Status.FLOAT, cause, f"float: {why}")
-
-    @classmethod
-    def put_in(cls, kind: str) -> "Verdict":
-        """Return the verdict on an op or a layer of this type that replaces the one of the plan and has no quantizer."""
-        return cls.left_float(Cause.PUT_IN, f"{with_article(kind)} that was put in after the model was quantized")
-
-
-BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping says so")
+from qtoolkit.verdicts import Verdict
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from operator import attrgetter
 
 from torch import Tensor, fx
 
-from qtoolkit.op_kinds.nodes import is_weight_quantizer, module_of
+from qtoolkit.graph.nodes import is_weight_quantizer
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import Versions, is_stale

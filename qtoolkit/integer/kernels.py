@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
-from qtoolkit.integer.sums import Bounds, exact_sums, may_transform
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.recording import is_recorded_for_onnx
+from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of, gives_codes, gives_sums
 from qtoolkit.quantizers.frozen import Grid
 
@@ -202,7 +202,7 @@ class LayerKernel(Kernel):
                 return int8((codes + 128).to(torch.uint8), 128)
             return self.layer.compute(codes, weight, None, *args, **kwargs)
 
-        transforms = may_transform(x, self.layer.OP_KIND)
+        transforms = may_transform(x, self.layer.OP_KIND.convolves)
         return exact_sums(product, source.centred(x), self.codes, self.bounds, transforms)
 
     def _int8_sums(self, x: Tensor) -> Int8Sums | None:

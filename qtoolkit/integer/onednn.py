@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtoolkit._native import library
+from qtoolkit.ops.sums import is_exact
 
 # (unsigned codes, their zero point) -> sums of products of codes minus the zero point, rounded to float32
 Int8Sums = Callable[[Tensor, int], Tensor]
@@ -39,12 +39,6 @@ def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
         return y
 
     return sums
-
-
-def is_exact() -> bool:
-    """Return whether torch has the ops, and computes the largest sums of pairs of products exactly."""
-    exact: bool = library.int8_is_exact()
-    return exact
 
 
 def _fits(weight: Tensor) -> bool:

@@ -7,7 +7,7 @@ In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz ze
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of, why_no_sums
-from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.op_kinds.nodes import module_of
-from qtoolkit.op_kinds.rules import argument
+from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.op_kinds.rules import argument, module_of
 from qtoolkit.op_kinds.table import CONCATS, MOVES
+from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.sub_pixel import sub_pixels_of_image
@@ -222,7 +222,9 @@ def _has_sub_pixel_form(layer: Any) -> bool:
     return sub_pixels_of_image(sizes, layer.stride, cuts, of_output, layer.dilation) is not None
 
 
-def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
+def op_kernel(
+    kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
+) -> type[OpKernel] | str:
     """Return the kernel of an op without weights, or why onnxruntime computes it in float."""
     if kind in TABLES:
         return "the runtime's kernel is a table of the codes that the float op gives"

@@ -6,7 +6,7 @@ one scale per output channel, and the float bias is added. Activations and what 
 kernel, so that they round as in the float form.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, output_of, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
@@ -81,6 +82,8 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     return QuantizedSums if fused else MultipliedSums
 
 
-def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
+def op_kernel(
+    kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
+) -> type[OpKernel] | str:
     """Return why an op without weights stays float: OpenVINO computes it in float32 between codes, as the float form does."""
     return f"OpenVINO computes {with_article(kind)} in float32 between codes"

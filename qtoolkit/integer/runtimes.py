@@ -1,6 +1,6 @@
 """The runtimes whose arithmetic `qtoolkit.convert(arithmetic="integer")` reproduces: which op has which integer kernel."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -9,6 +9,7 @@ from qtoolkit.errors import check_known
 from qtoolkit.integer import onnxruntime, openvino, tensorrt, xnnpack
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -21,8 +22,8 @@ class Runtime:
         carries: The kinds of op through which codes pass on their way to an integer kernel.
         absorbs: The kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes.
         layer_kernel: Returns the kernel of a layer (its input's grid and its output's, or None), or why it runs in float.
-        op_kernel: Returns the kernel of another op (its kind, its node, its inputs' grids, its output's, or None), or why it
-            runs in float.
+        op_kernel: Returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its
+            inputs' grids, its output's, or None), or why it runs in float.
         reciprocal: Whether quantizing multiplies by a factor from the ends of the range, and adds the zero point before
             rounding.
     """
@@ -31,7 +32,7 @@ class Runtime:
     carries: tuple[str, ...]
     absorbs: tuple[str, ...]
     layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | str]
-    op_kernel: Callable[[str, fx.Node, Sequence[Grid], Grid | None], type[OpKernel] | str]
+    op_kernel: Callable[[str, fx.Node, Collection[OpKind], Sequence[Grid], Grid | None], type[OpKernel] | str]
     reciprocal: bool = False
 
 

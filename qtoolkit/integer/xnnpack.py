@@ -5,7 +5,7 @@ onnxruntime's kernels do; a sum is computed in fixed point.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -15,8 +15,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of, why_no_sums
 from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.op_kinds.nodes import bounds_of, kind_of
+from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
@@ -86,7 +85,9 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     return Layer if signed else "XNNPACK has no unsigned codes"
 
 
-def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | None) -> type[OpKernel] | str:
+def op_kernel(
+    kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
+) -> type[OpKernel] | str:
     """Return the kernel of an op without weights, or why it runs in float."""
     if kind not in _KERNELS:
         return f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
@@ -94,7 +95,7 @@ def op_kernel(kind: str, node: fx.Node, inputs: Sequence[Grid], output: Grid | N
         return "XNNPACK computes it on codes with two tensors and a quantized output alone"
     if not all(gives_codes(grid) and grid.spec.qmin < 0 for grid in (*inputs, output)):
         return "XNNPACK has signed codes of at most 8 bits with one scale alone"
-    if any(kind_of(user).clips and bounds_of(user) != Bounds(0.0) for user in node.users):
+    if any(kind.clips and not kind.is_relu for kind in followers):
         return "XNNPACK joins a ReLU alone to it"
     return _KERNELS[kind]
 

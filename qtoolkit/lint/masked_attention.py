@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.plan import Cause, Verdict
 from qtoolkit.lint.findings import MODEL_OPTIMIZER, Finding, Rule
 from qtoolkit.lint.ops import Op
+from qtoolkit.verdicts import Cause, Verdict
 
 MASKED = Verdict.left_float(
     Cause.TARGET, "attention's scores with a mask or a bias; a mask's large negative values would leave them few codes"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import check_known
-from qtoolkit.integer.onednn import is_exact
 from qtoolkit.nn.hooks import has_hooks, is_transformed
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
+from qtoolkit.ops.sums import is_exact
 from qtoolkit.quantizers.handed_over import codes_of, raw_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes

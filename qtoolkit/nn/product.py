@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qtoolkit.integer.sums import exact_matmul
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import DEFAULT, NO_KERNEL, Source, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
+from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.handed_over import codes_of_values, knows_codes, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
 

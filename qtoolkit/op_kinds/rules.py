@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from qtoolkit.op_kinds import bounds
 from qtoolkit.op_kinds.bounds import Bounds, Read
@@ -24,6 +24,14 @@ UPSAMPLE_KINDS = {
     "bicubic": "upsample_cubic",
     "area": "avg_pool",
 }
+
+
+def module_of(node: fx.Node) -> nn.Module:
+    """Return the module that a call_module node calls."""
+    owner = node.graph.owning_module
+    if owner is None or not isinstance(node.target, str):
+        raise TypeError(f"node {node.name!r} calls no module of a GraphModule.")
+    return owner.get_submodule(node.target)
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

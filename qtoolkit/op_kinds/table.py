@@ -257,3 +257,9 @@ def kind_named(name: str) -> OpKind:
         return OTHER
     check_known("kind of op", name, KINDS)
     return KINDS[name]
+
+
+def kind_of_type(qat_type: type[Any]) -> OpKind:
+    """Return the kind that a QAT type declares; OTHER for a type of the user's own that declares none."""
+    kind: OpKind = getattr(qat_type, "OP_KIND", OTHER)
+    return kind

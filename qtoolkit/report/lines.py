@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from qtoolkit.graph.plan import Status, Verdict
 from qtoolkit.nn import (
     QuantMatMul,
     QuantModule,
@@ -17,6 +16,7 @@ from qtoolkit.nn import (
 from qtoolkit.nn.product import described
 from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.verdicts import Status, Verdict
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,26 @@ from qtoolkit.graph import products as products_in
 from qtoolkit.graph.chains import is_batch_norm_call, is_prelu_call
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
-from qtoolkit.graph.passes.record import verdict_now
-from qtoolkit.graph.placement.traversal import quantizer_behind
-from qtoolkit.graph.plan import Cause, Status, Verdict
-from qtoolkit.graph.running_code import calls_now
-from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import (
+from qtoolkit.graph.nodes import (
     is_quantizer,
     is_weight_quantizer,
     kind_of,
     kind_of_module,
-    module_of,
     name_of,
     quantizes_its_input,
     tensor_inputs,
 )
+from qtoolkit.graph.passes.record import verdict_now
+from qtoolkit.graph.placement.traversal import quantizer_behind
+from qtoolkit.graph.running_code import calls_now
+from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
-from qtoolkit.op_kinds.rules import is_number
+from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, training_of, weight_of
 from qtoolkit.shared_modules import first_names, modules_by_name
+from qtoolkit.verdicts import Cause, Status, Verdict
 
 NOT_PLANNED = Verdict.left_float(Cause.NOT_AN_OP, "not planned yet")
 NOT_CALLED = Verdict.left_float(

@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.nodes import bounds_of, is_quantizer, kind_of
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
-from qtoolkit.op_kinds.nodes import bounds_of, is_quantizer, kind_of, module_of
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.progress import batches_of, note, progress_bar
 from qtoolkit.quantizers.switches import disable_quantization
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer

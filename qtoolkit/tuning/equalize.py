@@ -12,11 +12,12 @@ from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import calls_of
+from qtoolkit.graph.nodes import kind_of
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.nodes import kind_of, module_of
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module
 from qtoolkit.tuning.channels import LAYERS, ChannelView

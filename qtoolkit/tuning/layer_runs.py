@@ -12,7 +12,7 @@ from torch import fx, nn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.running_code import runs_its_graph
 from qtoolkit.model_state import removing
-from qtoolkit.op_kinds.nodes import module_of
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.tuning.running import Batches, ReachedError, part_between
 from qtoolkit.tuning.stepwise import Stepwise
 

@@ -20,9 +20,10 @@ from qtoolkit.errors import check_known
 from qtoolkit.graph.block_calls import ROOT, ancestors
 from qtoolkit.graph.block_code import free_nodes
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, kind_of_module
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.nodes import is_quantizer, is_weight_quantizer, kind_of, kind_of_module, module_of
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import names_by_module
 

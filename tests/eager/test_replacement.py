@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.eager.replacement import replace_in_place, replace_layers
 from qtoolkit.model_state import unchanged_on_error
+from qtoolkit.nn.replacement import replace_in_place, replace_layers
 from tests import nets
 
 

@@ -11,7 +11,7 @@ import qtoolkit as qt
 from qtoolkit.graph.lint import lint
 from tests import nets
 from tests.graph.passes.test_insert import BOTH, Dense
-from tests.op_kinds.test_nodes import Probe
+from tests.graph.test_nodes import Probe
 
 
 class UNet(nn.Module):

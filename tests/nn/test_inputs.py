@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.eager.replacement import replace_layers
+from qtoolkit.nn.replacement import replace_layers
 from tests import reference
 
 # Float layer, its arguments, and the shape of an input.

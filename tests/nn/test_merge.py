@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.eager.replacement import replace_layers
+from qtoolkit.nn.replacement import replace_layers
 from tests import reference
 
 ACTIVATION = qt.QuantSpec(bits=4)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import qtoolkit as qt
-from qtoolkit.eager.replacement import replace_layers
+from qtoolkit.nn.replacement import replace_layers
 from tests import reference, reference_layers
 
 F, H, P, T, B = 4, 5, 3, 6, 3

@@ -8,7 +8,7 @@ from torch import fx
 from qtoolkit.debug.page.facts import Facts, ends_of
 from qtoolkit.debug.page.picture import key_of
 from qtoolkit.debug.page.words import interval, percent
-from qtoolkit.op_kinds.nodes import kind_of, name_of
+from qtoolkit.graph.nodes import kind_of, name_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.report import LayerLine, TensorLine
 

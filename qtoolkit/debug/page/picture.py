@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from torch import fx
 
 from qtoolkit.debug.draw import picture_of
-from qtoolkit.op_kinds.nodes import is_quantizer, name_of
+from qtoolkit.graph.nodes import is_quantizer, name_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from qtoolkit.graph.nodes import kind_of
 from qtoolkit.graph.weighted_functions import LAYERS, float_layer, geometry_of
 from qtoolkit.op_kinds.facts import replace_node
-from qtoolkit.op_kinds.nodes import kind_of
 from qtoolkit.op_kinds.rules import argument, is_number
 from qtoolkit.shared_modules import replace_everywhere
 

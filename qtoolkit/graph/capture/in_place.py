@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
+from qtoolkit.graph.nodes import parameters_in
 from qtoolkit.op_kinds.facts import facts_of
-from qtoolkit.op_kinds.nodes import parameters_in
 from qtoolkit.op_kinds.recorded import set_item
 from qtoolkit.op_kinds.rules import is_number
 

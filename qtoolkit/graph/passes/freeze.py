@@ -7,7 +7,6 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from qtoolkit.computed_weights import bake
-from qtoolkit.eager.replacement import replace_in_place
 from qtoolkit.graph.capture.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
@@ -15,6 +14,7 @@ from qtoolkit.graph.passes.link_batch_norms import fold
 from qtoolkit.model_state import check_numbers
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
+from qtoolkit.nn.replacement import replace_in_place
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
 M = TypeVar("M", bound=nn.Module)

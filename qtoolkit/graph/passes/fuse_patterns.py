@@ -9,7 +9,7 @@ from torch import fx, nn
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
 from qtoolkit.op_kinds.facts import replace_node
-from qtoolkit.op_kinds.nodes import module_of
+from qtoolkit.op_kinds.rules import module_of
 
 Element = type[nn.Module] | Callable[..., Any]
 FusePatterns = Mapping[tuple[Element, ...], Callable[..., nn.Module]]

@@ -9,12 +9,12 @@ from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.layer_quantizers import layer_edges
+from qtoolkit.graph.nodes import is_quantizer
 from qtoolkit.graph.placement import decide
 from qtoolkit.graph.placement.decide import PlannedQuantizer, Request
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.plan import Edge, Plan
 from qtoolkit.layer_rules import LayerRules
-from qtoolkit.op_kinds.nodes import is_quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 

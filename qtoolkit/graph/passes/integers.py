@@ -10,6 +10,15 @@ from torch import fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.nodes import (
+    bounds_of,
+    is_quantizer,
+    is_weight_quantizer,
+    kind_of,
+    name_of,
+    returns_tuple,
+    tensor_inputs,
+)
 from qtoolkit.graph.passes.insert import add_holder, free_name
 from qtoolkit.graph.placement.sources import layer_calls, number_calls, number_of
 from qtoolkit.graph.placement.traversal import source_of
@@ -20,16 +29,7 @@ from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.op_kinds.nodes import (
-    bounds_of,
-    is_quantizer,
-    is_weight_quantizer,
-    kind_of,
-    module_of,
-    name_of,
-    returns_tuple,
-    tensor_inputs,
-)
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.grid_ends import saturates
@@ -118,7 +118,8 @@ def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], run
     kind, op = kind_of(node).name, _callable(node)
     if _changes_a_tensor(node):
         return Computed(None, "it changes a tensor in place, which another op takes")
-    kernel = runtime.op_kernel(kind, node, inputs, output)
+    followers = {kind_of(user) for user in node.users}
+    kernel = runtime.op_kernel(kind, node, followers, inputs, output)
     if isinstance(kernel, str):
         return Computed(None, kernel)
     _call(gm, node, kernel(op, inputs, output, kind, name_of(node)), holder)

@@ -7,14 +7,15 @@ from typing import Any
 from torch import fx, nn
 
 from qtoolkit.config import QConfig
-from qtoolkit.eager.replacement import modules_in, replace_layers
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
+from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.op_kinds.nodes import module_of
+from qtoolkit.nn.replacement import modules_in, replace_layers
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.verdicts import BY_CONFIG, Cause, Status, Verdict
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:

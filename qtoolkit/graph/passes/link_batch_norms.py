@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.nodes import kind_of
+from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
 from qtoolkit.nn.batch_norm import linked
 from qtoolkit.op_kinds.facts import replace_node
-from qtoolkit.op_kinds.nodes import kind_of, module_of
+from qtoolkit.op_kinds.rules import module_of
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -65,7 +67,7 @@ def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules:
         return "it has no running statistics: track_running_stats=False"
     if int(bn.running_mean.numel()) != layer.channels():  # type: ignore[operator]  # a Tensor
         return f"it has {bn.running_mean.numel()} channels and its layer {layer.channels()}"  # type: ignore[operator]
-    return "the qconfig_mapping says so" if rules.of_node(follower).qconfig is None else None
+    return "the qconfig_mapping says so" if rule_of_node(follower, rules).qconfig is None else None
 
 
 def _check_hooks(node: fx.Node, follower: fx.Node) -> None:

@@ -12,27 +12,22 @@ from torch import fx, nn
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, name_of, owns_weight, tensor_inputs
 from qtoolkit.graph.passes.link_batch_norms import why_apart
 from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import quantizer_behind
-from qtoolkit.graph.plan import BY_CONFIG, Cause, Plan, Status, Verdict
+from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import naming_misfits, split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.nodes import (
-    is_quantizer,
-    is_weight_quantizer,
-    kind_of,
-    module_of,
-    name_of,
-    owns_weight,
-    tensor_inputs,
-)
 from qtoolkit.op_kinds.recorded import BOOKKEEPING
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.switches import disable_quantization
+from qtoolkit.verdicts import BY_CONFIG, Cause, Status, Verdict
 
 FOLDED = Verdict.quantized(Cause.FOLDED, "folded into the layer before it")
 FROM_PARAMETERS = Verdict.left_float(Cause.TARGET, "computed from parameters alone")
@@ -89,7 +84,7 @@ def _verdict_on_layer(node: fx.Node, rules: LayerRules) -> Verdict:
         return Verdict.quantized()
     if type(module) not in rules.table:
         return Verdict.left_float(Cause.NO_QAT_TYPE, "no QAT module for its type")
-    decision = rules.decide(rules.of_node(node), type(module))
+    decision = rules.decide(rule_of_node(node, rules), type(module))
     return BY_CONFIG if decision.qconfig is not None else decision.verdict
 
 

@@ -4,10 +4,10 @@ import torch
 from torch import fx
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.nodes import kind_of, tensor_inputs
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.op_kinds.facts import facts_of, set_facts
-from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:

@@ -1,9 +1,10 @@
 """Replace float layers by QAT layers, where the rules quantize them."""
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.nn.registry import from_float
-from qtoolkit.op_kinds.nodes import module_of
+from qtoolkit.op_kinds.rules import module_of
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
@@ -17,7 +18,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         module = module_of(node) if node.op == "call_module" else None
         if module is None or type(module) not in rules.table:
             continue
-        qconfig = rules.decide(rules.of_node(node), type(module)).qconfig
+        qconfig = rules.decide(rule_of_node(node, rules), type(module)).qconfig
         if qconfig is not None and qconfig.weight is not None:
             name = str(node.target)
             new = from_float(module, rules.table[type(module)], qconfig.weight, qconfig.activation, name)

@@ -8,14 +8,7 @@ from torch import fx
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.config import QConfig, QuantSpec
 from qtoolkit.errors import with_article
-from qtoolkit.graph.placement.returned import float_output, is_returned
-from qtoolkit.graph.placement.roles import Roles
-from qtoolkit.graph.placement.view import ops_of
-from qtoolkit.graph.plan import Verdict
-from qtoolkit.lint.masked_attention import MASKED, are_masked_scores
-from qtoolkit.lint.ops import WeightGrid
-from qtoolkit.lint.residual import free_branch, fuses
-from qtoolkit.op_kinds.nodes import (
+from qtoolkit.graph.nodes import (
     has_float_weight,
     is_output,
     kind_of,
@@ -26,7 +19,14 @@ from qtoolkit.op_kinds.nodes import (
     returns_tuple,
     tensor_inputs,
 )
+from qtoolkit.graph.placement.returned import float_output, is_returned
+from qtoolkit.graph.placement.roles import Roles
+from qtoolkit.graph.placement.view import ops_of
+from qtoolkit.lint.masked_attention import MASKED, are_masked_scores
+from qtoolkit.lint.ops import WeightGrid
+from qtoolkit.lint.residual import free_branch, fuses
 from qtoolkit.op_kinds.rules import argument, written_out
+from qtoolkit.verdicts import Verdict
 
 
 @dataclass(frozen=True)

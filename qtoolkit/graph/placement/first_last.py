@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from qtoolkit.config import QConfig, QuantSpec
-from qtoolkit.op_kinds.nodes import kind_of, tensor_inputs
+from qtoolkit.graph.nodes import kind_of, tensor_inputs
 from qtoolkit.quantizers.table import QUANTIZERS
 
 

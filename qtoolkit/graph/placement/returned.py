@@ -3,8 +3,8 @@
 from torch import fx
 
 from qtoolkit.backends import Backend
-from qtoolkit.graph.plan import Cause, Verdict
-from qtoolkit.op_kinds.nodes import is_output, kind_of
+from qtoolkit.graph.nodes import is_output, kind_of
+from qtoolkit.verdicts import Cause, Verdict
 
 UNIT = ("batch_norm", "activation")
 

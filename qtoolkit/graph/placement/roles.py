@@ -3,9 +3,10 @@
 from torch import fx
 
 from qtoolkit.backends import QUANTIZED_ROLES, Role
+from qtoolkit.graph.nodes import kind_of, parameters_in, returns_tuple, tensor_inputs
+from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
-from qtoolkit.op_kinds.nodes import kind_of, parameters_in, returns_tuple, tensor_inputs
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
 
@@ -25,7 +26,7 @@ class Roles:
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:
         self.rules, self.backend = rules, rules.backend
         self.parameters = parameters_in(graph)
-        self._rule_of = {node: rules.of_node(node) for node in graph.nodes if node.op not in NO_OPS}
+        self._rule_of = {node: rule_of_node(node, rules) for node in graph.nodes if node.op not in NO_OPS}
         self._role_of = {node: self._by_rule(node) for node in graph.nodes}
         self.unit: dict[fx.Node, fx.Node] = {}
         self._last: dict[fx.Node, fx.Node] = {}
@@ -47,7 +48,7 @@ class Roles:
 
     def rule(self, node: fx.Node) -> Rule:
         """Return the rule that holds for a node."""
-        return self._rule_of[node] if node in self._rule_of else self.rules.of_node(node)
+        return self._rule_of[node] if node in self._rule_of else rule_of_node(node, self.rules)
 
     def has_rule(self, node: fx.Node) -> bool:
         """Return whether a rule of the user's names an op itself: it holds against those of the target."""

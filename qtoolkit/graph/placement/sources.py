@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from qtoolkit.backends import Backend
+from qtoolkit.graph.nodes import is_weight_quantizer, tensor_inputs
 from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.on_codes import Source
-from qtoolkit.op_kinds.nodes import is_weight_quantizer, module_of, tensor_inputs
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
-from qtoolkit.op_kinds.nodes import is_quantizer, kind_of, module_of, tensor_inputs
+from qtoolkit.graph.nodes import is_quantizer, kind_of, tensor_inputs
+from qtoolkit.op_kinds.rules import module_of
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

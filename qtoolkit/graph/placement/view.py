@@ -4,20 +4,19 @@ from collections.abc import Callable
 
 from torch import fx, nn
 
-from qtoolkit.lint.ops import Layer, Op, WeightGrid
-from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.nodes import (
+from qtoolkit.graph.nodes import (
     has_float_weight,
     is_quantizer,
     is_weight_quantizer,
     kind_of,
-    module_of,
     name_of,
     owns_weight,
     parameters_in,
     tensor_inputs,
 )
-from qtoolkit.op_kinds.rules import CASTS, argument
+from qtoolkit.lint.ops import Layer, Op, WeightGrid
+from qtoolkit.nn import QuantModule
+from qtoolkit.op_kinds.rules import CASTS, argument, module_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.graph.plan import Cause, Status, Verdict
+from qtoolkit.verdicts import Cause, Status, Verdict
 from tests import nets
+from tests.graph.test_nodes import Probe, edges
 from tests.nn import test_attention
-from tests.op_kinds.test_nodes import Probe, edges
 
 ORT = qt.backends["onnxruntime"]
 TRT = qt.backends["tensorrt"]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.eager.replacement import replace_layers
 from qtoolkit.graph.passes import swap
 from qtoolkit.graph.passes.leaf_modules import run
 from qtoolkit.layer_rules import LayerRules
+from qtoolkit.nn.replacement import replace_layers
 from tests import nets, reference
 
 

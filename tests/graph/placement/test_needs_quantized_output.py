@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.graph.lint import lint
-from qtoolkit.graph.plan import Cause
+from qtoolkit.verdicts import Cause
 
 X = torch.randn(2, 4, 6, 6)
 

@@ -12,7 +12,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.attention import stop_fast_path
 from qtoolkit.nn.registry import QatModules, from_float
-from qtoolkit.op_kinds.nodes import kind_of_type
+from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 

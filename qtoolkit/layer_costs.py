@@ -13,7 +13,7 @@ from qtoolkit.model_inputs import split
 from qtoolkit.model_state import evaluating, removing
 from qtoolkit.nn import QAT_MODULES
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.op_kinds.nodes import kind_of_type
+from qtoolkit.op_kinds.table import kind_of_type
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import first_names
 

@@ -15,7 +15,7 @@ from qtoolkit.nn.function_bias import FunctionBias
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.kind import WEIGHTED, Form, OpKind
 from qtoolkit.op_kinds.recorded import by_mode, is_mode
-from qtoolkit.op_kinds.rules import argument, gives_tuple, is_number
+from qtoolkit.op_kinds.rules import argument, gives_tuple, is_number, module_of
 from qtoolkit.op_kinds.table import (
     FOREIGN,
     KINDS,
@@ -26,6 +26,7 @@ from qtoolkit.op_kinds.table import (
     OTHER,
     Entry,
     kind_named,
+    kind_of_type,
 )
 from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -115,12 +116,6 @@ def kind_of_module(module: nn.Module) -> OpKind:
     return OTHER if entry is None else entry[0]
 
 
-def kind_of_type(qat_type: type[Any]) -> OpKind:
-    """Return the kind that a QAT type declares; OTHER for a type of the user's own that declares none."""
-    kind: OpKind = getattr(qat_type, "OP_KIND", OTHER)
-    return kind
-
-
 def _entry_of_module(module: nn.Module) -> Entry | None:
     # By exact type: a subclass of a float layer may compute anything. A QAT module declares its kind.
     if isinstance(module, QuantModule):
@@ -156,14 +151,6 @@ def name_of(node: fx.Node) -> str:
     if isinstance(module, OpKernel):
         return module.replaces
     return str(node.target) if node.op == "call_module" else node.name
-
-
-def module_of(node: fx.Node) -> nn.Module:
-    """Return the module that a call_module node calls."""
-    owner = node.graph.owning_module
-    if owner is None or not isinstance(node.target, str):
-        raise TypeError(f"node {node.name!r} calls no module of a GraphModule.")
-    return owner.get_submodule(node.target)
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

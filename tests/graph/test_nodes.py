@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.graph.plan import Cause, Status, Verdict
 from qtoolkit.op_kinds.rules import written_out
 from qtoolkit.op_kinds.table import ACTIVATIONS, KINDS, MOVES, OF_FUNCTION
+from qtoolkit.verdicts import Cause, Status, Verdict
 
 CONCATS = ("cat", "stack")
 ROLES = dict.fromkeys(KINDS, "compute")

@@ -1,0 +1,127 @@
+"""Exact sums of products of integer codes. csrc/exact_sums.h has the rule of what is exact."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtoolkit._native import library
+
+Product = Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> sums of products
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large the sums of products with a weight's codes may be.
+
+    Attributes:
+        sums: The largest magnitude of a sum, and of any part of one.
+        weights: The largest sum of the magnitudes of the weights of one output.
+        low: The lowest code of the input, zero or less.
+        high: The highest, zero or more.
+        digit_bits: 0 if every sum is exact in float32; otherwise the largest number of bits of a code's digits whose sums
+            are, or -1 for none.
+    """
+
+    sums: float
+    weights: float
+    low: int
+    high: int
+    digit_bits: int
+
+    @classmethod
+    def of(cls, positive: Tensor, negative: Tensor, low: int, high: int) -> "Bounds":
+        """Return the bounds for an input's codes in [low, high], low <= 0 <= high.
+
+        Args:
+            positive: For each output, the sum of the positive weights.
+            negative: For each output, the sum of the magnitudes of the negative ones.
+            low: The lowest code of the input.
+            high: The highest.
+        """
+        upper, lower = high * positive - low * negative, high * negative - low * positive
+        sums, weights = float(torch.maximum(upper, lower).max()), float((positive + negative).max())
+        return cls(sums, weights, low, high, library.digit_bits(sums, weights))
+
+    @classmethod
+    def of_two(cls, terms: int, ends: tuple[int, int], others: tuple[int, int]) -> "Bounds":
+        """Return the bounds for products of two activations.
+
+        Args:
+            terms: How many products are summed.
+            ends: The lowest and the highest code of the one, zero or less and zero or more.
+            others: Those of the other.
+        """
+        largest, other = max(-ends[0], ends[1]), max(-others[0], others[1])
+        sums, weights = float(terms * largest * other), float(terms * other)
+        return cls(sums, weights, *ends, library.digit_bits(sums, weights))
+
+    @property
+    def exact_in_float32(self) -> bool:
+        """Whether every sum is exact in float32."""
+        return self.digit_bits == 0
+
+    def stay_exact_with(self, more: float) -> bool:
+        """Return whether sums plus integers of this magnitude are exact in float32."""
+        return bool(library.digit_bits(self.sums + more, self.weights) == 0)
+
+
+def is_exact() -> bool:
+    """Return whether torch has the ops, and computes the largest sums of pairs of products exactly."""
+    exact: bool = library.int8_is_exact()
+    return exact
+
+
+def may_transform(x: Tensor, convolves: bool) -> bool:
+    """Return whether the float32 kernels of a layer may transform their operands: convolutions on a GPU (Winograd, FFT).
+
+    The errors of their sums of codes exceed one half: rounding does not mend them.
+    """
+    return x.is_cuda and convolves
+
+
+def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, transforms: bool = False) -> Tensor:
+    """Return the exact sums of products of integers, as integers in float32 or float64.
+
+    Where float32 cannot hold a sum, the codes of x are split into digits of fewer bits: each part's sums are exact in
+    float32, whose kernels are much faster than those of float64.
+
+    Args:
+        product: A convolution, a matrix product or another op that is linear in both arguments.
+        x: Integers in float32.
+        weight: Integers in float32.
+        bounds: How large the sums may be.
+        transforms: Whether the product in float32 may transform its operands (see `may_transform`); it computes in float64.
+    """
+    if transforms or bounds.digit_bits < 0:
+        sums = product(x.double(), weight.double())
+        return torch.round(sums) if transforms else sums
+    if bounds.exact_in_float32:
+        return product(x, weight)
+    parts = (product(part, weight).double() * scale for scale, part in _digits(x, bounds))
+    return sum(parts, torch.zeros((), dtype=torch.float64, device=x.device))
+
+
+def exact_matmul(x: Tensor, other: Tensor, ends: tuple[int, int], others: tuple[int, int]) -> Tensor:
+    """Return the exact matrix product of integers in float32, as `exact_sums` does.
+
+    Args:
+        x: Integers in float32, of any shape that torch.matmul takes.
+        other: The same.
+        ends: The lowest and the highest number in x, zero or less and zero or more.
+        others: Those of other.
+    """
+    if torch.compiler.is_compiling():  # a graph does not depend on how many numbers are summed
+        return torch.matmul(x.double(), other.double())
+    return exact_sums(torch.matmul, x, other, Bounds.of_two(x.size(-1), ends, others))
+
+
+def _digits(x: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor]]:
+    """Return parts of x, each with its factor: integers in [0, 2**bits), the last one with the sign."""
+    bits, factor, low, high = bounds.digit_bits, 1, bounds.low, bounds.high
+    while max(high, -low) >= 2**bits:
+        rest = torch.floor(x * 2.0**-bits)
+        yield factor, x - rest * 2.0**bits
+        x, factor, low, high = rest, factor * 2**bits, low >> bits, high >> bits
+    yield factor, x
