@@ -1,6 +1,8 @@
 """Rules of the house that no single module can show: what a module may import, at run time and for its types."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,3 +72,18 @@ def floor_of(module: str) -> int:
 def test_modules_import_from_the_floors_below() -> None:
     imported = {(module, name) for module in FILES for name in imports_of(module)}
     assert {(module, name) for module, name in imported if floor_of(name) > floor_of(module)} == UPWARD
+
+
+IMPORTED = """
+import linecache
+from torch.optim.optimizer import _global_optimizer_post_hooks as after, _global_optimizer_pre_hooks as before
+from torch import nn
+
+import qtoolkit
+print(len(after), len(before), [file for file in linecache.cache if file.startswith("<forward of")])
+"""
+
+
+def test_an_import_leaves_nothing_with_the_optimizers_of_the_process() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORTED], cwd=HOME.parent, capture_output=True, text=True, check=False)
+    assert run.stdout == "0 0 []\n", run.stderr

@@ -6,12 +6,13 @@ are one call.
 """
 
 import functools
-import itertools
 import linecache
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
+from weakref import finalize
 
 import torch
 from torch import fx, nn
@@ -26,8 +27,6 @@ from qtoolkit.nn.hooks import all_watched, has_hooks
 from qtoolkit.nn.prelu import prelu
 from qtoolkit.nn.product import Product
 from qtoolkit.op_kinds.recorded import check_argument
-
-_count = itertools.count()
 
 Products = Mapping[str, Product] | None
 
@@ -292,12 +291,13 @@ class _Writer:
 def _compile(graph: fx.Graph, name: str) -> Callable[..., Any]:
     """Return the function `forward(self, ...)` of a graph. Tracebacks show its lines."""
     code = graph.python_code("self")
-    file = f"<forward of {name or 'the model'}>.{next(_count)}"
-    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    file = f"<forward of {name or 'the model'}>.{uuid4().hex}"  # torch.compile tells code apart by it, too
     scope = dict(code.globals)
     exec(compile(code.src, file, "exec", dont_inherit=True), scope)
-    forward: Callable[..., Any] = scope["forward"]
-    return forward
+    forward: Any = scope["forward"]
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    finalize(forward.__code__, linecache.cache.pop, file, None).atexit = False
+    return forward  # type: ignore[no-any-return]  # a function
 
 
 def _function_of(node: fx.Node, operands: Sequence[fx.Node]) -> Callable[..., Any]:

@@ -25,7 +25,8 @@ from qtoolkit.errors import check_known
 from qtoolkit.model_state import check_module
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.ops.recording import is_recorded_for_onnx
-from qtoolkit.quantizers.recomputation import is_recomputing, steps_taken
+from qtoolkit.quantizers.optimizer_steps import OptimizerSteps
+from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.sharding import whole
 
 if TYPE_CHECKING:
@@ -271,6 +272,9 @@ def running_variance(bn: Any) -> Tensor:
     return variance
 
 
+_steps = OptimizerSteps()
+
+
 def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     """Return the running variance before the first forward of the present training step.
 
@@ -281,7 +285,7 @@ def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
         return variance
-    state = (steps_taken(), *_versions(layer), *_versions(bn), variance.dtype, variance.device)
+    state = (_steps.taken(), *_versions(layer), *_versions(bn), variance.dtype, variance.device)
     if bn._seen is None or (bn._seen[0] != state and not is_recomputing()):
         bn._seen = state, variance.clone()
     return bn._seen[1]

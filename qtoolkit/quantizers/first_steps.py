@@ -12,8 +12,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
+from qtoolkit.quantizers.optimizer_steps import OptimizerSteps
 from qtoolkit.quantizers.spec_ops import per_element
 from qtoolkit.sharding import own_part
 
@@ -27,13 +28,6 @@ COUNTED_STEPS = max(LOOKED_AT) + 1
 GROWTH_AT = (1, 2, 5, 10, 20, 50, 100)  # the steps after which learned scales are compared with their start
 FAR = 8.0  # times its start, or this part of it
 MUCH_CLIPPED = 0.05  # the best range of eight levels for a normal distribution clips 3 %
-
-_counted: "WeakSet[TensorQuantizer]" = WeakSet()
-
-
-def count(quantizer: "TensorQuantizer") -> None:
-    """Count the steps of a quantizer from now on, if it is in its first ones."""
-    (_counted.add if quantizer.counts_steps else _counted.discard)(quantizer)
 
 
 def much_clipped(quantizer: "TensorQuantizer", share: float | None) -> bool:
@@ -50,19 +44,6 @@ def look(quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
     clipped = ((x < low - half) | (x > high + half)).float().mean()
     vanished = (x.abs() < half).all() & (x != 0).any()
     return torch.stack((clipped, vanished.float()))
-
-
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-    if not _counted or torch.compiler.is_compiling():
-        return
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    # A conversion in place gives a quantizer another class.
-    counted = [quantizer for quantizer in tuple(_counted) if getattr(quantizer, "counts_steps", False)]
-    stepped = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
-    with torch.no_grad():
-        for quantizer in stepped:
-            quantizer.end_step()
-        _say_what_is_wrong(stepped)
 
 
 def _took_part(quantizer: "TensorQuantizer", trained: set[int]) -> bool:
@@ -112,4 +93,36 @@ def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
         warnings.warn(f"quantizer {quantizer.name!r} {found}. {remedy}; see docs/training.md.", stacklevel=6)
 
 
-register_optimizer_step_post_hook(_after_step)
+class FirstSteps(OptimizerSteps):
+    """The quantizers that are in their first steps.
+
+    Attributes:
+        quantizers: These, as long as somebody holds them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizers: WeakSet[TensorQuantizer] = WeakSet()
+
+    def count(self, quantizer: "TensorQuantizer") -> None:
+        """Count the steps of a quantizer from now on, if it is in its first ones."""
+        if not quantizer.counts_steps:
+            self.quantizers.discard(quantizer)
+            return
+        self.quantizers.add(quantizer)
+        self.begin()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+        if not self.quantizers or torch.compiler.is_compiling():
+            return
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        # A conversion in place gives a quantizer another class.
+        counted = [quantizer for quantizer in tuple(self.quantizers) if getattr(quantizer, "counts_steps", False)]
+        stepped = [quantizer for quantizer in counted if _took_part(quantizer, trained)]
+        with torch.no_grad():
+            for quantizer in stepped:
+                quantizer.end_step()
+            _say_what_is_wrong(stepped)
+
+
+FIRST_STEPS = FirstSteps()

@@ -1,9 +1,6 @@
 """Recomputation: gradient checkpointing runs a forward a second time, inside backward."""
 
-from typing import Any
-
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 # Private: torch has no documented way to ask. Without it, nothing counts as a recomputation.
 _current_graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
@@ -14,25 +11,6 @@ def is_recomputing() -> bool:
     if _current_graph_task_id is None or torch.compiler.is_compiling():
         return False
     return bool(_current_graph_task_id() != -1)
-
-
-class _Steps:
-    """How many steps the optimizers of this process have taken."""
-
-    count = 0
-
-    @classmethod
-    def add(cls, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-        if not torch.compiler.is_compiling():  # compiled code would be compiled again for each count
-            cls.count += 1
-
-
-register_optimizer_step_post_hook(_Steps.add)
-
-
-def steps_taken() -> int:
-    """Return how many steps the optimizers of this process have taken; those in compiled code do not count."""
-    return _Steps.count
 
 
 def check_not_recomputing(name: str) -> None:

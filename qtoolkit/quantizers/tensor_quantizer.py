@@ -376,7 +376,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Take this as the number of steps since the calibration; -1 where they are no longer counted."""
         self.steps, self.counts_steps = steps, steps >= 0
         self.in_following_steps = 0 <= steps < first_steps.FOLLOWED_STEPS
-        first_steps.count(self)
+        first_steps.FIRST_STEPS.count(self)
 
     def end_step(self) -> None:
         """Take the range that was observed in a step of the optimizer, after it."""
@@ -388,7 +388,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        first_steps.count(self)
+        first_steps.FIRST_STEPS.count(self)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Return x quantized with the present scale.

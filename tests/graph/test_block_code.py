@@ -1,7 +1,10 @@
 """Each block of a prepared model runs its own part of the graph, with the same bits as the graph in one piece."""
 
 import copy
+import gc
+import linecache
 import pickle
+import traceback
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -372,6 +375,25 @@ def test_the_code_is_as_before() -> None:
     prepared = qt.prepare(Net(), (X,))
     assert "self.stage(" not in prepared.code
     assert "stage_2_conv2" in [node.name for node in prepared.graph.nodes]
+
+
+def test_tracebacks_have_the_lines_of_the_code_as_long_as_it_is_there() -> None:
+    def sources() -> set[str]:
+        gc.collect()
+        return {file for file in linecache.cache if file.startswith("<forward of")}
+
+    before = sources()
+    prepared = qt.prepare(Net().train(), (X,))
+    qt.calibrate(prepared, [X], progress=False)
+    try:
+        prepared(X[:, :1])
+    except ValueError as error:
+        lines = {entry.filename: entry.line for entry in traceback.extract_tb(error.__traceback__)}
+    (line,) = [line for file, line in lines.items() if file.startswith("<forward of")]
+    assert "self.stem(" in str(line)
+    assert sources() > before
+    del prepared
+    assert sources() <= before
 
 
 def test_code_that_is_compiled_again_is_not_wrapped_again() -> None:
