@@ -1,1 +1,1 @@
-"""Kinds of ops: one table, and what kind a graph node is."""
+"""The table of op kinds, and what finds a graph's nodes in it: facts, rules and recorded functions."""

@@ -1,5 +1,6 @@
 """Sums of products of codes are exact in every kernel."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,13 @@ import qtoolkit as qt
 from qtoolkit.integer import kernels, onednn
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from tests.integer.test_onnxruntime import Net, X, converted
+
+
+def test_pickles_of_integer_models_name_the_bounds_as_before() -> None:
+    bounds = Bounds(2.0, 1.0, 0, 2, 0)
+    earlier = pickle.dumps(bounds, protocol=0).replace(b"qtoolkit.ops.sums", b"qtoolkit.integer.sums")
+    assert b"qtoolkit.integer.sums" in earlier
+    assert pickle.loads(earlier) == bounds
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

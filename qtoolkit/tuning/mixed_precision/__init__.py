@@ -1,7 +1,7 @@
 """Mixed precision: bits for each layer, so that a model meets a budget with the least error."""
 
-from qtoolkit.layer_costs import Layer
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
+from qtoolkit.tuning.mixed_precision.costs import Layer
 from qtoolkit.tuning.mixed_precision.hessian import Trace, hessian_traces
 from qtoolkit.tuning.mixed_precision.search import MixedPrecision
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
-from qtoolkit.layer_costs import input_of, weight_quantizer_of
+from qtoolkit.layer_costs import input_of
 from qtoolkit.model_state import check_module, evaluating, removing
 from qtoolkit.progress import batches_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.report import quantization_report
+from qtoolkit.tuning.mixed_precision.costs import weight_quantizer_of
 from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace, differentiable, hessian_traces, scalar_loss
 
 Configs = Mapping[str, Mapping[str, QConfig | None]]

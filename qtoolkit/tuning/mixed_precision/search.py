@@ -9,11 +9,12 @@ from torch import nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.errors import check_known
-from qtoolkit.layer_costs import Layer, bit_product, count_macs, layers_of, own_config, size_of
+from qtoolkit.layer_costs import bit_product, count_macs, layers_of
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module
 from qtoolkit.tuning.mixed_precision import errors as estimates
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
+from qtoolkit.tuning.mixed_precision.costs import Layer, own_config, size_of
 from qtoolkit.tuning.mixed_precision.hessian import Loss, Trace
 from qtoolkit.tuning.mixed_precision.solve import Table, solve
 
