@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,17 @@ from qtoolkit.quantizers.weights import weight_quantizer
 from qtoolkit.sharding import whole
 
 T = TypeVar("T")
+
+
+class IntegerKernel(Protocol):
+    """What computes a layer on codes: a module of `qtoolkit.integer`, whose kernels know such layers."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the layer computes on codes."""
+
+    def __call__(self, input: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output, as the layer does."""
 
 
 class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
@@ -53,7 +64,7 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     bias: Any
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
-    integer_kernel: Any  # of LayerKernel of qtoolkit.integer, which takes such layers
+    integer_kernel: IntegerKernel | nn.ModuleDict | None
     returns_channels_last: bool = False
     _batch_norm: tuple[LinkedBatchNorm, ...] = ()
     _sums_over: tuple[Quantizer | None, ...] = ()
@@ -236,23 +247,26 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         self.check_input(input)
         kernel = self._kernel_of(call)
         if kernel is not None and kernel.active:
-            return kernel(input, *args, **kwargs)  # type: ignore[no-any-return]  # a Tensor
+            return kernel(input, *args, **kwargs)
         x = quantized(self.input_quantizer, input)
         bn = self.batch_norm
         if bn is None:
             return self.run(x, None, self.bias, *args, call=call, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
 
-    def kernels_of_calls(self) -> tuple[Any, ...]:
+    def kernels_of_calls(self) -> tuple[IntegerKernel, ...]:
         """Return what computes the calls of the layer on codes."""
         kernels = self.integer_kernel
-        return tuple(kernels.values()) if isinstance(kernels, nn.ModuleDict) else () if kernels is None else (kernels,)
+        if isinstance(kernels, nn.ModuleDict):
+            return cast("tuple[IntegerKernel, ...]", tuple(kernels.values()))
+        return () if kernels is None else (kernels,)
 
-    def _kernel_of(self, call: int) -> Any:
+    def _kernel_of(self, call: int) -> IntegerKernel | None:
         kernels = self.integer_kernel
         if not isinstance(kernels, nn.ModuleDict):
             return kernels
-        return next((kernel for number, kernel in kernels.items() if number == str(call)), None)
+        found = next((kernel for number, kernel in kernels.items() if number == str(call)), None)
+        return cast("IntegerKernel | None", found)
 
     def run(
         self, x: Tensor, factor: Tensor | None, bias: Tensor | None, *args: Any, call: int = 0, **kwargs: Any
