@@ -6,16 +6,14 @@ one scale per output channel, and the float bias is added. Activations and what 
 kernel, so that they round as in the float form.
 """
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, output_of, why_no_sums
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel, output_of, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
@@ -80,10 +78,3 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
         return "OpenVINO computes a conv_transpose in integers only if the zero point is 0"
     fused = kind.convolves and layer.bias is not None and output is not None and gives_codes(output)
     return QuantizedSums if fused else MultipliedSums
-
-
-def op_kernel(
-    kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
-) -> type[OpKernel] | str:
-    """Return why an op without weights stays float: OpenVINO computes it in float32 between codes, as the float form does."""
-    return f"OpenVINO computes {with_article(kind)} in float32 between codes"

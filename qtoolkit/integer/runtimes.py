@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, with_article
 from qtoolkit.integer import onnxruntime, openvino, tensorrt, xnnpack
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.weighted import QuantWeighted
@@ -36,6 +37,11 @@ class Runtime:
     reciprocal: bool = False
 
 
+def _float_op(runtime: str, kind: str, *_: object) -> str:
+    """Return why an op without weights stays float on a runtime that computes it as its float form does."""
+    return f"{runtime} computes {with_article(kind)} in float32 between codes"
+
+
 RUNTIMES: Mapping[str, Runtime] = {
     "onnxruntime": Runtime(
         "onnxruntime",
@@ -49,7 +55,7 @@ RUNTIMES: Mapping[str, Runtime] = {
         carries=openvino.CARRIES,
         absorbs=(),
         layer_kernel=openvino.layer_kernel,
-        op_kernel=openvino.op_kernel,
+        op_kernel=partial(_float_op, "OpenVINO"),
         reciprocal=True,
     ),
     "tensorrt": Runtime(
@@ -57,7 +63,7 @@ RUNTIMES: Mapping[str, Runtime] = {
         carries=tensorrt.CARRIES,
         absorbs=(),
         layer_kernel=tensorrt.layer_kernel,
-        op_kernel=tensorrt.op_kernel,
+        op_kernel=partial(_float_op, "TensorRT"),
     ),
     "xnnpack": Runtime(
         "xnnpack",

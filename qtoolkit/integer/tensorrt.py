@@ -5,14 +5,9 @@ scale are float32. The documentation does not give the order of these operations
 chooses by its speed: codes may differ by one at rounding ties.
 """
 
-from collections.abc import Collection, Sequence
-
-from torch import fx
-
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import FloatOutput, LayerKernel, OpKernel, why_no_sums
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.frozen import Grid
 
@@ -28,10 +23,3 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     if source.zero_point is not None:
         return "TensorRT takes no input with a zero point other than 0"
     return why_no_sums(layer, source) or FloatOutput
-
-
-def op_kernel(
-    kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
-) -> type[OpKernel] | str:
-    """Return why an op without weights stays float: TensorRT computes it in float32 between codes, as the float form does."""
-    return f"TensorRT computes {with_article(kind)} in float32 between codes"
