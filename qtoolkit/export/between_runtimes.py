@@ -120,18 +120,7 @@ def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: An
 def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode]) -> RuntimeCodes:
     read = {node.quantizer: node.codes for node in nodes if node.codes in reference.codes and node.codes in run.codes}
     counts = {name: CodeCount.of(run.codes[codes], reference.codes[codes]) for name, codes in read.items()}
-    return RuntimeCodes(
-        run.runtime,
-        counts,
-        largest_difference(run.outputs, reference.outputs),
-        run.layers,
-        run.conversions,
-        tuple(dict.fromkeys(node.quantizer for node in nodes if node.quantizer not in counts)),
-        run.changed_by_reading,
-        run.share,
-        run.remark,
-        unrounded=run.unrounded,
-    )
+    return RuntimeCodes.of(run, counts, reference.outputs, (node.quantizer for node in nodes))
 
 
 def _results(program: Any, tensors: Sequence[Tensor]) -> list[Tensor] | None:

@@ -1,20 +1,14 @@
-"""Comparison of the integer codes of a converted model with those that onnxruntime computes from the exported file."""
+"""How codes and values of a model and a runtime differ, and which differences are rounding ties."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qtoolkit.errors import with_article
-from qtoolkit.export.positions import SUM_ERROR, ChosenMaxima
-from qtoolkit.model_state import removing
-from qtoolkit.nn import QuantModule
-from qtoolkit.progress import note, progress_bar
+from qtoolkit.export.positions import SUM_ERROR
 from qtoolkit.quantizers.frozen import Grid
 
 # The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
@@ -61,10 +55,17 @@ class CodeCount:
         gap = np.abs(np.asarray(ours, np.int64) - np.asarray(theirs, np.int64))
         return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)), int(((gap == 1) & near).sum()))
 
-    def are_ties(self) -> bool:
-        """Return whether rounding ties explain the differences: one step each, and few away from rounding boundaries."""
-        apart = self.differing - self.ties
-        return self.steps <= 1 and apart <= max(TIES_IN_SMALL_TENSORS, TIE_SHARE * self.compared)
+    def allowed(self, share: float) -> float:
+        """Return how many codes may differ where a share of them may, of which small tensors have hardly one."""
+        return max(TIES_IN_SMALL_TENSORS, share * self.compared)
+
+    def are_ties(self, share: float = TIE_SHARE) -> bool:
+        """Return whether rounding ties explain the differences: one step each, and few away from rounding boundaries.
+
+        Args:
+            share: The share of the codes that may differ away from rounding boundaries.
+        """
+        return self.steps <= 1 and self.differing - self.ties <= self.allowed(share)
 
     def __str__(self) -> str:
         return f"{self.differing} of {self.compared} differ ({self.share:.2e}, by at most {self.steps} steps)"
@@ -107,31 +108,36 @@ def _array(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class NodeCodes:
-    """The codes that onnxruntime computes at one of a quantizer's nodes.
+class Call:
+    """What a quantizer of a converted model computes in one call.
 
     Attributes:
-        codes: The array.
-        is_constant: Whether they do not depend on the inputs of the model.
+        grid: The quantizer.
+        codes: Its codes, in the layout of the file.
+        x: What it quantizes; None where no difference counts as a tie.
     """
 
+    grid: Grid
     codes: Any
-    is_constant: bool
+    x: Tensor | None = None
+
+    def compare(self, theirs: Any) -> CodeCount:
+        """Compare the codes with a runtime's."""
+        count = CodeCount.of(self.codes, theirs)
+        if not count.differing or self.x is None or self.grid.scale.numel() != 1:
+            return count
+        return CodeCount.of(self.codes, theirs, near_boundary(self.grid, self.x))
 
 
 def compare_codes(grid: Grid, x: Tensor, theirs: Any) -> CodeCount:
-    """Compare a quantizer's codes of x with onnxruntime's."""
-    ours = _codes_in_file(grid, x)
-    count = CodeCount.of(ours, theirs)
-    if not count.differing or grid.scale.numel() != 1:
-        return count
-    return CodeCount.of(ours, theirs, near_boundary(grid, x))
+    """Compare a quantizer's codes of x with a runtime's."""
+    return Call(grid, codes_in_file(grid, x), x).compare(theirs)
 
 
 def near_boundary(grid: Grid, x: Tensor) -> Any:
     """Return which elements of x are so near to a rounding boundary of a grid of one scale that runtimes may disagree."""
     gap = tie_band(grid, x.dtype) * grid.scale
-    return (_codes_in_file(grid, x + gap) != _codes_in_file(grid, x - gap)).numpy()
+    return codes_in_file(grid, x + gap) != codes_in_file(grid, x - gap)
 
 
 def tie_band(grid: Grid, dtype: torch.dtype) -> float:
@@ -140,147 +146,9 @@ def tie_band(grid: Grid, dtype: torch.dtype) -> float:
     return min(max(LEAST_BAND, (grid.spec.qmax - grid.spec.qmin) * error), LARGEST_BAND)
 
 
-def _codes_in_file(grid: Grid, x: Tensor) -> Tensor:
-    """Return the codes of x in the layout of the file: as `qtoolkit.export.translation` writes grouped weights."""
-    codes = grid.codes(x).cpu()
-    if grid.group == 1:
-        return codes
-    return codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
-
-
-def nearest_node(nodes: Iterable[NodeCodes], grid: Grid, x: Tensor) -> NodeCodes | None:
-    """Return the node whose codes equal a quantizer's codes of x up to rounding ties, or None.
-
-    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls. A node of another
-    quantizer with the same scale then has its codes.
-    """
-    shape = tuple(_codes_in_file(grid, x).shape)
-    counts = [(compare_codes(grid, x, node.codes), node) for node in nodes if node.codes.shape == shape]
-    count, nearest = min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
-    return nearest if count.are_ties() else None
-
-
-class CodeComparison:
-    """Compares the codes of a converted model with onnxruntime's, layer by layer.
-
-    After each activation quantizer the model continues with onnxruntime's codes, so that differences do not accumulate.
-
-    Args:
-        converted: The model.
-        nodes: The nodes of each quantizer by its dotted name, in the order of the file.
-        positions: The positions that onnxruntime's max pools return, where they are used, in the order of the file.
-        progress: Show a progress bar.
-
-    Attributes:
-        grids: Each quantizer that has nodes, by its dotted name.
-        weights: Quantizer and tensor of each quantized weight of a layer, by the dotted name of the quantizer.
-        counts: Comparison of each activation quantizer.
-        stored: Comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes.
-        missing: Quantizers that are executed but have no node, once for each call.
-        unreached: Quantizers that are not executed for the inputs.
-        outputs: What the model returns where it continues with onnxruntime's codes.
-
-    Raises:
-        TypeError: The model was not converted.
-    """
-
-    outputs: Any = None
-
-    def __init__(
-        self,
-        converted: nn.Module,
-        nodes: Mapping[str, Sequence[NodeCodes]],
-        positions: Sequence[Any] = (),
-        progress: bool = True,
-    ) -> None:
-        self.converted, self.nodes, self.positions = converted, nodes, positions
-        grids = {module: name for name, module in converted.named_modules() if isinstance(module, Grid)}
-        self.names = {grid: name for grid, name in grids.items() if grid.quantizing}
-        self.grids = {name: grid_named(converted, name) for name in nodes}
-        self.weights = layer_weights(converted)
-        self.storages = {t.untyped_storage().data_ptr() for t in (*converted.parameters(), *converted.buffers())}
-        self.waiting: dict[Grid, Iterator[NodeCodes]] = {}
-        self.counts: dict[str, CodeCount] = {}
-        self.stored = CodeCount()
-        self.found = CodeCount()  # by all calls so far, for the bar
-        self.bar = progress_bar("verify", "quantizers", progress)
-        self.missing: list[str] = []
-        self.unreached: tuple[str, ...] = ()
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model twice, to count the calls and to compare; return the outputs of the first run."""
-        calls: Counter[nn.Module] = Counter()
-        with forward_hooks(self.names, lambda grid, *_: calls.update([grid])):
-            outputs = self.converted(*args, **kwargs)
-        self.unreached = tuple(name for grid, name in self.names.items() if not calls[grid])
-        counted = {self.grids[name]: nodes for name, nodes in self.nodes.items()}
-        self.waiting = {grid: iter(nodes) for grid, nodes in counted.items() if len(nodes) == calls[grid]}
-        in_layers = {grid for grid, _ in self.weights.values()}
-        between_layers = [grid for grid in self.names if grid not in in_layers]
-        self.bar.total = sum(calls[grid] for grid in between_layers)
-        with (
-            self.bar,
-            forward_hooks(between_layers, self._compare_call),
-            ChosenMaxima(self.positions),
-        ):
-            self.outputs = self.converted(*args, **kwargs)
-        for name, (grid, weight) in self.weights.items():
-            if name in self.nodes or calls[grid]:
-                self._compare_weight(name, grid, weight)
-        return outputs
-
-    def _compare_call(self, grid: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
-        x, name = args[0], self.names[grid]
-        node = next(self.waiting[grid]) if grid in self.waiting else nearest_node(self._nodes_like(grid), grid, x)
-        if node is None:
-            self.missing.append(name)
-            return output
-        count = compare_codes(grid, x, node.codes)
-        if node.is_constant and x.untyped_storage().data_ptr() in self.storages:
-            self.stored += count
-        else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
-            self.counts[name] = self.counts.get(name, CodeCount()) + count
-        self.found += count
-        note(self.bar, f"{self.found.differing:,} of {self.found.compared:,} codes differ")
-        self.bar.update()
-        # A constant keeps the model's values, since its layout in the file may differ.
-        return output if node.is_constant else grid.values(torch.tensor(node.codes)).to(x.dtype)
-
-    def _compare_weight(self, name: str, grid: Grid, weight: Tensor) -> None:
-        nearest = None if name in self.nodes else nearest_node(self._nodes_like(grid), grid, weight)
-        nodes = self.nodes.get(name, () if nearest is None else (nearest,))
-        self.stored += sum_of(compare_codes(grid, weight, node.codes) for node in nodes)
-        if not nodes:
-            self.missing.append(name)
-
-    def _nodes_like(self, grid: Grid) -> Iterator[NodeCodes]:
-        return (node for name, nodes in self.nodes.items() if same_grid(self.grids[name], grid) for node in nodes)
-
-
-def grid_named(model: nn.Module, name: str) -> Grid:
-    """Return the quantizer of a converted model; raise TypeError if the model was not converted."""
-    grid = model.get_submodule(name)
-    if not isinstance(grid, Grid):
-        raise TypeError(f"verify: {name!r} is {with_article(type(grid))}; pass what qtoolkit.convert returned.")
-    return grid
-
-
-def layer_weights(model: nn.Module) -> dict[str, tuple[Any, Tensor]]:
-    """Return the quantizer and the tensor of each quantized weight of a layer, by the dotted name of the quantizer."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
-    return {f"{n}.{q}": quantized for n, layer in layers for q, quantized in layer.quantized_weights().items()}
-
-
-def same_grid(one: Grid, other: Grid) -> bool:
-    """Return whether two quantizers have the same codes for the same values."""
-    ours, theirs = one.state_dict(), other.state_dict()
-    same = (one.spec, one.group) == (other.spec, other.group) and ours.keys() == theirs.keys()
-    return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())
-
-
-@contextmanager
-def forward_hooks(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Register a forward hook on modules for the duration of a `with` block."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    with removing(handles):
-        yield
+def codes_in_file(grid: Grid, x: Tensor) -> Any:
+    """Return the codes of x as an array in the layout of the file: as `qtoolkit.export.translation` writes grouped weights."""
+    codes = grid.codes(x.detach()).cpu()
+    if grid.group > 1:
+        codes = codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
+    return codes.numpy()

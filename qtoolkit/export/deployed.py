@@ -3,30 +3,15 @@
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from qtoolkit.export.codes import (
-    TIES_IN_SMALL_TENSORS,
-    CodeCount,
-    check_difference,
-    forward_hooks,
-    largest_difference,
-    layer_weights,
-    near_boundary,
-    same_grid,
-    sum_of,
-)
-from qtoolkit.export.quantizer_nodes import QuantizerNode
+from qtoolkit.export.codes import CodeCount, check_difference, largest_difference, sum_of
+from qtoolkit.export.follower import Follower, Nodes
 from qtoolkit.export.runtimes import Executed, Layer
 from qtoolkit.model_inputs import tensors_of
-from qtoolkit.nn.weighted import QuantWeighted
-from qtoolkit.quantizers.frozen import Grid
 
 SHOWN = 5  # names of layers in a line
 
@@ -85,6 +70,38 @@ class RuntimeCodes:
     weights: Mapping[str, CodeCount] = field(default_factory=dict)
     on_codes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        executed: Executed,
+        counts: Mapping[str, CodeCount],
+        outputs: Sequence[Any],
+        names: Iterable[str],
+        **model: Any,
+    ) -> "RuntimeCodes":
+        """Return the comparison of one execution.
+
+        Args:
+            executed: The execution.
+            counts: The comparison at each quantizer.
+            outputs: What its outputs are compared with.
+            names: The quantizers that should be compared.
+            model: The fields that a model gives.
+        """
+        return cls(
+            executed.runtime,
+            counts,
+            largest_difference(outputs, executed.outputs),
+            executed.layers,
+            executed.conversions,
+            tuple(name for name in dict.fromkeys(names) if name not in counts),
+            executed.changed_by_reading,
+            executed.share,
+            executed.remark,
+            unrounded=executed.unrounded,
+            **model,
+        )
+
     @property
     def codes(self) -> CodeCount:
         """The sum over all quantizers."""
@@ -128,12 +145,8 @@ class RuntimeCodes:
             return Verdict.DIFFERENT
         if not self.codes.differing:
             return Verdict.EQUAL
-        begun = self.layer_codes
-        few = begun.differing - begun.ties <= self._allowed(begun) and begun.steps <= 1
+        few = self.layer_codes.are_ties(self.share)
         return Verdict.ROUNDING if self.share and few else Verdict.DIFFERENT
-
-    def _allowed(self, codes: CodeCount) -> float:
-        return max(self.share * codes.compared, TIES_IN_SMALL_TENSORS)
 
     def check(self) -> Verdict:
         """Raise an error where the runtime does not compute what the model computes.
@@ -159,7 +172,7 @@ class RuntimeCodes:
                 f"others, or these inputs do not reach them. The codes behind them, and the outputs, are compared.",
                 stacklevel=2,
             )
-        if verdict is Verdict.ROUNDING and self.codes.differing > self._allowed(self.codes):
+        if verdict is Verdict.ROUNDING and self.codes.differing > self.codes.allowed(self.share):
             warnings.warn(
                 f"verify: end to end {self.codes} in {self.runtime}, which computes {len(self.float_layers)} layers in float; "
                 f"layer by layer, from its own codes, {self.layer_codes}, which rounding explains, and layers behind spread.",
@@ -269,117 +282,22 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join([*names[:SHOWN], *more])
 
 
-class ModelCodes:
-    """The codes of a model's activation quantizers, from one run.
-
-    Attributes:
-        outputs: What the model returned.
-        codes: The codes of each quantizer, by its dotted name, in the order of its calls.
-    """
-
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.codes: dict[str, list[Any]] = defaultdict(list)
-        of_weights = {grid for grid, _ in layer_weights(model).values()}
-        modules = ((name, module) for name, module in model.named_modules() if isinstance(module, Grid))
-        self.names = {
-            grid: name for name, grid in modules if grid.quantizing and not grid.of_weight and grid not in of_weights
-        }
-        self.outputs = self._run(lambda grid, _, output: self.codes[self.names[grid]].append(_codes(grid, output)))
-
-    def _run(self, hook: Callable[[Any, Any, Any], Any]) -> Any:
-        with forward_hooks(self.names, hook), torch.no_grad():
-            return self.model(*self.args, **self.kwargs)
-
-    def on_codes(self) -> tuple[str, ...]:
-        """Return the layers that the model computes in integers."""
-        layers = ((name, module) for name, module in self.model.named_modules() if isinstance(module, QuantWeighted))
-        return tuple(name for name, layer in layers if any(kernel.active for kernel in layer.kernels_of_calls()))
-
-    def compare(self, theirs: Mapping[str, Sequence[Any]]) -> dict[str, CodeCount]:
-        """Compare with a runtime's codes at each quantizer; without the quantizers that either side does not have.
-
-        The exporter computes equal expressions once. A quantizer may thus have fewer nodes than calls, or only nodes of another
-        quantizer with the same grid; the nearest then counts.
-        """
-        counts = {}
-        for name in dict.fromkeys((*theirs, *self.codes)):
-            calls = self.codes.get(name, [])
-            pairs = [(ours, self._node(theirs, name, call, ours)) for call, ours in enumerate(calls)]
-            if pairs and all(node is not None for _, node in pairs):
-                counts[name] = sum_of(CodeCount.of(ours, node) for ours, node in pairs)
-        return counts
-
-    def compare_layers(
-        self, theirs: Mapping[str, Sequence[Any]], end_to_end: Mapping[str, CodeCount]
-    ) -> Mapping[str, CodeCount]:
-        """Compare with a runtime's codes, and go on with them behind each quantizer, so that no difference spreads.
-
-        Args:
-            theirs: The runtime's codes.
-            end_to_end: What `compare` returned for them.
-        """
-        if not any(count.differing for count in end_to_end.values()):
-            return end_to_end
-        counts = dict.fromkeys(end_to_end, CodeCount())
-        calls: Counter[str] = Counter()
-
-        def compare_call(grid: Any, args: Any, output: Tensor) -> Tensor:
-            name, ours = self.names[grid], _codes(grid, output)
-            node = self._node(theirs, name, calls[name], ours)
-            calls[name] += 1
-            if name not in counts or node is None:
-                return output
-            near = near_boundary(grid, args[0]) if grid.scale.numel() == 1 else False
-            counts[name] += CodeCount.of(ours, node, near)
-            taken: Tensor = grid.values(torch.tensor(node, device=output.device)).to(output.dtype)
-            return taken
-
-        self._run(compare_call)
-        return counts
-
-    def _node(self, theirs: Mapping[str, Sequence[Any]], name: str, call: int, ours: Any) -> Any:
-        """Return the runtime's codes at a call of a quantizer; None if it does not have them."""
-        nodes = theirs.get(name, ())
-        if len(nodes) == len(self.codes[name]):
-            nodes = nodes[call : call + 1]
-        elif not nodes:
-            nodes = [node for other in self._like(name) for node in theirs.get(other, ())]
-        alike = (node for node in nodes if node.shape == ours.shape)
-        return min(alike, key=lambda node: CodeCount.of(ours, node).differing, default=None)
-
-    def _like(self, name: str) -> list[str]:
-        grids = {name: grid for grid, name in self.names.items()}
-        return [other for other, grid in grids.items() if other != name and same_grid(grid, grids[name])]
-
-
-def _codes(grid: Any, output: Tensor) -> Any:
-    return grid.codes(output.detach()).cpu().numpy()
-
-
 def compare_execution(
-    model: ModelCodes, executed: Executed, nodes: Sequence[QuantizerNode], weights: Mapping[str, CodeCount]
+    follower: Follower, executed: Executed, nodes: Nodes, names: Iterable[str], **weights: Mapping[str, CodeCount]
 ) -> RuntimeCodes:
-    """Compare a model with one execution of its file, whose quantizers have these nodes, and whose weights compare so."""
-    theirs: dict[str, list[Any]] = defaultdict(list)
-    for node in nodes:
-        if node.codes in executed.codes:
-            theirs[node.quantizer].append(executed.codes[node.codes])
-    counts = model.compare(theirs)
-    constant = {node.quantizer for node in nodes if node.is_constant}
-    expected = dict.fromkeys((*(node.quantizer for node in nodes), *model.codes))
-    return RuntimeCodes(
-        executed.runtime,
-        counts,
-        largest_difference(tensors_of(model.outputs), executed.outputs),
-        executed.layers,
-        executed.conversions,
-        tuple(name for name in expected if name not in counts and name not in constant),
-        executed.changed_by_reading,
-        executed.share,
-        executed.remark,
-        model.compare_layers(theirs, counts),
-        executed.unrounded,
-        weights,
-        model.on_codes(),
+    """Compare a model with one execution of its file, end to end and, where codes differ, layer by layer.
+
+    Args:
+        follower: The model.
+        executed: The execution.
+        nodes: The codes that it gives.
+        names: The activation quantizers that should be compared.
+        weights: The comparison of the weights' codes, as `weights`.
+    """
+    counts = follower.end_to_end(nodes).counts
+    differs = any(count.differing for count in counts.values())
+    begun = follower.layer_by_layer(nodes).counts if differs else counts
+    outputs = tensors_of(follower.outputs)
+    return RuntimeCodes.of(
+        executed, counts, outputs, names, layer_by_layer=begun, on_codes=follower.on_codes, **weights
     )

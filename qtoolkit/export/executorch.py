@@ -8,15 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from qtoolkit.export.codes import CodeComparison, CodeCount, NodeCodes, largest_difference, sum_of
-from qtoolkit.export.deployed import ModelCodes, RuntimeCodes
+from qtoolkit.export.codes import largest_difference
+from qtoolkit.export.deployed import RuntimeCodes, compare_execution
+from qtoolkit.export.follower import Follower, NodeCodes
 from qtoolkit.export.onnx import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
 from qtoolkit.export.runtimes import executorch_xnnpack
-from qtoolkit.export.runtimes.execution import Layer
+from qtoolkit.export.runtimes.execution import Executed, Layer
 from qtoolkit.export.runtimes.executorch_xnnpack import Lowered, lower
 from qtoolkit.export.verify import Verification
 from qtoolkit.files import write_atomically
@@ -109,47 +109,34 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
     outputs = executorch_xnnpack.load(lowered.file)(tensors)
     reading = lower(executorch_xnnpack.with_codes(found.program, inputs))
     values = executorch_xnnpack.load(reading.file)(tensors)
-    with ONE_AT_A_TIME, evaluating(model), torch.no_grad():
-        ours = ModelCodes(model, found.args, found.kwargs)
-        theirs = _by_quantizer(found.quantizers.activations, values[len(outputs) :], ours)
-        stored = {name: [NodeCodes(codes.numpy(), True)] for name, codes in found.quantizers.stored.items()}
-        nodes = {name: [NodeCodes(codes, False) for codes in calls] for name, calls in theirs.items()}
-        with in_float(model):
-            comparison = CodeComparison(model, {**stored, **nodes})
-            expected = comparison.run(*found.args, **found.kwargs)
-        counts = ours.compare(theirs)
-        by_layer = ours.compare_layers(theirs, counts)
-    verification = Verification(
-        comparison.stored,
-        CodeCount(),
-        sum_of(comparison.counts.values()),
-        comparison.counts,
-        largest_difference(tensors_of(expected), outputs),
-        tuple(dict.fromkeys(comparison.missing)),
-        comparison.unreached,
-    )
-    end_to_end = RuntimeCodes(
+    executed = Executed(
         executorch_xnnpack.description(),
-        counts,
-        largest_difference(tensors_of(ours.outputs), outputs),
+        outputs,
+        {},
         lowered.layers,
         lowered.conversions,
-        tuple(name for name in ours.codes if name not in counts),
         largest_difference(outputs, values[: len(outputs)]),
         SHARE,
-        layer_by_layer=by_layer,
     )
-    return verification, end_to_end
+    with ONE_AT_A_TIME, evaluating(model):
+        ours = Follower(model, found.args, found.kwargs)
+        nodes = _by_quantizer(found.quantizers.activations, values[len(outputs) :], ours)
+        end_to_end = compare_execution(ours, executed, nodes, ours.codes)
+        stored = {name: [NodeCodes(codes.numpy(), True)] for name, codes in found.quantizers.stored.items()}
+        with in_float(model):
+            in_floats = Follower(model, found.args, found.kwargs)
+            followed = in_floats.layer_by_layer({**stored, **nodes}, complete=True)
+    return Verification.of(in_floats, followed, outputs), end_to_end
 
 
-def _by_quantizer(names: Sequence[str], codes: Sequence[Any], ours: ModelCodes) -> dict[str, list[Any]]:
+def _by_quantizer(names: Sequence[str], codes: Sequence[Any], ours: Follower) -> dict[str, list[NodeCodes]]:
     """Return the runtime's codes by the name of the quantizer, without repeated pairs, in the model's shapes.
 
     A mean over an image keeps dimensions in the file that it drops in the model.
     """
-    found: dict[str, list[Any]] = defaultdict(list)
+    found: dict[str, list[NodeCodes]] = defaultdict(list)
     for name, array in zip(names, codes, strict=True):
         if name:
             shapes = {call.size: call.shape for call in ours.codes.get(name, [])}
-            found[name].append(array.reshape(shapes.get(array.size, array.shape)))
+            found[name].append(NodeCodes(array.reshape(shapes.get(array.size, array.shape))))
     return found

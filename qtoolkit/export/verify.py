@@ -1,7 +1,7 @@
 """Verification: an exported file's integer codes, as onnxruntime computes them, compared with the model's own."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from os import PathLike
@@ -13,20 +13,18 @@ from torch import nn
 
 from qtoolkit.errors import check_known
 from qtoolkit.export.codes import (
-    CodeComparison,
     CodeCount,
-    NodeCodes,
     check_difference,
     compare_codes,
-    grid_named,
     largest_difference,
-    layer_weights,
     relative_difference,
     sum_of,
 )
-from qtoolkit.export.deployed import DeployedVerification, ModelCodes, RuntimeCodes, compare_execution
+from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes, compare_execution
 from qtoolkit.export.file_kinds import ops_where
 from qtoolkit.export.files import OpenedFile
+from qtoolkit.export.follower import Followed, Follower, NodeCodes, grid_named
+from qtoolkit.export.positions import ChosenMaxima
 from qtoolkit.export.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.reading import open_model
 from qtoolkit.export.runtimes import RUNTIMES
@@ -73,6 +71,20 @@ class Verification:
     missing: tuple[str, ...] = field(default=())
     unreached: tuple[str, ...] = field(default=())
     output_error: float = 0.0
+
+    @classmethod
+    def of(cls, follower: Follower, followed: Followed, outputs: Sequence[Any], **facts: Any) -> "Verification":
+        """Return what a model that was followed layer by layer gives beside the outputs of a file, with other facts."""
+        facts.setdefault("quantizer_codes", CodeCount())
+        return cls(
+            weight_codes=followed.stored,
+            layer_codes=sum_of(followed.counts.values()),
+            by_quantizer=dict(followed.counts),
+            output_difference=largest_difference(tensors_of(follower.outputs), outputs),
+            missing=followed.missing,
+            unreached=follower.unreached,
+            **facts,
+        )
 
     def check(self) -> None:
         """Check that codes differ only where rounding ties explain it.
@@ -141,30 +153,37 @@ def verify_onnx(
     positions = _positions_of_maxima(file.proto.graph)
     names = [name for node in nodes for name in (node.source, node.codes)]
     values = file.run(tensors_of((args, kwargs)), [*names, *positions])
-    codes: dict[str, list[NodeCodes]] = defaultdict(list)
-    for node in nodes:
-        codes[node.quantizer].append(NodeCodes(values[node.codes], node.is_constant))
-    with torch.no_grad():
-        comparison = CodeComparison(converted, codes, [values[name] for name in positions], progress)
-        outputs = comparison.run(*args, **kwargs)
-        computed = [(comparison.grids[node.quantizer], node) for node in nodes if not node.is_stored]
-        quantizer_codes = sum_of(
-            compare_codes(grid, torch.tensor(values[node.source]), values[node.codes])
-            for grid, node in computed
-            if not (grid.of_weight or node.quantizer in comparison.weights)
-        )
-    results = zip(file.proto.graph.output, tensors_of(comparison.outputs), strict=True)
+    follower = Follower(converted, args, kwargs)
+    with ChosenMaxima(values[name] for name in positions):
+        followed = follower.layer_by_layer(_by_quantizer(nodes, values), complete=True, progress=progress)
+    results = zip(file.proto.graph.output, tensors_of(followed.outputs), strict=True)
     compared = _smooth_outputs(file.proto.graph, {node.values for node in nodes})
     errors = [relative_difference(ours, values[output.name]) for output, ours in results if output.name in compared]
-    return Verification(
-        comparison.stored,
-        quantizer_codes,
-        sum_of(comparison.counts.values()),
-        comparison.counts,
-        largest_difference(tensors_of(outputs), [values[o.name] for o in file.proto.graph.output]),
-        tuple(dict.fromkeys(comparison.missing)),
-        comparison.unreached,
-        max(errors, default=0.0),
+    return Verification.of(
+        follower,
+        followed,
+        [values[output.name] for output in file.proto.graph.output],
+        quantizer_codes=_codes_of_own_inputs(nodes, values, follower),
+        output_error=max(errors, default=0.0),
+    )
+
+
+def _by_quantizer(nodes: Sequence[QuantizerNode], codes: Mapping[str, Any]) -> dict[str, list[NodeCodes]]:
+    """Return the nodes of each quantizer whose codes are there, by the names of their tensors."""
+    found: dict[str, list[NodeCodes]] = defaultdict(list)
+    for node in nodes:
+        if node.codes in codes:
+            found[node.quantizer].append(NodeCodes(codes[node.codes], node.is_constant))
+    return found
+
+
+def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Mapping[str, Any], follower: Follower) -> CodeCount:
+    """Compare the codes of activations for exactly the inputs of their nodes."""
+    computed = [(grid_named(follower.model, node.quantizer), node) for node in nodes if not node.is_stored]
+    return sum_of(
+        compare_codes(grid, torch.tensor(values[node.source]), values[node.codes])
+        for grid, node in computed
+        if not (grid.of_weight or node.quantizer in follower.weights)
     )
 
 
@@ -259,14 +278,18 @@ def verify(
     grids = {node.quantizer: grid_named(model, node.quantizer) for node in nodes}
     tensors = tensors_of((args, kwargs))
     file.check_inputs(tensors, "verify")
-    weights = _compare_weights(file, nodes, model)
-    codes = ModelCodes(model, args, kwargs)
+    follower = Follower(model, args, kwargs)
     varying = [node for node in nodes if not node.is_constant]
+    constant = [node for node in nodes if node.is_constant]
+    weights = _compare_weights(follower, file, constant)
+    of_constants = {node.quantizer for node in constant}
+    names = [name for name in (*grids, *follower.codes) if name not in of_constants]
     found: dict[str, RuntimeCodes] = {}
     with progress_bar("verify", "runtimes", progress, runtimes) as bar:
         for name in bar:
             executed = RUNTIMES[name](Path(path), tensors, varying, grids, optimized)
-            found[name] = compare_execution(codes, executed, nodes, weights)
+            read = _by_quantizer(nodes, executed.codes)
+            found[name] = compare_execution(follower, executed, read, names, weights=weights)
             note(bar, f"{name}: {found[name].codes.differing:,} of {found[name].codes.compared:,} codes differ")
     return DeployedVerification(found)
 
@@ -297,13 +320,10 @@ def _nodes_of(graph: Any, model: nn.Module, what: str) -> list[QuantizerNode]:
     return nodes
 
 
-def _compare_weights(file: OpenedFile, nodes: Sequence[QuantizerNode], model: nn.Module) -> dict[str, CodeCount]:
-    """Compare the codes of weights in a file with the model's, by the names of their quantizers."""
-    weights = layer_weights(model)
-    constant = [node for node in nodes if node.is_constant and node.quantizer in weights]
-    with torch.no_grad():
-        codes = file.constants([node.codes for node in constant])
-        return {node.quantizer: compare_codes(*weights[node.quantizer], codes[node.codes]) for node in constant}
+def _compare_weights(follower: Follower, file: OpenedFile, constant: Sequence[QuantizerNode]) -> dict[str, CodeCount]:
+    """Compare the codes of the layers' weights in a file with the model's, by the names of their quantizers."""
+    weights = [node for node in constant if node.quantizer in follower.weights]
+    return follower.compare_weights(_by_quantizer(weights, file.constants([node.codes for node in weights])))
 
 
 def check_installed(runtime: str) -> None:

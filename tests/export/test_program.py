@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.export.deployed import ModelCodes
+from qtoolkit.export.follower import Follower
 from qtoolkit.export.program import decomposed
 from tests.nets import ConvNet, Residual, Shared, trained
 
@@ -68,7 +68,7 @@ class Moves(nn.Module):
 def test_outputs_and_codes_equal_the_converted_models(backend: str) -> None:
     model = converted(trained(ConvNet(), 4, 3, 8, 8), X[:, :3], backend, per_tensor("up"))
     exported = decomposed(model, X[:, :3], None, "export_program")
-    ours = ModelCodes(model, (X[:, :3],), {})
+    ours = Follower(model, (X[:, :3],), {})
     with torch.no_grad():
         theirs = codes_of(exported.program, X[:, :3])
     named = [(name, codes) for name, codes in zip(exported.quantizers.activations, theirs, strict=True) if name]

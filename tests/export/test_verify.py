@@ -8,7 +8,8 @@ from onnx import numpy_helper
 from torch import Tensor, fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.codes import TIE_SHARE, CodeComparison, CodeCount, NodeCodes, compare_codes, tie_band
+from qtoolkit.export.codes import TIE_SHARE, CodeCount, compare_codes, tie_band
+from qtoolkit.export.follower import Follower, NodeCodes
 from qtoolkit.export.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
 
@@ -111,13 +112,13 @@ def test_a_shared_node_answers_for_both_within_rounding_ties() -> None:
     flipped = codes.clone()
     flipped[3] += 1
     for ours, differing in ((codes, 0), (flipped, 1)):
-        comparison = CodeComparison(CallsOne(), nodes)
-        comparison.run(ours * 0.5)
-        assert comparison.counts == {"b": CodeCount(100, differing, differing)}
-        assert (comparison.missing, comparison.unreached) == ([], ("a", "c"))
-    comparison = CodeComparison(CallsOne(), nodes)
-    comparison.run((codes + 1) * 0.5)  # the codes of "c", which has another scale
-    assert (comparison.missing, comparison.counts) == (["b"], {})
+        follower = Follower(CallsOne(), (ours * 0.5,), {})
+        followed = follower.layer_by_layer(nodes, complete=True)
+        assert followed.counts == {"b": CodeCount(100, differing, differing)}
+        assert (followed.missing, follower.unreached) == ((), ("a", "c"))
+    follower = Follower(CallsOne(), ((codes + 1) * 0.5,), {})  # the codes of "c", which has another scale
+    followed = follower.layer_by_layer(nodes, complete=True)
+    assert (followed.missing, followed.counts) == (("b",), {})
 
 
 class Calls(nn.Module):

@@ -1,0 +1,259 @@
+"""The verifier: follows a converted model from quantizer to quantizer, beside the codes that a runtime computes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.errors import with_article
+from qtoolkit.export.codes import Call, CodeCount, codes_in_file, compare_codes, sum_of
+from qtoolkit.model_state import removing
+from qtoolkit.nn import QuantModule
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.progress import note, progress_bar
+from qtoolkit.quantizers.frozen import Grid
+
+
+@dataclass(frozen=True)
+class NodeCodes:
+    """The codes that a runtime computes at one of a quantizer's nodes.
+
+    Attributes:
+        codes: The array.
+        is_constant: Whether they do not depend on the inputs of the model.
+    """
+
+    codes: Any
+    is_constant: bool = False
+
+
+# The nodes of each quantizer by its dotted name, in the order of the file.
+Nodes = Mapping[str, Sequence[NodeCodes]]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """How the codes of a model compare with a runtime's.
+
+    Attributes:
+        counts: The comparison at each activation quantizer, in the order of the file.
+        missing: Quantizers with a call for which the runtime has no codes.
+        stored: The comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes.
+        outputs: What the model returns.
+    """
+
+    counts: Mapping[str, CodeCount]
+    missing: tuple[str, ...]
+    stored: CodeCount
+    outputs: Any
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which codes of a runtime belong to a call of a quantizer.
+
+    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls. The node of another call, or
+    of another quantizer with the same grid, then has its codes: the nearest one counts.
+
+    Attributes:
+        nodes: The nodes of each quantizer.
+        calls: How often each quantizer is called.
+        up_to_ties: Whether such a node counts only where rounding ties explain the differences.
+    """
+
+    nodes: Mapping[Grid, Sequence[NodeCodes]]
+    calls: Mapping[Grid, int]
+    up_to_ties: bool
+
+    def node_of(self, call: Call, number: int) -> NodeCodes | None:
+        """Return the node of a quantizer's call with this number; None where the runtime has none."""
+        own = self.nodes.get(call.grid, ())
+        if len(own) != self.calls[call.grid]:
+            return self.nearest(call)
+        node = own[number]
+        return node if node.is_constant or node.codes.shape == call.codes.shape else None
+
+    def nearest(self, call: Call) -> NodeCodes | None:
+        """Return the node of any quantizer with the same grid whose codes differ least; None where there is none."""
+        alike = (node for node in self._of_grid(call.grid) if node.codes.shape == call.codes.shape)
+        counts = ((call.compare(node.codes), node) for node in alike)
+        count, node = min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
+        return node if count.are_ties() or not self.up_to_ties else None
+
+    def _of_grid(self, grid: Grid) -> Iterator[NodeCodes]:
+        return (node for other, nodes in self.nodes.items() if same_grid(other, grid) for node in nodes)
+
+
+class _Comparison:
+    """Collects what a comparison finds, call by call."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, CodeCount] = {}
+        self.missing: dict[str, None] = {}
+        self.stored = self.found = CodeCount()
+
+    def add(self, name: str, call: Call, node: NodeCodes | None, stored: bool = False) -> None:
+        """Compare a call of a quantizer with its node, whose codes may be those of a stored tensor."""
+        if node is None:
+            self.missing[name] = None
+            return
+        count = call.compare(node.codes)
+        self.found += count
+        if stored:
+            self.stored += count
+        else:  # runtimes may differ by rounding ties in a computed constant, as in a layer
+            self.counts[name] = self.counts.get(name, CodeCount()) + count
+
+    def result(self, nodes: Nodes, outputs: Any) -> Followed:
+        """Return what was found. The counts of a quantizer are those of all its calls."""
+        names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
+        counts = {name: self.counts[name] for name in names if name not in self.missing}
+        return Followed(counts, tuple(self.missing), self.stored, outputs)
+
+
+class Follower:
+    """Runs a converted model, and compares its codes with those of runtimes.
+
+    Args:
+        model: The model.
+        args: The positional arguments of its forward.
+        kwargs: The keyword arguments.
+
+    Attributes:
+        outputs: What the model returns as it computes by itself.
+        codes: The codes of each activation quantizer that is called, by its dotted name, in the order of its calls.
+        weights: Quantizer and tensor of each quantized weight of a layer, by the dotted name of the quantizer.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        modules = ((name, module) for name, module in model.named_modules() if isinstance(module, Grid))
+        self.names = {grid: name for name, grid in modules if grid.quantizing}
+        self.weights = layer_weights(model)
+        in_layers = {grid for grid, _ in self.weights.values()}
+        self.between_layers = [grid for grid in self.names if grid not in in_layers]
+        self.activations = {grid for grid in self.between_layers if not grid.of_weight}
+        self.calls: Counter[Grid] = Counter()
+        self.codes: dict[str, list[Any]] = {}
+        self.outputs = self._run(self.names, self._record)
+
+    def _run(self, grids: Iterable[Grid], hook: Callable[[Any, Any, Any], Any]) -> Any:
+        with forward_hooks(grids, hook), torch.no_grad():
+            return self.model(*self.args, **self.kwargs)
+
+    def _record(self, grid: Grid, args: tuple[Tensor], output: Tensor) -> None:
+        self.calls[grid] += 1
+        if grid in self.activations:
+            self.codes.setdefault(self.names[grid], []).append(_call(grid, args[0], output).codes)
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """The quantizers that are not called for the inputs."""
+        return tuple(name for grid, name in self.names.items() if not self.calls[grid])
+
+    @property
+    def on_codes(self) -> tuple[str, ...]:
+        """The layers that the model computes in integers."""
+        layers = ((name, module) for name, module in self.model.named_modules() if isinstance(module, QuantWeighted))
+        return tuple(name for name, layer in layers if any(kernel.active for kernel in layer.kernels_of_calls()))
+
+    def end_to_end(self, nodes: Nodes) -> Followed:
+        """Compare the codes of activations with a runtime's, each as the model computes it by itself. None counts as a tie."""
+        pairing, comparison = self._pairing(nodes, up_to_ties=False), _Comparison()
+        grids = {name: grid for grid, name in self.names.items()}
+        for name, calls in self.codes.items():
+            for number, codes in enumerate(calls):
+                call = Call(grids[name], codes)
+                comparison.add(name, call, pairing.node_of(call, number))
+        return comparison.result(nodes, self.outputs)
+
+    def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
+        """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
+
+        Args:
+            nodes: The runtime's codes.
+            complete: Whether these are the codes of all nodes, those of weights and other constants too, which are then
+                compared. A call without a node of its own then has one whose codes differ by rounding ties alone.
+            progress: Show a progress bar.
+        """
+        pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
+        grids = self.between_layers if complete else self.activations
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+        def compare(grid: Grid, args: tuple[Tensor], output: Tensor) -> Tensor:
+            call = _call(grid, args[0], output)
+            node = pairing.node_of(call, numbers[grid])
+            numbers[grid] += 1
+            is_stored = node is not None and node.is_constant and args[0].untyped_storage().data_ptr() in storages
+            comparison.add(self.names[grid], call, node, is_stored)
+            found = comparison.found
+            note(bar, f"{found.differing:,} of {found.compared:,} codes differ")
+            bar.update()
+            if node is None or node.is_constant:
+                return output  # a constant keeps the model's values, since its layout in the file may differ
+            values: Tensor = grid.values(torch.tensor(node.codes, device=output.device)).to(output.dtype)
+            return values
+
+        with progress_bar("verify", "quantizers", progress, total=sum(self.calls[grid] for grid in grids)) as bar:
+            outputs = self._run(grids, compare)
+        if complete:
+            self._compare_weights(nodes, pairing, comparison)
+        return comparison.result(nodes, outputs)
+
+    def _compare_weights(self, nodes: Nodes, pairing: Pairing, comparison: _Comparison) -> None:
+        comparison.stored += sum_of(self.compare_weights(nodes).values())
+        for name, (grid, weight) in self.weights.items():
+            if name not in nodes and self.calls[grid]:
+                call = _call(grid, weight, weight)
+                comparison.add(name, call, pairing.nearest(call), stored=True)
+
+    def compare_weights(self, nodes: Nodes) -> dict[str, CodeCount]:
+        """Compare the codes of the layers' weights that have nodes of their own."""
+        return {
+            name: sum_of(compare_codes(grid, weight, node.codes) for node in nodes[name])
+            for name, (grid, weight) in self.weights.items()
+            if name in nodes
+        }
+
+    def _pairing(self, nodes: Nodes, up_to_ties: bool) -> Pairing:
+        of_grids = {grid_named(self.model, name): of_name for name, of_name in nodes.items()}
+        return Pairing(of_grids, self.calls, up_to_ties)
+
+
+def _call(grid: Grid, x: Tensor, output: Tensor) -> Call:
+    """Return a call: a grid that multiplies by a reciprocal has other codes than `Grid.codes` of its input at ties."""
+    return Call(grid, codes_in_file(grid, output if grid.reciprocal else x), x)
+
+
+def grid_named(model: nn.Module, name: str) -> Grid:
+    """Return the quantizer of a converted model; raise TypeError if the model was not converted."""
+    grid = model.get_submodule(name)
+    if not isinstance(grid, Grid):
+        raise TypeError(f"verify: {name!r} is {with_article(type(grid))}; pass what qtoolkit.convert returned.")
+    return grid
+
+
+def layer_weights(model: nn.Module) -> dict[str, tuple[Any, Tensor]]:
+    """Return the quantizer and the tensor of each quantized weight of a layer, by the dotted name of the quantizer."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantModule)]
+    return {f"{n}.{q}": quantized for n, layer in layers for q, quantized in layer.quantized_weights().items()}
+
+
+def same_grid(one: Grid, other: Grid) -> bool:
+    """Return whether two quantizers have the same codes for the same values."""
+    ours, theirs = one.state_dict(), other.state_dict()
+    same = (one.spec, one.group) == (other.spec, other.group) and ours.keys() == theirs.keys()
+    return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@contextmanager
+def forward_hooks(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Register a forward hook on modules for the duration of a `with` block."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    with removing(handles):
+        yield
