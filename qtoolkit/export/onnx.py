@@ -29,14 +29,13 @@ from qtoolkit.export.quiet import without_noise
 from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
 from qtoolkit.export.stored_weights import StoredWeights, stored_weights
 from qtoolkit.finite import check_finite
+from qtoolkit.graph.passes.record import ops_put_in
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_state import evaluating
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
-from qtoolkit.report import quantization_report
-from qtoolkit.verdicts import Cause
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -252,7 +251,7 @@ def require_extra(what: str) -> None:
 
 
 def _warn_of_layers_put_in(model: nn.Module) -> None:
-    names = [line.name for line in quantization_report(model).layers if line.verdict.cause is Cause.PUT_IN]
+    names = ops_put_in(model)
     if names:
         warnings.warn(
             f"export_onnx: {', '.join(map(repr, names))} came into the model after it was quantized and is float in the file; "

@@ -1,6 +1,5 @@
 """The report of a model with a graph."""
 
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,13 +20,11 @@ from qtoolkit.graph.nodes import (
     quantizes_its_input,
     tensor_inputs,
 )
-from qtoolkit.graph.passes.record import verdict_now
+from qtoolkit.graph.passes.record import is_reported, verdict_now
 from qtoolkit.graph.placement.traversal import quantizer_behind
 from qtoolkit.graph.running_code import calls_now
 from qtoolkit.nn import QuantModule
-from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
-from qtoolkit.op_kinds.rules import is_number, module_of
-from qtoolkit.op_kinds.table import OTHER
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine, spec_of, training_of, weight_of
 from qtoolkit.shared_modules import first_names, modules_by_name
@@ -49,7 +46,7 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     every = layer_quantizers(model)
     held = [quantizer for quantizer in every if not quantizer.is_weights]
     trained = _trained(model)
-    layers = [_layer_line(model, node, every, trained.get(node, "")) for node in nodes if _has_line(node)]
+    layers = [_layer_line(model, node, every, trained.get(node, "")) for node in nodes if is_reported(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
     layers += _lines_not_called(model)
@@ -71,20 +68,6 @@ def _trained(model: QuantizedGraphModule) -> dict[fx.Node, str]:
         node: products_in.sentence(node, model.products[node.name]) for node in nodes if node.name in model.products
     }
     return {**dict.fromkeys(plain, "by torch: as asked"), **calls, **products}
-
-
-def _has_line(node: fx.Node) -> bool:
-    is_op = node.op in ("call_module", "call_function", "call_method")
-    bookkeeping = (kind_of(node) is OTHER and _only_arranges(node)) or is_number(node) or is_mode(node)
-    return is_op and not is_quantizer(node) and not bookkeeping
-
-
-def _only_arranges(node: fx.Node) -> bool:
-    """Return whether an op without a row in the table only selects items or builds tuples."""
-    if node.target is operator.getitem:
-        return isinstance(node.args[1], int | str)
-    makes_tuple = isinstance(node.target, type) and issubclass(node.target, tuple)
-    return node.target in BOOKKEEPING or makes_tuple
 
 
 def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[LayerQuantizer], trained: str) -> LayerLine:

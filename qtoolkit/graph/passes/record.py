@@ -1,5 +1,6 @@
 """Record a verdict on each op in the plan. And run the prepared model once, so that one that does not run fails early."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -22,8 +23,8 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import naming_misfits, split
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
-from qtoolkit.op_kinds.recorded import BOOKKEEPING
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
+from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.switches import disable_quantization
@@ -59,6 +60,32 @@ def verdict_now(node: fx.Node, plan: Plan) -> Verdict:
     if plan.backend.role(kind) in QUANTIZED_ROLES and not kind.has_weight and any(on_grid):
         return Verdict.quantized()
     return Verdict.put_in(type(module).__name__ if module is not None else str(kind))
+
+
+def is_reported(node: fx.Node) -> bool:
+    """Return whether a node is an op that reports have a line for: it computes tensors, and is no quantizer."""
+    is_op = node.op in ("call_module", "call_function", "call_method")
+    bookkeeping = (kind_of(node) is OTHER and _only_arranges(node)) or is_number(node) or is_mode(node)
+    return is_op and not is_quantizer(node) and not bookkeeping
+
+
+def _only_arranges(node: fx.Node) -> bool:
+    """Return whether an op without a row in the table only selects items or builds tuples."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], int | str)
+    makes_tuple = isinstance(node.target, type) and issubclass(node.target, tuple)
+    return node.target in BOOKKEEPING or makes_tuple
+
+
+def ops_put_in(model: nn.Module) -> list[str]:
+    """Return the names of the ops of a model that compute in float because they came into it after it was quantized."""
+    return [
+        f"{prefix}.{name_of(node)}" if prefix else name_of(node)
+        for prefix, part in model.named_modules()
+        if isinstance(part, QuantizedGraphModule) and part.plan is not None
+        for node in part.graph.nodes
+        if is_reported(node) and verdict_now(node, part.plan).cause is Cause.PUT_IN
+    ]
 
 
 def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
