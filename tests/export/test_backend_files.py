@@ -295,6 +295,26 @@ def test_tensors_behind_moved_values_have_their_grid(backend: str, tmp_path) -> 
     assert (relu.input[0] in found) == (backend == "tengine")  # which computes the convolution and the ReLU as one
 
 
+class Padded(nn.Module):
+    """Channels of zeros between a quantizer and the op that takes its values: no exporter makes them part of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(6, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.pad(torch.relu(self.conv(x)), (0, 0, 0, 0, 0, 2)))
+
+
+def test_a_padded_tensor_has_the_grid_of_its_source(tmp_path) -> None:
+    prepared = qt.prepare(Padded().eval(), torch.randn(SHAPE), backend="tengine")
+    qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
+    files = written(prepared, "tengine", tmp_path)
+    found = {encoding.tensor: encoding for encoding in files.encodings}
+    (pad,) = (node for node in onnx.load(files.model).graph.node if node.op_type == "Pad")
+    assert found[pad.output[0]].has_grid_of(found[pad.input[0]])
+
+
 # ---- what a format cannot hold
 
 AFFINE, SIGNED = qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec()
