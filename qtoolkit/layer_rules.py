@@ -123,12 +123,12 @@ class LayerRules:
         """Return how a layer of a type in the table is quantized, by the rule that holds for it."""
         if rule.qconfig is None:
             return LayerDecision(None, rule.left)
-        kind = kind_of_type(self.table[float_type])
+        kind, output_axis = kind_of_type(self.table[float_type]), getattr(self.table[float_type], "OUTPUT_AXIS", 0)
         activation = rule.qconfig.activation
         if not (rule.is_explicit or float_type in self.custom or self._computes(kind)):
             how = "only moves values" if kind.moves else f"{self.backend.name} computes in float"
             return LayerDecision(None, Verdict.left_float(Cause.TARGET, f"{with_article(kind)}, which {how}"))
-        weight = self.weight_spec(rule, kind)
+        weight = self.weight_spec(rule, kind, output_axis)
         if weight is None and (activation is None or kind.takes_indices):
             return LayerDecision(None, BY_CONFIG)
         if activation is None and not kind.has_weight:
@@ -136,7 +136,7 @@ class LayerRules:
             return LayerDecision(None, Verdict.left_float(Cause.CONFIG, why))
         return LayerDecision(QConfig(activation, weight), Verdict.quantized())
 
-    def weight_spec(self, rule: Rule, kind: OpKind) -> QuantSpec | None:
+    def weight_spec(self, rule: Rule, kind: OpKind, output_axis: int = 0) -> QuantSpec | None:
         """Return the spec of the weight of a layer, with the axis that the weight itself has.
 
         Axis 0 of the backend's default, of a global rule or of a rule for a module around the layer stands for the output
@@ -144,14 +144,16 @@ class LayerRules:
         one that the target does not take gives a warning.
         """
         spec = None if rule.qconfig is None else rule.qconfig.weight
-        if spec is None or not kind.transposed:
+        if spec is None or not (kind.transposed or output_axis):
             return spec
         if rule.is_explicit:
-            self._check_axis(spec)
+            if kind.transposed:
+                self._check_axis(spec)
             return spec
-        # The weight of a transposed convolution is (in, out / groups, k...).
+        # The weight of a transposed convolution is (in, out / groups, k...), that of transformers' Conv1D (in, out).
         if spec.group_size is None:
-            return replace(spec, axis=self.backend.conv_transpose_axis) if spec.axis == 0 else spec
+            axis = self.backend.conv_transpose_axis if kind.transposed else output_axis
+            return replace(spec, axis=axis) if spec.axis == 0 else spec
         return replace(spec, axis=1 - spec.axis) if spec.axis in (0, 1) else spec
 
     def _check_axis(self, spec: QuantSpec) -> None:

@@ -32,7 +32,7 @@ from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
-from qtoolkit.nn import REPLACED_MODULES, set_training_arithmetic
+from qtoolkit.nn import replaced_modules, set_training_arithmetic
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
@@ -112,7 +112,7 @@ def replace(
     check_known("quantize", quantize, QUANTIZE)
     TrainingArithmetic(forward, save)  # raises an error for what it does not know, before anything is done
     _check(model, qconfig_mapping, custom)
-    table = {**REPLACED_MODULES, **(custom or {})}
+    table = {**replaced_modules(), **(custom or {})}
     names = first_names(model)
     ignored = {names[module]: reason for module, reason in ignored_in(model, ignore).items()}
     with unchanged_on_error(model) if inplace else nullcontext():
@@ -171,7 +171,7 @@ def initialize(
     """
     target = backend_of(backend)
     _check_rules("initialize", qconfig_mapping, custom)
-    table = {**REPLACED_MODULES, **(custom or {})}
+    table = {**replaced_modules(), **(custom or {})}
     _check_has_no_names(qconfig_mapping)
     rules = LayerRules(target, copy.deepcopy(qconfig_mapping), table, frozenset(custom or ()))
     return Active(Settings(ReplacementRules(rules), _ignored_types(ignore, table)))

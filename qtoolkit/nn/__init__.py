@@ -46,6 +46,7 @@ from qtoolkit.nn.module import QuantModule, quantize_output, reset_after_loading
 from qtoolkit.nn.on_codes import Source, TrainingArithmetic  # noqa: F401 (pickles of layers name Source)
 from qtoolkit.nn.product import Product  # noqa: F401 (pickles of graphs name it)
 from qtoolkit.nn.recurrent import QuantGRU, QuantLSTM
+from qtoolkit.nn.registry import imported_types
 from qtoolkit.nn.weighted import QuantWeighted, set_training_arithmetic
 from qtoolkit.public import publish
 from qtoolkit.quantizers.weights import Versions  # noqa: F401 (pickles of layers name it)
@@ -93,6 +94,17 @@ REPLACED_MODULES: dict[type, type[QuantModule]] = QAT_MODULES | {
         QuantScaledDotProductAttention,
     )
 }
+
+
+def replaced_modules() -> dict[type, type[QuantModule]]:
+    """Return REPLACED_MODULES, with the layers of packages that have been imported, such as transformers' Conv1D.
+
+    Example:
+        >>> replaced_modules()[torch.nn.Linear].__name__
+        'QuantLinear'
+    """
+    return REPLACED_MODULES | imported_types()
+
 
 __all__ = [
     "QAT_MODULES",
@@ -145,6 +157,7 @@ __all__ = [
     "ScaledDotProductAttention",
     "TrainingArithmetic",
     "freeze_batch_norm",
+    "replaced_modules",
     "set_training_arithmetic",
     "unfreeze_batch_norm",
 ]

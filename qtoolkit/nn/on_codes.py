@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn.hooks import has_hooks, is_transformed
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
@@ -176,6 +176,8 @@ def why_not_on_codes(layer: "QuantWeighted") -> str | None:
 def _why_no_codes(layer: "QuantWeighted") -> str | None:
     """Return why a layer knows no codes of its inputs; None where it does."""
     quantizer, source = layer.weight_quantizer, layer.source
+    if not layer.has_geometry():
+        return f"no op computes {with_article(type(layer).FLOAT)} on codes"
     if quantizer is None or quantizer.spec.format != "int":
         return "its weight is not on a grid of integers"
     if source is None:
@@ -197,11 +199,11 @@ def why_in_float(layer: "QuantWeighted") -> str | None:
 
 def _has_kernel(layer: "QuantWeighted") -> bool:
     """Return whether torch's int8 kernels compute a layer: a transposed convolution as one with stride 1 (csrc/sub_pixel.h)."""
-    if layer.OP_KIND.layer and not layer.OP_KIND.transposed:
-        return True
     transposed, groups = layer.weight_groups()
-    dilation: Any = layer.dilation if transposed else ()
-    return transposed and groups == 1 and layer.weight.dim() == 4 and max(dilation) == 1
+    if not transposed:
+        return layer.OP_KIND.layer
+    dilation: Any = layer.dilation if layer.weight.dim() == 4 else ()
+    return bool(dilation) and groups == 1 and max(dilation) == 1
 
 
 def integer_obstacle(layer: "QuantWeighted") -> str | None:

@@ -1,6 +1,8 @@
 """Tables of float type -> QAT type: what an entry must be, and how a layer is built from one."""
 
+import sys
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -10,6 +12,19 @@ from qtoolkit.errors import with_article
 from qtoolkit.nn.weighted import QuantWeighted
 
 QatModules = Mapping[type[nn.Module], type[Any]]
+
+# QAT types of layers of packages that qtoolkit does not import: where the float type is, and where the QAT type is.
+OF_PACKAGES = {("transformers.pytorch_utils", "Conv1D"): ("qtoolkit.nn.of_transformers", "QuantTransformersConv1D")}
+
+
+def imported_types() -> dict[type[nn.Module], type[Any]]:
+    """Return the QAT types of layers of other packages, as far as these have been imported."""
+    found = {}
+    for (package, name), (module, qat_name) in OF_PACKAGES.items():
+        float_type = getattr(sys.modules.get(package), name, None)
+        if float_type is not None:
+            found[float_type] = getattr(import_module(module), qat_name)
+    return found
 
 
 def check_table(qat_modules: object, what: str = "prepare", argument: str = "qat_modules") -> None:

@@ -318,6 +318,11 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         """Return what the layer computes from this input, for an op; None where only `compute` can."""
         return None
 
+    @classmethod
+    def has_geometry(cls) -> bool:
+        """Return whether an op can compute such a layer."""
+        return cls.geometry is not QuantWeighted.geometry
+
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError if, for this input, the batch norm normalizes another dimension than the layer's output channels."""
 

@@ -12,7 +12,7 @@ from qtoolkit.foreign_quantizers import ForeignQuantizer
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import kind_of_module
 from qtoolkit.graph.passes.record import FOLDED
-from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
+from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.report.lines import (
     LayerLine,
@@ -93,7 +93,7 @@ def _layers_in(model: nn.Module, recorded: Collection[str]) -> Iterator[tuple[st
 
 def _is_layer(module: nn.Module) -> bool:
     is_leaf = not any(True for _ in module.children())
-    return is_leaf or isinstance(module, QuantModule) or type(module) in REPLACED_MODULES or _owns(module)
+    return is_leaf or isinstance(module, QuantModule) or type(module) in replaced_modules() or _owns(module)
 
 
 def _owns(module: nn.Module) -> bool:
@@ -144,9 +144,9 @@ def _verdict(module: nn.Module) -> Verdict:
         if isinstance(module, QuantModule):
             return Verdict.quantized(Cause.REPLACED, "by module replacement")
         return Verdict.quantized(Cause.OWN_QUANTIZER, f"by quantizers that {kind} calls itself")
-    if type(module) in REPLACED_MODULES or isinstance(module, QuantModule):
+    if type(module) in replaced_modules() or isinstance(module, QuantModule):
         return Verdict.left_float(Cause.IGNORED, "built while replacement was off, or ignored, or put in since")
-    bases = [base.__name__ for base in REPLACED_MODULES if isinstance(module, base)]
+    bases = [base.__name__ for base in replaced_modules() if isinstance(module, base)]
     if bases:
         why = f"{kind} is a subclass of {bases[0]}, whose forward may compute anything"
         return Verdict.left_float(Cause.NO_QAT_TYPE, why)

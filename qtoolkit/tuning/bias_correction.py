@@ -234,7 +234,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
 def _for_weight(layer: Any, mean: Tensor, like: Tensor) -> Tensor:
     """Return the mean of the input by which each element of a weight is multiplied."""
     groups, kernel = getattr(layer, "groups", 1), [1] * (like.dim() - 2)
-    if layer.OP_KIND.transposed:
+    if layer.OUTPUT_AXIS == 1:
         return mean.reshape(-1, 1, *kernel).expand_as(like)
     grouped = mean.reshape(groups, 1, -1).expand(groups, like.size(0) // groups, -1)
     return grouped.reshape(like.size(0), -1, *kernel).expand_as(like)

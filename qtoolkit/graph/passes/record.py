@@ -22,7 +22,7 @@ from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import naming_misfits, split
 from qtoolkit.model_state import evaluating
-from qtoolkit.nn import REPLACED_MODULES, LinkedBatchNorm, QuantModule
+from qtoolkit.nn import LinkedBatchNorm, QuantModule, replaced_modules
 from qtoolkit.op_kinds.recorded import BOOKKEEPING, is_mode
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
@@ -146,7 +146,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
     if kind is OTHER and _takes_weights(node):
         return HIDES_LAYERS
     if module is not None and (kind is OTHER or kind.keeps_state) and _has_weights(module):
-        in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in REPLACED_MODULES else ""
+        in_a_graph = " in a graph: qtoolkit.quant_modules.replace has one" if type(module) in replaced_modules() else ""
         return Verdict.left_float(Cause.NO_QAT_TYPE, f"no QAT module for {type(module).__name__}{in_a_graph}")
     what = "unknown to qtoolkit" if kind is OTHER else with_article(kind)
     return Verdict.left_float(Cause.TARGET, f"{what}, which {roles.backend.name} computes in float")

@@ -1,0 +1,56 @@
+"""QAT layers of transformers. `qtoolkit.nn.registry` imports this module where transformers has been imported."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from qtoolkit.nn.weighted import QuantWeighted
+
+
+class QuantTransformersConv1D(QuantWeighted, Conv1D):  # type: ignore[misc]  # its class has no types
+    """transformers' Conv1D, a linear layer whose weight is (in, out), as in GPT-2. It is no torch.nn.Conv1d.
+
+    `weight_spec`'s axis 1 is the output feature. It computes the float simulation in training, whatever `forward` asks for.
+
+    Example:
+        >>> layer = QuantTransformersConv1D(2, 4, weight_spec=qt.QuantSpec(axis=1))  # 2 outputs, 4 inputs
+        >>> layer(torch.zeros(3, 4)).shape, layer.weight_quantizer.scale.shape
+        (torch.Size([3, 2]), torch.Size([2]))
+    """
+
+    FLOAT = Conv1D
+    KIND = "linear"
+    OUTPUT_AXIS = 1
+    __repr__ = nn.Module.__repr__  # with the quantizers
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return f"nf={self.nf}, nx={self.nx}"
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Multiply by the weight and add the bias."""
+        rows = x.reshape(-1, x.size(-1))
+        y = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+        return y.reshape(*x.shape[:-1], self.nf)
+
+    def channels(self) -> int:
+        """Return the number of output features."""
+        return int(self.weight.size(1))
+
+    def sum_per_output(self, values: Tensor) -> Tensor:
+        """Return the sum, for each output feature, of the elements of a tensor like the weight, in float64."""
+        return values.sum(0, dtype=torch.float64)
+
+    def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Multiply each output feature of a weight by its factor."""
+        return weight * factor
+
+    def along_channels(self, values: Tensor) -> Tensor:
+        """Shape one value per output feature to broadcast over an output."""
+        return values
+
+    def weight_groups(self) -> tuple[bool, int]:
+        """Return that the weight is transposed, without groups."""
+        return True, 1
