@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import first_line
 from qtoolkit.export.files import LARGEST_FILE
-from qtoolkit.export.inputs import Inputs
+from qtoolkit.export.inputs import Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
 from qtoolkit.ops.recording import ops_taken
@@ -50,16 +50,17 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     from qtoolkit.export.translation import TRANSLATIONS, keep_quantizers
 
     constants = QuantizedConstants(request.model, request.run)
+    inputs, axes = request.inputs, _names_of_axes(request)
     try:
         with constants.kept_out(), ops_taken():
             program = torch.onnx.export(
-                request.model,
-                _closed(request.inputs.args),
-                kwargs=request.inputs.kwargs,
+                by_name(request.model, inputs.kwargs),
+                _closed(inputs.args),
+                kwargs=inputs.kwargs,
                 dynamo=True,
                 opset_version=request.opset,
                 custom_translation_table=dict(TRANSLATIONS),
-                input_names=request.inputs.given_names or None,
+                input_names=inputs.given_names or None,
                 output_names=request.output_names,
                 dynamic_shapes=request.dynamic_shapes,
                 verbose=False,
@@ -72,7 +73,7 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     if program is None:
         raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
     constants.put_back(program.model)
-    _name_axes(program.model, _names_of_axes(request))
+    _name_axes(program.model, axes)
     # Before the optimizer, which merges scales of equal value.
     _name_by_quantizers(program.model, _first_names(request.model))
     program.optimize()
@@ -124,7 +125,7 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
     from qtoolkit.export.translation import keep_quantizers
 
     inputs, axes = request.inputs, _names_of_axes(request)
-    with _destination(request.model) as written, warnings.catch_warnings(), _described_constants(), ops_taken():
+    with _destination(request.model) as written, warnings.catch_warnings(), _described_failures(), ops_taken():
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
@@ -148,10 +149,14 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
 
 
 @contextlib.contextmanager
-def _described_constants() -> Iterator[None]:
-    """Describe the error of the TorchScript exporter for an output that does not depend on the inputs."""
+def _described_failures() -> Iterator[None]:
+    """Describe the errors of the TorchScript exporter that have another remedy than its own words say."""
     try:
         yield
+    except torch.onnx.errors.UnsupportedOperatorError as error:
+        raise RuntimeError(
+            f"export_onnx: exporter='torchscript' cannot export the model ({first_line(error)}); use exporter='dynamo'."
+        ) from error
     except RuntimeError as error:
         if "observable data dependence" not in str(error):
             raise

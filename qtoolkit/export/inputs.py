@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.model_inputs import call_arguments, tensors_of, with_tensors
@@ -66,7 +66,7 @@ class Inputs:
             ValueError: It does not have an entry for each argument.
         """
         shapes = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else tuple(dynamic_shapes)
-        values: Any = self.arguments if isinstance(shapes, Mapping) else self.args
+        values: Any = self.arguments if isinstance(shapes, Mapping) else (*self.args, *self.kwargs.values())
         if len(shapes) != len(values):
             raise ValueError(
                 f"export_onnx: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
@@ -97,6 +97,32 @@ class Inputs:
         doubled = [torch.cat([tensor, tensor]) if tensor.dim() > 0 else tensor for tensor in self.tensors]
         args, kwargs = with_tensors((self.args, self.kwargs), iter(doubled))
         return replace(self, args=args, kwargs=kwargs), shapes
+
+
+class _ByName(nn.Module):
+    """Calls a graph, with its submodules, parameters and buffers under the same names."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        vars(self).update(vars(graph))
+        self.forward = graph.forward
+
+
+def by_name(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
+    """Return a model for `torch.export` that takes keyword arguments by name.
+
+    torch.export passes those of a GraphModule by position, where an argument that is left out shifts the others.
+
+    Args:
+        model: The model.
+        kwargs: The keyword arguments of its forward; if there are none, the model itself is returned.
+
+    Example:
+        >>> graph = fx.symbolic_trace(nn.Bilinear(2, 2, 2))
+        >>> list(by_name(graph, {"input2": torch.ones(2)}).state_dict())
+        ['weight', 'bias']
+    """
+    return _ByName(model) if kwargs and isinstance(model, fx.GraphModule) else model
 
 
 def check_names(argument: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from qtoolkit.export.decomposition import Quantizers, decompose
+from qtoolkit.export.inputs import by_name
 from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids
 from qtoolkit.export.shaped_weights import shaped_weights
 from qtoolkit.integer.kernels import in_float
@@ -79,7 +80,10 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
     check_grids(converted, what)
     _check_form(converted, what)
     args, kwargs = call_arguments(converted, example_inputs, f"{what}: example_inputs do")
-    capture = partial(torch.export.export, args=args, kwargs=kwargs, dynamic_shapes=dynamic_shapes)
+
+    def capture(module: nn.Module) -> ExportedProgram:
+        return torch.export.export(by_name(module, kwargs), args, kwargs, dynamic_shapes=dynamic_shapes)
+
     with ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
         with shaped_weights(converted, partial(converted, *args, **kwargs)):
             captured: Any = capture(converted).module()

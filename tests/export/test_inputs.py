@@ -89,6 +89,58 @@ def test_arguments_that_are_keywords_only(tmp_path, exporter: str, road: str) ->
     assert verify_onnx(qt.convert(model), result.path, more).output_difference < 1e-5
 
 
+class Positions(nn.Module):
+    """Language models compare the sizes of two inputs, and make the arguments between them where nobody gives any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.fc, self.out = nn.Embedding(9, 4), linear_of(4), linear_of(4)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, scale: float = 2.0, positions: Any = None) -> Tensor:
+        if positions.shape[0] != ids.shape[0]:
+            positions = positions.expand(ids.shape[0], -1)
+        x = self.embedding(ids) if mask is None else self.embedding(ids) * mask
+        return self.out(torch.relu(self.fc(x) + scale * positions[:, :, None].float()))
+
+
+def sentences(samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    return {
+        "ids": torch.randint(0, 9, (samples, 5), generator=generator),
+        "positions": torch.arange(5).repeat(samples, 1),
+    }
+
+
+SENTENCES: dict[str, Any] = {
+    "fixed": {},
+    "named": {"dynamic_shapes": {"ids": {0: "batch"}, "positions": {0: "batch"}}},
+    "in order": {"dynamic_shapes": ({0: "batch"}, {0: "batch"})},
+    "dynamic_batch": {"dynamic_batch": True},
+}
+
+
+@pytest.mark.parametrize("sizes", SENTENCES)
+def test_keyword_inputs_that_skip_arguments(tmp_path, sizes: str, exporter: str, road: str) -> None:
+    inputs = sentences(2)
+    model = calibrated(Positions(), inputs, road)
+    result = qt.export_onnx(model, inputs, tmp_path / "m.onnx", exporter=exporter, **SENTENCES[sizes])
+    graph = onnx.load(str(result.path)).graph
+    shapes = {i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in graph.input}
+    batch = 2 if sizes == "fixed" else "batch"
+    assert shapes == {"ids": [batch, 5], "positions": [batch, 5]}
+    for samples in (2,) if sizes == "fixed" else (1, 2, 3):
+        found = verify_onnx(qt.convert(model), result.path, sentences(samples))
+        assert found.quantizer_codes.compared > 0
+        assert found.quantizer_codes.differing == found.weight_codes.differing == 0
+        assert found.output_difference < 1e-5
+
+
+def test_too_few_dynamic_shapes_of_keyword_inputs(tmp_path, exporter: str) -> None:
+    model = calibrated(Positions(), sentences(2))
+    with pytest.raises(ValueError, match=r"an entry for each input of forward \(ids, positions\), got 1"):
+        qt.export_onnx(model, sentences(2), tmp_path / "m.onnx", exporter=exporter, dynamic_shapes={"ids": {0: "n"}})
+
+
 def test_inputs_that_forward_does_not_take(tmp_path) -> None:
     model = calibrated(OfTwo(minus), (X, Y))
     words = r"^export_onnx: example_inputs do not match .+forward\(.*x.*, .*y.*\).*: missing a required argument: 'y'"

@@ -545,6 +545,28 @@ def test_an_op_that_one_exporter_cannot_write_names_the_other(tmp_path: Path) ->
     qt.export_onnx(prepared, (x,), path, exporter="torchscript", progress=False)
 
 
+class Differences(nn.Module):
+    """An op that torch's older exporter does not translate, as transformers uses it for packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.diff(self.fc(x), dim=-1)
+
+
+def test_an_op_that_the_older_exporter_cannot_write_names_the_newer(tmp_path: Path) -> None:
+    x, path = torch.rand(2, 4), tmp_path / "model.onnx"
+    prepared = qt.prepare(Differences().eval(), (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    words = r"exporter='torchscript' cannot export the model \(.*aten::diff.*\); use exporter='dynamo'\.$"
+    with pytest.raises(RuntimeError, match=words):
+        qt.export_onnx(prepared, (x,), path, exporter="torchscript", progress=False)
+    assert not list(tmp_path.iterdir())
+    assert qt.export_onnx(prepared, (x,), path, progress=False).verification.quantizer_codes.differing == 0
+
+
 class Projected(nn.Module):
     """An LSTM with projections, whose initial states torch's newer exporter writes with a wrong size."""
 

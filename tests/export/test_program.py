@@ -113,6 +113,31 @@ def test_a_transposed_convolution_has_scales_along_its_output_channels() -> None
     assert torch.equal(program.module()(X), model(X))
 
 
+class Skips(nn.Module):
+    """Takes an argument between two that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        y = self.fc(x if mask is None else x * mask)
+        return y if shift is None or shift.shape[0] != x.shape[0] else y + shift
+
+
+def test_keyword_inputs_that_skip_an_argument() -> None:
+    inputs = {"x": X[:, 0, 0], "shift": X[:, 1, 0]}
+    prepared = qt.prepare(Skips().eval(), inputs, "xnnpack")
+    qt.calibrate(prepared, [inputs], progress=False)
+    batch = torch.export.Dim("batch", min=1)
+    sizes = {"x": {0: batch}, "shift": {0: batch}}
+    for shapes, counts in ((None, (4,)), (sizes, (1, 3))):
+        program = qt.export.export_program(prepared, inputs, shapes)
+        for count in counts:
+            x, shift = X[:count, 2, 0], X[:count, 3, 0]
+            assert torch.equal(program.module()(x, shift=shift), qt.convert(prepared)(x, shift=shift))
+
+
 def test_sizes_stay_dynamic() -> None:
     batch = torch.export.Dim("batch", min=1)
     model = converted(trained(ConvNet(), 4, 3, 8, 8), X[:, :3], mapping=per_tensor("up"))
