@@ -42,6 +42,17 @@ def calibrated_by_a_sharded_loader(rank: int, size: int) -> dict[str, Tensor]:
     return ranges(model)
 
 
+def calibrated_in_a_block(rank: int, size: int, observer: str, idle: bool) -> dict[str, Tensor]:
+    """The scales after each rank has seen its share in a loop of its own; `idle` leaves all images to rank 0."""
+    torch.manual_seed(0)
+    model = quantized("graph", "fixed", observer=observer).eval()
+    with torch.no_grad(), qt.calibrating(model):
+        for place, image in enumerate(images().split(1)):
+            if rank == (0 if idle else place % size):
+                model(image)
+    return ranges(model)
+
+
 def observing(observer: str = "moving_average") -> nn.Module:
     """A calibrated model whose activations observe in training."""
     torch.manual_seed(0)
@@ -214,6 +225,11 @@ def work(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size)
     result: dict[str, Any] = {"calibrated": calibrated_by_a_sharded_loader(rank, size)}
+    result["blocks"] = {
+        (observer, idle): calibrated_in_a_block(rank, size, observer, idle)
+        for observer in ("minmax", "histogram")
+        for idle in (False, True)
+    }
     result["phases"] = {observer: in_phases(rank, size, observer) for observer in OBSERVERS}
     if size == 4:
         result |= saved_by_four(Path(folder))

@@ -52,6 +52,20 @@ def test_a_sharded_loader_calibrates_as_one_process_does(results: Results, size:
         assert_same(found["calibrated"], ranks.ranges(model))
 
 
+@pytest.mark.parametrize("idle", [False, True], ids=["shares", "one rank has no data"])
+@pytest.mark.parametrize("observer", ["minmax", "histogram"])
+def test_a_block_that_calibrates_sees_the_data_of_all_ranks(results: Results, observer: str, idle: bool) -> None:
+    torch.manual_seed(0)
+    model = quantized("graph", "fixed", observer=observer).eval()
+    before = ranks.ranges(model)
+    with torch.no_grad(), qt.calibrating(model):
+        for image in ranks.images().split(1):
+            model(image)
+    assert any(not torch.equal(before[name], scale) for name, scale in ranks.ranges(model).items())
+    for found in (*results[2], *results[4]):
+        assert_same(found["blocks"][observer, idle], ranks.ranges(model))
+
+
 @pytest.mark.parametrize("observer", ranks.OBSERVERS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_phase_that_observes_sees_the_data_of_all_ranks(results: Results, size: int, observer: str) -> None:
