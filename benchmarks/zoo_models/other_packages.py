@@ -21,6 +21,9 @@ NETWORKS = {
     },
     "SPAN": {"num_in_ch": 3, "num_out_ch": 3, "feature_channels": 16, "upscale": 2},
 }
+NOTES = {
+    "SPAN": "its Conv3XC, which assign weights in forward, replaced by the convolutions that they compute in eval mode"
+}
 BOXES = "prepared in eval mode: its head computes boxes there alone"
 
 
@@ -39,7 +42,13 @@ def spandrel_recipes() -> Iterable[Recipe]:
     if find_spec("spandrel") is None:
         return []
     return [
-        Recipe(f"spandrel/{name.lower()}", "spandrel", partial(_super_resolution, name), partial(images, 16))
+        Recipe(
+            f"spandrel/{name.lower()}",
+            "spandrel",
+            partial(_super_resolution, name),
+            partial(images, 16),
+            note=NOTES.get(name, ""),
+        )
         for name in NETWORKS
     ]
 
@@ -49,4 +58,10 @@ def _yolo(name: str) -> Any:
 
 
 def _super_resolution(name: str) -> Any:
-    return getattr(import_module(f"spandrel.architectures.{name}"), name)(**NETWORKS[name])
+    model = getattr(import_module(f"spandrel.architectures.{name}"), name)(**NETWORKS[name])
+    for module in list(model.modules()):
+        for child, part in module.named_children():
+            if type(part).__name__ == "Conv3XC":
+                part.update_params()
+                setattr(module, child, part.eval_conv.requires_grad_())
+    return model
