@@ -9,8 +9,8 @@ import torch
 from export_models import Subject
 
 import qtoolkit as qt
-from qtoolkit.export.runtimes import Layer
 from qtoolkit.export.runtimes.executorch_xnnpack import load, lower
+from qtoolkit.runtimes.execution import Layer
 
 
 def write_float(subject: Subject, path: Path) -> tuple[Path, Sequence[Layer]]:

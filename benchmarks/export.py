@@ -32,7 +32,8 @@ from rich.table import Table
 from torch import Tensor
 
 import qtoolkit as qt
-from qtoolkit.export.runtimes import RUNTIMES, Layer
+from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.table import EXECUTES
 
 GOAL = "below 1, and no slower than quantize_static"
 FLOAT, OURS, STATIC = "float", "qtoolkit", "quantize_static"
@@ -85,7 +86,7 @@ def write_files(subject: Subject, folder: Path, runtime: str) -> Files:
     qt.export_onnx(prepared, (example,), paths[OURS], dynamic_shapes=dynamic, verify=False)
     quantize_static(paths[FLOAT], paths[STATIC], subject.calibration)
     return {
-        name: (path, RUNTIMES[runtime](path, [subject.example], [], {}, True).layers) for name, path in paths.items()
+        name: (path, EXECUTES[runtime](path, [subject.example], [], {}, True).layers) for name, path in paths.items()
     }
 
 

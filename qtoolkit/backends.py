@@ -45,7 +45,7 @@ class Backend:
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
         integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
             Training and the exported file then have them on that grid.
-        runtime: The entry of `qtoolkit.integer.runtimes.RUNTIMES` whose integer arithmetic the target has; None for none.
+        runtime: The entry of `qtoolkit.runtimes.table.RUNTIMES` whose integer arithmetic the target has; None for none.
         advice: Names in `qtoolkit.lint.layers.ADVICE`: ops that are not faster in integers on the target.
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
         unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.

@@ -22,7 +22,6 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
-from qtoolkit.integer.runtimes import RUNTIMES, Runtime, runtime_named
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
@@ -30,6 +29,7 @@ from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+from qtoolkit.runtimes.table import RUNTIMES, Runtime, runtime_named
 
 M = TypeVar("M", bound=nn.Module)
 

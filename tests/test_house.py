@@ -42,7 +42,7 @@ def test_the_core_imports_nothing_of_compat() -> None:
 FLOORS = (
     "_native", "errors", "files", "public", "random_state", "sharding", "shared_modules", "sub_pixel", "version",
     "model_inputs", "model_state", "computed_weights", "processes", "progress", "verdicts", "foreign_quantizers",
-    "ops", "config", "quantizers", "finite", "op_kinds", "backends", "nn", "integer", "lint", "layer_rules", "layer_costs",
+    "ops", "config", "quantizers", "finite", "op_kinds", "backends", "nn", "integer", "runtimes", "lint", "layer_rules", "layer_costs",
     "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "export",
     "debug", "tuning", "checkpoint", "__init__", "cli", "__main__", "compat",
 )  # fmt: skip
@@ -50,6 +50,10 @@ UPWARD = {
     # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.
     ("qtoolkit.ops.recording", "qtoolkit.export.plain"),
     ("qtoolkit.ops.recording", "qtoolkit.export.symbolics"),
+    # A runtime's record says how it executes a file; what reads files is imported when that is asked.
+    ("qtoolkit.runtimes.execution", "qtoolkit.export.quantizer_nodes"),
+    ("qtoolkit.runtimes.table", "qtoolkit.export.runtimes.onnxruntime_cpu"),
+    ("qtoolkit.runtimes.table", "qtoolkit.export.runtimes.openvino_cpu"),
 }
 
 

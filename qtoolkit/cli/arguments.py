@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from qtoolkit.backends import backends
 from qtoolkit.cli.commands import Answer, info, lint, verify
-from qtoolkit.export.runtimes import RUNTIMES
+from qtoolkit.runtimes.table import EXECUTES
 
 NOTHING_FOUND, FOUND, BAD_INPUT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 EXIT_CODES = (
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--runtime",
         action="append",
-        choices=sorted(RUNTIMES),
+        choices=sorted(EXECUTES),
         help="a runtime; may be repeated (default: those installed)",
     )
     compare.add_argument(

@@ -5,7 +5,6 @@ import json
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from qtoolkit.export.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.lint import lint as lint_file
 from qtoolkit.export.lint import rules_of
-from qtoolkit.export.runtimes import RUNTIMES
+from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def verify(arguments: argparse.Namespace) -> Answer:
     """Compare the codes that runtimes compute from a file."""
     if not 0 <= arguments.allow <= 1:
         raise ValueError(f"--allow must be a share between 0 and 1, got {arguments.allow}.")
-    runtimes = tuple(arguments.runtime or (name for name in RUNTIMES if find_spec(name) is not None))
+    runtimes = tuple(arguments.runtime or (name for name in EXECUTES if RUNTIMES[name].is_installed))
     found = compare_runtimes(
         arguments.file, _arrays(arguments.inputs), runtimes, _program(arguments.model), arguments.seed
     )

@@ -17,11 +17,11 @@ from qtoolkit.export.codes import CodeCount, largest_difference
 from qtoolkit.export.deployed import RuntimeCodes
 from qtoolkit.export.quantizer_nodes import QuantizerNode, pairs
 from qtoolkit.export.reading import UnreadableFileError, array_of, open_model
-from qtoolkit.export.runtimes import RUNTIMES, Executed
-from qtoolkit.export.verify import check_installed
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.runtimes.execution import Executed
+from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
 
 LARGEST_INPUT = 1 << 25  # values: 256 MiB while they are made
 INTEGERS = (np.int8, np.uint8, np.int16, np.uint16)
@@ -84,9 +84,9 @@ def compare_runtimes(
         RuntimeError: A runtime cannot run the file.
     """
     for runtime in runtimes:
-        check_known("runtime of compare_runtimes:", runtime, RUNTIMES)
+        check_known("runtime of compare_runtimes:", runtime, EXECUTES)
     for runtime in ("onnxruntime", *runtimes):
-        check_installed(runtime)
+        RUNTIMES[runtime].check_installed("verify")
     graph = open_model(path).graph
     grids = _grids(graph, Path(path))
     nodes = [node for node in pairs(graph) if node.quantizer in grids and not node.is_constant]
@@ -112,7 +112,7 @@ def compare_runtimes(
 
 def _run(name: str, path: Path, tensors: Sequence[Tensor], nodes: Any, grids: Any, *, optimized: bool) -> Executed:
     try:
-        return RUNTIMES[name](path, tensors, nodes, grids, optimized)
+        return EXECUTES[name](path, tensors, nodes, grids, optimized)
     except Exception as error:  # runtimes' errors have no base class of their own
         raise RuntimeError(f"{name} cannot run {str(path)!r} on these inputs: {first_line(error)}.") from error
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from qtoolkit.export.codes import CodeCount, check_difference, largest_difference, sum_of
 from qtoolkit.export.follower import Follower, Nodes
-from qtoolkit.export.runtimes import Executed, Layer
 from qtoolkit.model_inputs import tensors_of
+from qtoolkit.runtimes.execution import Executed, Layer
 
 SHOWN = 5  # names of layers in a line
 

@@ -4,7 +4,6 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ from qtoolkit.export.follower import Follower, NodeCodes
 from qtoolkit.export.onnx import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
 from qtoolkit.export.runtimes import executorch_xnnpack
-from qtoolkit.export.runtimes.execution import Executed, Layer
 from qtoolkit.export.runtimes.executorch_xnnpack import Lowered, lower
 from qtoolkit.export.verify import Verification
 from qtoolkit.files import write_atomically
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.model_state import evaluating
-
-# The share of codes that may differ, by one step each, from those of integer arithmetic: ties behind ops that are float there.
-SHARE = 1e-5
+from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.table import XNNPACK
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,7 @@ def export_executorch(
         TypeError: The model has no quantizers, or the example inputs do not match its forward.
         ImportError: The extra [executorch] is not installed.
     """
-    if find_spec("executorch") is None:
-        raise ImportError("export_executorch needs executorch; run: pip install qtoolkit[executorch].")
+    XNNPACK.check_installed("export_executorch")
     found = decomposed(model, example_inputs, dynamic_shapes, "export_executorch")
     lowered = lower(found.program)
     verification, end_to_end = _compared(found, lowered) if verify else (None, None)
@@ -116,7 +112,7 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
         lowered.layers,
         lowered.conversions,
         largest_difference(outputs, values[: len(outputs)]),
-        SHARE,
+        XNNPACK.tie_share,
     )
     with ONE_AT_A_TIME, evaluating(model):
         ours = Follower(model, found.args, found.kwargs)

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,10 @@ from qtoolkit.export.follower import Followed, Follower, NodeCodes, grid_named
 from qtoolkit.export.positions import ChosenMaxima
 from qtoolkit.export.quantizer_nodes import QuantizerNode, quantizer_nodes
 from qtoolkit.export.reading import open_model
-from qtoolkit.export.runtimes import RUNTIMES
 from qtoolkit.model_inputs import call_arguments, tensors_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
 
 if TYPE_CHECKING:
     import os
@@ -268,8 +267,8 @@ def verify(
         0
     """
     for runtime in runtimes:
-        check_known("runtime of verify:", runtime, RUNTIMES)
-        check_installed(runtime)
+        check_known("runtime of verify:", runtime, EXECUTES)
+        RUNTIMES[runtime].check_installed("verify")
         if not optimized and runtime != "onnxruntime":
             raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
@@ -287,7 +286,7 @@ def verify(
     found: dict[str, RuntimeCodes] = {}
     with progress_bar("verify", "runtimes", progress, runtimes) as bar:
         for name in bar:
-            executed = RUNTIMES[name](Path(path), tensors, varying, grids, optimized)
+            executed = EXECUTES[name](Path(path), tensors, varying, grids, optimized)
             read = _by_quantizer(nodes, executed.codes)
             found[name] = compare_execution(follower, executed, read, names, weights=weights)
             note(bar, f"{name}: {found[name].codes.differing:,} of {found[name].codes.compared:,} codes differ")
@@ -324,10 +323,3 @@ def _compare_weights(follower: Follower, file: OpenedFile, constant: Sequence[Qu
     """Compare the codes of the layers' weights in a file with the model's, by the names of their quantizers."""
     weights = [node for node in constant if node.quantizer in follower.weights]
     return follower.compare_weights(_by_quantizer(weights, file.constants([node.codes for node in weights])))
-
-
-def check_installed(runtime: str) -> None:
-    """Raise ImportError, with the command that installs it, for a runtime that is missing."""
-    if find_spec(runtime) is None:
-        extra = "onnx" if runtime == "onnxruntime" else runtime
-        raise ImportError(f"verify needs {runtime}; run: pip install qtoolkit[{extra}].")

@@ -6,9 +6,10 @@ import numpy as np
 
 from qtoolkit.backends import Backend
 from qtoolkit.lint.file_facts import Array, Codes, FileNode, codes_of
-from qtoolkit.lint.findings import IMPORTER, ONNX, OPENVINO_LPT, SELECTORS, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, users_behind
-from qtoolkit.lint.targets import on_onnxruntime, on_openvino, on_tensorrt
+from qtoolkit.lint.sources import IMPORTER, ONNX
+from qtoolkit.runtimes.table import ONNXRUNTIME, OPENVINO, TENSORRT
 
 # The types of activations that TensorRT computes with, and those that it takes of weights too.
 TENSORRT_TYPES, TENSORRT_WEIGHT_TYPES = ("INT8", "FLOAT8E4M3FN"), ("INT4", "FLOAT4E2M1")
@@ -50,7 +51,7 @@ def _code_type(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _types(backend: Backend, *, of_weight: bool) -> tuple[str, ...]:
-    if on_tensorrt(backend):
+    if TENSORRT.runs(backend):
         return TENSORRT_TYPES + (TENSORRT_WEIGHT_TYPES if of_weight else ())
     return ("INT8", "UINT8")
 
@@ -69,7 +70,7 @@ def _scale(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _activation_axis(op: Op, backend: Backend) -> Iterator[Finding]:
     codes = codes_of(op)
-    if on_openvino(backend) and all(map(_is_depthwise, users_behind(op, backend))):  # its channels are not summed
+    if OPENVINO.runs(backend) and all(map(_is_depthwise, users_behind(op, backend))):  # its channels are not summed
         return
     if codes is not None and (codes.axis is not None or codes.block_size):
         yield Finding(
@@ -136,7 +137,7 @@ def _opset(op: Op, backend: Backend) -> Iterator[Finding]:
     for what, codes in stored(op):
         needed = next((opset for name, opset in OPSETS.items() if codes.dtype.startswith(name)), 10)
         needed = max(needed, PER_AXIS_OPSET if codes.axis is not None else 0, BLOCKS_OPSET if codes.block_size else 0)
-        needed = max(needed, PER_AXIS_OPSET if on_onnxruntime(backend) else 0)
+        needed = max(needed, PER_AXIS_OPSET if ONNXRUNTIME.runs(backend) else 0)
         if facts.opset < needed:
             yield Finding(
                 op.name,
@@ -187,17 +188,17 @@ def _deconvolution_zero_point(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 CODES = (
-    Rule("symmetric", _zero_point, f"{TENSORRT_DOCS}; {IMPORTER}", on_tensorrt),
-    Rule("code-type", _code_type, TENSORRT_DOCS, on_tensorrt),
-    Rule("code-type", _code_type, SELECTORS, on_onnxruntime),
-    Rule("code-type", _code_type, OPENVINO_LPT, on_openvino),
-    Rule("constant-scale", _scale, f"{TENSORRT_DOCS}; {SELECTORS}"),
-    Rule("activation-axis", _activation_axis, f"{TENSORRT_DOCS}; {SELECTORS}; {OPENVINO_LPT}"),
-    Rule("weight-axis", _weight_axis, f"{TENSORRT_DOCS}; {IMPORTER}"),
-    Rule("float-bias", _bias, f"{TENSORRT_DOCS}; {IMPORTER}", on_tensorrt),
-    Rule("bias-scale", _bias_scale, f"{SELECTORS}; onnxruntime PR 28229", lambda b: b.integer_bias),
+    Rule("symmetric", _zero_point, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
+    Rule("code-type", _code_type, TENSORRT.rules, TENSORRT.runs),
+    Rule("code-type", _code_type, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
+    Rule("code-type", _code_type, OPENVINO.rules, OPENVINO.runs),
+    Rule("constant-scale", _scale, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}"),
+    Rule("activation-axis", _activation_axis, f"{TENSORRT.rules}; {ONNXRUNTIME.rules}; {OPENVINO.rules}"),
+    Rule("weight-axis", _weight_axis, f"{TENSORRT.rules}; {IMPORTER}"),
+    Rule("float-bias", _bias, f"{TENSORRT.rules}; {IMPORTER}", TENSORRT.runs),
+    Rule("bias-scale", _bias_scale, f"{ONNXRUNTIME.rules}; onnxruntime PR 28229", lambda b: b.integer_bias),
     Rule("opset", _opset, ONNX),
-    Rule("int4-blocks", _blocks, TENSORRT_DOCS, on_tensorrt),
-    Rule("cast", _casts, TENSORRT_DOCS, on_tensorrt),
-    Rule("deconvolution-zero-point", _deconvolution_zero_point, OPENVINO_LPT, on_openvino),
+    Rule("int4-blocks", _blocks, TENSORRT.rules, TENSORRT.runs),
+    Rule("cast", _casts, TENSORRT.rules, TENSORRT.runs),
+    Rule("deconvolution-zero-point", _deconvolution_zero_point, OPENVINO.rules, OPENVINO.runs),
 )

@@ -6,15 +6,6 @@ from dataclasses import dataclass, replace
 from qtoolkit.backends import Backend
 from qtoolkit.lint.ops import Op, find_quantizers
 
-# Where rules are documented.
-TENSORRT_DOCS = "TensorRT documentation, Working with Quantized Types"
-IMPORTER = "onnx-tensorrt, the importer of QuantizeLinear and DequantizeLinear"
-MODEL_OPTIMIZER = "NVIDIA Model Optimizer, modelopt.onnx.quantization"
-SELECTORS = "onnxruntime qdq_selectors.cc; measured with 1.30, docs/runtimes.md"
-OPENVINO_LPT = "OpenVINO CPU plugin, low precision transformations"
-ONNX = "ONNX, the operators QuantizeLinear and DequantizeLinear"
-TABLE = "qtoolkit/backends.py, with the sources of each target"
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -8,11 +8,12 @@ from qtoolkit.backends import QUANTIZED_ROLES, Backend
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.lint.file_facts import Codes, FileNode, codes_of
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, ONNX, SELECTORS, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
-from qtoolkit.lint.targets import on_onnxruntime, on_tensorrt
+from qtoolkit.lint.sources import MODEL_OPTIMIZER, ONNX
 from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.runtimes.table import ONNXRUNTIME, TENSORRT
 
 CLIP_FUSION = "onnxruntime clip_quantizelinear.cc and qdq_util.cc; measured with 1.30"
 CLIP_ERROR = 1.19e-7  # by which onnxruntime's ClipQuantFusion lets a bound differ
@@ -47,7 +48,7 @@ def _end_of_unit(op: Op, backend: Backend) -> Op:
 
 def _behind_moving_pairs(op: Op, backend: Backend) -> Op:
     """Return the last of the ops behind an op past which onnxruntime moves a pair, or the op."""
-    while len(op.users) == 1 and not op.returned and on_onnxruntime(backend):
+    while len(op.users) == 1 and not op.returned and ONNXRUNTIME.runs(backend):
         user = op.users[0]
         if not isinstance(user.node, FileNode) or user.node.op_type not in PAIRS_MOVE_PAST:
             break
@@ -211,13 +212,13 @@ def _for_floats_only(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 FUSIONS = (
-    Rule("quantized-output", _float_output, SELECTORS, lambda b: bool(b.needs_quantized_output)),
-    Rule("repeated-pair", _unrepeated_pair, SELECTORS, lambda b: bool(b.repeated_pairs)),
-    Rule("one-type", _mixed_types, SELECTORS, on_onnxruntime),
-    Rule("saturation", _activation_before_quantizer, CLIP_FUSION, on_onnxruntime),
+    Rule("quantized-output", _float_output, ONNXRUNTIME.rules, lambda b: bool(b.needs_quantized_output)),
+    Rule("repeated-pair", _unrepeated_pair, ONNXRUNTIME.rules, lambda b: bool(b.repeated_pairs)),
+    Rule("one-type", _mixed_types, ONNXRUNTIME.rules, ONNXRUNTIME.runs),
+    Rule("saturation", _activation_before_quantizer, CLIP_FUSION, ONNXRUNTIME.runs),
     Rule("silu", _inside_silu, MODEL_OPTIMIZER, lambda b: not b.splits_silu and not b.quantize_outputs),
     MASKED_SCORES,
-    Rule("plugin", _unknown_op, TENSORRT_DOCS, on_tensorrt),
+    Rule("plugin", _unknown_op, TENSORRT.rules, TENSORRT.runs),
 )
 
-FILE_ADVICE = (Rule("floats-only", _for_floats_only, f"{TENSORRT_DOCS}; {ONNX}", lambda b: not b.quantize_outputs),)
+FILE_ADVICE = (Rule("floats-only", _for_floats_only, f"{TENSORRT.rules}; {ONNX}", lambda b: not b.quantize_outputs),)

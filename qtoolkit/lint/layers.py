@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, TABLE, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, origin
+from qtoolkit.lint.sources import MODEL_OPTIMIZER, TABLE
 from qtoolkit.op_kinds.kind import belongs_to_layer
+from qtoolkit.runtimes.table import TENSORRT
 
 LEAST_CHANNELS = 16  # of one instruction of TensorRT's integer kernels
 LEAVE_FLOAT = "Leave it in float by the QConfigMapping, or measure."
@@ -109,7 +111,7 @@ LAYERS = (
     Rule(
         "conv-transpose-axis", _conv_transpose_axis, "NVIDIA/TensorRT #1694, #1699, #2380; TensorRT 10.2 release notes"
     ),
-    Rule("weight-bits", _weight_bits, f"{TENSORRT_DOCS}; {TABLE}", lambda b: b.weight_bits is not None),
+    Rule("weight-bits", _weight_bits, f"{TENSORRT.rules}; {TABLE}", lambda b: b.weight_bits is not None),
 )
 
 # Ops that are not faster in integers, by the names in `Backend.advice`.

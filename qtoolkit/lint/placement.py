@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
 from qtoolkit.lint import residual
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others
+from qtoolkit.lint.sources import MODEL_OPTIMIZER
 from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.table import KINDS
+from qtoolkit.runtimes.table import TENSORRT
 
 
 def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
@@ -145,11 +147,11 @@ def _output_is_quantized(op: Op, backend: Backend) -> bool:
 
 PLACEMENT = (
     *residual.RULES,
-    Rule("inside-a-unit", _inside_a_unit, TENSORRT_DOCS),
-    Rule("all-inputs", _some_inputs, TENSORRT_DOCS),
-    Rule("shared-concat", _concat, f"{MODEL_OPTIMIZER}; {TENSORRT_DOCS}", lambda b: b.shared_concat),
-    Rule("requantized", _requantized, f"{TENSORRT_DOCS}; onnxruntime double_qdq_pairs_remover.cc"),
-    Rule("in-and-out", _in_and_out, TENSORRT_DOCS, lambda b: b.integers_in_and_out),
+    Rule("inside-a-unit", _inside_a_unit, TENSORRT.rules),
+    Rule("all-inputs", _some_inputs, TENSORRT.rules),
+    Rule("shared-concat", _concat, f"{MODEL_OPTIMIZER}; {TENSORRT.rules}", lambda b: b.shared_concat),
+    Rule("requantized", _requantized, f"{TENSORRT.rules}; onnxruntime double_qdq_pairs_remover.cc"),
+    Rule("in-and-out", _in_and_out, TENSORRT.rules, lambda b: b.integers_in_and_out),
     Rule("pad", _pad_before_quantizer, "NVIDIA/TensorRT #2592"),
-    Rule("one-quantizer", _two_quantizers, f"{TENSORRT_DOCS}; {MODEL_OPTIMIZER}"),
+    Rule("one-quantizer", _two_quantizers, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}"),
 )

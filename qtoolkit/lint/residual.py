@@ -4,8 +4,10 @@ import heapq
 from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
-from qtoolkit.lint.findings import MODEL_OPTIMIZER, TENSORRT_DOCS, Finding, Rule
+from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, origin
+from qtoolkit.lint.sources import MODEL_OPTIMIZER
+from qtoolkit.runtimes.table import TENSORRT
 
 
 def free_branch(op: Op, backend: Backend) -> Op | None:
@@ -97,7 +99,7 @@ def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Finding]:
 
 RULES = (
     Rule(
-        "residual-add", _one_free_branch, f"{TENSORRT_DOCS}; {MODEL_OPTIMIZER}", lambda b: b.residual_add == "identity"
+        "residual-add", _one_free_branch, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}", lambda b: b.residual_add == "identity"
     ),
     Rule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, lambda b: b.residual_add == "identity"),
 )

@@ -80,7 +80,7 @@ def test_verify_reads_a_file_without_zero_points(tmp_path, capsys) -> None:
 def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
     from qtoolkit.export import between_runtimes
 
-    run = between_runtimes.RUNTIMES["onnxruntime"]
+    run = between_runtimes.EXECUTES["onnxruntime"]
 
     def shifted(path, tensors, nodes, grids, optimized):
         done = run(path, tensors, nodes, grids, optimized)
@@ -88,7 +88,7 @@ def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
             done.codes["t2_0" if "t2_0" in done.codes else next(iter(done.codes))].flat[0] += 1
         return done
 
-    monkeypatch.setattr(between_runtimes, "RUNTIMES", {"onnxruntime": shifted})
+    monkeypatch.setattr(between_runtimes, "EXECUTES", {"onnxruntime": shifted})
     path = clean().save(tmp_path)
     assert main(["verify", path, "--runtime", "onnxruntime"]) == 1
     out = capsys.readouterr().out

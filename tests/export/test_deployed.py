@@ -1,6 +1,5 @@
 """All codes end to end in onnxruntime at its default optimizations and in OpenVINO."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.export import verify
 from qtoolkit.export.codes import CodeCount
-from qtoolkit.export.runtimes import Layer, onnxruntime_cpu
+from qtoolkit.runtimes import onnxruntime_cpu, table
+from qtoolkit.runtimes.execution import Layer
 from tests.export.qdq_files import File
 
 X = torch.linspace(-1, 1, 2 * 3 * 12 * 12).reshape(2, 3, 12, 12).roll(7, 3)
@@ -198,7 +198,7 @@ def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
     onnx.save(more, tmp_path / "more.onnx")
     with pytest.raises(ValueError, match=r"verify: the file takes 2 tensors \(x, more\), got 1"):
         verify(tmp_path / "more.onnx", model, X)
-    monkeypatch.setattr(sys.modules["qtoolkit.export.verify"], "find_spec", lambda name: None)
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"verify needs openvino; run: pip install qtoolkit\[openvino\]"):
         verify(path, model, X, runtimes=("openvino",))
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export import executorch as front
-from qtoolkit.export.runtimes import executorch_xnnpack
+from qtoolkit.export.runtimes import executorch_xnnpack, table
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quantizers.frozen import Grid
 from tests.nets import Residual, trained
@@ -54,7 +54,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             values = tensors_of(program.module()(*args, **kwargs))
         return [(x + sum(added) if x.dtype == torch.int8 else x).numpy() for x in values]
 
-    monkeypatch.setattr(front, "find_spec", lambda name: name)
+    monkeypatch.setattr(table, "find_spec", lambda name: name)
     monkeypatch.setattr(front, "lower", lower)
     monkeypatch.setattr(front.executorch_xnnpack, "load", lambda file: lambda tensors: run(file, tensors))
     monkeypatch.setattr(front.executorch_xnnpack, "description", lambda: "torch")
@@ -122,7 +122,7 @@ def test_inputs_in_containers_are_read(in_torch: list[int], tmp_path) -> None:
 
 
 def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(front, "find_spec", lambda name: None)
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install qtoolkit\[executorch\]"):
         qt.export.export_executorch(converted(nn.Sequential(nn.Linear(16, 4))), X, tmp_path / "m.pte")
 

@@ -10,8 +10,8 @@ from qtoolkit.debug.page.facts import Facts
 from qtoolkit.debug.page.words import count, percent
 from qtoolkit.export.codes import CodeCount
 from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes
-from qtoolkit.export.runtimes import Layer
 from qtoolkit.export.verify import Verification
+from qtoolkit.runtimes.execution import Layer
 
 POOR_SQNR, FULL_SQNR = 20.0, 60.0  # dB: below the first a cell is marked, at the second its bar is full
 

@@ -14,9 +14,9 @@ from torch.export import ExportedProgram
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import first_line
-from qtoolkit.export.runtimes.execution import Layer
 from qtoolkit.model_inputs import tensors_of, with_tensors
 from qtoolkit.op_kinds.table import KINDS, OF_ATEN
+from qtoolkit.runtimes.execution import Layer
 
 # Activations that join the op before them in the delegate.
 JOINED = {name for kind in backends["xnnpack"].joined_activations for name in KINDS[kind].aten}

@@ -26,8 +26,9 @@ from qtoolkit.export.codes import largest_difference
 from qtoolkit.export.file_kinds import CAST, ops_where
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
-from qtoolkit.export.runtimes.execution import Executed, Layer
 from qtoolkit.export.runtimes.saturating_sums import has_wide_weights, processor_saturates
+from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.table import ONNXRUNTIME
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.frozen import Grid
@@ -37,7 +38,6 @@ ALIKE = {"QuantizeLinear": 2, "DequantizeLinear": 1}  # the input that has the t
 CONVERSIONS = tuple(ALIKE)
 # Ops that compute nothing: they rearrange values, or are computed once.
 REARRANGES = ops_where(lambda kind: kind.rearranges) | {CAST, "Shape", "ReorderInput", "ReorderOutput", "Constant"}
-FLOAT_SHARE = 1e-5  # of the codes behind ops that it computes in float: ties of their sums
 # Weights with int8 codes get uint8 codes 128 higher on processors whose sums saturate; it changes nothing on others.
 EXACT_SUMS = ("session.x64quantprecision", "1")
 SATURATES = "Without VNNI, as on this processor, onnxruntime's sums of uint8 times int8 codes saturate at 16 bits"
@@ -100,7 +100,7 @@ def _execute(
         layers,
         sum(node.op_type in CONVERSIONS for node in fused.proto.graph.node),
         change,
-        0.0 if exact else FLOAT_SHARE,
+        0.0 if exact else ONNXRUNTIME.tie_share,
     )
 
 

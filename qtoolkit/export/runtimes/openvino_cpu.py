@@ -15,16 +15,15 @@ from torch import Tensor
 from qtoolkit.export.codes import largest_difference
 from qtoolkit.export.files import OpenedFile
 from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
-from qtoolkit.export.runtimes.execution import Executed, Layer
 from qtoolkit.export.runtimes.saturating_sums import has_wide_weights, processor_saturates
+from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.table import OPENVINO
 
 if TYPE_CHECKING:
     from qtoolkit.quantizers.frozen import Grid
 
 # Nodes that do not compute.
 PLUMBING = ("Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Split", "Convert")
-# Its kernels add the bias in float, and multiply by the scales in another order than onnxruntime's.
-SHARE = 1e-4
 SATURATES = (
     "Without VNNI, as on this processor, OpenVINO's sums of uint8 times int8 codes saturate at 16 bits, and this file has "
     "weights with codes beyond 64: the backend 'openvino' quantizes weights to 7 bits."
@@ -63,7 +62,7 @@ def execute(
     unrounded = _unrounded(plain, nodes)
     if unrounded:
         remarks.append(UNROUNDED.format(", ".join(map(repr, unrounded))))
-    facts = (codes, layers, conversions, change, SHARE, " ".join(remarks), unrounded)
+    facts = (codes, layers, conversions, change, OPENVINO.tie_share, " ".join(remarks), unrounded)
     return Executed(_description(plain), outputs, *facts)
 
 

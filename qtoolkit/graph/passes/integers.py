@@ -26,13 +26,13 @@ from qtoolkit.graph.plan import Computed
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of, weight_node
 from qtoolkit.integer.functions import FunctionKernel
 from qtoolkit.integer.kernels import Kernel, OpKernel
-from qtoolkit.integer.runtimes import Runtime
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.grid_ends import saturates
+from qtoolkit.runtimes.table import Runtime
 
 HOLDER = "integer_kernels"
 

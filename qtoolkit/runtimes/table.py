@@ -1,0 +1,145 @@
+"""One record of each runtime: its integer kernels, how it executes a file, which differences are its rounding, its rules."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from torch import fx
+
+from qtoolkit.backends import Backend
+from qtoolkit.errors import check_known, with_article
+from qtoolkit.integer import onnxruntime, openvino, tensorrt, xnnpack
+from qtoolkit.integer.kernels import LayerKernel, OpKernel
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.runtimes.execution import Execute, Executed
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How one runtime executes a quantized model.
+
+    Attributes:
+        name: Its name.
+        carries: The kinds of op through which codes pass on their way to an integer kernel.
+        absorbs: The kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes.
+        layer_kernel: Returns the kernel of a layer (its input's grid and its output's, or None), or why it runs in float.
+        op_kernel: Returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its
+            inputs' grids, its output's, or None), or why it runs in float.
+        reciprocal: Whether quantizing multiplies by a factor from the ends of the range, and adds the zero point before
+            rounding.
+        package: The package that executes files; "" where none does.
+        extra: The extra of qtoolkit that installs it.
+        execute: Runs an ONNX file; None where it takes none. It imports the package.
+        tie_share: The share of codes that may differ from a model's, by one step each, because ops that the runtime computes in
+            float round in another order.
+        rules: Where the rules are documented by which `qtoolkit.export.lint` checks its files.
+    """
+
+    name: str
+    carries: tuple[str, ...]
+    layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | str]
+    op_kernel: Callable[[str, fx.Node, Collection[OpKind], Sequence[Grid], Grid | None], type[OpKernel] | str]
+    absorbs: tuple[str, ...] = ()
+    reciprocal: bool = False
+    package: str = ""
+    extra: str = ""
+    execute: Execute | None = None
+    tie_share: float = 0.0
+    rules: str = ""
+
+    def runs(self, backend: Backend) -> bool:
+        """Return whether a target has this runtime's arithmetic."""
+        return backend.runtime == self.name
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package that executes files is installed."""
+        return bool(self.package) and find_spec(self.package) is not None
+
+    def check_installed(self, what: str) -> None:
+        """Raise ImportError, which begins with `what` and has the command that installs it, where it is missing."""
+        if not self.is_installed:
+            raise ImportError(f"{what} needs {self.package}; run: pip install qtoolkit[{self.extra}].")
+
+
+def _float_op(runtime: str, kind: str, *_: object) -> str:
+    """Return why an op without weights stays float on a runtime that computes it as its float form does."""
+    return f"{runtime} computes {with_article(kind)} in float32 between codes"
+
+
+def _in_onnxruntime(*request: Any) -> Executed:
+    from qtoolkit.export.runtimes.onnxruntime_cpu import execute
+
+    return execute(*request)
+
+
+def _in_openvino(*request: Any) -> Executed:
+    from qtoolkit.export.runtimes.openvino_cpu import execute
+
+    return execute(*request)
+
+
+ONNXRUNTIME = Runtime(
+    "onnxruntime",
+    onnxruntime.CARRIES,
+    onnxruntime.layer_kernel,
+    onnxruntime.op_kernel,
+    absorbs=onnxruntime.ABSORBS,
+    package="onnxruntime",
+    extra="onnx",
+    execute=_in_onnxruntime,
+    tie_share=1e-5,
+    rules="onnxruntime qdq_selectors.cc; measured with 1.30, docs/runtimes.md",
+)
+
+# Its kernels add the bias in float, and multiply by the scales in another order than onnxruntime's.
+OPENVINO = Runtime(
+    "openvino",
+    openvino.CARRIES,
+    openvino.layer_kernel,
+    partial(_float_op, "OpenVINO"),
+    reciprocal=True,
+    package="openvino",
+    extra="openvino",
+    execute=_in_openvino,
+    tie_share=1e-4,
+    rules="OpenVINO CPU plugin, low precision transformations",
+)
+
+TENSORRT = Runtime(
+    "tensorrt",
+    tensorrt.CARRIES,
+    tensorrt.layer_kernel,
+    partial(_float_op, "TensorRT"),
+    rules="TensorRT documentation, Working with Quantized Types",
+)
+
+# ExecuTorch's delegate, which executes programs of its own (`qtoolkit.export.runtimes.executorch_xnnpack`).
+XNNPACK = Runtime(
+    "xnnpack",
+    xnnpack.CARRIES,
+    xnnpack.layer_kernel,
+    xnnpack.op_kernel,
+    absorbs=xnnpack.ABSORBS,
+    package="executorch",
+    extra="executorch",
+    tie_share=1e-5,
+)
+
+RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in (ONNXRUNTIME, OPENVINO, TENSORRT, XNNPACK)}
+# How each runtime executes an ONNX file, by its name.
+EXECUTES: Mapping[str, Execute] = {name: each.execute for name, each in RUNTIMES.items() if each.execute is not None}
+
+
+def runtime_named(name: str) -> Runtime:
+    """Return a runtime by its name.
+
+    Raises:
+        ValueError: The name is not known.
+    """
+    check_known("runtime", name, RUNTIMES)
+    return RUNTIMES[name]
