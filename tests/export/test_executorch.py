@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export import executorch as front
-from qtoolkit.export.runtimes import executorch_xnnpack, table
+from qtoolkit.export.runtimes import executorch_xnnpack
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.runtimes import table
 from tests.nets import Residual, trained
 
 X = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))

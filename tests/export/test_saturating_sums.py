@@ -11,7 +11,7 @@ from torch import nn
 
 import qtoolkit as qt
 from qtoolkit.export.files import OpenedFile
-from qtoolkit.runtimes import onnxruntime_cpu, openvino_cpu, saturating_sums
+from qtoolkit.export.runtimes import onnxruntime_cpu, openvino_cpu, saturating_sums
 
 WITHOUT = saturating_sums.processor_saturates()
 
