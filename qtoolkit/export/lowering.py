@@ -8,6 +8,7 @@ from onnx_ir import DataType
 
 from qtoolkit.errors import present
 from qtoolkit.export.pair_form import PairForm
+from qtoolkit.export.quantizer_nodes import node_name
 from qtoolkit.export.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
 from qtoolkit.export.translation import DOMAIN, QUANTIZER
 
@@ -161,7 +162,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def node_of(self, op_type: str, *inputs: onnx_ir.Value, role: str = "", **attributes: Any) -> onnx_ir.Value:
         """Write a node; return its output."""
         values = {key: int(value) if isinstance(value, DataType) else value for key, value in attributes.items()}
-        name = f"{self.name}.{role}" if self.name is not None and role else None
+        name = node_name(self.name, role) if self.name is not None and role else None
         output = f"{self.node.outputs[0].name}.{len(self.nodes)}"
         node = onnx_ir.node(op_type, inputs, values, name=name, outputs=[onnx_ir.Value(name=output)])
         self.nodes.append(node)

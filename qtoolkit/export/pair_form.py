@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from onnx_ir import DataType
 
+from qtoolkit.export.quantizer_nodes import DEQUANTIZE, QUANTIZE
 from qtoolkit.export.storage import BLOCKS_OPSET, SUMS, Array, Storage
 
 V = TypeVar("V")
@@ -65,14 +66,14 @@ class PairForm(ABC, Generic[V]):
             codes = self.node_of("Round", self.node_of("Div", x, grid[0]))
             ends = [self.constant(np.array(end), DataType.FLOAT, "code_float") for end in SUMS]
             return self.node_of("Cast", self.node_of("Clip", codes, *ends), to=DataType.INT32)
-        codes = self.node_of("QuantizeLinear", x, *grid, role="quantize", **self._channels(), **attributes)
+        codes = self.node_of("QuantizeLinear", x, *grid, role=QUANTIZE, **self._channels(), **attributes)
         return self._clip(codes) if self.storage.clips else codes
 
     def values(self, codes: V, grid: Sequence[V], attributes: Mapping[str, Any]) -> V:
         """Write the nodes that compute the values of codes."""
         channels = self._channels()
         return self._from_rows(
-            self.node_of("DequantizeLinear", codes, *grid, role="dequantize", **channels, **attributes)
+            self.node_of("DequantizeLinear", codes, *grid, role=DEQUANTIZE, **channels, **attributes)
         )
 
     def check_blocks(self, opset: int, sizes: Sequence[int]) -> None:

@@ -5,8 +5,25 @@ from typing import Any
 
 from qtoolkit.graph.passes.insert import WEIGHT_HOLDER
 
+# What the nodes of a quantizer do: the end of their names (`node_name`).
+QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
 # Ops on the stored codes of a weight (`qtoolkit.export.passes.sub_pixel`).
 REARRANGED = ("Pad", "Reshape", "Slice", "Transpose")
+
+
+def node_name(quantizer: str, role: str) -> str:
+    """Return the name that a quantizer's node has in the file.
+
+    Example:
+        >>> node_name("conv.weight_quantizer", DEQUANTIZE)
+        'conv.weight_quantizer.dequantize'
+    """
+    return f"{quantizer}.{role}"
+
+
+def quantizer_of(node: Any) -> str:
+    """Return the quantizer that a node of a file dequantizes for, by the node's name; "" for another node."""
+    return (node.name or "").rpartition(node_name("", DEQUANTIZE))[0]
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class QuantizerNode:
 
 def quantizer_nodes(graph: Any) -> list[QuantizerNode]:
     """Return the quantizers of a file in the order of its nodes: one for each DequantizeLinear that has a quantizer's name."""
-    named = ((node, node.name.rpartition(".dequantize")[0]) for node in graph.node)
+    named = ((node, quantizer_of(node)) for node in graph.node)
     found = {node.output[0]: name for node, name in named if node.op_type == "DequantizeLinear" and name}
     return [replace(pair, quantizer=found[pair.values]) for pair in pairs(graph) if pair.values in found]
 
@@ -86,9 +103,8 @@ def layer_names(graph: Any) -> dict[str, str]:
 
     def weight_behind(tensor: str) -> str:
         while tensor not in varying and (node := made_by.get(tensor)) is not None and node.input:
-            quantizer, end, _ = node.name.rpartition(".dequantize")
-            if end:
-                return str(quantizer)
+            if quantizer := quantizer_of(node):
+                return quantizer
             tensor = node.input[0]
         return ""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from qtoolkit.export.quantizer_nodes import quantizer_of
 from qtoolkit.quantizers.frozen import Grid
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def stored_weights(file: "onnx_ir.Model", converted: nn.Module, opset: int) -> t
     found: dict[tuple[int, str, str], StoredWeights] = {}
     seen = set()
     for node in file.graph:
-        grid = grids.get((node.name or "").removesuffix(".dequantize"))
+        grid = grids.get(quantizer_of(node))
         constant = _constant_behind(node.inputs[0]) if grid is not None and node.op_type == "DequantizeLinear" else None
         if grid is None or constant is None or constant.name in seen:
             continue
