@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.passes.saturation import constant_input
+from qtoolkit.export.passes.saturation import bounds_of, constant_input
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 
@@ -18,20 +18,6 @@ BINARY: Mapping[str, tuple[OpKind, OpKind]] = {
     op: (kinds[0], kinds[1]) for op, kinds in OF_ONNX.items() if len(kinds) == 2 and kinds[1].with_constant
 }
 RESIZED = {"nearest": "upsample_nearest", "linear": "upsample_linear", "cubic": "upsample_cubic"}
-
-
-def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
-    """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
-    if node.op_type != "Clip":
-        return None
-    ends = []
-    for index, absent in ((1, -np.inf), (2, np.inf)):
-        given = len(node.inputs) > index and node.inputs[index] is not None
-        value = constant_input(node, index) if given else np.array(absent)
-        if value is None or value.size != 1:
-            return None
-        ends.append(float(value.item()))
-    return ends[0], ends[1]
 
 
 def _clip(node: "onnx_ir.Node") -> str:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.file_kinds import BINARY, bounds_of, kind_by_op
+from qtoolkit.export.file_kinds import BINARY, kind_by_op
+from qtoolkit.export.passes.saturation import bounds_of
 from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid

@@ -27,7 +27,7 @@ def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
     zero_padding = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(
         getattr(layer, "padding", 0), str
     )
-    if layer.OP_KIND.transposed or not layer.OP_KIND.layer or not zero_padding or not _fits(weight) or not is_exact():
+    if not layer.OP_KIND.is_plain_layer or not zero_padding or not _fits(weight) or not is_exact():
         return None
     geometry: tuple[Any, ...] = ([], [], [], 1)
     if layer.OP_KIND.convolves:

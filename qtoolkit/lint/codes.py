@@ -82,13 +82,13 @@ def _activation_axis(op: Op, backend: Backend) -> Iterator[Finding]:
 
 def _is_depthwise(op: Op) -> bool:
     return (
-        op.kind.convolves and not op.kind.transposed and op.layer is not None and op.layer.groups == op.layer.inputs > 1
+        op.kind.convolves and op.kind.is_plain_layer and op.layer is not None and op.layer.groups == op.layer.inputs > 1
     )
 
 
 def _weight_axis(op: Op, backend: Backend) -> Iterator[Finding]:
     layer = op.layer
-    if layer is None or layer.weight is None or layer.weight.blocks or op.kind.transposed or not op.kind.layer:
+    if layer is None or layer.weight is None or layer.weight.blocks or not op.kind.is_plain_layer:
         return
     if layer.weight.axis is not None and layer.weight.axis != layer.output_axis:
         yield Finding(

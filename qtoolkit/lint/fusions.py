@@ -75,7 +75,7 @@ def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _is_convolution(op: Op) -> bool:
-    return op.kind.convolves and not op.kind.transposed
+    return op.kind.convolves and op.kind.is_plain_layer
 
 
 def _takes_codes(op: Op, backend: Backend) -> bool:

@@ -48,7 +48,7 @@ def _weight_bits(op: Op, backend: Backend) -> Iterator[Finding]:
 def _few_channels(op: Op, backend: Backend) -> Iterator[Finding]:
     """Find layers that NVIDIA Model Optimizer's ONNX quantizer leaves out: too small to gain."""
     layer = op.layer
-    if layer is None or layer.weight is None or op.kind.transposed or not op.kind.layer or not layer.outputs:
+    if layer is None or layer.weight is None or not op.kind.is_plain_layer or not layer.outputs:
         return
     inputs, outputs = layer.inputs // layer.groups, layer.outputs  # of a convolution, the inputs of a group
     if min(inputs, outputs) >= LEAST_CHANNELS or (op.kind.convolves and _is_worth_it(op)):

@@ -12,7 +12,7 @@ from qtoolkit.runtimes.table import TENSORRT
 
 def free_branch(op: Op, backend: Backend) -> Op | None:
     """Return the input of a residual add that stays unquantized; None for other ops and other targets."""
-    if backend.residual_add == "both" or not op.kind.adds:
+    if not (_has_free_branch(backend) and op.kind.adds):
         return None
     branches = [source for source in op.inputs if layer_before(source) is not None]
     if len(branches) < 2:
@@ -97,9 +97,11 @@ def _the_longer_branch(op: Op, backend: Backend) -> Iterator[Finding]:
         )
 
 
+def _has_free_branch(backend: Backend) -> bool:
+    return backend.residual_add == "identity"
+
+
 RULES = (
-    Rule(
-        "residual-add", _one_free_branch, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}", lambda b: b.residual_add == "identity"
-    ),
-    Rule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, lambda b: b.residual_add == "identity"),
+    Rule("residual-add", _one_free_branch, f"{TENSORRT.rules}; {MODEL_OPTIMIZER}", _has_free_branch),
+    Rule("residual-branch", _the_longer_branch, MODEL_OPTIMIZER, _has_free_branch),
 )

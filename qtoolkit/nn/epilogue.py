@@ -205,7 +205,7 @@ def _bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds |
     """Return what the op computes for the activation, which may be none; None where it must be called."""
     if activation is None:
         return bounds or Bounds()
-    return None if why_activation_apart(activation) is not None else bounds_of_module(activation)
+    return None if is_watched(activation) else bounds_of_module(activation)
 
 
 def _compute(

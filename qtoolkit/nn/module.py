@@ -10,7 +10,7 @@ from qtoolkit.computed_weights import refresh
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.table import KINDS, OTHER, kind_named
+from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import Versions, is_stale, set_weight_range, weight_quantizer
@@ -55,7 +55,7 @@ class QuantModule(nn.Module):
                     f"class {cls.__name__} has no KIND; set it to the kind of its op, or to {OTHER.name!r}."
                 )
             check_known(f"KIND of class {cls.__name__}:", cls.KIND, (*KINDS, OTHER.name))
-            cls.OP_KIND = kind_named(cls.KIND)
+            cls.OP_KIND = kind_of_type(cls)
 
     @classmethod
     def from_float(

@@ -12,7 +12,7 @@ from qtoolkit.nn.weighted import QuantWeighted
 class QuantTransformersConv1D(QuantWeighted, Conv1D):  # type: ignore[misc]  # its class has no types
     """transformers' Conv1D, a linear layer whose weight is (in, out), as in GPT-2. It is no torch.nn.Conv1d.
 
-    `weight_spec`'s axis 1 is the output feature. It computes the float simulation in training, whatever `forward` asks for.
+    Axis 1 of `weight_spec` is the output feature. In training the layer computes the float simulation, whatever `forward` is.
 
     Example:
         >>> layer = QuantTransformersConv1D(2, 4, weight_spec=qt.QuantSpec(axis=1))  # 2 outputs, 4 inputs

@@ -129,6 +129,11 @@ class OpKind:
     one_tensor: bool = True
 
     @property
+    def is_plain_layer(self) -> bool:
+        """Whether it is a layer that is no transposed convolution."""
+        return self.layer and not self.transposed
+
+    @property
     def is_relu(self) -> bool:
         """Whether it clips at zero alone."""
         return self.clips and self.homogeneous

@@ -261,5 +261,4 @@ def kind_named(name: str) -> OpKind:
 
 def kind_of_type(qat_type: type[Any]) -> OpKind:
     """Return the kind that a QAT type declares; OTHER for a type of the user's own that declares none."""
-    kind: OpKind = getattr(qat_type, "OP_KIND", OTHER)
-    return kind
+    return kind_named(getattr(qat_type, "KIND", OTHER.name))

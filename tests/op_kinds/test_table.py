@@ -9,7 +9,7 @@ import pytest
 import qtoolkit as qt
 from qtoolkit.export.file_kinds import BINARY, DECIDED
 from qtoolkit.op_kinds.kind import OpKind
-from qtoolkit.op_kinds.table import KINDS, OF_ONNX
+from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER, kind_of_type
 
 PACKAGE = Path(qt.__file__).parent
 
@@ -49,3 +49,11 @@ def test_flags_of_a_kind_agree(kind: OpKind) -> None:
     assert not kind.convolves or kind.layer
     assert not kind.adds or kind.sums
     assert not kind.clips or kind.activation
+
+
+def test_any_class_may_declare_its_kind() -> None:
+    class Own:
+        KIND = "linear"
+
+    assert kind_of_type(Own) is KINDS["linear"]
+    assert kind_of_type(object) is OTHER

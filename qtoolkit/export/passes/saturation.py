@@ -31,19 +31,26 @@ def _is_saturated(clip: "onnx_ir.Node") -> bool:
     if output.is_graph_output() or len(users) != 1 or users[0].op_type != "QuantizeLinear":
         return False
     scale, zero_point = (constant_input(users[0], index) for index in (1, 2))
-    if scale is None or zero_point is None or scale.size != 1 or zero_point.dtype.kind not in "iu":
+    bounds = bounds_of(clip)
+    if bounds is None or scale is None or zero_point is None or scale.size != 1 or zero_point.dtype.kind not in "iu":
         return False
     codes = np.iinfo(zero_point.dtype)
-    low, high = (np.rint(_bound(clip, index) / scale) + zero_point for index in (1, 2))
-    return bool((low <= codes.min).all() and (high >= codes.max).all())  # False for NaN
+    low, high = (np.rint(np.asarray(bound, scale.dtype) / scale) + zero_point for bound in bounds)
+    return bool((low <= codes.min).all() and (high >= codes.max).all())
 
 
-def _bound(clip: "onnx_ir.Node", index: int) -> "np.ndarray[Any, Any]":
-    """Return the lower (1) or upper (2) bound; an infinity for an absent one, NaN for one that is computed."""
-    if len(clip.inputs) <= index or clip.inputs[index] is None:
-        return np.array(-np.inf if index == 1 else np.inf)
-    value = constant_input(clip, index)
-    return np.array(np.nan) if value is None else value
+def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
+    """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
+    if node.op_type != "Clip":
+        return None
+    ends = []
+    for index, absent in ((1, -np.inf), (2, np.inf)):
+        given = len(node.inputs) > index and node.inputs[index] is not None
+        value = constant_input(node, index) if given else np.array(absent)
+        if value is None or value.size != 1:
+            return None
+        ends.append(float(value.item()))
+    return ends[0], ends[1]
 
 
 def quantizer_behind(value: "onnx_ir.Value") -> "tuple[onnx_ir.Node | None, list[onnx_ir.Value]]":
