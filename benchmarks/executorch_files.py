@@ -9,7 +9,7 @@ import torch
 from export_models import Subject
 
 import qtoolkit as qt
-from qtoolkit.export.runtimes.executorch_xnnpack import load, lower
+from qtoolkit.export.verification.runtimes.executorch_xnnpack import load, lower
 from qtoolkit.runtimes.execution import Layer
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from qtoolkit.export.runtimes.onnxruntime_cpu import EXACT_SUMS
+from qtoolkit.export.verification.runtimes.onnxruntime_cpu import EXACT_SUMS
 
 
 def exact_session(path: Path) -> onnxruntime.InferenceSession:

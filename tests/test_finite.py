@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.export.verify import verify_onnx
+from qtoolkit.export.verification.verify import verify_onnx
 
 SHAPE = (4, 3, 8, 8)
 LEARNED = qt.QuantSpec(quantizer="lsq")
@@ -111,7 +111,7 @@ def test_verification_fails_on_nan(tmp_path: Path) -> None:
 
 
 def test_equal_infinities_are_no_difference() -> None:
-    from qtoolkit.export.codes import largest_difference, relative_difference
+    from qtoolkit.export.verification.codes import largest_difference, relative_difference
 
     ours, theirs = torch.tensor([1.0, -torch.inf]), torch.tensor([1.5, -torch.inf]).numpy()
     assert largest_difference([ours], [theirs]) == 0.5

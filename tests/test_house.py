@@ -49,12 +49,12 @@ FLOORS = (
 )  # fmt: skip
 UPWARD = {
     # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.
-    ("qtoolkit.ops.recording", "qtoolkit.export.plain"),
-    ("qtoolkit.ops.recording", "qtoolkit.export.symbolics"),
+    ("qtoolkit.ops.recording", "qtoolkit.export.exporters.plain"),
+    ("qtoolkit.ops.recording", "qtoolkit.export.exporters.symbolics"),
     # A runtime's record says how it executes a file; what reads files is imported when that is asked.
-    ("qtoolkit.runtimes.execution", "qtoolkit.export.quantizer_nodes"),
-    ("qtoolkit.runtimes.table", "qtoolkit.export.runtimes.onnxruntime_cpu"),
-    ("qtoolkit.runtimes.table", "qtoolkit.export.runtimes.openvino_cpu"),
+    ("qtoolkit.runtimes.execution", "qtoolkit.export.files.quantizer_nodes"),
+    ("qtoolkit.runtimes.table", "qtoolkit.export.verification.runtimes.onnxruntime_cpu"),
+    ("qtoolkit.runtimes.table", "qtoolkit.export.verification.runtimes.openvino_cpu"),
 }
 
 

@@ -13,10 +13,10 @@ import torch
 from qtoolkit.backends import backends
 from qtoolkit.cli import tables
 from qtoolkit.cli.environment import environment
-from qtoolkit.export.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.lint import lint as lint_file
 from qtoolkit.export.lint import rules_of
+from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
 
 

@@ -14,9 +14,9 @@ from torch import fx, nn
 from qtoolkit.debug.compare import compare
 from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
 from qtoolkit.debug.sensitivity import Sensitivity
-from qtoolkit.export.deployed import DeployedVerification
 from qtoolkit.export.onnx import ExportResult
-from qtoolkit.export.verify import Verification
+from qtoolkit.export.verification.deployed import DeployedVerification
+from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import write_atomically
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule

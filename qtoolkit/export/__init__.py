@@ -1,16 +1,16 @@
 """Export to deployment formats. Needs the extra: pip install qtoolkit[onnx]."""
 
 from qtoolkit.export.backend_files import BackendFiles, Encoding, encodings, read_encodings
-from qtoolkit.export.between_runtimes import RuntimeComparison, compare_runtimes
-from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes, Verdict
 from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.executorch import ExecutorchResult, export_executorch
+from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.export.lint import lint
 from qtoolkit.export.onnx import ExportResult, export_onnx
+from qtoolkit.export.pairs.stored_weights import StoredWeights
 from qtoolkit.export.program import export_program
-from qtoolkit.export.reading import UnreadableFileError
-from qtoolkit.export.stored_weights import StoredWeights
-from qtoolkit.export.verify import Verification, verify, verify_onnx
+from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
+from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes, Verdict
+from qtoolkit.export.verification.verify import Verification, verify, verify_onnx
 
 __all__ = [
     "BackendFiles",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qtoolkit.backends import backends
-from qtoolkit.export.file_ops import ops_of
-from qtoolkit.export.reading import open_graph
+from qtoolkit.export.files.ops import ops_of
+from qtoolkit.export.files.reading import open_graph
 from qtoolkit.lint.file_facts import FileNode
 from qtoolkit.lint.ops import Op, find_quantizers
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from qtoolkit.export.codes import largest_difference
-from qtoolkit.export.deployed import RuntimeCodes, compare_execution
-from qtoolkit.export.follower import Follower, NodeCodes
 from qtoolkit.export.onnx import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
-from qtoolkit.export.runtimes import executorch_xnnpack
-from qtoolkit.export.runtimes.executorch_xnnpack import Lowered, lower
-from qtoolkit.export.verify import Verification
+from qtoolkit.export.verification.codes import largest_difference
+from qtoolkit.export.verification.deployed import RuntimeCodes, compare_execution
+from qtoolkit.export.verification.follower import Follower, NodeCodes
+from qtoolkit.export.verification.runtimes import executorch_xnnpack
+from qtoolkit.export.verification.runtimes.executorch_xnnpack import Lowered, lower
+from qtoolkit.export.verification.verify import Verification
 from qtoolkit.files import write_atomically
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import tensors_of

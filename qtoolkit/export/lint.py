@@ -3,8 +3,8 @@
 import os
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.export.file_ops import ops_of
-from qtoolkit.export.reading import UnreadableFileError, open_graph
+from qtoolkit.export.files.ops import ops_of
+from qtoolkit.export.files.reading import UnreadableFileError, open_graph
 from qtoolkit.lint.codes import CODES
 from qtoolkit.lint.findings import Finding, Rule, broken
 from qtoolkit.lint.fusions import FILE_ADVICE, FUSIONS

@@ -15,19 +15,19 @@ from torch import nn
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
-from qtoolkit.export.exporters import EXPORTERS, Request
-from qtoolkit.export.files import check_file, free_name, replace_model, save, weights_of
+from qtoolkit.export.exporters.quiet import without_noise
+from qtoolkit.export.exporters.torch_exporters import EXPORTERS, Request
+from qtoolkit.export.files.files import check_file, free_name, replace_model, save, weights_of
 from qtoolkit.export.inputs import Inputs, check_dtypes, check_outputs
-from qtoolkit.export.opsets import choose, convert_opset, native
+from qtoolkit.export.pairs.opsets import choose, convert_opset, native
+from qtoolkit.export.pairs.shaped_weights import check_shapes, shaped_weights
+from qtoolkit.export.pairs.stored_weights import StoredWeights, stored_weights
 from qtoolkit.export.passes.float_weights import keep_float_weights
 from qtoolkit.export.passes.fusible import write_fusible_forms
 from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_moved_codes
 from qtoolkit.export.passes.repeated_pairs import repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
-from qtoolkit.export.quiet import without_noise
-from qtoolkit.export.shaped_weights import check_shapes, shaped_weights
-from qtoolkit.export.stored_weights import StoredWeights, stored_weights
 from qtoolkit.finite import check_finite
 from qtoolkit.graph.passes.record import ops_put_in
 from qtoolkit.integer.kernels import in_float
@@ -40,7 +40,7 @@ from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 if TYPE_CHECKING:
     import onnx_ir
 
-    from qtoolkit.export.verify import Verification
+    from qtoolkit.export.verification.verify import Verification
 
 # torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
 ONE_AT_A_TIME = threading.Lock()
@@ -162,7 +162,7 @@ def export_onnx(
         )
     check_quantized(model, "export_onnx")
     require_extra("export_onnx")
-    from qtoolkit.export.verify import verify_onnx
+    from qtoolkit.export.verification.verify import verify_onnx
 
     converted = convert(model) if quantizers_of(model) else model
     check_grids(converted, "export_onnx")
@@ -216,7 +216,7 @@ def written(
     """
     import onnxscript.optimizer
 
-    from qtoolkit.export.translation import DOMAIN
+    from qtoolkit.export.exporters.translation import DOMAIN
 
     model, inputs = request.model, request.inputs
     if dynamic_batch:
@@ -284,7 +284,7 @@ def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weight
     """Write the Q/DQ pairs in the opset, and what runtimes have kernels for."""
     import onnxscript.optimizer
 
-    from qtoolkit.export.lowering import lower
+    from qtoolkit.export.pairs.lowering import lower
 
     lower(model, opset, integer_weights)
     drop_saturated_clips(model)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from qtoolkit.export.decomposition import Quantizers, decompose
 from qtoolkit.export.inputs import by_name
 from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids
-from qtoolkit.export.shaped_weights import shaped_weights
+from qtoolkit.export.pairs.shaped_weights import shaped_weights
+from qtoolkit.export.pt2e.decomposition import Quantizers, decompose
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import call_arguments
 from qtoolkit.model_state import evaluating

@@ -62,7 +62,7 @@ class Op:
         place: Its place in the order in which the ops run.
         layer: Of a layer with a weight of its own, or of a function that takes a weight, what is known about it.
         returned: Whether the graph returns its output.
-        node: Its node: in a file, as `qtoolkit.export.file_ops` describes it.
+        node: Its node: in a file, as `qtoolkit.export.files.ops` describes it.
         quantizer: The quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a
             concat whose inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it.
     """

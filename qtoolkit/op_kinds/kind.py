@@ -53,7 +53,7 @@ class OpKind:
         name: The name, as a Backend's roles and reports have it.
         forms: How its ops appear in a torch.fx graph. Kinds without forms are found by the `refine` of another kind's form.
         onnx: The ONNX ops of the kind. Of an op that several kinds name, attributes and constant inputs decide
-            (`qtoolkit.export.file_kinds`).
+            (`qtoolkit.export.files.kinds`).
         aten: The ops of aten, in graphs of torch.export, of kinds that passes over those graphs ask for.
         moves: The output holds values of the input, and zeros: reshapes, slices, max pools, padding with zero.
         rearranges: The output holds all values of the input.

@@ -68,12 +68,12 @@ def recorded(
     """
     # The package of exporters imports that of ops.
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-        from qtoolkit.export.symbolics import register_symbolics
+        from qtoolkit.export.exporters.symbolics import register_symbolics
 
         register_symbolics()
         return None
     if are_ops_taken() or not _is_in_onnx_export():
         return None
-    from qtoolkit.export.plain import written_by_dynamo
+    from qtoolkit.export.exporters.plain import written_by_dynamo
 
     return written_by_dynamo(x, scale, zero_point, format, ends, axis, group, block_size)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qtoolkit.export.quantizer_nodes import QuantizerNode
+    from qtoolkit.export.files.quantizer_nodes import QuantizerNode
     from qtoolkit.quantizers.frozen import Grid
 
 

@@ -72,13 +72,13 @@ def _float_op(runtime: str, kind: str, *_: object) -> str:
 
 
 def _in_onnxruntime(*request: Any) -> Executed:
-    from qtoolkit.export.runtimes.onnxruntime_cpu import execute
+    from qtoolkit.export.verification.runtimes.onnxruntime_cpu import execute
 
     return execute(*request)
 
 
 def _in_openvino(*request: Any) -> Executed:
-    from qtoolkit.export.runtimes.openvino_cpu import execute
+    from qtoolkit.export.verification.runtimes.openvino_cpu import execute
 
     return execute(*request)
 
@@ -118,7 +118,7 @@ TENSORRT = Runtime(
     rules="TensorRT documentation, Working with Quantized Types",
 )
 
-# ExecuTorch's delegate, which executes programs of its own (`qtoolkit.export.runtimes.executorch_xnnpack`).
+# ExecuTorch's delegate, which executes programs of its own (`qtoolkit.export.verification.runtimes.executorch_xnnpack`).
 XNNPACK = Runtime(
     "xnnpack",
     xnnpack.CARRIES,

@@ -78,7 +78,7 @@ def test_verify_reads_a_file_without_zero_points(tmp_path, capsys) -> None:
 
 
 def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
-    from qtoolkit.export import between_runtimes
+    from qtoolkit.export.verification import between_runtimes
 
     run = between_runtimes.EXECUTES["onnxruntime"]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import qtoolkit as qt
 from qtoolkit.debug.page import charts, facts, tables
-from qtoolkit.export.codes import CodeCount
+from qtoolkit.export.verification.codes import CodeCount
 from tests.nets import ConvNet
 
 SHAPE = (4, 3, 8, 8)

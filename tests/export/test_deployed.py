@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.export import verify
-from qtoolkit.export.codes import CodeCount
-from qtoolkit.export.runtimes import onnxruntime_cpu
+from qtoolkit.export.verification.codes import CodeCount
+from qtoolkit.export.verification.runtimes import onnxruntime_cpu
 from qtoolkit.runtimes import table
 from qtoolkit.runtimes.execution import Layer
 from tests.export.qdq_files import File

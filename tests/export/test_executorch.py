@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export import executorch as front
-from qtoolkit.export.runtimes import executorch_xnnpack
+from qtoolkit.export.verification.runtimes import executorch_xnnpack
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes import table

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
-from qtoolkit.export import files, verify_onnx
+from qtoolkit.export import verify_onnx
+from qtoolkit.export.files import files
 from tests import nets
 
 SHAPE = (4, 3, 8, 8)
@@ -82,7 +83,7 @@ def test_a_file_that_is_no_weights_of_the_model_stays(tmp_path, monkeypatch) -> 
 KILLED = """
 import os, shutil, signal, sys, torch, qtoolkit as qt, onnx
 from pathlib import Path
-from qtoolkit.export import files
+from qtoolkit.export.files import files
 files.LARGEST_FILE = int(sys.argv[2])
 folder = Path(sys.argv[1])
 def exported(offset):

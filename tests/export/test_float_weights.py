@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.export.exporters import EXPORTERS
+from qtoolkit.export.exporters.torch_exporters import EXPORTERS
 from qtoolkit.export.passes.float_weights import exact_codes
 
 IMAGES, ROWS = torch.randn(16, 4, 18, 18), torch.randn(2048, 8)

@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.export.follower import Follower
 from qtoolkit.export.program import decomposed
+from qtoolkit.export.verification.follower import Follower
 from tests.nets import ConvNet, Residual, Shared, trained
 
 X = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
-from qtoolkit.export.quiet import LOGGED, without_noise
+from qtoolkit.export.exporters.quiet import LOGGED, without_noise
 
 
 class Noisy(nn.Module):

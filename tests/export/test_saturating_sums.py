@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
-from qtoolkit.export.files import OpenedFile
-from qtoolkit.export.runtimes import onnxruntime_cpu, openvino_cpu, saturating_sums
+from qtoolkit.export.files.files import OpenedFile
+from qtoolkit.export.verification.runtimes import onnxruntime_cpu, openvino_cpu, saturating_sums
 
 WITHOUT = saturating_sums.processor_saturates()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
-from qtoolkit.export.runtimes.onnxruntime_cpu import EXACT_SUMS
+from qtoolkit.export.verification.runtimes.onnxruntime_cpu import EXACT_SUMS
 
 X = torch.linspace(-1, 1, 2 * 3 * 9 * 9).reshape(2, 3, 9, 9)
 

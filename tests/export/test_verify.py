@@ -8,9 +8,9 @@ from onnx import numpy_helper
 from torch import Tensor, fx, nn
 
 import qtoolkit as qt
-from qtoolkit.export.codes import TIE_SHARE, CodeCount, compare_codes, tie_band
-from qtoolkit.export.follower import Follower, NodeCodes
-from qtoolkit.export.verify import verify_onnx
+from qtoolkit.export.verification.codes import TIE_SHARE, CodeCount, compare_codes, tie_band
+from qtoolkit.export.verification.follower import Follower, NodeCodes
+from qtoolkit.export.verification.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
 
 X = torch.randn(4, 8)

@@ -12,8 +12,8 @@ from torch import nn
 
 import qtoolkit as qt
 from qtoolkit.export import verify
-from qtoolkit.export.codes import CodeCount
-from qtoolkit.export.runtimes import openvino_cpu
+from qtoolkit.export.verification.codes import CodeCount
+from qtoolkit.export.verification.runtimes import openvino_cpu
 from tests import nets
 
 X = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(5))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.export import verify
-from qtoolkit.export.codes import sum_of
+from qtoolkit.export.verification.codes import sum_of
 from tests.data import DATA, needs_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export import verify
-from qtoolkit.export.runtimes.saturating_sums import processor_saturates
+from qtoolkit.export.verification.runtimes.saturating_sums import processor_saturates
 from tests.data import DATA, needs_data
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 97, 32, 4, 12

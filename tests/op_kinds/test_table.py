@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import qtoolkit as qt
-from qtoolkit.export.file_kinds import BINARY, DECIDED
+from qtoolkit.export.files.kinds import BINARY, DECIDED
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER, kind_of_type
 

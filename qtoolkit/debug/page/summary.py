@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from qtoolkit.debug.page.facts import Facts
 from qtoolkit.debug.page.words import count, percent, size
-from qtoolkit.export.deployed import DeployedVerification
-from qtoolkit.export.verify import Verification
+from qtoolkit.export.verification.deployed import DeployedVerification
+from qtoolkit.export.verification.verify import Verification
 
 
 @dataclass(frozen=True)

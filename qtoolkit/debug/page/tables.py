@@ -8,9 +8,9 @@ from typing import Any
 from qtoolkit.debug.page.details import range_of
 from qtoolkit.debug.page.facts import Facts
 from qtoolkit.debug.page.words import count, percent
-from qtoolkit.export.codes import CodeCount
-from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes
-from qtoolkit.export.verify import Verification
+from qtoolkit.export.verification.codes import CodeCount
+from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes
+from qtoolkit.export.verification.verify import Verification
 from qtoolkit.runtimes.execution import Layer
 
 POOR_SQNR, FULL_SQNR = 20.0, 60.0  # dB: below the first a cell is marked, at the second its bar is full

@@ -13,10 +13,10 @@ from qtoolkit.errors import as_errors_of
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.backend_files.targets import TARGETS
-from qtoolkit.export.exporters import Request
+from qtoolkit.export.exporters.torch_exporters import Request
 from qtoolkit.export.inputs import Inputs, check_dtypes
 from qtoolkit.export.onnx import ONE_AT_A_TIME, check_grids, require_extra, written
-from qtoolkit.export.opsets import LOWEST, check_opset, native
+from qtoolkit.export.pairs.opsets import LOWEST, check_opset, native
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of

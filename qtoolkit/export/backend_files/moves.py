@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.export.file_kinds import ops_where
+from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.passes.repeated_pairs import moved_inputs
 
 # Ops whose output has all values of their input, and activations that a target can compute with the op before them.

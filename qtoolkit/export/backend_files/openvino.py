@@ -14,7 +14,7 @@ import numpy as np
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
-from qtoolkit.export.files import save
+from qtoolkit.export.files.files import save
 from qtoolkit.files import write_atomically
 
 _DOMAIN, _OP = "org.openvinotoolkit", "FakeQuantize"
@@ -58,7 +58,7 @@ def _write_operations(model: Any) -> list[Encoding]:
     import onnxscript.optimizer
 
     from qtoolkit.export.backend_files import placeholders
-    from qtoolkit.export.translation import DOMAIN
+    from qtoolkit.export.exporters.translation import DOMAIN
 
     found: dict[str, Encoding] = {}
     for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):

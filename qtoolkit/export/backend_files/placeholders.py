@@ -8,8 +8,8 @@ import onnx_ir
 
 from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding
-from qtoolkit.export.storage import SUMS
-from qtoolkit.export.translation import DOMAIN, QUANTIZER
+from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER
+from qtoolkit.export.pairs.storage import SUMS
 
 
 def encoding_of(node: onnx_ir.Node) -> Encoding | None:

@@ -15,8 +15,8 @@ from qtoolkit.export.backend_files.format import Format
 from qtoolkit.export.backend_files.moves import spread
 from qtoolkit.export.backend_files.openvino import FakeQuantizeIR
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
-from qtoolkit.export.files import check_file, free_name, replace_model, save, weights_of
-from qtoolkit.export.reading import open_model
+from qtoolkit.export.files.files import check_file, free_name, replace_model, save, weights_of
+from qtoolkit.export.files.reading import open_model
 from qtoolkit.files import write_atomically
 
 if TYPE_CHECKING:

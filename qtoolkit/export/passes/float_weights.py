@@ -51,7 +51,7 @@ def exact_codes(bias: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np
 def _write(model: "onnx_ir.Model", node: "onnx_ir.Node", bias: "np.ndarray[Any, Any]") -> None:
     import onnx_ir
 
-    from qtoolkit.export.lowering import Constants
+    from qtoolkit.export.pairs.lowering import Constants
 
     codes, steps = exact_codes(bias)
     constants, name = Constants(model.graph), f"{node.name}.bias"

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qtoolkit.export.file_kinds import CAST, kind_by_op
+from qtoolkit.export.files.kinds import CAST, kind_by_op
 from qtoolkit.export.passes.saturation import constant_input
 from qtoolkit.op_kinds.table import OTHER
 

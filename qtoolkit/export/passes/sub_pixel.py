@@ -34,7 +34,7 @@ class _Rewriting:
     """Rewrites one node, if it has the form."""
 
     def __init__(self, model: "onnx_ir.Model", node: "onnx_ir.Node") -> None:
-        from qtoolkit.export.lowering import Constants
+        from qtoolkit.export.pairs.lowering import Constants
 
         self.model, self.node, self.constants = model, node, Constants(model.graph)
         self.nodes: list[onnx_ir.Node] = []

@@ -132,7 +132,7 @@ def test_a_changed_scale_inside_is_noticed(tmp_path) -> None:
     import onnx
     from onnx import numpy_helper
 
-    from qtoolkit.export.verify import verify_onnx
+    from qtoolkit.export.verification.verify import verify_onnx
 
     converted, x = qt.convert(prepared_net()), torch.randn(SHAPE)
     qt.export_onnx(converted, x, tmp_path / "model.onnx")

@@ -22,11 +22,11 @@ import numpy as np
 from torch import Tensor
 
 from qtoolkit.errors import first_line
-from qtoolkit.export.codes import largest_difference
-from qtoolkit.export.file_kinds import CAST, ops_where
-from qtoolkit.export.files import OpenedFile
-from qtoolkit.export.quantizer_nodes import QuantizerNode, layer_names
-from qtoolkit.export.runtimes.saturating_sums import has_wide_weights, processor_saturates
+from qtoolkit.export.files.files import OpenedFile
+from qtoolkit.export.files.kinds import CAST, ops_where
+from qtoolkit.export.files.quantizer_nodes import QuantizerNode, layer_names
+from qtoolkit.export.verification.codes import largest_difference
+from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
 from qtoolkit.runtimes.execution import Executed, Layer
 from qtoolkit.runtimes.table import ONNXRUNTIME
 

@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from qtoolkit.export.files import OpenedFile
+from qtoolkit.export.files.files import OpenedFile
 
 SAFE_WEIGHT = 64  # the largest magnitude of a weight's code: 255 * 64 * 2 < 2**15
 

@@ -24,7 +24,7 @@ def choose(opset: int | None, converted: nn.Module) -> int:
     Raises:
         ValueError: ONNX does not have it, or it cannot express the model's codes.
     """
-    from qtoolkit.export.storage import smallest_opset
+    from qtoolkit.export.pairs.storage import smallest_opset
 
     grids = {name: module for name, module in converted.named_modules() if isinstance(module, Grid)}
     needed = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import first_line
-from qtoolkit.export.files import LARGEST_FILE
+from qtoolkit.export.files.files import LARGEST_FILE
 from qtoolkit.export.inputs import Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
@@ -46,8 +46,8 @@ class Request:
 
 
 def _export_dynamo(request: Request) -> "onnx_ir.Model":
-    from qtoolkit.export.quantized_constants import QuantizedConstants
-    from qtoolkit.export.translation import TRANSLATIONS, keep_quantizers
+    from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
+    from qtoolkit.export.exporters.translation import TRANSLATIONS, keep_quantizers
 
     constants = QuantizedConstants(request.model, request.run)
     inputs, axes = request.inputs, _names_of_axes(request)
@@ -122,7 +122,7 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
     import onnx
     import onnx_ir
 
-    from qtoolkit.export.translation import keep_quantizers
+    from qtoolkit.export.exporters.translation import keep_quantizers
 
     inputs, axes = request.inputs, _names_of_axes(request)
     with _destination(request.model) as written, warnings.catch_warnings(), _described_failures(), ops_taken():
@@ -225,7 +225,7 @@ def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> Non
     """Note in each placeholder the quantizer whose scale it reads."""
     import onnx_ir
 
-    from qtoolkit.export.translation import DOMAIN, QUANTIZER
+    from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER
 
     for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
         scale = node.inputs[1] if node.domain == DOMAIN else None

@@ -56,11 +56,11 @@ def _write(g: Any, opset: int, inputs: Sequence[Any], format: str, ends: tuple[i
 
     require_extra("torch.onnx.export of a quantized model")
     if are_ops_taken():
-        from qtoolkit.export.translation import placeholder_in_torchscript
+        from qtoolkit.export.exporters.translation import placeholder_in_torchscript
 
         y = placeholder_in_torchscript(g, inputs, format, ends, *channels)
     else:
-        from qtoolkit.export.plain import written_by_torchscript
+        from qtoolkit.export.exporters.plain import written_by_torchscript
 
         y = written_by_torchscript(g, opset, inputs, format, ends, *channels)
     return y.setType(inputs[0].type()), g.op("Constant", value_t=torch.zeros(0, dtype=torch.uint8))

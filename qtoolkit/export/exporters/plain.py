@@ -11,8 +11,8 @@ from onnx_ir import DataType
 from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 
-from qtoolkit.export.pair_form import PairForm
-from qtoolkit.export.storage import BLOCKS_OPSET, FLOATS, SUMS, Array, smallest_opset, storage_of
+from qtoolkit.export.pairs.pair_form import PairForm
+from qtoolkit.export.pairs.storage import BLOCKS_OPSET, FLOATS, SUMS, Array, smallest_opset, storage_of
 
 V = TypeVar("V")
 

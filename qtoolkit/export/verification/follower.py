@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
-from qtoolkit.export.codes import Call, CodeCount, codes_in_file, compare_codes, sum_of
+from qtoolkit.export.verification.codes import Call, CodeCount, codes_in_file, compare_codes, sum_of
 from qtoolkit.model_state import removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from qtoolkit.export.codes import CodeCount, check_difference, largest_difference, sum_of
-from qtoolkit.export.follower import Follower, Nodes
+from qtoolkit.export.verification.codes import CodeCount, check_difference, largest_difference, sum_of
+from qtoolkit.export.verification.follower import Follower, Nodes
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.runtimes.execution import Executed, Layer
 

@@ -1,6 +1,6 @@
 """Translation of quantizing ops by both of torch's exporters: each call becomes one placeholder node.
 
-The placeholder, `qtoolkit::FakeQuant`, has the op's arguments as attributes. `qtoolkit.export.lowering` replaces it by
+The placeholder, `qtoolkit::FakeQuant`, has the op's arguments as attributes. `qtoolkit.export.pairs.lowering` replaces it by
 QuantizeLinear and DequantizeLinear once the model has its final opset, for both exporters alike.
 """
 
@@ -14,7 +14,7 @@ import torch
 from onnx import defs
 
 from qtoolkit.errors import present
-from qtoolkit.export.plain import dtype_in_torchscript
+from qtoolkit.export.exporters.plain import dtype_in_torchscript
 
 DOMAIN, PLACEHOLDER = "qtoolkit", "FakeQuant"
 QUANTIZER = "quantizer"  # a note in the metadata, then an attribute: the name of the quantizer

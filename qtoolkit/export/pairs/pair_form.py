@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from onnx_ir import DataType
 
-from qtoolkit.export.quantizer_nodes import DEQUANTIZE, QUANTIZE
-from qtoolkit.export.storage import BLOCKS_OPSET, SUMS, Array, Storage
+from qtoolkit.export.files.quantizer_nodes import DEQUANTIZE, QUANTIZE
+from qtoolkit.export.pairs.storage import BLOCKS_OPSET, SUMS, Array, Storage
 
 V = TypeVar("V")
 

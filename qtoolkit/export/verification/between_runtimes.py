@@ -13,10 +13,10 @@ from torch import Tensor
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, first_line
-from qtoolkit.export.codes import CodeCount, largest_difference
-from qtoolkit.export.deployed import RuntimeCodes
-from qtoolkit.export.quantizer_nodes import QuantizerNode, pairs
-from qtoolkit.export.reading import UnreadableFileError, array_of, open_model
+from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs
+from qtoolkit.export.files.reading import UnreadableFileError, array_of, open_model
+from qtoolkit.export.verification.codes import CodeCount, largest_difference
+from qtoolkit.export.verification.deployed import RuntimeCodes
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid

@@ -16,8 +16,8 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qtoolkit.export.lowering import unused_name
-from qtoolkit.export.translation import DOMAIN, TRANSLATIONS, placeholder
+from qtoolkit.export.exporters.translation import DOMAIN, TRANSLATIONS, placeholder
+from qtoolkit.export.pairs.lowering import unused_name
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.frozen import Grid
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qtoolkit.export.positions import SUM_ERROR
+from qtoolkit.export.verification.positions import SUM_ERROR
 from qtoolkit.quantizers.frozen import Grid
 
 # The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
@@ -147,7 +147,7 @@ def tie_band(grid: Grid, dtype: torch.dtype) -> float:
 
 
 def codes_in_file(grid: Grid, x: Tensor) -> Any:
-    """Return the codes of x as an array in the layout of the file: as `qtoolkit.export.translation` writes grouped weights."""
+    """Return the codes of x as an array in the layout of the file, in which the exporters write grouped weights."""
     codes = grid.codes(x.detach()).cpu()
     if grid.group > 1:
         codes = codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)

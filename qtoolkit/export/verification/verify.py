@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 from qtoolkit.errors import check_known
-from qtoolkit.export.codes import (
+from qtoolkit.export.files.files import OpenedFile
+from qtoolkit.export.files.kinds import ops_where
+from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
+from qtoolkit.export.files.reading import open_model
+from qtoolkit.export.verification.codes import (
     CodeCount,
     check_difference,
     compare_codes,
@@ -19,13 +23,9 @@ from qtoolkit.export.codes import (
     relative_difference,
     sum_of,
 )
-from qtoolkit.export.deployed import DeployedVerification, RuntimeCodes, compare_execution
-from qtoolkit.export.file_kinds import ops_where
-from qtoolkit.export.files import OpenedFile
-from qtoolkit.export.follower import Followed, Follower, NodeCodes, grid_named
-from qtoolkit.export.positions import ChosenMaxima
-from qtoolkit.export.quantizer_nodes import QuantizerNode, quantizer_nodes
-from qtoolkit.export.reading import open_model
+from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes, compare_execution
+from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, grid_named
+from qtoolkit.export.verification.positions import ChosenMaxima
 from qtoolkit.model_inputs import call_arguments, tensors_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.export.quantized_decomposed import decomposed_ops
+from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
 from qtoolkit.op_kinds.table import OF_ATEN
 from qtoolkit.quantizers.frozen import code_dtype
 

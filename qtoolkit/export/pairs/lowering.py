@@ -1,4 +1,4 @@
-"""Placeholders of `qtoolkit.export.translation` become QuantizeLinear and DequantizeLinear in the file's opset."""
+"""Placeholders of `qtoolkit.export.exporters.translation` become QuantizeLinear and DequantizeLinear in the file's opset."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import onnx_ir
 from onnx_ir import DataType
 
 from qtoolkit.errors import present
-from qtoolkit.export.pair_form import PairForm
-from qtoolkit.export.quantizer_nodes import node_name
-from qtoolkit.export.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
-from qtoolkit.export.translation import DOMAIN, QUANTIZER
+from qtoolkit.export.exporters.translation import DOMAIN, QUANTIZER
+from qtoolkit.export.files.quantizer_nodes import node_name
+from qtoolkit.export.pairs.pair_form import PairForm
+from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, Array, code_array, exact_in, storage_of, tensor
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
 MIXED_OPSET = 23  # the first whose nodes take a scale of another type than their input's

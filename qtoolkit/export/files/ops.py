@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.export.file_kinds import BINARY, kind_by_op
+from qtoolkit.export.files.kinds import BINARY, kind_by_op
+from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.export.passes.saturation import bounds_of
-from qtoolkit.export.reading import UnreadableFileError
 from qtoolkit.lint.file_facts import Codes, FileNode
 from qtoolkit.lint.ops import Layer, Op, WeightGrid
 from qtoolkit.op_kinds.kind import OpKind

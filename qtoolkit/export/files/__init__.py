@@ -1,0 +1,1 @@
+"""ONNX files: saved, opened, and read as ops with their quantizers."""

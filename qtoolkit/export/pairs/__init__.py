@@ -1,0 +1,1 @@
+"""QuantizeLinear and DequantizeLinear: the form, the types and the opset of each pair."""

@@ -1,0 +1,1 @@
+"""The PT2E form of a program of torch.export."""

@@ -1,0 +1,1 @@
+"""Verification: the codes that runtimes compute, beside those of the model."""
