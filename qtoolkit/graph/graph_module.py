@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -356,8 +355,3 @@ def _take_over(target: nn.Module, source: nn.Module) -> None:
         target.register_buffer(name, buffer, persistent=kept)
     target._modules.clear()
     target._modules.update(source._modules)
-
-
-def calls_of(gm: fx.GraphModule) -> Mapping[str, int]:
-    """Return how often the graph calls each module."""
-    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")

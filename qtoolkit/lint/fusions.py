@@ -12,6 +12,7 @@ from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.masked_attention import MASKED_SCORES
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others, users_behind
 from qtoolkit.lint.sources import MODEL_OPTIMIZER, ONNX
+from qtoolkit.lint.units import end_of_unit
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.runtimes.table import ONNXRUNTIME, TENSORRT
 
@@ -26,7 +27,7 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     if not op.kind.multiplies and all(serves_others(source, op, backend) for source in op.inputs):
         return  # it is float between ops on codes
-    last = _behind_moving_pairs(_end_of_unit(op, backend), backend)
+    last = _behind_moving_pairs(end_of_unit(op, backend), backend)
     floats = [user for user in last.users if not user.is_quantizer]
     if not users_behind(last, backend):  # only the graph returns it: it keeps its precision
         return
@@ -38,12 +39,6 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Finding]:
             f"{taker} does not.",
             f"Quantize the output of {last.name!r} once for all that take it, or none of its inputs.",
         )
-
-
-def _end_of_unit(op: Op, backend: Backend) -> Op:
-    """Return the activation that an op computes with it, or the op."""
-    user = op.users[0] if len(op.users) == 1 and not op.returned else None
-    return user if user is not None and user.kind.activation and backend.joins(op.kind, user.kind) else op
 
 
 def _behind_moving_pairs(op: Op, backend: Backend) -> Op:
@@ -89,7 +84,7 @@ def _mixed_types(op: Op, backend: Backend) -> Iterator[Finding]:
     if op.kind.name not in backend.needs_quantized_output and backend.role(op.kind) != "concat":
         return
     behind = [source.quantizer for source in op.inputs]
-    after = [user for user in _end_of_unit(op, backend).users if user.is_quantizer]
+    after = [user for user in end_of_unit(op, backend).users if user.is_quantizer]
     types = {_type_as_run(codes) for q in (*behind, *after) if q is not None and (codes := codes_of(q)) is not None}
     if len(types) > 1:
         yield Finding(

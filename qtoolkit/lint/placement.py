@@ -12,6 +12,7 @@ from qtoolkit.lint import residual
 from qtoolkit.lint.findings import Finding, Rule
 from qtoolkit.lint.ops import Op, is_taken_by_codes, origin, serves_others
 from qtoolkit.lint.sources import MODEL_OPTIMIZER
+from qtoolkit.lint.units import end_of_unit, takes_into_unit
 from qtoolkit.op_kinds.kind import returns_input
 from qtoolkit.op_kinds.table import KINDS
 from qtoolkit.runtimes.table import TENSORRT
@@ -22,18 +23,15 @@ def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Finding]:
         return
     source, user = op.inputs[0], op.users[0]
     layer = origin(source) or source
-    joins = _joins(layer, user, backend) or user.kind.normalizes_batches
-    if joins and len(source.users) == 1 and (source.kind.layer or source.kind.normalizes_batches):
+    begins = len(source.users) == 1 and (source.kind.layer or source.kind.normalizes_batches)
+    # Behind layers that need no quantized output, placement lets activations join that the target does not fuse.
+    fused = user.kind.normalizes_batches or user.kind.name in backend.joined_activations
+    if begins and fused and takes_into_unit(layer.kind, user.kind, backend):
         yield Finding(
             op.name,
             f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
             f"Move it behind {user.name!r}.",
         )
-
-
-def _joins(layer: Op, activation: Op, backend: Backend) -> bool:
-    kind = activation.kind
-    return kind.activation and kind.name in backend.joined_activations and backend.joins(layer.kind, kind)
 
 
 def _some_inputs(op: Op, backend: Backend) -> Iterator[Finding]:
@@ -130,8 +128,8 @@ def _two_quantizers(op: Op, backend: Backend) -> Iterator[Finding]:
 
 
 def _output_is_quantized(op: Op, backend: Backend) -> bool:
-    """Return whether a quantizer takes an op's output, after its activation and ops that move values."""
-    waiting, seen = list(op.users), set[Op]()
+    """Return whether a quantizer takes an op's output, behind its unit and ops that move values."""
+    waiting, seen = list(end_of_unit(op, backend).users), set[Op]()
     while waiting:
         user = waiting.pop()
         if user in seen:
@@ -139,8 +137,7 @@ def _output_is_quantized(op: Op, backend: Backend) -> bool:
         seen.add(user)
         if user.is_quantizer:
             return True
-        joins = user.kind.activation and op in user.inputs[:1] and len(op.users) == 1
-        if joins or backend.role(user.kind) in ("transparent", "concat"):
+        if backend.role(user.kind) in ("transparent", "concat"):
             waiting += user.users
     return False
 

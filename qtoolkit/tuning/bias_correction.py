@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtoolkit.errors import check_known, with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import bounds_of, is_quantizer, kind_of
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
@@ -22,6 +23,8 @@ from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.layer_runs import LayerRuns
 from qtoolkit.tuning.running import Batches, Forward, tuning
+
+SEVERAL_CALLS = "the model calls it several times"
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def _empirical(
             data.run(model, batch)
             count += 1
     skipped.update({name: "no batch reached it" for name in layers if name not in order})
-    skipped.update({n: "the model calls it several times" for n in order if calls[n] > count})
+    skipped.update({n: SEVERAL_CALLS for n in order if calls[n] > count})
     shifts: dict[str, Tensor] = {}
     wanted = [name for name in order if name not in skipped]
     with LayerRuns(model, wanted, data) as runs, progress_bar("bias", "layers", progress, wanted) as bar:
@@ -209,12 +212,12 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
             f"bias_correction: method='analytic' needs the graph of qtoolkit.prepare, to find the batch norm before each "
             f"layer, got {with_article(type(model))}; use method='empirical' with batches."
         )
-    calls, shifts = calls_of(model), dict[str, Tensor]()
+    calls, shifts = ModuleCalls(model.graph), dict[str, Tensor]()
     for node in model.graph.nodes:
         name = str(node.target)
         if node.op != "call_module" or name not in layers:
             continue
-        mean = "the model calls it several times" if calls[name] > 1 else _mean_of_input(node)
+        mean = _mean_of_input(node) if calls.is_only_one(node) else SEVERAL_CALLS
         if isinstance(mean, str):
             skipped[name] = mean
             continue

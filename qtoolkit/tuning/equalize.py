@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_known, check_sequence
 from qtoolkit.graph.capture import trace
-from qtoolkit.graph.graph_module import calls_of
+from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.nn import QuantModule
@@ -289,7 +289,7 @@ def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
 def _links(
     gm: fx.GraphModule, model: nn.Module, skip: Sequence[str], backend: Backend | None
 ) -> tuple[list[_Link], dict[str, str]]:
-    links, skipped, calls = [], dict[str, str](), calls_of(gm)
+    links, skipped, calls = [], dict[str, str](), ModuleCalls(gm.graph)
     names = names_by_module(model)
     owners: dict[int, int] = {}
     for module in names:
@@ -300,7 +300,8 @@ def _links(
         module, name = module_of(node), str(node.target)
         if name in skip:
             return "skip names it"
-        if calls[name] > 1 or len(names.get(module, ())) > 1 or owners.get(id(module._parameters.get("weight")), 0) > 1:
+        weight_owners = owners.get(id(module._parameters.get("weight")), 0)
+        if not calls.is_only_one(node) or len(names.get(module, ())) > 1 or weight_owners > 1:
             return f"{name!r} or its weight is used more than once"
         return "" if "weight" in module._parameters else f"the weight of {name!r} is computed from others"
 

@@ -19,7 +19,8 @@ from torch import fx, nn
 from qtoolkit.errors import check_known
 from qtoolkit.graph.block_calls import ROOT, ancestors
 from qtoolkit.graph.block_code import free_nodes
-from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, kind_of_module
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.op_kinds.facts import facts_of
@@ -76,7 +77,8 @@ def find_units(
     """
     graph = _Graph(gm)
     reasons = obstacles(gm)
-    for name, count in ((name, graph.calls[name]) for name in reasons):
+    for name in reasons:
+        count = len(graph.calls.of(gm.get_submodule(name)))
         if count > 1:
             reasons[name] = f"the model calls it {count} times, so it has no one output"
         elif not count:
@@ -171,7 +173,7 @@ class _Graph:
         self.gm, self.free = gm, free_nodes(gm)
         self.nodes = [node for node in gm.graph.nodes if node not in self.free]
         self.order = {node: place for place, node in enumerate(self.nodes)}
-        self.calls = calls_of(gm)
+        self.calls = ModuleCalls(gm.graph)
 
     def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node, name: str = "") -> Unit:
         """Return the unit of some nodes, with the activation behind them and the quantizers before them."""

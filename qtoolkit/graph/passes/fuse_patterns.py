@@ -7,7 +7,8 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.errors import with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.op_kinds.facts import replace_node
 from qtoolkit.op_kinds.rules import module_of
 
@@ -72,11 +73,10 @@ def run(gm: QuantizedGraphModule, fuse_patterns: FusePatterns) -> QuantizedGraph
 def _chains(gm: fx.GraphModule, pattern: Sequence[Element]) -> list[list[fx.Node]]:
     found: list[list[fx.Node]] = []
     used: set[fx.Node] = set()
-    calls = calls_of(gm)
+    calls = ModuleCalls(gm.graph)
     for node in gm.graph.nodes:
         chain = _match(node, pattern)
-        shared = any(n.op == "call_module" and calls[str(n.target)] > 1 for n in chain)
-        if chain and not shared and not used & set(chain):
+        if chain and all(map(calls.is_only_one, chain)) and not used & set(chain):
             found.append(chain)
             used |= set(chain)
     return found

@@ -1,7 +1,7 @@
 """The pass of convert(arithmetic="integer"): give each op between quantizers the integer kernel that a runtime has for it."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.errors import with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.module_calls import ModuleCalls, number_calls, number_of
 from qtoolkit.graph.nodes import (
     bounds_of,
     is_quantizer,
@@ -20,7 +21,6 @@ from qtoolkit.graph.nodes import (
     tensor_inputs,
 )
 from qtoolkit.graph.passes.insert import add_holder, free_name
-from qtoolkit.graph.placement.sources import layer_calls, number_calls, number_of
 from qtoolkit.graph.placement.traversal import source_of
 from qtoolkit.graph.plan import Computed
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of, weight_node
@@ -39,7 +39,7 @@ HOLDER = "integer_kernels"
 
 def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     """Give layers their kernels, and replace calls of other ops by kernels. The plan says which, and why others stay float."""
-    holder, calls = add_holder(gm, HOLDER), calls_of(gm)
+    holder, calls = add_holder(gm, HOLDER), ModuleCalls(gm.graph)
     computed: dict[str, Computed] = {}
     for node in list(gm.graph.nodes):
         sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
@@ -51,7 +51,7 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
         elif len(grids) < len(sources):
             computed[node.name] = Computed(None, "one of its inputs is not quantized")
         elif isinstance(_module(node), QuantWeighted):
-            computed[node.name] = _give_layer(node, grids[0], runtime, calls[str(node.target)])
+            computed[node.name] = _give_layer(node, grids[0], runtime, calls.of(module_of(node)))
         else:
             computed[node.name] = _replace_op(gm, node, grids, runtime, holder)
     if not list(gm.get_submodule(holder).children()):
@@ -64,13 +64,12 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     return gm
 
 
-def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: Mapping[str, int]) -> None:
+def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: ModuleCalls) -> None:
     """Tell the quantizers of kernels' outputs, unless they quantize other tensors too; and how the runtime rounds."""
-    grids = {module: name for name, module in gm.named_modules() if isinstance(module, Grid)}
-    for grid in grids:
+    for grid in (module for module in gm.modules() if isinstance(module, Grid)):
         grid.reciprocal = runtime.reciprocal and not grid.of_weight and gives_codes(grid)
     for kernel in gm.modules():
-        if isinstance(kernel, Kernel) and kernel.output is not None and calls[grids[kernel.output.grid]] == 1:
+        if isinstance(kernel, Kernel) and kernel.output is not None and len(calls.of(kernel.output.grid)) == 1:
             kernel.output.grid.computed_by(kernel)
 
 
@@ -78,11 +77,11 @@ def _module(node: fx.Node) -> nn.Module | None:
     return module_of(node) if node.op == "call_module" else None
 
 
-def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: int) -> Computed:
+def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: Sequence[fx.Node]) -> Computed:
     layer: Any = module_of(node)
     if layer.input_quantizer is not None:
         return Computed(None, "it is called inside a leaf module too")
-    if calls > 1 and not number_calls(layer, layer_calls(node.graph)[layer]):
+    if len(calls) > 1 and not number_calls(layer, calls):
         return Computed(None, "it is called more than once")
     last, output = _output_of(node, runtime)
     kernel = runtime.layer_kernel(layer, source, output)
@@ -90,7 +89,7 @@ def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: int) -> Co
         return Computed(None, kernel)
     number = number_of(node)
     made = kernel(layer, source, output, number)
-    if calls > 1:
+    if len(calls) > 1:
         layer.integer_kernel = layer.integer_kernel or nn.ModuleDict()
         layer.integer_kernel[str(number)] = made
     else:

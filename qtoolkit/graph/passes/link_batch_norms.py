@@ -1,11 +1,12 @@
 """Find layers with a batch norm after them. In training mode the layer takes it over; in eval mode it is folded at once."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import fx, nn
 
-from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.layer_rules import LayerRules
@@ -22,7 +23,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         ValueError: The backend's strategy for batch norms is not known, or does not fit one of them; or a hook takes the
             values between a layer and its batch norm.
     """
-    calls = calls_of(gm)
+    calls = ModuleCalls(gm.graph)
     for node, follower in list(batch_norms(gm)):
         if why_apart(node, follower, calls, rules) is not None:
             continue
@@ -42,7 +43,7 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield follower.all_input_nodes[0], follower
 
 
-def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules: LayerRules) -> str | None:
+def why_apart(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: LayerRules) -> str | None:
     """Return why a layer does not take over the batch norm after it, or None where it does."""
     if len(node.users) > 1:
         return "its layer's output has a second user"
@@ -59,7 +60,7 @@ def why_apart(node: fx.Node, follower: fx.Node, calls: Mapping[str, int], rules:
     if unfit is not None:
         return unfit
     bn = module_of(follower)
-    if calls[str(node.target)] > 1 or calls[str(follower.target)] > 1:
+    if not (calls.is_only_one(node) and calls.is_only_one(follower)):
         return "it or its layer is called more than once"
     if layer.input_quantizer is not None:
         return "its layer is also called inside a leaf module"

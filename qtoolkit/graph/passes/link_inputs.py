@@ -6,8 +6,9 @@ from torch import fx, nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.module_calls import ModuleCalls, number_calls
 from qtoolkit.graph.passes.insert import add_holder, free_name
-from qtoolkit.graph.placement.sources import layer_calls, number_calls, quantizer_of_input
+from qtoolkit.graph.placement.sources import quantizer_of_input
 from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.function_bias import FunctionBias
@@ -23,7 +24,7 @@ def run(gm: QuantizedGraphModule, backend: Backend) -> QuantizedGraphModule:
     target adds biases to integer sums, the bias of a function gets a node of its own, which rounds it.
     """
     link_own_inputs(gm, backend)
-    numbered = [_link_calls(layer, nodes, backend) for layer, nodes in layer_calls(gm.graph).items()]
+    numbered = [_link_calls(layer, nodes, backend) for layer, nodes in ModuleCalls(gm.graph).of_layers().items()]
     if any(numbered):
         gm.recompile()
     gm.link_sources()

@@ -1,7 +1,6 @@
 """Record a verdict on each op in the plan. And run the prepared model once, so that one that does not run fails early."""
 
 import operator
-from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from types import FunctionType
@@ -12,7 +11,8 @@ from torch import fx, nn
 
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.errors import with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule, calls_of
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, name_of, owns_weight, tensor_inputs
 from qtoolkit.graph.passes.link_batch_norms import why_apart
 from qtoolkit.graph.placement.roles import Roles
@@ -40,7 +40,7 @@ HIDES_LAYERS = Verdict.left_float(
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Add to the model's plan the verdict on each op, for quantization_report."""
     plan = gm.plan or Plan(rules.backend)
-    roles, calls = Roles(gm.graph, rules), calls_of(gm)
+    roles, calls = Roles(gm.graph, rules), ModuleCalls(gm.graph)
     nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
     status = {**{n.name: _verdict(n, roles, calls) for n in nodes}, **plan.status}
     gm.plan = replace(plan, status=status, kinds={n.name: str(kind_of(n)) for n in nodes})
@@ -88,7 +88,7 @@ def ops_put_in(model: nn.Module) -> list[str]:
     ]
 
 
-def _verdict(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
+def _verdict(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
     kind, role = kind_of(node), roles[node]
     if any(is_weight_quantizer(source) for source in node.all_input_nodes):
         return Verdict.quantized()
@@ -166,7 +166,7 @@ def _has_weights(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
-def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: Mapping[str, int]) -> Verdict:
+def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: ModuleCalls) -> Verdict:
     if node.op == "call_module" and isinstance(module_of(node), LinkedBatchNorm):
         return FOLDED
     source = node.all_input_nodes[0]

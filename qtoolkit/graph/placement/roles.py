@@ -7,6 +7,7 @@ from qtoolkit.graph.nodes import kind_of, parameters_in, returns_tuple, tensor_i
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import computed_by, source_of
 from qtoolkit.layer_rules import LayerRules, Rule
+from qtoolkit.lint.units import takes_into_unit
 from qtoolkit.op_kinds.table import NO_OPS, OTHER
 
 
@@ -93,11 +94,11 @@ class Roles:
         if first is None or self._role_of[first] == "activation":
             return
         head = self.unit.get(first, first)
-        if kind_of(first).layer if is_norm else self._starts_unit(first) and self._joins(head, node):
+        if (is_norm or self._starts_unit(first)) and self._joins(first if is_norm else head, node):
             self.unit[node], self._last[head] = head, node
 
-    def _joins(self, first: fx.Node, activation: fx.Node) -> bool:
-        return self.backend.joins(kind_of(first), kind_of(activation))
+    def _joins(self, first: fx.Node, follower: fx.Node) -> bool:
+        return takes_into_unit(kind_of(first), kind_of(follower), self.backend)
 
     def _head(self, activation: fx.Node) -> fx.Node | None:
         """Return the first op of the unit that an activation takes the output of."""

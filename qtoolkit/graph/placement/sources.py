@@ -1,14 +1,13 @@
 """The quantizers on whose grids the inputs of layers lie in training."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import fx
 
 from qtoolkit.backends import Backend
+from qtoolkit.graph.module_calls import ModuleCalls, number_of
 from qtoolkit.graph.nodes import is_weight_quantizer, tensor_inputs
 from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind
-from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.on_codes import Source
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -20,7 +19,7 @@ def link_sources(graph: fx.Graph, backend: Backend) -> None:
     It is None where it is unknown, or where calls without numbers have several. A prepared model does so whenever its graph is
     compiled: the graph may have been changed.
     """
-    for layer, nodes in layer_calls(graph).items():
+    for layer, nodes in ModuleCalls(graph).of_layers().items():
         numbers = [number_of(node) for node in nodes]
         calls = [[node] for node in nodes] if numbers == list(range(len(nodes))) else [nodes]
         layer.link_source(*(_source_of_calls(call, backend) for call in calls))
@@ -38,30 +37,6 @@ def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
     behind = quantizer_behind(node, backend, in_training=True)
     quantizer = None if behind is None or is_weight_quantizer(behind) else module_of(behind)
     return Source(quantizer, dropouts_behind([node], backend)) if isinstance(quantizer, Quantizer) else None
-
-
-def layer_calls(graph: fx.Graph) -> dict[QuantWeighted, list[fx.Node]]:
-    """Return the calls of each layer whose input other nodes quantize."""
-    calls: dict[QuantWeighted, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        layer = module_of(node) if node.op == "call_module" else None
-        if isinstance(layer, QuantWeighted) and layer.input_quantizer is None:
-            calls[layer].append(node)
-    return calls
-
-
-def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:
-    """Tell each call of a layer its number; return False for a layer with a forward of its own, which takes none."""
-    takes_number = type(layer).forward is QuantWeighted.forward
-    for number, node in enumerate(nodes[1:] if takes_number else (), start=1):
-        node.kwargs = {**node.kwargs, "call": number}
-    return takes_number
-
-
-def number_of(node: fx.Node) -> int:
-    """Return the number of a call of a layer."""
-    number = node.kwargs.get("call", 0)
-    return number if isinstance(number, int) else 0
 
 
 def quantizer_of_input(node: fx.Node, backend: Backend, in_training: bool = False) -> Quantizer | None:
