@@ -89,3 +89,7 @@ def __getattr__(name: str) -> ModuleType:
     if name == "compat":
         return import_module("qtoolkit.compat")
     raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -64,6 +64,13 @@ def test_modules_import_from_the_floors_below() -> None:
     assert upward == UPWARD
 
 
+def test_what_is_shown_is_what_is_public() -> None:
+    assert {name for name in dir(qtoolkit) if not name.startswith("_")} == set(qtoolkit.__all__)
+    packages = [path for path in FILES.values() if path.name == "__init__.py"]
+    imports = [path for path in packages if any(line.startswith(("from", "import")) for line in path.open())]
+    assert [path for path in imports if "__all__ = [" not in path.read_text()] == []
+
+
 AN_IMPORT = """
 from torch.optim.optimizer import _global_optimizer_post_hooks as after, _global_optimizer_pre_hooks as before
 import qtoolkit

@@ -1,0 +1,188 @@
+"""save_checkpoint() and load_checkpoint()."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from qtoolkit.checkpoint.contents import contents_of
+from qtoolkit.checkpoint.file import write_file
+from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
+from qtoolkit.errors import some
+from qtoolkit.finite import check_finite
+from qtoolkit.model_state import check_module
+from qtoolkit.processes import raising_on_all_ranks, unwrapped
+from qtoolkit.version import __version__
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` found. It prints as lines.
+
+    Attributes:
+        path: The file or the folder.
+        state: The values that were saved by `state=`, by name, except for objects.
+        missing: Entries of the model that the checkpoint does not have; they are as before.
+        unexpected: Entries of the checkpoint that the model does not have.
+        unused: What the checkpoint holds beside the model, and was not asked for: "optimizer", or names of the state.
+        random: Whether the random number generators were restored.
+        backend: The name of the backend that the saved model was prepared for, if any.
+        mapping: The QConfigMapping of the saved model as JSON, if it had one.
+        version: The version of the checkpoint; None for a state dict.
+    """
+
+    path: Path
+    state: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    random: bool = False
+    backend: str | None = None
+    mapping: str | None = None
+    version: int | None = None
+
+    def __str__(self) -> str:
+        what = "a state dict" if self.version is None else f"a checkpoint of version {self.version}"
+        names = {"not in it": self.missing, "not in the model": self.unexpected, "not asked for": self.unused}
+        lines = [f"{title}: {some(each)}" for title, each in names.items() if each]
+        return "\n".join([f"loaded {str(self.path)!r}, {what}", *lines])
+
+
+def save_checkpoint(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    optimizer: Optimizer | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a model, and its training, without pickles.
+
+    A path that ends in ".safetensors" is one file, which rank 0 writes. Any other path is a folder, into which every process of
+    the group writes its own part by torch.distributed.checkpoint: for models that are sharded by `fully_shard`, and for any
+    number of processes that load it. In a process group every rank must call this. What was there stays until all is written;
+    if a process is killed or the disk is full, it stays.
+
+    Args:
+        model: A prepared, replaced, converted or float model, also in DistributedDataParallel, fully_shard or torch.compile.
+        path: A file that ends in ".safetensors", or a folder.
+        optimizer: Also save its state, and the states of the random number generators of each process.
+        state: What else the training needs to go on, by name: objects with `state_dict` and `load_state_dict`, such as
+            learning rate schedules, `qtoolkit.tuning.QuantizationSchedule` and GradScaler; and values of numbers, strings, None
+            and tensors, in lists, tuples and dicts. It is that of rank 0, except for tensors sharded by fully_shard.
+
+    Raises:
+        TypeError: The model is not a module, or the state holds an object of another kind.
+        ValueError: The optimizer is that of another model, a sharded model is to be saved as one file, or a parameter or a
+            statistic of a batch norm is not finite. What was there stays.
+        OSError: The file or the folder cannot be written.
+        RuntimeError: It failed on another rank, which is named.
+
+    Example:
+        >>> import tempfile
+        >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train())
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     qt.save_checkpoint(model, folder + "/last.safetensors", optimizer, state={"epoch": 3})
+        ...     loaded = qt.load_checkpoint(folder + "/last.safetensors", model, optimizer)
+        >>> loaded.state["epoch"]
+        3
+    """
+    check_module(model, "save_checkpoint")
+    with raising_on_all_ranks("save_checkpoint"):
+        _check_extra()
+        check_finite(unwrapped(model), "save_checkpoint")
+        tensors, record = contents_of(unwrapped(model), optimizer, _checked(state, "save_checkpoint"), __version__)
+    if Path(path).suffix == SUFFIX:
+        write_file(tensors, record, Path(path))
+        return
+    from qtoolkit.checkpoint.folder import write_folder  # imports what takes a second
+
+    write_folder(tensors, record, Path(path))
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    state: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> Checkpoint:
+    """Load a checkpoint of `save_checkpoint`, or a state dict, into a model.
+
+    Names, shapes and configs are checked before anything is loaded. If anything raises, the model, the optimizer and the
+    objects are as before. A training that loads its checkpoint goes on bit for bit on the same number of processes.
+
+    Args:
+        path: A file or a folder of `save_checkpoint`, also of another number of processes. Or a state dict, of this model or of
+            its float model, in a file of safetensors or of torch.save (a dict with it as "state_dict", "model_state_dict" or
+            "model" is accepted). Files of torch.save are read with weights_only=True: no code in them runs.
+        model: The model, as `save_checkpoint` takes it. Into a prepared model the state dict of its float model can be loaded,
+            whose weights give the weights' ranges; calibrate afterwards.
+        optimizer: Load its state too, and the random number generators of each process.
+        state: The objects of `save_checkpoint` to load, by name.
+        strict: Raise an error for entries that only the model or only the checkpoint has; False loads the others.
+
+    Returns:
+        The values that were saved, and what was not loaded.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged, or a pickle of more than tensors; it is that of another model, config, optimizer or
+            state; a later version wrote it; or a parameter or a statistic of a batch norm in it is not finite.
+        RuntimeError: It failed on another rank, which is named.
+    """
+    check_module(model, "load_checkpoint")
+    inner, place, given = unwrapped(model), Path(path), _checked(state, "load_checkpoint")
+    with raising_on_all_ranks("load_checkpoint"), _about(place), _damaged():
+        _check_extra()
+        loading = Loading(opened(place), inner, optimizer, given, strict)
+        loading.check()
+    with _about(place), _damaged():
+        loading.read()
+    with raising_on_all_ranks("load_checkpoint"), _about(place):
+        values = loading.load()
+    record = loading.source.record
+    return Checkpoint(
+        place,
+        values,
+        tuple(loading.missing),
+        tuple(loading.unexpected),
+        tuple(loading.unused()),
+        loading.random_key is not None,
+        *(None, None, None) if record is None else (record.backend, record.mapping, record.version),
+    )
+
+
+def _checked(state: Mapping[str, Any] | None, what: str) -> Mapping[str, Any]:
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f"{what}: state must be a mapping of names to objects or values, got {type(state).__name__}.")
+    return state or {}
+
+
+def _check_extra() -> None:
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        raise ImportError("checkpoints need safetensors; run: pip install qtoolkit[checkpoint].") from None
+
+
+@contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Begin errors about the content of a checkpoint with its name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"load_checkpoint: {str(path)!r}: {str(error).removesuffix('.')}.") from None
+
+
+@contextmanager
+def _damaged() -> Iterator[None]:
+    """Raise ValueError for what a record of wrong types leads to."""
+    try:
+        yield
+    except (KeyError, AttributeError, IndexError, TypeError, RecursionError) as error:
+        raise ValueError(f"its record is damaged ({type(error).__name__}: {error})") from error
