@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from qtoolkit.quantizers import first_steps
+from tests import torchlib
 from tests.sweep import left_out
 
 pytest_plugins = ("pytester",)
@@ -20,6 +22,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.load_profile("qtoolkit")
+
+gc.disable()  # while the tests are collected: of a million objects none is garbage
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of every collection of garbage to come."""
+    gc.freeze()
+    gc.enable()
+
 
 # Scripts that tests run, and faults that a sanitized build must find, which make sanitize runs.
 collect_ignore = ["compat/legacy_scripts", *([] if "QTOOLKIT_SANITIZE" in os.environ else ["sanitize"])]
@@ -46,6 +57,11 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_table_of_translations():
+    torchlib.read_once()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 
 import qtoolkit as qt
 from qtoolkit import ops
+from tests import processes
 from tests.data import needs_data
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -85,8 +86,8 @@ def test_the_weights_of_resnet_50_are_all_there() -> None:
 
 def test_range_search_beside_the_old_tool(tmp_path) -> None:
     out = tmp_path / "ranges.json"
-    command = [sys.executable, str(FOLDER / "ranges.py"), "--quantizers", "2", "--json", str(out)]
-    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    command = [FOLDER / "ranges.py", "--quantizers", "2", "--json", str(out)]
+    run = processes.python(*command)
     assert run.returncode == 0, run.stderr
     rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
     assert set(rows) == {"percentile", "mse", "l2", "entropy"}
@@ -99,8 +100,7 @@ def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     out = tmp_path / "export.json"
     options = ["--quick", "--only", "resnet20", "--runtimes", "onnxruntime", "--json", str(out)]
-    command = [sys.executable, str(FOLDER / "export.py"), *options]
-    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    run = processes.python(FOLDER / "export.py", *options)
     assert run.returncode == 0, run.stderr
     results = json.loads(out.read_text())
     rows = {row["file"]: row for row in results["rows"]}
@@ -114,8 +114,7 @@ def test_files_are_timed_beside_each_other_and_measured(tmp_path) -> None:
 def run_training(script: str, *options: str) -> tuple[dict[str, Any], str]:
     """Run a benchmark of training on a small network; return its results and what it prints."""
     out = Path(options[options.index("--out") + 1])
-    command = [sys.executable, str(FOLDER / script), "--quick", *options]
-    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    run = processes.python(FOLDER / script, "--quick", *options)
     assert run.returncode == 0, run.stderr
     return json.loads(out.read_text()), run.stdout
 
@@ -199,8 +198,7 @@ def test_the_page_takes_what_was_measured_and_keeps_the_rest(tmp_path) -> None:
     page, out = tmp_path / "performance.md", tmp_path / "train_step.json"
     page.write_text(f"before\n{training_page.BEGIN}\nold\n{training_page.END}\nafter\n")
     run_training("train_step.py", "--networks", "fsrcnn", "--only", "none", "--threads", "1", "--out", str(out))
-    command = [sys.executable, str(FOLDER / "training_page.py"), "--results", str(tmp_path), "--page", str(page)]
-    subprocess.run(command, check=True)
+    processes.python(FOLDER / "training_page.py", "--results", tmp_path, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -230,7 +228,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     assert results["rows"][: len(rows)] == list(rows.values())  # nothing is trained twice
     assert [row["training"]["forward"] for row in results["rows"][len(rows) :]] == ["float", "integer"]
     page.write_text("before\n<!-- begin: benchmarks/accuracy.py -->\nold\n<!-- end -->\nafter\n")
-    subprocess.run([sys.executable, str(FOLDER / "accuracy.py"), "--out", str(out), "--page", str(page)], check=True)
+    processes.python(FOLDER / "accuracy.py", "--out", out, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -410,7 +408,7 @@ def test_accuracy_of_post_training_methods_beside_others_and_its_page(tmp_path) 
     measured = [row for row in results["rows"] if row["hits"]]
     assert [row for row in again["rows"] if row["hits"]] == measured  # nothing is measured twice
     page.write_text("before\n<!-- begin: benchmarks/ptq.py -->\nold\n<!-- end -->\nafter\n")
-    subprocess.run([sys.executable, str(FOLDER / "ptq.py"), "--out", str(out), "--page", str(page)], check=True)
+    processes.python(FOLDER / "ptq.py", "--out", out, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
@@ -499,7 +497,7 @@ def test_text_encoder_and_its_page(tmp_path) -> None:
 def written_page(script: str, out: Path, page: Path) -> str:
     """Return the page that a benchmark writes its results into, which must keep what is around its part."""
     page.write_text(f"before\n<!-- begin: benchmarks/{script} -->\nold\n<!-- end -->\nafter\n")
-    subprocess.run([sys.executable, str(FOLDER / script), "--out", str(out), "--page", str(page)], check=True)
+    processes.python(FOLDER / script, "--out", out, "--page", page).check_returncode()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")

@@ -1,8 +1,6 @@
 """The examples, run as a user would, and their figures on real weights and images."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,15 +14,14 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.debug import LayerComparison
+from tests import processes
 from tests.data import DATA, needs_data
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run_example(name: str, *args: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, check=False, timeout=900
-    )
+    done = processes.python(EXAMPLES / name, *args)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

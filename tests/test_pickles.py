@@ -4,8 +4,6 @@ import io
 import pickle
 import pickletools
 import re
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.nn import REPLACED_MODULES
 from qtoolkit.nn.batch_norm import BATCH_NORMS
+from tests import processes
 from tests.nets import linear_of
 
 PACKAGES = {"qtoolkit", "qtoolkit.graph", "qtoolkit.nn", "qtoolkit.quantizers"}
@@ -218,6 +217,5 @@ def test_a_fresh_process_loads_them_and_computes_the_same(tmp_path: Path, models
     with torch.no_grad():
         cases = [(name, pickle.dumps(m), inputs, m(*inputs)) for name, (m, inputs) in models.items()]
     torch.save(cases, tmp_path / "cases.pt")
-    command = [sys.executable, "-c", LOAD, tmp_path / "cases.pt", str(torch.get_num_threads())]
-    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    run = processes.python("-c", LOAD, tmp_path / "cases.pt", torch.get_num_threads())
     assert run.stdout.split("\n")[:-1] == list(MODELS), run.stderr

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import qtoolkit as qt
-from tests import nets, ranks
+from tests import nets, processes, ranks
 
 SHAPE = (4, 3, 8, 8)
 
@@ -214,7 +214,7 @@ def of_two_ranks(tmp_path_factory) -> Iterator[list[dict[str, Any]]]:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(ranks.work, (str(folder),), nprocs=ranks.SIZE)
+    processes.spawn(ranks.work, (str(folder),), ranks.SIZE)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks.SIZE)]

@@ -14,7 +14,7 @@ import qtoolkit as qt
 from qtoolkit.eager.record import plan_of
 from qtoolkit.model_inputs import tensors_of
 from qtoolkit.quant_modules import replace
-from tests import nets, ranks, reference
+from tests import nets, processes, ranks, reference
 
 W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
 
@@ -609,7 +609,7 @@ def test_a_layer_compiled_before_computes_quantized() -> None:
 
 
 def test_two_processes_calibrate_and_train_as_one(tmp_path) -> None:
-    torch.multiprocessing.spawn(ranks.work_replaced, (str(tmp_path),), nprocs=ranks.SIZE)
+    processes.spawn(ranks.work_replaced, (str(tmp_path),), ranks.SIZE)
     model, trained = ranks.replaced(), ranks.replaced("lsq")
     for net in (model, trained):
         qt.calibrate(net, ranks.data().split(1), progress=False)

@@ -1,7 +1,5 @@
 """A converted model is restored from its state dict, in another process, without data."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qtoolkit as qt
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
@@ -78,7 +77,7 @@ def test_in_a_new_process(tmp_path: Path) -> None:
         "restored = qt.convert(quantized('graph', 'learned', True, seed=5), state_dict=state); "
         "torch.save(restored(X), sys.argv[1] + '/y.pt')"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, cwd=ROOT)
+    processes.python("-c", program, tmp_path).check_returncode()
     assert torch.equal(torch.load(tmp_path / "y.pt"), trained(X))
 
 

@@ -1,8 +1,6 @@
 """A dozen models of the zoo through every step; benchmarks/zoo.py runs them all."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
+from tests import processes
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -99,9 +98,7 @@ def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
     found, page = tmp_path / "zoo.json", tmp_path / "zoo.md"
     options = ["--only", "=torchvision/squeezenet1_0", "--no-export", "--json", str(found), "--markdown", str(page)]
-    run = subprocess.run(
-        [sys.executable, str(FOLDER / "zoo.py"), *options], check=False, capture_output=True, text=True
-    )
+    run = processes.python(FOLDER / "zoo.py", *options)
     assert run.returncode == 0, run.stderr
     (outcome,) = json.loads(found.read_text())["models"]
     assert outcome["name"] == "torchvision/squeezenet1_0"

@@ -7,8 +7,6 @@ import pickle
 import random
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 import qtoolkit as qt
 from qtoolkit.checkpoint import aside
 from qtoolkit.tuning import QuantizationSchedule
+from tests import processes
 from tests.test_state_dicts import Net, X, of_version_1, prepared_net
 from tests.training.nets import ROADS, SHAPE, quantized, step
 
@@ -452,7 +451,7 @@ for path in sys.argv[1:]:
 
 def test_a_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     paths = [tmp_path / kind / kind for kind in KINDS]
-    subprocess.run([sys.executable, "-c", KILLED, *map(str, paths)], check=True)
+    processes.python("-c", KILLED, *paths).check_returncode()
     for path, left, complete in zip(paths, (2, 7), (1, 4), strict=True):
         assert len([*path.parent.rglob("*")]) == left
         model = nn.Linear(2, 2)

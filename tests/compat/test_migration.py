@@ -1,7 +1,6 @@
 """docs/migration.md: the new names exist, and each row has one or says that there is none."""
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 NAMES = sorted(set(re.findall(r"`(qtoolkit(?:\.\w+)+)`", PAGE)))
@@ -46,8 +47,8 @@ def test_each_old_name_has_a_new_one_or_none():
 
 @pytest.mark.parametrize("program", re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), ids=["first", "mqbench"])
 def test_the_programs_run(program: str, tmp_path) -> None:
-    root = str(Path(__file__).parents[2])  # in a process of their own, because they register modules under other names
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root})
+    # In a process of their own, because they register modules under other names.
+    processes.python("-c", program, cwd=tmp_path).check_returncode()
 
 
 def test_the_adapters_are_imported_when_they_are_asked_for() -> None:

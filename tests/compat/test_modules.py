@@ -3,8 +3,6 @@
 import copy
 import importlib
 import pickle
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,7 @@ from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.compat.pytorch_quantization import tensor_quant as tq
 from qtoolkit.compat.pytorch_quantization.nn.modules import _utils
 from qtoolkit.compat.pytorch_quantization.tensor_quant import QuantDescriptor
-from tests import reference
+from tests import processes, reference
 
 OURS = "qtoolkit.compat.pytorch_quantization"
 WEIGHTED = {
@@ -449,7 +447,7 @@ def test_quant_logging_removes_the_handlers_of_the_root_logger():
 
 
 def run(program: str) -> str:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    result = processes.python("-c", program)
     return result.stdout + result.stderr
 
 

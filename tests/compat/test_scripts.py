@@ -1,8 +1,5 @@
 """Scripts as users of pytorch-quantization have them, with the import changed: what they compute and export."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,22 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests import reference
+from tests import processes, reference
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(name: str, folder: Path) -> None:
     script = ROOT / "tests" / "compat" / "legacy_scripts" / f"{name}.py"
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = processes.python(script, folder)
     assert result.returncode == 0, result.stderr
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import qtoolkit as qt
+from tests import processes
 from tests.distributed import ranks
 from tests.training.nets import Net, quantized
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
     torch.manual_seed(3)
     torch.save(Net().state_dict(), folder / "float.pt")
     for size in (4, 2):
-        torch.multiprocessing.spawn(ranks.work, (size, str(folder)), nprocs=size)
+        processes.spawn(ranks.work, (size, str(folder)), size)
     return folder
 
 

@@ -2,8 +2,6 @@
 
 import os
 import resource
-import subprocess
-import sys
 
 import numpy as np
 import onnx
@@ -15,7 +13,7 @@ from torch import nn
 import qtoolkit as qt
 from qtoolkit.export import verify_onnx
 from qtoolkit.export.files import files
-from tests import nets
+from tests import nets, processes
 
 SHAPE = (4, 3, 8, 8)
 
@@ -139,8 +137,7 @@ print(moments)
 @pytest.mark.parametrize("largest", [1000, 1 << 30])
 def test_a_killed_export_leaves_the_old_file_or_the_new_one(tmp_path, largest: int) -> None:
     (tmp_path / "out").mkdir()
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path / "out"), str(largest)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=os.getcwd())
+    done = processes.python("-c", KILLED, tmp_path / "out", largest)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 2
 

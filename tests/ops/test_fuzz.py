@@ -7,8 +7,6 @@ told how to be drawn and what is right.
 import math
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +19,7 @@ from torch import Tensor
 
 import qtoolkit  # noqa: F401, loads the library
 from qtoolkit.ops.layer import Geometry
-from tests import reference
+from tests import processes, reference
 from tests.cases import CODES, FLOATS, Channels, assert_same
 from tests.ops.test_gradients import assert_sum
 from tests.ops.test_int4 import packed
@@ -1182,8 +1180,6 @@ def test_every_op_has_a_check() -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (1, 2))])
 def test_anything_at_all(seed: int) -> None:
     """In a process of its own, so that a crash is a failure and not the end of the suite."""
-    program = f"from tests.ops.test_fuzz import fuzz; fuzz({seed}, 400)"
-    ran = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    program = f"import faulthandler; faulthandler.enable(); from tests.ops.test_fuzz import fuzz; fuzz({seed}, 400)"
+    ran = processes.python("-c", program)
     assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stdout}\n{ran.stderr[-3000:]}"

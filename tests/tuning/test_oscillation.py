@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit.nn import QuantWeighted
+from tests import processes
 from tests.reference import Snapped
 from tests.training.nets import ROADS, SHAPE, Net
 
@@ -718,7 +719,7 @@ def work(rank: int, folder: str) -> None:
 def test_all_ranks_freeze_the_same_weights_at_the_same_values(tmp_path) -> None:
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    processes.spawn(work, (str(tmp_path),), 2)
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert not torch.equal(one["model"]["bn.running_var"], other["model"]["bn.running_var"]), "of their own data"
     same_tracks(one["freezing"], other["freezing"])

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import qtoolkit as qt
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
+from tests import processes
 from tests.training.nets import ROADS, SHAPE, Net, learned, quantized, step
 
 Schedule = qt.tuning.QuantizationSchedule
@@ -309,7 +310,7 @@ def work(rank: int, folder: str) -> None:
 def test_all_ranks_have_the_ranges_of_all_data(tmp_path) -> None:
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    processes.spawn(work, (str(tmp_path),), 2)
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     for name, value in one["scales"].items():
         if name != "conv.weight_quantizer":  # each rank has its own statistics until the next forward

@@ -1,8 +1,5 @@
 """qtoolkit.compat.mqbench: every option does what it says, also where MQBench's own does not; unknown ones are errors."""
 
-import subprocess
-import sys
-
 import onnx
 import pytest
 import torch
@@ -15,6 +12,7 @@ from qtoolkit.compat.mqbench.prepare_by_platform import BackendType, prepare_by_
 from qtoolkit.compat.mqbench.scheme import FAKE_QUANTIZERS, OBSERVERS, QuantizeScheme
 from qtoolkit.compat.mqbench.utils import state
 from qtoolkit.nn import LinkedBatchNorm, QuantWeighted
+from tests import processes
 
 SHAPE = (2, 3, 8, 8)
 
@@ -395,8 +393,7 @@ def test_imports_of_mqbench_after_install() -> None:
         "from mqbench.utils.logger import logger\n"
         "print(convert_deploy.__module__)"
     )
-    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert found.strip() == "qtoolkit.compat.mqbench.convert_deploy"
+    assert processes.python("-c", program).stdout.strip() == "qtoolkit.compat.mqbench.convert_deploy"
 
 
 @pytest.mark.parametrize(
@@ -416,6 +413,6 @@ def test_imports_of_mqbench_after_install() -> None:
 )
 def test_what_has_no_adapter_names_the_way_here(line: str, words: str) -> None:
     program = f"from qtoolkit.compat import mqbench; mqbench.install()\n{line}"
-    found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    found = processes.python("-c", program)
     assert found.returncode == 1
     assert words in found.stderr.splitlines()[-1]

@@ -1,7 +1,6 @@
 """Constructs that hand a traced value to torch's C++: each is traced or refused in a sentence, never a crash."""
 
 import copy
-import multiprocessing
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import qtoolkit as qt
-from tests import nets
+from tests import nets, processes
 from tests.nets import linear_of
 
 
@@ -196,8 +195,7 @@ def gradients(y: Tensor, x: Tensor, model: nn.Module) -> list[Tensor | None]:
 
 def text_of(name: str) -> str:
     """Return what `run` sends from a process of its own."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])  # prepare imports it, which takes seconds
+    context = processes.context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run, args=(name, theirs))
     process.start()

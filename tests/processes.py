@@ -1,0 +1,75 @@
+"""Processes that start with torch and this package imported, which takes a new one six seconds of a core.
+
+They are forked from a server that has done nothing but import. What an import does, and what is chosen when the library
+loads, takes a process that starts from nothing: `subprocess.run([sys.executable, ...])`.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = ["qtoolkit", "torch._dynamo"]  # prepare imports torch._dynamo
+
+
+def context() -> ForkServerContext:
+    """The context whose processes have these modules."""
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(IMPORTED)
+    return forked
+
+
+def spawn(work: Callable[..., None], args: tuple[Any, ...], count: int) -> None:
+    """Call `work(rank, *args)` in `count` processes; if one of them fails, end the others and raise its error."""
+    context()
+    torch.multiprocessing.start_processes(work, args, count, start_method="forkserver")
+
+
+def python(
+    *command: object, cwd: str | Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 900
+) -> subprocess.CompletedProcess[str]:
+    """Run what `python` would, and capture what it writes: a script, or `-c` and a program; and then arguments.
+
+    Variables of `env` have no effect on what reads them when it is imported.
+    """
+    words, environment = [str(word) for word in command], dict(os.environ if env is None else env)
+    with TemporaryDirectory() as folder:
+        outputs = [f"{folder}/stdout", f"{folder}/stderr"]
+        process = context().Process(target=_run, args=(words, str(cwd), environment, outputs))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout)
+        return subprocess.CompletedProcess(words, process.exitcode, *(Path(output).read_text() for output in outputs))
+
+
+def _run(words: list[str], cwd: str, environment: dict[str, str], outputs: list[str]) -> None:
+    for stream, output in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    of_program = words[0] == "-c"
+    folder = "" if of_program else str(Path(words[0]).parent)
+    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if of_program:
+        sys.argv = ["-c", *words[2:]]
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
