@@ -1,5 +1,6 @@
 """The C++ example, built with CMake against the torch that runs the tests."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests import processes
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cpp_inference"
 PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -21,10 +25,12 @@ def output_of(*command: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program() -> Path:
+    """The program, in a folder of its place, torch and Python, where a later run finds what it need not compile again."""
     if MISSING:
         pytest.skip(f"needs {' and '.join(MISSING)}, which is not installed")
-    folder = tmp_path_factory.mktemp("build")
+    made_of = f"{EXAMPLE} {sys.executable} {torch.__version__}"
+    folder = EXAMPLE.parents[1] / "build" / "cpp_inference" / hashlib.sha256(made_of.encode()).hexdigest()[:16]
     output_of(TOOLS["cmake"], "-S", EXAMPLE, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}")
     output_of(TOOLS["cmake"], "--build", folder)
     return folder / "classify"
@@ -32,9 +38,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("arithmetic", ["integer", pytest.param("float", marks=pytest.mark.sweep)])
 def test_it_prints_the_classes_that_python_prints(program: Path, arithmetic: str, tmp_path) -> None:
-    accuracy, classes = output_of(
-        sys.executable, EXAMPLE / "package.py", "--arithmetic", arithmetic, "--out", tmp_path
-    ).splitlines()
+    packaged = processes.python(EXAMPLE / "package.py", "--arithmetic", arithmetic, "--out", tmp_path)
+    assert packaged.returncode == 0, packaged.stderr[-2000:]
+    accuracy, classes = packaged.stdout.splitlines()
     assert float(accuracy.split()[0]) > 90
     assert len(set(classes.split()[1:])) == 10
     assert output_of(program, tmp_path / "model.pt2", tmp_path / "images.pt") == classes + "\n"

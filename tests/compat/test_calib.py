@@ -214,7 +214,7 @@ SHAPES = {
     ("bits", "unsigned", "stride", "start"),
     [
         *((8, False, 1, 128), (4, True, 3, 40), (6, False, 1, 64), (8, False, 7, 20), (8, True, 5, 150)),
-        *((1, True, 1, 1), (2, False, 2, 1), (12, False, 1, 100), (20, True, 1, 100)),
+        *((1, True, 1, 1), (2, False, 2, 1), (12, False, 1, 100), (20, True, 9, 100)),
     ],
 )
 def test_entropy(name: str, bits: int, unsigned: bool, stride: int, start: int) -> None:

@@ -517,7 +517,11 @@ def test_our_own_files_break_no_rule_of_their_target(name: str, backend: str, tm
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "openvino"])
 @pytest.mark.parametrize(
-    "name", ["resnet18", "mobilenet_v3_small", "squeezenet1_0", "test_efficientnet", "test_vit", "test_byobnet"]
+    "name",
+    [
+        *("resnet18", "squeezenet1_0", "test_efficientnet", "test_vit"),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("mobilenet_v3_small", "test_byobnet")),
+    ],
 )
 def test_nor_do_files_of_the_zoo(name: str, backend: str, tmp_path) -> None:
     package = pytest.importorskip("timm" if name.startswith("test_") else "torchvision.models")

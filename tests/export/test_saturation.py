@@ -64,7 +64,8 @@ def run(path: str, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
 @pytest.mark.parametrize(
     ("backend", "exporter"),
     [
-        ("onnxruntime", "dynamo"),
+        pytest.param("onnxruntime", "dynamo", marks=pytest.mark.sweep(1)),
+        ("onnxruntime", "torchscript"),
         pytest.param("tensorrt", "dynamo", marks=pytest.mark.sweep),
         pytest.param("openvino", "torchscript", marks=pytest.mark.sweep),
     ],

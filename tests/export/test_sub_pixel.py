@@ -96,6 +96,7 @@ class Joined(nn.Module):
         return torch.cat([x[:, :4], x[:, :4]], 1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", [18, 21])
 @pytest.mark.parametrize(
     "move",

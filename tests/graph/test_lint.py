@@ -69,6 +69,7 @@ class Block(nn.Module):
         return (x + self.drop(self.down(F.gelu(self.up(self.ln2(x))))))[:, 0]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", list(qt.backends))
 @pytest.mark.parametrize(
     "net", [UNet, Inception, Block, Dense, lambda: nets.Residual(True), lambda: nets.Residual(False)]
@@ -81,6 +82,7 @@ def test_what_prepare_decides_breaks_no_fusion(backend: str, net: type[nn.Module
     assert lint(prepared) == ()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", list(qt.backends))
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_nor_does_it_in_torchvisions_models(backend: str, name: str) -> None:

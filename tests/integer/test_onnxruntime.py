@@ -58,7 +58,7 @@ def assert_equal_codes(model: nn.Module, x: Tensor, path: object, exact: bool = 
         assert codes.output_difference == 0, result
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.sweep(1)), "torchscript"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("signed", [False, True], ids=["uint8", "int8"])
 def test_no_code_differs_in_a_convolutional_net(tmp_path, signed: bool, bits: int, exporter: str) -> None:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import qtoolkit as qt
 from qtoolkit.export import verify
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.runtimes import openvino_cpu
-from tests import nets
+from tests import nets, processes
 
 X = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(5))
 
@@ -144,7 +143,7 @@ def codes_of(layer: str, folder: Path) -> CodeCount:
 @pytest.fixture(scope="module")
 def without_amx() -> Iterator[ProcessPoolExecutor]:
     """A process whose OpenVINO leaves AMX out: convolutions take unsigned codes there, as on other processors."""
-    with ProcessPoolExecutor(1, get_context("spawn"), os.putenv, ISA) as pool:
+    with ProcessPoolExecutor(1, processes.context(), os.putenv, ISA) as pool:
         yield pool
 
 

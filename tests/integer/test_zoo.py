@@ -20,7 +20,18 @@ NAMES = (
 )
 
 
-# Those that the default run exports in each opset: residuals, Hardswish and gates, concats and slices, SiLU.
+# The default run takes a network of each kind: residuals, Hardswish, groups, concats, maps of several sizes, a choice among
+# kernels, ReLU6.
+OF_EACH_KIND = (
+    "resnet10t",
+    "lcnet_050",
+    "regnetx_002",
+    "selecsls42",
+    "hrnet_w18_small",
+    "skresnet18",
+    "efficientnet_lite0",
+)
+# And these in each opset: residuals, Hardswish and gates, concats and slices, SiLU.
 IN_EACH_OPSET = ("resnet10t", "mobilenetv3_small_050", "ghostnet_050", "tinynet_e")
 OPSETS = (13, 17, 21, 26)  # onnxruntime 1.30 runs files up to 26
 
@@ -45,7 +56,13 @@ def assert_the_runtimes(path: Path, integer: nn.Module, x: Tensor) -> None:
 
 
 # The exporter "torchscript" cannot write the pool of vgg11_bn.
-@pytest.mark.parametrize(("name", "exporter"), zip(NAMES, cycle(("dynamo", "torchscript")), strict=False))
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    [
+        pytest.param(name, exporter, marks=() if name in OF_EACH_KIND else pytest.mark.sweep)
+        for name, exporter in zip(NAMES, cycle(("dynamo", "torchscript")), strict=False)
+    ],
+)
 def test_every_code_is_the_runtimes(tmp_path, name: str, exporter: str) -> None:
     integer, x = integer_model(name)
     result = qt.export_onnx(integer, (x,), tmp_path / "m.onnx", exporter=exporter, verify=False)

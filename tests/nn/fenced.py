@@ -1,4 +1,4 @@
-"""Run backward of layers of many geometries, each in a process of its own: python -m tests.nn.fenced CASES, a JSON list."""
+"""Run backward of layers of many geometries, each in a process of its own: python -m tests.nn.fenced, with cases as JSON."""
 
 import json
 import os
@@ -46,17 +46,20 @@ def write_behind_a_block(bytes_behind: int) -> None:
     ctypes.memset(block.data_ptr() + block.numel(), 0, bytes_behind)
 
 
-def status_of(run: Callable[..., None], case: dict) -> int:
+RUNS: dict[str, Callable[..., None]] = {"backward": backward, "write_behind_a_block": write_behind_a_block}
+
+
+def status_of(run: str, case: dict) -> int:
     """The exit status of a process that runs a case; a signal is not 0."""
     process = os.fork()
     if process == 0:
         torch.manual_seed(0)
-        run(**case)
+        RUNS[run](**case)
         os._exit(0)
     return os.waitpid(process, 0)[1]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run = {"backward": backward, "write_behind_a_block": write_behind_a_block}[sys.argv[1]]
-    print(json.dumps([case for case in json.loads(sys.stdin.read()) if status_of(run, case) != 0]))
+    given = json.loads(sys.stdin.read())
+    print(json.dumps({run: [case for case in cases if status_of(run, case) != 0] for run, cases in given.items()}))

@@ -105,6 +105,7 @@ class Oracle:
         return np.maximum(y, 0) if self.relu else y
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
 @pytest.mark.parametrize("batch_norm", [True, False], ids=["bn", "no-bn"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -145,13 +146,18 @@ class Branches(nn.Module):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dims", DIMS)
-def test_the_matrix_in_onnxruntime(tmp_path, dims: int, training: bool) -> None:
+@pytest.mark.parametrize(
+    ("dims", "exporter"),
+    [(dims, "dynamo" if dims == 2 else "torchscript") for dims in DIMS]
+    + [pytest.param(dims, "torchscript" if dims == 2 else "dynamo", marks=pytest.mark.sweep) for dims in DIMS],
+)
+def test_the_matrix_in_onnxruntime(tmp_path, dims: int, exporter: str, training: bool) -> None:
     x = data(dims)
     model = nets.trained(Branches(dims), *x.shape, steps=2).train(training)
     prepared = qt.prepare(model, x, backend="onnxruntime")
     qt.calibrate(prepared, [x], progress=False)
-    result = qt.export_onnx(prepared, x, tmp_path / "m.onnx")  # raises where a code differs that no tie explains
+    path = tmp_path / "m.onnx"
+    result = qt.export_onnx(prepared, x, path, exporter=exporter)  # raises where a code differs that no tie explains
     codes, layers = result.verification, [m for m in model.modules() if hasattr(m, "kernel_size")]
     assert codes.weight_codes.compared == sum(layer.weight.numel() for layer in layers)
     assert codes.weight_codes.differing == codes.quantizer_codes.differing == 0

@@ -46,8 +46,8 @@ strided = pytest.mark.parametrize("layout", STRIDED)
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled(tmp_path_factory.mktemp("cuda_host"))
+def kernels() -> ctypes.CDLL:
+    return compiled()
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ BACKWARD = {"clip": "clipped_backward", "levels": "levels_backward", "interval":
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled(tmp_path_factory.mktemp("cuda_host"))
+def kernels() -> ctypes.CDLL:
+    return compiled()
 
 
 def of_levels(levels: list[int]) -> Levels:

@@ -145,6 +145,7 @@ def test_compiled_code_has_no_graph_breaks_and_the_same_gradients(name: str) -> 
         )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 @pytest.mark.parametrize("name", SPECS)

@@ -1,7 +1,7 @@
 """Chains that become one op: with batch norms and activations, by the table and by the user's own patterns."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,53 +55,58 @@ class Chain(nn.Module):
         return self.last(self.activation(y if self.norm is None else self.norm(y)))
 
 
-def chains(head: str, batch_norm: bool) -> Iterator[tuple[nn.Module, Tensor]]:
-    """With every activation."""
-    shape = HEADS[head][2]
-    for activation in ACTIVATIONS:
-        yield nets.trained(Chain(head, activation, batch_norm), *shape, steps=2), torch.randn(shape)
+def chain(front: tuple[str, bool], activation: str) -> tuple[nn.Module, Tensor]:
+    """A head, with a batch norm or without, and an activation, after two steps of training; and an input."""
+    (head, batch_norm), shape = front, HEADS[front[0]][2]
+    return nets.trained(Chain(head, activation, batch_norm), *shape, steps=2), torch.randn(shape)
 
 
-over_batch_norm = pytest.mark.parametrize("batch_norm", [True, False], ids=["bn", "no-bn"])
-over_heads = pytest.mark.parametrize("head", HEADS)
+FRONTS = [
+    pytest.param((head, norm), id=f"{head}-{'bn' if norm else 'no-bn'}") for head in HEADS for norm in (True, False)
+]
+over_fronts = pytest.mark.parametrize("front", FRONTS)
+over_activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
-@over_batch_norm
-@over_heads
-def test_fuse_eval_output_equal_to_1e_6(head: str, batch_norm: bool) -> None:
-    for model, x in chains(head, batch_norm):
-        prepared = qt.prepare(model.eval(), x)
-        assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in prepared.modules())
-        with qt.disable_quantization(prepared):
-            ours, theirs = prepared(x), model(x)
-        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max(), model
+@pytest.mark.sweep(1)
+@over_fronts
+@over_activations
+def test_fuse_eval_output_equal_to_1e_6(front: tuple[str, bool], activation: str) -> None:
+    model, x = chain(front, activation)
+    prepared = qt.prepare(model.eval(), x)
+    assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in prepared.modules())
+    with qt.disable_quantization(prepared):
+        ours, theirs = prepared(x), model(x)
+    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
-@over_batch_norm
-@over_heads
-def test_fuse_train_output_equal(head: str, batch_norm: bool) -> None:
-    for model, x in chains(head, batch_norm):
-        prepared = qt.prepare(model)
-        with qt.disable_quantization(prepared):
-            ours, theirs = prepared(x), model(x)
-        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max(), model  # scaled and un-scaled in float32
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(prepared.get_buffer(name), buffer, rtol=1e-5, atol=1e-6)
+@pytest.mark.sweep(1)
+@over_fronts
+@over_activations
+def test_fuse_train_output_equal(front: tuple[str, bool], activation: str) -> None:
+    model, x = chain(front, activation)
+    prepared = qt.prepare(model)
+    with qt.disable_quantization(prepared):
+        ours, theirs = prepared(x), model(x)
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()  # scaled and un-scaled in float32
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(prepared.get_buffer(name), buffer, rtol=1e-5, atol=1e-6)
 
 
-@over_batch_norm
-@over_heads
-def test_nothing_stands_within_a_chain(head: str, batch_norm: bool) -> None:
-    for model, x in chains(head, batch_norm):
-        for training in (True, False):
-            prepared = qt.prepare(model.train(training), x)
-            layer = prepared.get_submodule("head")
-            assert type(layer) is qt.nn.QAT_MODULES[type(model.head)]
-            quantizers = [line.source for line in qt.quantization_report(prepared).tensors]
-            end = next(n for n in prepared.graph.nodes if n.target == "last").args[0]
-            if isinstance(model.activation, nn.Identity):  # its quantizer stands before it
-                end = end.args[0]
-            assert quantizers == ["x", end.args[0].name], model
+@pytest.mark.sweep(1)
+@over_fronts
+@over_activations
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_stands_within_a_chain(front: tuple[str, bool], activation: str, training: bool) -> None:
+    model, x = chain(front, activation)
+    prepared = qt.prepare(model.train(training), x)
+    layer = prepared.get_submodule("head")
+    assert type(layer) is qt.nn.QAT_MODULES[type(model.head)]
+    quantizers = [line.source for line in qt.quantization_report(prepared).tensors]
+    end = next(n for n in prepared.graph.nodes if n.target == "last").args[0]
+    if isinstance(model.activation, nn.Identity):  # its quantizer stands before it
+        end = end.args[0]
+    assert quantizers == ["x", end.args[0].name]
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,11 +1,13 @@
 """CUDA kernels on the CPU: their sources, compiled by the host's compiler, with each launch as a call of device::launch."""
 
 import ctypes
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor
 
 HOST = Path(__file__).parent
 CSRC = HOST.parents[2] / "csrc"
+BUILT = HOST.parents[2] / "build" / "cuda_host"
+SOURCES = (".cpp", ".cu", ".cuh", ".h", ".py")
+COMPILER = os.environ.get("CXX", "c++")
 HEADERS = ("cuda_runtime.h", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h")
 LAUNCH = re.compile(r"([\w<>]+?)<<<(.+?), (\w+), (\w+), stream>>>\((.*?)\);", re.DOTALL)
 SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
@@ -112,8 +117,32 @@ def filled(structure: type[ctypes.Structure], **fields: Any) -> ctypes.Structure
     return args
 
 
-def compiled(folder: Path) -> ctypes.CDLL:
-    """Return the kernels, built in a folder."""
+def compiled() -> ctypes.CDLL:
+    """Return the kernels, compiled where no library of the same sources and compiler is there yet."""
+    library = BUILT / f"{_digest()}.so"
+    if not library.exists():
+        with TemporaryDirectory() as folder:
+            _compile(Path(folder))
+            BUILT.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(folder, "kernels.so"), own := library.with_suffix(f".{os.getpid()}"))
+        own.replace(library)  # another process may load it
+    kernels = ctypes.CDLL(str(library))
+    assert kernels.size_of_arguments() == ctypes.sizeof(Arguments)
+    assert kernels.size_of_batch_norm_arguments() == ctypes.sizeof(BatchNormArguments)
+    assert kernels.size_of_pool_arguments() == ctypes.sizeof(PoolArguments)
+    assert kernels.size_of_tracked_statistics() == ctypes.sizeof(TrackedStatistics)
+    return kernels
+
+
+def _digest() -> str:
+    """A name for all that a library is made of: sources, what compiles them, and the compiler."""
+    found = hashlib.sha256(subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout)
+    for path in sorted(path for folder in (CSRC, HOST) for path in folder.rglob("*") if path.suffix in SOURCES):
+        found.update(str(path.relative_to(HOST.parents[2])).encode() + path.read_bytes())
+    return found.hexdigest()[:32]
+
+
+def _compile(folder: Path) -> None:
     shutil.copytree(CSRC, folder / "csrc")
     for name in HEADERS:
         (folder / name).write_text(f'#include "{HOST / "device.h"}"\n')
@@ -124,15 +153,9 @@ def compiled(folder: Path) -> ctypes.CDLL:
         assert "extern __shared__" not in text
         source.write_text(text)
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{folder}", f"-I{folder / 'csrc'}"]
-    command = [os.environ.get("CXX", "c++"), *flags, str(HOST / "kernels.cpp"), "-o", str(folder / "kernels.so")]
+    command = [COMPILER, *flags, str(HOST / "kernels.cpp"), "-o", str(folder / "kernels.so")]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    kernels = ctypes.CDLL(str(folder / "kernels.so"))
-    assert kernels.size_of_arguments() == ctypes.sizeof(Arguments)
-    assert kernels.size_of_batch_norm_arguments() == ctypes.sizeof(BatchNormArguments)
-    assert kernels.size_of_pool_arguments() == ctypes.sizeof(PoolArguments)
-    assert kernels.size_of_tracked_statistics() == ctypes.sizeof(TrackedStatistics)
-    return kernels
 
 
 def dtype_number(t: Tensor) -> int:
