@@ -7,13 +7,20 @@ SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
 # A process for each core, of one thread each. Tests take from a millisecond to ten seconds: idle processes take over.
 TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-all lint unit docs build second sanitize fuzz browser clean
+# The second torch: a copy of the tree, with an environment of its own. Its tests are those whose results torch has a part in.
+SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
+WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
+  $(addsuffix .py, $(addprefix test_, benchmarks examples house readme site sweep)))
+
+.PHONY: demo test test-all lint unit docs build environments second second-environment sanitize fuzz browser clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
 	$(RUN)/python examples/digits.py
 
-test: lint docs unit         ## everything that CI checks on one torch
+test: $(VENV)/built          ## everything that CI checks on one torch
+	$(MAKE) --jobs 2 --output-sync=target lint docs
+	$(MAKE) unit
 
 test-all: lint docs $(VENV)/built ## the same with every case of every sweep, before a release
 	@echo "== all tests, with the sweeps in full"
@@ -32,9 +39,14 @@ docs: $(VENV)/built          ## the site, in build/site; each warning is an erro
 	@echo "== build/site/index.html"
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 
-second:                      ## one case of each test on the oldest torch that CI knows, without real data and benchmarks, in a copy of the tree
+environments: $(VENV)/ready second-environment ## those of both torches; with --jobs 2 beside each other, as pip takes one core
+
+second-environment:
 	git checkout-index --all --force --prefix=build/second/
-	$(MAKE) -C build/second unit TORCH=torch==2.13.0 QTOOLKIT_CUDA=0 OPTIONS='--few -m "not data" --ignore=tests/test_benchmarks.py'
+	$(SECOND) $(VENV)/ready
+
+second: second-environment   ## one case of each test on the oldest torch that CI knows, without real data and what no torch changes, in a copy of the tree
+	$(SECOND) unit OPTIONS='--few -m "not data" $(WITHOUT_TORCH)'
 
 sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
 	tests/sanitize/run address $(RUN)/python

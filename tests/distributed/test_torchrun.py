@@ -2,11 +2,15 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("sklearn")
@@ -14,12 +18,30 @@ pytest.importorskip("sklearn")
 SCRIPT = Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
+OPTIONS = ("--epochs", "2", "--every", "16", "--out")
+
+
 def torchrun(out: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    options = ["--epochs", "2", "--every", "16", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, *options], env=environment, **pipes)
+    return subprocess.Popen([*command, *OPTIONS, str(out)], env=environment, **pipes)
+
+
+def ranks(out: Path) -> str:
+    """What two processes print that have what torchrun tells its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+    def run(rank: int) -> str:
+        environment = os.environ | told | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        done = processes.python(SCRIPT, *OPTIONS, out, env=environment, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    with ThreadPoolExecutor(2) as pool:
+        return "".join(pool.map(run, range(2)))
 
 
 def children(pid: int) -> list[int]:
@@ -45,11 +67,10 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_training_resumes_
     assert "start the same command again: it goes on from the latest checkpoint" in errors
     assert not (tmp_path / "killed" / "trained.safetensors").exists()
 
-    outputs = {}
-    for name in ("killed", "uninterrupted"):
-        run = torchrun(tmp_path / name)
-        outputs[name], errors = run.communicate(timeout=240)
-        assert run.returncode == 0, errors[-3000:]
+    run, outputs = torchrun(tmp_path / "killed"), {}
+    outputs["killed"], errors = run.communicate(timeout=240)
+    assert run.returncode == 0, errors[-3000:]
+    outputs["uninterrupted"] = ranks(tmp_path / "uninterrupted")
     for rank in range(2):  # no step before a checkpoint is lost
         assert f"rank {rank}: goes on from the checkpoint of step " in outputs["killed"]
     assert "goes on" not in outputs["uninterrupted"]
