@@ -16,7 +16,16 @@ import pytest
 def values_of(item: pytest.Item) -> tuple:
     """The name, type and value of each parameter of a case."""
     parameters = sorted(item.callspec.params.items()) if hasattr(item, "callspec") else ()
-    return tuple((name, type(v), v if type(v).__hash__ else repr(v)) for name, v in parameters)
+    return tuple((name, type(v), v if is_hashable(v) else repr(v)) for name, v in parameters)
+
+
+def is_hashable(value: object) -> bool:
+    """Whether a value has a hash: a frozen dataclass has none where one of its fields has none."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def covering(cases: Mapping[str, tuple], strength: int) -> set[str]:

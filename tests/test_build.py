@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qtoolkit import _native
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,7 +58,7 @@ def test_building_without_torch_says_what_to_type(monkeypatch) -> None:
 )
 def test_a_bad_switch_is_named(switch: str, words: str) -> None:
     code = f"import os, runpy; os.environ[{switch!r}] = 'yes'; runpy.run_path('setup.py')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = processes.python("-c", code)
     assert done.returncode != 0
     assert f"{switch} {words}" in done.stderr
 

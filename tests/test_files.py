@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from qtoolkit.files import DAY, write_atomically
+from tests import processes
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002])
@@ -92,19 +94,28 @@ def test_an_error_leaves_the_old_file_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.onnx"]
 
 
+def stopped_while_writing(path: Path, pipe: Connection) -> None:
+    """Stop in the middle of a write."""
+
+    def replace(self: Path, target: Path) -> None:
+        pipe.send("ready")
+        signal.pause()
+
+    Path.replace = replace
+    write_atomically(b"half", path)
+
+
 def killed_while_writing(path: Path) -> None:
     """Start a process that stops in the middle of a write, and kill it."""
-    code = (
-        "import sys, pathlib, qtoolkit.files\n"
-        "def replace(self, target): print('ready', flush=True); sys.stdin.read()\n"
-        "pathlib.Path.replace = replace\n"
-        "qtoolkit.files.write_atomically(b'half', sys.argv[1])\n"
-    )
-    command = [sys.executable, "-c", code, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGKILL)
+    context = processes.context()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=stopped_while_writing, args=(path, theirs))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "ready"
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_what_a_killed_process_left_is_removed_at_the_next_write(tmp_path: Path) -> None:

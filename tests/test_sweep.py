@@ -22,10 +22,15 @@ def test_all_combinations_occur_in_few_cases(strength: int, fewest: int) -> None
 
 
 SUITE = """
+    import dataclasses
     import pytest
 
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        values: list
+
     @pytest.mark.sweep(1)
-    @pytest.mark.parametrize("a", [[1], [2], [3]])
+    @pytest.mark.parametrize("a", [[1], [2], Frozen([3])])
     @pytest.mark.parametrize("b", [0, False, "0"])
     def test_values(a, b): pass
 

@@ -168,6 +168,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_compute_the_bits_of_the_graph(name: str, backend: str) -> None:

@@ -498,6 +498,7 @@ def test_compiled_for_batches_of_any_size() -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, equal_nan=True, msg=name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported(strict: bool, training: bool) -> None:

@@ -351,6 +351,7 @@ def test_auto_computes_on_codes_where_torch_has_kernels() -> None:
     assert_equal(step(auto), step(integer))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("config", [LSQ, FIXED, FOUR_BITS], ids=["lsq", "fixed", "four bits"])
 def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> None:

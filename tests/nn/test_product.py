@@ -208,6 +208,7 @@ def test_autocast_computes_in_its_type(road: str, forward: str) -> None:
     assert all(gradient.isfinite().all() for gradient in found[0][1].values())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("config", [LSQ, FOUR_BITS], ids=["lsq", "four bits"])
 def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> None:

@@ -657,6 +657,7 @@ def test_autocast_does_not_choose_the_dtype(name: str, dtype: torch.dtype) -> No
             assert_same(got, want)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("integer", [False, True], ids=["float", "integer"])
 @pytest.mark.parametrize("name", ["conv1d", "conv2d", "transposed2d_groups", "conv3d", "linear3d"])
 @pytest.mark.parametrize("packed", [False, True], ids=["bytes", "packed"])

@@ -318,6 +318,7 @@ class Compilations:
         return gm
 
 
+@pytest.mark.sweep(1)
 @each_quantizer
 @each_road
 def test_a_training_compiles_once_for_each_mode(road: str, quantizer: str) -> None:
@@ -340,6 +341,7 @@ def test_a_training_compiles_once_for_each_mode(road: str, quantizer: str) -> No
     assert counter.count == 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("strict", [False, True])
 @each_quantizer
 @each_road

@@ -33,6 +33,7 @@ def assert_same(ours: object, theirs: object) -> None:
         assert torch.equal(a, b) if isinstance(b, Tensor) else a == b
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", CASES)
 def test_trace_keeps_outputs_and_parameter_names(case: str, training: bool) -> None:
