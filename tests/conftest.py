@@ -54,11 +54,6 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_table_of_translations():
     torchlib.read_once()

@@ -22,7 +22,7 @@ WITHOUT_EXPORT = [
     "torchvision/raft_small",
     "torchvision/swin_t",
     pytest.param("timm/levit_128s", marks=pytest.mark.sweep),
-    "timm/test_byobnet",
+    pytest.param("timm/test_byobnet", marks=pytest.mark.sweep),
     "timm/test_nfnet",
 ]
 EXPORTED = [
