@@ -27,9 +27,17 @@ gc.disable()  # while the tests are collected: of a million objects none is garb
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported and collected out of every collection of garbage to come."""
+    """Leave what is imported and collected out of every search for garbage to come."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_module_has_left():
+    """Leave out what the tests of a module have imported, too: exporters and compilers are as large as all that was before."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 # Scripts that tests run, and faults that a sanitized build must find, which make sanitize runs.
