@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +54,6 @@ def test_the_adapters_are_imported_when_they_are_asked_for() -> None:
         "import sys, qtoolkit as qt; assert 'qtoolkit.compat' not in sys.modules; "
         "print(qt.compat.pytorch_quantization.__version__, callable(qt.compat.load_amax))"
     )
-    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert found.split() == ["2.2.1", "True"]
+    assert processes.python("-c", program).stdout.split() == ["2.2.1", "True"]
     with pytest.raises(AttributeError, match="module 'qtoolkit' has no attribute 'compt'"):
         importlib.import_module("qtoolkit").compt  # noqa: B018

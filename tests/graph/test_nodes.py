@@ -274,6 +274,7 @@ def build(kind: str, module: type[nn.Module]) -> nn.Module:
     return module(*ARGUMENTS.get(module, SMALL.get(kind, ())))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 @pytest.mark.parametrize(
     ("kind", "module"),

@@ -63,6 +63,7 @@ def assert_same_gradients_and_buffers(ours: nn.Module, theirs: nn.Module) -> Non
         torch.testing.assert_close(ours.get_buffer(name), buffer, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @each_combination
 def test_with_quantizers_off_training_is_the_float_model(strategy: str, case: str, momentum: float | None) -> None:
@@ -148,6 +149,7 @@ def test_quantized_training_is_the_strategy_written_out_in_plain_torch(strategy:
     assert_same_gradients_and_buffers(prepared, model)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @each_combination
 def test_eval_is_bit_for_bit_the_converted_model(strategy: str, case: str, dtype: torch.dtype) -> None:
@@ -418,6 +420,7 @@ def test_a_frozen_batch_norm_without_a_layer_before_it_is_reported() -> None:
     assert "no layer right before it" in lines["1"]
 
 
+@pytest.mark.sweep(2)
 @each_strategy
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
