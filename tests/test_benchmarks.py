@@ -119,6 +119,19 @@ def run_training(script: str, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads(out.read_text()), run.stdout
 
 
+def test_small_layers_are_timed_by_arithmetic(tmp_path) -> None:
+    out, page = tmp_path / "small.json", tmp_path / "page.md"
+    run = processes.python(FOLDER / "small_layers.py", "--few", "--seconds", "0", "--json", str(out))
+    assert run.returncode == 0, run.stderr
+    results = json.loads(out.read_text())
+    assert [(row["positions"], row["least"]) for row in results["rows"]] == [(2, 1167), (8, 1167)]
+    assert "64 to 64, 3x3" in run.stdout
+    page.write_text("<!-- begin: benchmarks/small_layers.py -->\n<!-- end -->\n")
+    run = processes.python(FOLDER / "small_layers.py", "--page", str(page))
+    assert run.returncode == 0, run.stderr
+    assert "| 512 to 512, 3x3 | 3,136 | 271 |" in page.read_text()
+
+
 def test_training_steps_are_timed_beside_each_other_and_profiled(tmp_path) -> None:
     pytest.importorskip("timm")
     options = ["--networks", "fsrcnn", "--only", "ours, codes", "ours, integer", "--threads", "1", "--rounds", "3"]

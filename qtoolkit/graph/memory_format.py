@@ -42,9 +42,11 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trains = self.training and torch.is_grad_enabled() and any(map(_may_be_in_rows, (*args, *kwargs.values())))
+        trains = self.training and torch.is_grad_enabled()
+        images = filter(_may_be_in_rows, (*args, *kwargs.values())) if trains else ()
+        pixels = max((x.numel() // x.size(1) for x in images), default=0)
         layers = (functools.reduce(getattr, path, self) for path in paths)  # a quarter of get_submodule's time
-        if not trains or not any(map(_computes_on_codes, layers)):
+        if not pixels or not any(_computes_on_codes(layer, pixels) for layer in layers):
             return forward(self, *args, **kwargs)
         args = tuple(x if i in quantized else map_leaves(x, _to_channels_last) for i, x in enumerate(args))
         kwargs = {name: x if name in quantized else map_leaves(x, _to_channels_last) for name, x in kwargs.items()}
@@ -67,8 +69,11 @@ def _is_quantizer(gm: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), TensorQuantizer)
 
 
-def _computes_on_codes(layer: Any) -> bool:
-    if not isinstance(layer, QuantConv2d) or on_codes.why_not_on_codes(layer) is not None:
+def _computes_on_codes(layer: Any, pixels: int) -> bool:
+    """Return whether a layer of a model, whose images have so many pixels, may compute on codes."""
+    if not isinstance(layer, QuantConv2d) or not on_codes.pays(layer, pixels):
+        return False
+    if on_codes.why_not_on_codes(layer) is not None:
         return False
     return all(quantizer is not None and quantizer.quantizing for quantizer in (layer.source, layer.weight_quantizer))
 

@@ -1,6 +1,7 @@
 """Layers in training on the codes of their inputs: what they keep for backward, and how they compute."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 HAS_INT8 = is_exact()
 NO_KERNEL = "no int8 kernel"
 MOST_IMAGE_CHANNELS = 4
+# "auto" computes on codes where that is faster: int8 kernels save time for each product, and preparing the weight for them
+# costs as much as 256 positions save, besides what a call costs. Measured by benchmarks/small_layers.py.
+POSITIONS_OF_WEIGHT = 256
+PRODUCTS_OF_CALL = 2**25
+MOST_POSITIONS = 2048
 MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit codes that fits in int32 for certain
 
 
@@ -32,7 +38,7 @@ class TrainingArithmetic:
 
     Attributes:
         forward: "float": in float. "integer": on the codes of input and weight. "auto": on codes where torch has exact int8
-            kernels for the layer on this processor.
+            kernels for the layer on this processor, and its input has `least_positions` at least.
         save: "codes": codes of the input, a byte or less an element. "float": the input itself.
 
     Raises:
@@ -94,12 +100,14 @@ def run(
     wanted = layer.training_arithmetic
     if not torch.is_grad_enabled() or is_recorded():
         return None
-    integer = layer.training and _on_integers(layer, x)
+    geometry = layer.geometry(x, *args, **kwargs)
+    if geometry is None:
+        return None
+    integer = layer.training and _on_integers(layer, x, geometry)
     if not integer and wanted.save == "float":
         return None
-    geometry = layer.geometry(x, *args, **kwargs)
-    codes = None if geometry is None else codes_of(x, layer.source_of(call), channels_last=integer)
-    if geometry is None or codes is None:
+    codes = codes_of(x, layer.source_of(call), channels_last=integer)
+    if codes is None:
         return None
     grid = weight_grid(layer, factor)
     if grid is None:
@@ -110,7 +118,15 @@ def run(
     last = integer and layer.returns_channels_last and has_kernel_type(x)
     memory_format = torch.channels_last if last else None
     raw = raw_of(x) if autocast == x.dtype and _reads_image(layer, x, geometry) else None
+    if raw is None and not integer and _copies_weight(layer, x):
+        x, codes = x.contiguous(), replace(codes, codes=codes.codes.contiguous())
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast, memory_format, raw)
+
+
+def _copies_weight(layer: "QuantWeighted", x: Tensor) -> bool:
+    """Return whether torch would copy a weight into the memory format of an image that is smaller than it."""
+    in_rows = layer.weight.is_contiguous(memory_format=torch.channels_last) if layer.weight.dim() == 4 else True
+    return not in_rows and x.numel() < layer.weight.numel() and not x.is_contiguous()
 
 
 def _reads_image(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
@@ -149,11 +165,30 @@ def has_kernel_type(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_cpu
 
 
-def _on_integers(layer: "QuantWeighted", x: Tensor) -> bool:
-    if why_in_float(layer) is not None:
+def _on_integers(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
+    if not pays(layer, _positions(x, geometry)) or why_in_float(layer) is not None:
         return False
-    exact_type = x.dtype == layer.weight.dtype and has_kernel_type(x)
-    return layer.training_arithmetic.forward == "integer" or exact_type
+    return layer.training_arithmetic.forward == "integer" or (x.dtype == layer.weight.dtype and has_kernel_type(x))
+
+
+def _positions(x: Tensor, geometry: Geometry) -> int:
+    """Return how often a layer applies its weight: for each row of a linear layer, for each output pixel of a convolution.
+
+    Of a transposed convolution, whose output pixels take a part of the weight each, it is the number of input pixels.
+    """
+    channels = x.size(1 if geometry.stride else -1)
+    stride = () if geometry.transposed else geometry.stride
+    return x.numel() // max(channels * math.prod(stride), 1)
+
+
+def pays(layer: "QuantWeighted", positions: int) -> bool:
+    """Return whether a layer computes on codes for so many positions: because it is faster, or as asked."""
+    return layer.training_arithmetic.forward == "integer" or positions >= least_positions(layer)
+
+
+def least_positions(layer: "QuantWeighted") -> int:
+    """Return for how many positions at least "auto" computes a layer on codes; for fewer, float is faster."""
+    return min(POSITIONS_OF_WEIGHT + math.ceil(PRODUCTS_OF_CALL / layer.weight.numel()), MOST_POSITIONS)
 
 
 def described(layer: "QuantWeighted") -> str:
@@ -164,7 +199,9 @@ def described(layer: "QuantWeighted") -> str:
     if no_codes is not None:
         return f"float, keeps floats: {no_codes}"
     in_float = why_in_float(layer)
-    forward = "on codes" if in_float is None else f"float ({in_float})"
+    is_auto = layer.training_arithmetic.forward == "auto"
+    few = f" (float for fewer than {least_positions(layer):,} positions)" if is_auto else ""
+    forward = f"on codes{few}" if in_float is None else f"float ({in_float})"
     return f"{forward}, keeps {'floats' if in_float and layer.training_arithmetic.save == 'float' else 'codes'}"
 
 

@@ -348,7 +348,55 @@ def test_auto_computes_on_codes_where_torch_has_kernels() -> None:
     auto, integer = quantized("graph"), quantized("graph", forward="integer")
     conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     auto, integer = (quantized("graph", model=copy.deepcopy(conv), **o) for o in ({}, {"forward": "integer"}))
-    assert_equal(step(auto), step(integer))
+    large = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    assert_equal(step(auto, leaf(large)), step(integer, leaf(large)))
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="torch has no exact int8 kernels on this processor")
+def test_auto_computes_small_inputs_in_float() -> None:
+    auto, plain, integer = (quantized("graph", **o) for o in ({}, {"forward": "float"}, {"forward": "integer"}))
+    assert_equal(step(auto), step(plain))
+    assert not torch.equal(step(auto)[0], step(integer)[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "positions"),
+    [
+        (nn.Conv2d(64, 64, 3, padding=1), (2, 64, 24, 24), 1152),
+        (nn.Conv2d(64, 64, 3, padding=1, stride=2), (2, 64, 48, 48), 1152),
+        (nn.Conv1d(64, 64, 9), (2, 64, 576), 1152),
+        (nn.ConvTranspose2d(64, 64, 3, stride=2), (2, 64, 24, 24), 1152),
+        (nn.Linear(256, 256), (2, 384, 256), 768),
+        (nn.Conv2d(8, 8, 3, groups=8), (1, 8, 64, 32), 2048),
+    ],
+    ids=["conv", "stride", "1d", "transposed", "linear", "depthwise"],
+)
+def test_from_how_many_positions_on_auto_computes_on_codes(layer, sizes: tuple, positions: int, monkeypatch) -> None:
+    """Positions are output pixels, input pixels of a transposed convolution, and rows."""
+    monkeypatch.setattr(on_codes, "HAS_INT8", True)
+    layer = qt.quant_modules.replace(nn.Sequential(layer), qt.QConfigMapping().set_global(FIXED))[0].train()
+    least = on_codes.least_positions(layer)
+    assert least == min(256 + -(-(2**25) // layer.weight.numel()), 2048)
+    x = torch.zeros(sizes)
+    assert on_codes._positions(x, layer.geometry(x)) == positions
+    enough = x.repeat(-(-least // positions), *[1] * (x.dim() - 1))
+    assert on_codes._on_integers(layer, enough, layer.geometry(enough))
+    fewer = x[:0]
+    assert not on_codes._on_integers(layer, fewer, layer.geometry(fewer))
+    qt.nn.set_training_arithmetic(layer, forward="integer")
+    assert on_codes._on_integers(layer, fewer, layer.geometry(fewer))
+
+
+def test_a_small_image_is_converted_rather_than_a_large_weight() -> None:
+    """Values and gradients are those of the same image in rows."""
+    x = torch.randn(1, 8, 6, 6, generator=torch.Generator().manual_seed(0))
+    mapping = qt.QConfigMapping().set_global(LSQ)
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(8, 64, 5)), (x,), qconfig_mapping=mapping, forward="float")
+    qt.calibrate(prepared.eval(), [x], progress=False)
+    models = copy.deepcopy(prepared).train(), prepared.train()
+    in_channels_last = x.contiguous(memory_format=torch.channels_last)
+    assert_equal(step(models[0], leaf(x)), step(models[1], leaf(in_channels_last)))
+    assert prepared(in_channels_last).is_contiguous()
 
 
 @pytest.mark.sweep(1)
@@ -391,7 +439,7 @@ def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place
     monkeypatch.setattr(on_codes, "HAS_INT8", True)
     layer = qt.nn.QuantConv2d(3, 8, 3, weight_spec=FIXED.weight).train()
     layer.link_source(on_codes.Source(qt.TensorQuantizer(FIXED.activation)))
-    assert on_codes.described(layer) == "on codes, keeps codes"
+    assert on_codes.described(layer) == "on codes (float for fewer than 2,048 positions), keeps codes"
     assert on_codes.described(layer.to(**place)) == "float (no int8 kernel), keeps codes"
     assert on_codes.why_not_on_codes(layer) == "no int8 kernel"
     qt.nn.set_training_arithmetic(layer, forward="integer")

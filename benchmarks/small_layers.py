@@ -1,0 +1,161 @@
+"""The step of one layer on codes against the same step in float, by the number of positions, interleaved in one run.
+
+OMP_NUM_THREADS=1 python benchmarks/small_layers.py               prints the table
+OMP_NUM_THREADS=1 python benchmarks/small_layers.py --json FILE   writes the figures too
+python benchmarks/small_layers.py --page docs/performance.md      writes the table of benchmarks/results into the page
+
+A position is an output pixel of a convolution or a row of a linear layer: each multiplies the whole weight once. Each case is
+a layer with its batch norm and ReLU between two pointwise convolutions, forward and backward, the least of the rounds.
+"auto" takes float below `qtoolkit.nn.on_codes.least_positions`, which is fitted to this table.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from report import facts, markdown_lines
+from rich.console import Console
+from rich.table import Table
+from stored import write_part, write_rows
+from torch import nn
+from tqdm import tqdm
+
+import qtoolkit as qt
+from qtoolkit.nn.on_codes import HAS_INT8, least_positions
+from qtoolkit.nn.weighted import QuantWeighted
+
+RESULTS = Path(__file__).parent / "results" / "small_layers.json"
+BEGIN, END = "<!-- begin: benchmarks/small_layers.py -->", "<!-- end -->"
+COLUMNS = ("layer", "positions", "auto: on codes from", "float, ms", "integer", "auto")
+FORWARDS = ("float", "integer", "auto")
+SIZES = ((2, 1), (2, 2), (2, 4), (2, 8), (2, 16), (2, 28), (1, 56))  # images and their height
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution with as many output pixels as input pixels."""
+
+    channels: int
+    outputs: int
+    kernel: int
+    groups: int = 1
+
+    def __str__(self) -> str:
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        return f"{self.channels} to {self.outputs}, {self.kernel}x{self.kernel}{groups}"
+
+    def module(self) -> nn.Conv2d:
+        """Return the convolution."""
+        padding = self.kernel // 2
+        return nn.Conv2d(self.channels, self.outputs, self.kernel, padding=padding, groups=self.groups, bias=False)
+
+
+LAYERS = (Layer(64, 64, 3), Layer(256, 256, 3), Layer(512, 512, 3), Layer(64, 256, 1), Layer(96, 96, 3, 96))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of a step in float, and its multiples by the other arithmetics."""
+
+    layer: str
+    positions: int
+    least: int
+    float_step: float
+    integer: float
+    auto: float
+
+
+def step_of(layer: Layer, images: int, size: int, forward: str) -> tuple[Callable[[], None], int]:
+    """Return a step of a model with this layer, and from how many positions on "auto" computes it on codes."""
+    torch.manual_seed(0)
+    ends = nn.Conv2d(layer.channels, layer.channels, 1), nn.Conv2d(layer.outputs, 8, 1)
+    model = nn.Sequential(ends[0], nn.ReLU(), layer.module(), nn.BatchNorm2d(layer.outputs), nn.ReLU(), ends[1])
+    x = torch.randn(images, layer.channels, size, size)
+    prepared = qt.prepare(model, (x,), forward=forward)
+    qt.calibrate(prepared.eval(), [x], progress=False)
+    prepared.train()
+
+    def step() -> None:
+        prepared(x).sum().backward()
+
+    measured = prepared.get_submodule("2")
+    if not isinstance(measured, QuantWeighted):
+        raise TypeError(f"the layer is a {type(measured).__name__}, not a quantized one.")
+    return step, least_positions(measured)
+
+
+def least_times(steps: Mapping[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+    """Return the least milliseconds of each step; they take turns for some seconds, after two runs that do not count."""
+    least = dict.fromkeys(steps, float("inf"))
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 3 or time.perf_counter() < end:
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if rounds > 1:
+                least[name] = min(least[name], 1e3 * (time.perf_counter() - start))
+        rounds += 1
+    return least
+
+
+def row_of(layer: Layer, images: int, size: int, seconds: float) -> Row:
+    """Measure one case."""
+    made = {forward: step_of(layer, images, size, forward) for forward in FORWARDS}
+    times = least_times({forward: step for forward, (step, _) in made.items()}, seconds)
+    ratios = (times[forward] / times["float"] for forward in FORWARDS[1:])
+    return Row(str(layer), images * size * size, made["auto"][1], times["float"], *ratios)
+
+
+def lines_of(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the rows in words, in the order of COLUMNS."""
+    return [
+        [
+            row.layer,
+            f"{row.positions:,}",
+            f"{row.least:,}",
+            *(f"{n:.2f}" for n in (row.float_step, row.integer, row.auto)),
+        ]
+        for row in rows
+    ]
+
+
+def write_page(page: Path) -> None:
+    """Write the stored figures into a page."""
+    results = json.loads(RESULTS.read_text())
+    rows = [Row(**row) for row in results["rows"]]
+    made = f"{results['cpu']}, torch {results['torch']}, int8 kernels {results['kernels']}"
+    where = f"{made}, one thread; multiples of the step in float."
+    write_part(page, BEGIN, END, [where, "", *markdown_lines(COLUMNS, lines_of(rows)), ""])
+
+
+def main() -> None:
+    """Run, print, and write what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each case")
+    parser.add_argument("--few", action="store_true", help="the first layer at two sizes")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    if args.page is not None:
+        write_page(args.page)
+        return
+    cases = list(product(LAYERS[:1], SIZES[:2])) if args.few else list(product(LAYERS, SIZES))
+    rows = [row_of(layer, *size, args.seconds) for layer, size in tqdm(cases, desc="layers")]
+    kernels = "used" if HAS_INT8 else "missing or not exact"
+    table = Table(title=f"{torch.get_num_threads()} threads; torch's int8 kernels: {kernels}; ratios to float")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "layer" else "right")
+    for line in lines_of(rows):
+        table.add_row(*line)
+    Console().print(table)
+    if args.json is not None:
+        write_rows(args.json, {**facts("cpu"), "kernels": kernels}, [asdict(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
