@@ -188,7 +188,8 @@ def pays(layer: "QuantWeighted", positions: int) -> bool:
 
 def least_positions(layer: "QuantWeighted") -> int:
     """Return for how many positions at least "auto" computes a layer on codes; for fewer, float is faster."""
-    return min(POSITIONS_OF_WEIGHT + math.ceil(PRODUCTS_OF_CALL / layer.weight.numel()), MOST_POSITIONS)
+    of_call: int = math.ceil(PRODUCTS_OF_CALL / layer.weight.numel())
+    return min(POSITIONS_OF_WEIGHT + of_call, MOST_POSITIONS)
 
 
 def described(layer: "QuantWeighted") -> str:
