@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import Tensor
 
 import qtoolkit as qt
+from qtoolkit.extras import install_command
 from qtoolkit.runtimes.execution import Layer
 from qtoolkit.runtimes.table import EXECUTES
 
@@ -181,7 +182,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 def _is_installed(runtime: str) -> bool:
     if find_spec(runtime) is None:
-        print(f"{runtime} is not installed, and left out: pip install qtoolkit[{runtime}].")
+        print(f"{runtime} is not installed, and left out; run: {install_command(runtime)}.")
     return find_spec(runtime) is not None
 
 

@@ -40,7 +40,7 @@ def test_the_core_imports_nothing_of_compat() -> None:
 
 # From the lowest floor up: a module imports from its own floor and from those below it alone.
 FLOORS = (
-    "_native", "errors", "files", "public", "random_state", "sharding", "shared_modules", "sub_pixel", "version",
+    "_native", "errors", "extras", "files", "public", "random_state", "sharding", "shared_modules", "sub_pixel", "version",
     "model_inputs", "model_state", "computed_weights", "processes", "progress", "verdicts", "foreign_quantizers",
     "ops", "config", "quantizers", "finite", "op_kinds", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules", "layer_costs",

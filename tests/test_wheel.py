@@ -61,7 +61,7 @@ def wheel(tree: Path) -> Path:
 
 def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
     """One wheel for all versions of Python, and one for each minor version of torch, which pip asks for."""
-    name = rf"qtoolkit-{re.escape(qt.__version__)}\+torch{re.escape(MINOR)}\.cpu-cp311-abi3-linux_\w+\.whl"
+    name = rf"torch_qtoolkit-{re.escape(qt.__version__)}\+torch{re.escape(MINOR)}\.cpu-cp311-abi3-linux_\w+\.whl"
     assert re.fullmatch(name, wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -108,10 +108,10 @@ def test_the_wheel_works_where_no_compiler_is(tmp_path, wheel: Path) -> None:
 def test_the_source_distribution_has_all_that_a_build_reads(tree: Path) -> None:
     setup(tree, "sdist", "--dist-dir", "source")
     (archive,) = (tree / "source").glob("*.tar.gz")
-    assert archive.name == f"qtoolkit-{qt.__version__}.tar.gz"
+    assert archive.name == f"torch_qtoolkit-{qt.__version__}.tar.gz"
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-        info = opened.extractfile(f"qtoolkit-{qt.__version__}/PKG-INFO")
+        info = opened.extractfile(f"torch_qtoolkit-{qt.__version__}/PKG-INFO")
         assert info is not None
         assert "torch>=2.11" in message_from_bytes(info.read()).get_all("Requires-Dist")
     sources = {

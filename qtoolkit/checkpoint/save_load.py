@@ -14,6 +14,7 @@ from qtoolkit.checkpoint.contents import contents_of
 from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
 from qtoolkit.errors import some
+from qtoolkit.extras import missing
 from qtoolkit.finite import check_finite
 from qtoolkit.model_state import check_module
 from qtoolkit.processes import raising_on_all_ranks, unwrapped
@@ -167,7 +168,7 @@ def _check_extra() -> None:
     try:
         import safetensors  # noqa: F401
     except ImportError:
-        raise ImportError("checkpoints need safetensors; run: pip install qtoolkit[checkpoint].") from None
+        raise missing("a checkpoint", "safetensors", "checkpoint") from None
 
 
 @contextmanager

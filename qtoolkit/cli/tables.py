@@ -1,10 +1,12 @@
-"""Tables for people. Needs the extra: pip install qtoolkit[cli]."""
+"""Tables for people. Needs the extra [cli]."""
 
 import io
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from qtoolkit.extras import missing
 
 WIDTH = 120  # where the output is no terminal
 SHOWN = 20  # rows of quantizers that differ
@@ -122,4 +124,4 @@ def _check_rich() -> None:
     try:
         import rich  # noqa: F401
     except ImportError:
-        raise ImportError("tables need rich; run: pip install qtoolkit[cli], or pass --json.") from None
+        raise missing("a table (without --json)", "rich", "cli") from None

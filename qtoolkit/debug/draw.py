@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
@@ -67,7 +68,7 @@ def picture_of(gm: fx.GraphModule) -> bytes:
     try:
         import pygraphviz
     except ImportError as error:
-        raise ImportError(f"draw needs {error.name}; run: pip install qtoolkit[report].") from None
+        raise missing("draw", error.name, "report") from None
     faster = {"splines": "polyline", "nslimit": "1"} if len(gm.graph.nodes) > LARGE else {}
     picture = pygraphviz.AGraph(directed=True, rankdir="TB", fontname="Helvetica", **faster)
     picture.node_attr.update(shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")

@@ -1,4 +1,4 @@
-"""Export to deployment formats. Needs the extra: pip install qtoolkit[onnx]."""
+"""Export to deployment formats. Needs the extra [onnx]."""
 
 from qtoolkit.export.backend_files import BackendFiles, Encoding, encodings, read_encodings
 from qtoolkit.export.description import FileDescription, describe

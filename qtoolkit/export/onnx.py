@@ -28,6 +28,7 @@ from qtoolkit.export.passes.moved_codes import keep_products_of_codes, quantize_
 from qtoolkit.export.passes.repeated_pairs import repeat_pairs
 from qtoolkit.export.passes.saturation import drop_saturated_clips
 from qtoolkit.export.passes.sub_pixel import write_sub_pixel_convolutions
+from qtoolkit.extras import missing
 from qtoolkit.finite import check_finite
 from qtoolkit.graph.passes.record import ops_put_in
 from qtoolkit.integer.kernels import in_float
@@ -247,7 +248,7 @@ def require_extra(what: str) -> None:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{what} needs {error.name}; run: pip install qtoolkit[onnx].") from None
+        raise missing(what, error.name, "onnx") from None
 
 
 def _warn_of_layers_put_in(model: nn.Module) -> None:

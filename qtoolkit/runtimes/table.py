@@ -10,6 +10,7 @@ from torch import fx
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import check_known, with_article
+from qtoolkit.extras import missing
 from qtoolkit.integer import onnxruntime, openvino, tensorrt, xnnpack
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
 from qtoolkit.nn.weighted import QuantWeighted
@@ -63,7 +64,7 @@ class Runtime:
     def check_installed(self, what: str) -> None:
         """Raise ImportError, which begins with `what` and has the command that installs it, where it is missing."""
         if not self.is_installed:
-            raise ImportError(f"{what} needs {self.package}; run: pip install qtoolkit[{self.extra}].")
+            raise missing(what, self.package, self.extra)
 
 
 def _float_op(runtime: str, kind: str, *_: object) -> str:

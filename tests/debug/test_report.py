@@ -1,6 +1,7 @@
 """report(): what stands in the page equals plain computations; hostile names, both roads, all quantizers, errors."""
 
 import builtins
+import html
 import json
 import re
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import nn
 import qtoolkit as qt
 from qtoolkit.debug.page import charts, facts, tables
 from qtoolkit.export.verification.codes import CodeCount
+from qtoolkit.extras import install_command
 from tests.nets import ConvNet
 
 SHAPE = (4, 3, 8, 8)
@@ -267,7 +269,7 @@ def test_without_pygraphviz_the_ops_are_listed(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     page = page_of(prepared, tmp_path)
-    assert "pip install qtoolkit[report]" in page.sections["graph"]
+    assert html.escape(install_command("report"), quote=False) in page.sections["graph"]
     assert "op conv1" in {attributes.get("data-key") for _, attributes in page.tags}
 
 

@@ -15,6 +15,7 @@ from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files.files import save
+from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 
 _DOMAIN, _OP = "org.openvinotoolkit", "FakeQuantize"
@@ -48,7 +49,7 @@ def _openvino() -> Any:
     try:
         import openvino
     except ImportError:
-        raise ImportError("encodings needs openvino; run: pip install qtoolkit[openvino].") from None
+        raise missing("encodings", "openvino", "openvino") from None
     return openvino
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit.errors import first_line
+from qtoolkit.extras import missing
 
 if TYPE_CHECKING:
     import onnx
@@ -26,7 +27,7 @@ def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
     try:
         import onnx
     except ImportError as error:
-        raise ImportError("reading ONNX files needs onnx; run: pip install qtoolkit[onnx].") from error
+        raise missing("reading ONNX files", "onnx", "onnx") from error
     file = Path(path)
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qtoolkit.config import QConfig, QConfigMapping
+from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.report.lines import table
@@ -109,7 +110,7 @@ class Front:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError(f"plot needs {error.name}; run: pip install qtoolkit[tuning].") from None
+            raise missing("plot", error.name, "tuning") from None
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         values: Sequence[float] = self.scores or [point.error for point in self.points]

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qtoolkit.extras import missing
+
 ROUNDING = 1e-14  # of a sum of costs that are no whole numbers
 Table = Mapping[str, Mapping[str, float]]  # layer -> choice -> a number
 
@@ -67,5 +69,5 @@ def _scipy_optimize() -> Any:
     try:
         from scipy import optimize
     except ImportError as error:
-        raise ImportError(f"mixed precision needs {error.name}; run: pip install qtoolkit[tuning].") from None
+        raise missing("mixed precision", error.name, "tuning") from None
     return optimize

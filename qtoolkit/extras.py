@@ -1,0 +1,33 @@
+"""The extras: packages that parts of qtoolkit need beyond torch, and the command that installs them."""
+
+from importlib.metadata import PackageNotFoundError, requires
+
+DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package index is another project
+
+
+def missing(what: str, package: str | None, extra: str) -> ImportError:
+    """Return the error of a part of qtoolkit whose packages are not installed.
+
+    Args:
+        what: The part, as the subject of the sentence.
+        package: The package that cannot be imported.
+        extra: The extra that has it.
+
+    Example:
+        >>> str(missing("plot", "matplotlib", "tuning")).startswith("plot needs matplotlib; run: pip install ")
+        True
+    """
+    return ImportError(f"{what} needs {package}; run: {install_command(extra)}.")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, in whatever way qtoolkit itself was installed."""
+    try:
+        requirements = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # Python imports qtoolkit from its source folder
+        return f"pip install -r requirements-{extra}.txt"
+    split = [requirement.partition(";")[::2] for requirement in requirements]
+    packages = [
+        package.strip() for package, marker in split if marker.replace("'", '"').strip() == f'extra == "{extra}"'
+    ]
+    return " ".join(["pip install", *(f'"{package}"' for package in packages)])
