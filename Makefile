@@ -41,8 +41,10 @@ docs: $(VENV)/built          ## the site, in build/site; each warning is an erro
 
 environments: $(VENV)/ready second-environment ## those of both torches; with --jobs 2 beside each other, as pip takes one core
 
+# An index of its own leaves files that have not changed as they are: nothing is installed or compiled again for them.
 second-environment:
-	git checkout-index --all --force --prefix=build/second/
+	mkdir -p build/second
+	GIT_INDEX_FILE=$(CURDIR)/build/second/.index git --work-tree=build/second read-tree --reset -u $$(git write-tree)
 	$(SECOND) $(VENV)/ready
 
 second: second-environment   ## one case of each test on the oldest torch that CI knows, without real data and what no torch changes, in a copy of the tree
