@@ -124,7 +124,7 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 12> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 16> kWithoutGradient = {{
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "
@@ -150,6 +150,10 @@ constexpr std::array<WithoutGradient, 12> kWithoutGradient = {{
     {"dequantize", "dequantize: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
     {"dequantize_int4",
      "dequantize_int4: has no gradient; use fake_quant, which has gradients in x, scale and zero_point."},
+    {"requantize", "requantize: has no gradient; differentiate the prepared model, or pass x.detach()."},
+    {"add_codes", "add_codes: has no gradient; differentiate the prepared model, or pass x.detach()."},
+    {"fake_quant_by_factor", "fake_quant_by_factor: has no gradient; use fake_quant, or pass x.detach()."},
+    {"centred_codes", "centred_codes: has no gradient; use fake_quant, or pass x.detach()."},
     {"minmax", "minmax: has no gradient; use torch.amin and torch.amax, or pass x.detach()."},
     {"grid_of_range", "grid_of_range: has no gradient; pass lo.detach() and hi.detach()."},
     {"search_range", "search_range: has no gradient; pass lo.detach() and hi.detach()."},
@@ -232,7 +236,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   for (const char* name : {"fake_quant_float", "fake_quant_block", "observe_fake_quant"}) {
     m.impl(name, CppFunction::makeFromBoxedFunction<&straight_through_in_x_only>());
   }
-  for (const char* name : {"tensor_quant", "fake_tensor_quant"}) {  // amax has no gradient, as in pytorch-quantization
+  // The ranges have no gradient, as in pytorch-quantization.
+  for (const char* name : {"tensor_quant", "fake_tensor_quant", "fake_affine_tensor_quant", "scaled_e4m3"}) {
     m.impl(name, CppFunction::makeFromBoxedFunction<&straight_through>());
   }
   for (const WithoutGradient& each : kWithoutGradient) {

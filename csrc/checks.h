@@ -116,6 +116,13 @@ inline void check_per_channel(const char* op, const char* name, const at::Tensor
                     t.sym_numel(), " (shape ", t.sym_sizes(), ").");
 }
 
+inline void check_one_element(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {
+  check_float(op, name, t);
+  check_same_device(op, name, t, x);
+  TORCH_CHECK_VALUE(t.sym_numel() == 1, op, ": ", name, " must have 1 element, got ", t.sym_numel(), " (shape ",
+                    t.sym_sizes(), ").");
+}
+
 // Checks a tensor with as many elements as the scale.
 inline void check_beside_scale(const char* op, const char* name, const at::Tensor& t, const at::Tensor& scale,
                                const at::Tensor& x, const Axis& axis, const char* input = "x") {
@@ -167,24 +174,34 @@ inline FloatFormat check_blocks(const char* op, const at::Tensor& x, int64_t blo
 }
 
 inline void check_bits(const char* op, int64_t num_bits) {
-  TORCH_CHECK_VALUE(num_bits >= 2 && num_bits <= 16, op, ": num_bits must lie in [2, 16], got ", num_bits, ".");
+  TORCH_CHECK_VALUE(num_bits >= 1, op, ": num_bits must be 1 or more, got ", num_bits, ".");
+  TORCH_CHECK_VALUE(num_bits <= 64, op, ": num_bits must be at most 64, got ", num_bits, ".");
 }
 
-// Returns the axis of amax, counted from the front of x, or -1 if amax has one element.
-inline int64_t check_amax(const char* op, const at::Tensor& x, const at::Tensor& amax) {
-  check_float(op, "amax", amax);
-  check_same_device(op, "amax", amax, x);
-  int64_t axis = -1;
-  for (int64_t d = 0; d < amax.dim(); ++d) {
-    if (amax.sym_size(d) == 1) continue;
-    TORCH_CHECK_VALUE(axis < 0, op, ": amax must have one dimension of a size other than 1, got shape ",
-                      amax.sym_sizes(), ".");
-    axis = d + x.dim() - amax.dim();
-    TORCH_CHECK_VALUE(axis >= 0 && amax.sym_size(d) == x.sym_size(axis), op,
-                      ": amax must broadcast to the shape of x, ", x.sym_sizes(), ", got shape ", amax.sym_sizes(),
+// Values that broadcast to x, as one for each channel of an axis.
+struct Broadcast {
+  at::Tensor values;
+  Axis axis;
+};
+
+// Along one dimension the axis is that; along several, x has blocks of one element. `name` is that of the argument.
+inline Broadcast check_broadcast(const char* op, const char* name, const at::Tensor& x, const at::Tensor& values) {
+  check_float(op, name, values);
+  check_same_device(op, name, values, x);
+  Axis found;
+  bool several = false;
+  for (int64_t d = 0; d < values.dim(); ++d) {
+    if (values.sym_size(d) == 1) continue;
+    several |= found.index >= 0;
+    found.index = d + x.dim() - values.dim();
+    TORCH_CHECK_VALUE(found.index >= 0 && values.sym_size(d) == x.sym_size(found.index), op, ": ", name,
+                      " must broadcast to the shape of x, ", x.sym_sizes(), ", got shape ", values.sym_sizes(),
                       "; keep its reduced dimensions (keepdim=True).");
   }
-  return axis;
+  if (!several) return {values, found};
+  std::vector<c10::SymInt> shape = values.sym_sizes().vec();
+  shape.erase(shape.begin(), shape.end() - std::min<int64_t>(x.dim(), values.dim()));  // of one element each
+  return {values.reshape_symint(shape).expand_symint(x.sym_sizes()), {x.dim() - 1, 1, 1}};
 }
 
 inline void check_same_shape(const char* op, const char* name, const at::Tensor& t, const at::Tensor& x) {

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
 
+#include <cmath>
 #include <tuple>
 
 #include "checks.h"
@@ -158,20 +159,25 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
 // ---- pytorch-quantization ---------------------------------------------------------------------------------------
 
 CodeBounds legacy_bounds(int64_t num_bits, bool is_unsigned, bool narrow_range) {
-  const double most = static_cast<double>((int64_t{1} << (num_bits - 1 + is_unsigned)) - 1);
+  const double most = std::ldexp(1.0, static_cast<int>(num_bits - 1 + is_unsigned)) - 1;
   return {is_unsigned ? 0 : narrow_range ? -most : -most - 1, most};
+}
+
+std::tuple<Tensor, Tensor> by_amax(KernelId kernel, const KernelArgs& args, const char* op, const Tensor& x,
+                                   const Tensor& amax, bool with_mask) {
+  const Broadcast along = check_broadcast(op, "amax", x, amax);
+  auto [y, mask] = empty_results(x, 1, with_mask);
+  run_elementwise(kernel, args, y, mask, x, along.values, std::nullopt, along.axis);
+  return {y, mask};
 }
 
 std::tuple<Tensor, Tensor> legacy(KernelId kernel, const char* op, const Tensor& x, const Tensor& amax,
                                   int64_t num_bits, bool is_unsigned, bool narrow_range, bool with_mask) {
   check_float(op, "x", x);
   check_bits(op, num_bits);
-  const Axis axis = {check_amax(op, x, amax)};
   KernelArgs args;
   args.bounds = legacy_bounds(num_bits, is_unsigned, narrow_range);
-  auto [y, mask] = empty_results(x, 1, with_mask);
-  run_elementwise(kernel, args, y, mask, x, amax, std::nullopt, axis);
-  return {y, mask};
+  return by_amax(kernel, args, op, x, amax, with_mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> tensor_quant(const Tensor& x, const Tensor& amax, int64_t num_bits, bool is_unsigned,
@@ -191,6 +197,34 @@ std::tuple<Tensor, Tensor> fake_tensor_quant(const Tensor& x, const Tensor& amax
                 with_mask);
 }
 
+std::tuple<Tensor, Tensor> fake_affine_tensor_quant(const Tensor& x, const Tensor& min_range, const Tensor& max_range,
+                                                    int64_t num_bits, bool with_mask) {
+  constexpr const char* kOp = "fake_affine_tensor_quant";
+  check_float(kOp, "x", x);
+  check_bits(kOp, num_bits);
+  check_one_element(kOp, "min_range", min_range, x);
+  check_one_element(kOp, "max_range", max_range, x);
+  auto [y, mask] = empty_results(x, 1, with_mask);
+  if (y.is_meta()) return {y, mask};
+  const bool f64 = x.scalar_type() == at::kDouble;
+  const Tensor low = in_arithmetic(min_range, f64).reshape({}), high = in_arithmetic(max_range, f64).reshape({});
+  KernelArgs args;
+  args.bounds = legacy_bounds(num_bits, false, false);
+  args.shared = high.const_data_ptr();
+  args.fractional = true;
+  const Tensor step = high.sub(low).div(std::ldexp(1.0, static_cast<int>(num_bits)) - 1);
+  run_elementwise(KernelId::fake_affine_tensor_quant, args, y, mask, x, step, low, {});
+  return {y, mask};
+}
+
+std::tuple<Tensor, Tensor> scaled_e4m3(const Tensor& x, const Tensor& amax, bool with_mask) {
+  constexpr const char* kOp = "scaled_e4m3";
+  check_float(kOp, "x", x);
+  KernelArgs args;
+  args.format = check_small_float(kOp, "e4m3");
+  return by_amax(KernelId::scaled_e4m3, args, kOp, x, amax, with_mask);
+}
+
 }  // namespace
 
 QT_REGISTER_BODIES(m) {
@@ -201,6 +235,8 @@ QT_REGISTER_BODIES(m) {
   m.impl("fake_quant_block", fake_quant_block);
   m.impl("tensor_quant", tensor_quant);
   m.impl("fake_tensor_quant", fake_tensor_quant);
+  m.impl("fake_affine_tensor_quant", fake_affine_tensor_quant);
+  m.impl("scaled_e4m3", scaled_e4m3);
   m.impl("fake_quant_backward", fake_quant_backward);
   m.impl("fake_quant_learned_backward", fake_quant_learned_backward);
 }

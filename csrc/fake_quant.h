@@ -92,6 +92,33 @@ using LegacyCodeFunctor = LegacyFunctor<A, V, true>;
 template <class A, class V>
 using LegacyValueFunctor = LegacyFunctor<A, V, false>;
 
+// args.scale is the step, the zero point the lower end of the range, args.shared its upper end: between them the
+// gradient passes.
+template <class A, class V>
+struct LegacyAffineFunctor {
+  static constexpr bool kMemoryBound = true;
+  V lowest, highest, high;
+  QT_FN LegacyAffineFunctor from(const KernelArgs& args) {
+    return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi)),
+            broadcast<V>(*static_cast<const A*>(args.shared))};
+  }
+  template <class S>
+  QT_FN Quantized<V> apply(const LegacyAffineFunctor& functor, V x, S step, V low) {
+    return {fake_quant_legacy_affine(x, step, low, functor.lowest, functor.highest),
+            Bits<V>::at_most(x, functor.high) & Bits<V>::at_most(low, x)};
+  }
+};
+
+template <class A, class V>
+struct LegacyFloatFunctor {
+  static constexpr bool kMemoryBound = true;
+  FloatGrid<V> grid;
+  QT_FN LegacyFloatFunctor from(const KernelArgs& args) { return {float_grid<A, V>(args.format)}; }
+  QT_FN Quantized<V> apply(const LegacyFloatFunctor& functor, V x, V amax, V) {
+    return {fake_quant_legacy(functor.grid, x, amax), Bits<V>::at_most(x, amax) & Bits<V>::at_most(-amax, x)};
+  }
+};
+
 // d(value)/d(scale), times the incoming gradient.
 template <class V>
 QT_FN V scale_gradient(const GridPoint<V>& p, V grad, V zero_point) {

@@ -60,6 +60,17 @@ QT_FN GridPoint<V> snap(const FloatGrid<V>& grid, V x, S scale) {
   return {quotient, level, clamp(level, -grid.largest, grid.largest)};
 }
 
+// The numbers of a format as pytorch-quantization 2.x scales them: by `largest` codes per amax, as 1 / amax times it.
+// Of an amax, or for an x, of less than float16 represents, they are zero.
+template <class V>
+QT_FN V fake_quant_legacy(const FloatGrid<V>& grid, V x, V amax) {
+  const V one = V{} + 1, magnitude = x < 0 ? -x : x;
+  const auto vanishes = amax <= 0x1p-24f, is_tiny = magnitude < 0x1p-24f;
+  const V multiplier = vanishes ? one : one / amax * grid.largest;
+  const V value = snap(grid, x * multiplier, one).code / multiplier;
+  return (vanishes | is_tiny) ? V{} : value;
+}
+
 // The scale of a block of elements, from their largest magnitude. e8m0 (OCP MX v1.0): 2^(floor(log2 amax) - the highest
 // exponent of the format), within the normal numbers of float32. Else (NVFP4): amax / largest, rounded to the format of
 // the scales, times tensor_scale.

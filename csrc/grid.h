@@ -104,4 +104,13 @@ QT_FN LegacyPoint<V> snap_legacy(V x, V amax, V lo, V hi) {
   return {code, code / (vanishes ? V{} + 1 : multiplier)};
 }
 
+// Its affine grid of signed codes [lowest, highest] over a range from `low` on: the code of zero is rounded, and not
+// clamped.
+template <class V, class S>
+QT_FN V fake_quant_legacy_affine(V x, S step, V low, V lowest, V highest) {
+  const V zero = Round<V>::half_even(low / V(step)) - lowest;
+  const V code = clamp(Round<V>::half_even(x / step) - zero, lowest, highest);
+  return (code + zero) * V(step);
+}
+
 }  // namespace qtoolkit

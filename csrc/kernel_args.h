@@ -60,11 +60,18 @@ struct Levels {
   float values[kMostLevels] = {};
 };
 
+// A sum of two tensors on grids, for add_codes; see requantize.h.
+struct SumOfTwo {
+  const void* scales = nullptr;  // of x, of the other tensor and of the result, in the type of the arithmetic
+  double zero_points[3] = {};    // likewise
+  bool fixed_point = false;      // in XNNPACK's fixed point; else as onnxruntime's kernel
+};
+
 struct KernelArgs {
   int64_t numel = 0;  // of the result
   Channels channels;
   Operand x;          // the input; codes for dequantize; only its dtype for fake_quant_backward
-  Operand grad;       // the incoming gradient of the backward kernels
+  Operand grad;       // the incoming gradient of the backward kernels; the other tensor for add_codes
   void* y = nullptr;  // the dense result (dx for the backward kernels)
   Dtype y_dtype = Dtype::f32;
   bool stream = false;               // CPU: write y with streaming stores, past the caches
@@ -72,14 +79,20 @@ struct KernelArgs {
   const void* scale = nullptr;       // channels.count values in the type of the arithmetic
   const void* zero_point = nullptr;  // likewise; null if symmetric
   bool fractional = false;           // the zero points are no codes: they are not rounded
-  // For PReLU, whose slopes take the place of the zero points: the one of the grid behind it, of that type, or null.
-  const void* shared_zero_point = nullptr;
+  // For functors with other values in the place of the zero points (the slopes of PReLU, the factors of requantize, the
+  // lower end of an affine range): one value of that type beside them, or null.
+  const void* shared = nullptr;
   CodeBounds bounds;
   FloatFormat format;  // for fake_quant_float and block_scale
   // For block_scale, whose result has one scale for channels.inner elements of x, and whose `scale` is one number or
   // null: the format of the scales. Its largest number is 0 for e8m0 (powers of two).
   FloatFormat scale_format;
   Levels levels;  // for to_levels and its backward
+  // For requantize: the code of zero that is taken away after rounding, and whether what is added before it is added
+  // without a rounding between.
+  double zero_code = 0;
+  bool fused = false;
+  SumOfTwo sum;
   // Results of the reductions, channels.count float64 values each: the sums for scale and zero point (null if there
   // is none), or the lowest and highest values for minmax.
   double* sum_scale = nullptr;

@@ -1,18 +1,24 @@
 // The list of all kernels, from which the enum below and the dispatch tables of both devices are made.
 #pragma once
 
-// Elementwise kernels: name, functor of fake_quant.h, shaped.h or prelu.h. A line here makes the kernels for the CPU
-// and for CUDA.
-#define QT_ELEMENTWISE_KERNELS(X)    \
-  X(fake_quant, IntegerFunctor)      \
-  X(scale_terms, ScaleTermsFunctor)  \
-  X(fake_quant_float, FloatFunctor)  \
-  X(fake_quant_log, LogFunctor)      \
-  X(prelu_fake_quant, PreluFunctor)  \
-  X(to_levels, LevelsFunctor)        \
-  X(to_interval, IntervalFunctor)    \
-  X(tensor_quant, LegacyCodeFunctor) \
-  X(fake_tensor_quant, LegacyValueFunctor)
+// Elementwise kernels: name, functor of fake_quant.h, shaped.h, prelu.h or requantize.h. A line here makes the kernels
+// for the CPU and for CUDA.
+#define QT_ELEMENTWISE_KERNELS(X)                  \
+  X(fake_quant, IntegerFunctor)                    \
+  X(scale_terms, ScaleTermsFunctor)                \
+  X(fake_quant_float, FloatFunctor)                \
+  X(fake_quant_log, LogFunctor)                    \
+  X(prelu_fake_quant, PreluFunctor)                \
+  X(to_levels, LevelsFunctor)                      \
+  X(to_interval, IntervalFunctor)                  \
+  X(tensor_quant, LegacyCodeFunctor)               \
+  X(fake_tensor_quant, LegacyValueFunctor)         \
+  X(fake_affine_tensor_quant, LegacyAffineFunctor) \
+  X(scaled_e4m3, LegacyFloatFunctor)               \
+  X(requantize, RequantizeFunctor)                 \
+  X(requantize_quotient, QuotientFunctor)          \
+  X(fake_quant_by_factor, ByFactorFunctor)         \
+  X(centred_codes, CentredFunctor)
 
 // The backward of learned grids: name, functor of fake_quant.h, shaped.h or prelu.h. They write dx and sum the
 // gradients of the two values of each channel.
@@ -27,6 +33,7 @@
 // Kernels with a loop of their own: function templates of that name in cpu/, functions of that name in cuda/.
 #define QT_OTHER_KERNELS(X) \
   X(block_scale)            \
+  X(add_codes)              \
   X(fake_quant_backward)    \
   X(quantize)               \
   X(dequantize)             \

@@ -61,8 +61,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "bool mask=False) -> (Tensor, Tensor, Tensor)");
 
   // The numerics of pytorch-quantization: returns codes stored as floats, the multiplier maxb / amax (1 if amax <=
-  // 2^-24), and the packed mask of |x| <= amax. amax: one element, or broadcast along one dimension. Differentiable in
-  // x.
+  // 2^-24), and the packed mask of |x| <= amax. amax: broadcast to x. Differentiable in x.
   m.def(
       "tensor_quant(Tensor x, Tensor amax, int num_bits=8, bool unsigned=False, bool narrow_range=True, "
       "bool mask=False) -> (Tensor, Tensor, Tensor)");
@@ -71,6 +70,16 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def(
       "fake_tensor_quant(Tensor x, Tensor amax, int num_bits=8, bool unsigned=False, bool narrow_range=True, "
       "bool mask=False) -> (Tensor, Tensor)");
+
+  // Its affine grid of signed codes over [min_range, max_range], one element each: returns values, and the packed mask
+  // of the range. Differentiable in x.
+  m.def(
+      "fake_affine_tensor_quant(Tensor x, Tensor min_range, Tensor max_range, int num_bits=8, bool mask=False) -> "
+      "(Tensor, Tensor)");
+
+  // Its E4M3, scaled so that amax becomes the largest number: returns values, and the packed mask of |x| <= amax.
+  // Differentiable in x.
+  m.def("scaled_e4m3(Tensor x, Tensor amax, bool mask=False) -> (Tensor, Tensor)");
 
   // Returns dx: grad where the mask's bit is set, else 0. order: x's dimensions from the slowest to the fastest in
   // memory; empty for row-major.
@@ -205,6 +214,28 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def(
       "dequantize_int4(Tensor packed, SymInt[] size, Tensor scale, Tensor? zero_point, bool signed=True, "
       "int? axis=None, int group=1, int block_size=0, *, ScalarType dtype) -> Tensor");
+
+  // The arithmetic of runtimes on codes; see requantize.h. Results are float32 values on the grid of scale, one
+  // element, with codes minus the zero point in [qmin, qmax].
+  //
+  // Returns the values of the codes round(x * factor + offset) - zero_code; of round(x / scale + offset) - zero_code
+  // without a factor. factor: broadcast to x. offset: one element; by default zero_code. fused: multiplies and adds
+  // with one rounding. x is rounded to float32 first.
+  m.def(
+      "requantize(Tensor x, Tensor? factor, Tensor scale, int qmin, int qmax, Tensor? offset=None, int zero_code=0, "
+      "bool fused=False) -> Tensor");
+
+  // Returns the sum of x and other, values on grids with one scale each, which broadcast. fixed_point: as XNNPACK's
+  // kernel computes it, else as onnxruntime's.
+  m.def(
+      "add_codes(Tensor x, Tensor x_scale, int x_zero_point, Tensor other, Tensor other_scale, int other_zero_point, "
+      "Tensor scale, int zero_point, int qmin, int qmax, bool fixed_point=False) -> Tensor");
+
+  // Returns fake_quant(x, scale, zero_point, qmin, qmax) as OpenVINO computes it: x is multiplied by a factor.
+  m.def("fake_quant_by_factor(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor");
+
+  // Returns the codes minus the zero point of values on a grid with one scale, as floats of the arithmetic's type.
+  m.def("centred_codes(Tensor x, Tensor scale) -> Tensor");
 
   // Returns the lowest and highest values, per tensor, per channel or (in the shape of a scale) per block. NaN
   // propagates.

@@ -37,7 +37,7 @@ struct Prelu {
     args.fractional = true;
     if (x.is_meta() || !given.has_value()) return;
     zero_point = in_arithmetic(*given, x.scalar_type() == at::kDouble);
-    args.shared_zero_point = zero_point.const_data_ptr();
+    args.shared = zero_point.const_data_ptr();
   }
 };
 

@@ -15,8 +15,8 @@ QT_FN V prelu(V x, V slope) {
 
 template <class V, class A>
 QT_FN V zero_point_behind(const KernelArgs& args, A zero) {
-  if (args.shared_zero_point == nullptr) return broadcast<V>(zero);
-  return broadcast<V>(usable_zero_point(*static_cast<const A*>(args.shared_zero_point)));
+  if (args.shared == nullptr) return broadcast<V>(zero);
+  return broadcast<V>(usable_zero_point(*static_cast<const A*>(args.shared)));
 }
 
 template <class A, class V>

@@ -68,6 +68,20 @@ void fake_quant_backward(const KernelArgs& args, int64_t begin, int64_t end) {
   with_stream<true>(args.stream, [&](auto stream) { backward_typed<A, stream.value>(args, begin, end); });
 }
 
+// The sum of x and of the other tensor, which is read as grad.
+template <class A>
+void add_codes(const KernelArgs& args, int64_t begin, int64_t end) {
+  Block<A> in, other, out;
+  with_sum<A>(args, [&](auto sum) {
+    for_blocks(begin, end, [&](int64_t at, int n) {
+      const A *a = fetch(args.x, at, n, in), *b = fetch(args.grad, at, n, other);
+      A* y = result_buffer(args, at, n, out);
+      for (int i = 0; i < round_up(n); ++i) y[i] = decltype(sum)::of(sum, a[i], b[i]);
+      commit(args, at, n, y);
+    });
+  });
+}
+
 // The largest magnitude of whole vectors; NaN is ignored.
 template <class A>
 QT_FN A largest_of(const A* x, int64_t n) {

@@ -13,6 +13,7 @@
 #include "../max_pool.h"
 #include "../observe.h"
 #include "../prelu.h"
+#include "../requantize.h"
 #include "../shaped.h"
 #include "kernels.h"
 #include "simd-inl.h"

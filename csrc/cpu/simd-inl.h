@@ -159,6 +159,15 @@ struct Round<QT_ISA::Vector<double>> {
   QT_FN QT_ISA::Vector<double> half_even(QT_ISA::Vector<double> v) { return QT_ISA::round_vector(v); }
 };
 
+template <>
+struct Fused<QT_ISA::Vector<float>> {
+  typedef double Wide __attribute__((vector_size(2 * QT_BYTES)));
+  QT_FN Wide wide(QT_ISA::Vector<float> v) { return __builtin_convertvector(v, Wide); }
+  QT_FN QT_ISA::Vector<float> of(QT_ISA::Vector<float> a, QT_ISA::Vector<float> b, QT_ISA::Vector<float> c) {
+    return __builtin_convertvector(wide(a) * wide(b) + wide(c), QT_ISA::Vector<float>);
+  }
+};
+
 #if QT_BYTES == 64  // a compare instruction gives the bits directly
 template <>
 struct Bits<QT_ISA::Vector<float>> {

@@ -1,6 +1,7 @@
 // Fake quantization onto every grid, and its gradients, on CUDA.
 #include "../fake_quant.h"
 #include "../prelu.h"
+#include "../requantize.h"
 #include "../shaped.h"
 #include "kernels.h"
 #include "loops.cuh"
@@ -79,6 +80,21 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const KernelArgs arg
     const unsigned inside = args.mask[at.first / 8];
 #pragma unroll
     for (int k = 0; k < kVectorSize; ++k) grad[k] = inside >> k & 1u ? grad[k] : A(0);
+  });
+}
+
+// The other tensor is read as grad.
+template <class A, bool kDense>
+__global__ void __launch_bounds__(kThreads) add_codes_kernel(const KernelArgs args) {
+  with_sum<A>(args, [&](auto sum) {
+    for_vectors(args.numel, [&](const Contiguous& at) {
+      A x[kVectorSize], other[kVectorSize];
+      load<kDense>(args.x, at, x);
+      load<kDense>(args.grad, at, other);
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) x[k] = decltype(sum)::of(sum, x[k], other[k]);
+      store(args, at, x);
+    });
   });
 }
 
@@ -165,6 +181,12 @@ void block_scale(const KernelArgs& args, double*, cudaStream_t stream) {
   launch_elementwise(pick(args.x.dtype, args.x.dense, block_scale_kernel<float, true>, block_scale_kernel<float, false>,
                           block_scale_kernel<double, false>),
                      args, stream, kThreads * kVectorSize / args.channels.inner);
+}
+
+void add_codes(const KernelArgs& args, double*, cudaStream_t stream) {
+  launch_elementwise(pick(args.x.dtype, args.x.dense && args.grad.dense, add_codes_kernel<float, true>,
+                          add_codes_kernel<float, false>, add_codes_kernel<double, false>),
+                     args, stream);
 }
 
 void fake_quant_backward(const KernelArgs& args, double*, cudaStream_t stream) {

@@ -15,6 +15,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.recording import is_recorded_for_onnx
+from qtoolkit.ops.requantize import centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of, gives_codes, gives_sums
 from qtoolkit.quantizers.frozen import Grid
@@ -52,6 +53,12 @@ class Side:
         """The zero point among unsigned codes: 128 more for signed ones."""
         return self.zero_point + (128 if self.grid.spec.qmin < 0 else 0)
 
+    def rounded(
+        self, x: Tensor, factor: Tensor | None, offset: Tensor | None = None, zero_code: int = 0, fused: bool = False
+    ) -> Tensor:
+        """Return the values on this grid to which a kernel rounds x; see `qtoolkit.ops.requantize.requantize`."""
+        return requantize(x, factor, self.scale, *self.ends, offset, zero_code, fused)
+
     def unsigned_codes(self, x: Tensor) -> Tensor:
         """Return the codes of values on the grid as uint8, 128 more for signed ones."""
         codes = self.grid.codes(x)
@@ -59,7 +66,7 @@ class Side:
 
     def centred(self, x: Tensor) -> Tensor:
         """Return the codes of values on the grid minus the zero point: integers in float32."""
-        return torch.round(x / self.scale)
+        return centred_codes(x, self.scale)
 
 
 class Kernel(nn.Module):

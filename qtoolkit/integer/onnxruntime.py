@@ -21,6 +21,7 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, module_of
 from qtoolkit.op_kinds.table import CONCATS, MOVES
+from qtoolkit.ops.requantize import add_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
@@ -32,7 +33,7 @@ def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
 
     Source: mlas/lib/requantize.cpp.
     """
-    return (sums.float() * factor).clamp_(*output.ends).round_().mul_(output.scale)
+    return output.rounded(sums, factor)
 
 
 class QLinearConv(LayerKernel):
@@ -73,12 +74,6 @@ class QGemmToFloat(LayerKernel):
         return self.sums_with_bias(x, *args, **kwargs).float() * self.steps
 
 
-def _rounded_after_zero_point(scaled: Tensor, output: Side) -> Tensor:
-    """Return the values of the codes clip(rint(f32(scaled + yz)))."""
-    zero_point = output.unsigned_zero_point
-    return torch.round(scaled + zero_point).sub_(zero_point).clamp_(*output.ends).mul_(output.scale)
-
-
 class QLinearAdd(OpKernel):
     """QLinearAdd: rint(fma(a, ra, fma(b, rb, yz - fma(ra, az, f32(rb * bz))))) with ra = f32(as / ys), rb = f32(bs / ys).
 
@@ -88,26 +83,11 @@ class QLinearAdd(OpKernel):
 
     NAME = "QLinearAdd"
 
-    factors: Tensor
-    fixed: Tensor
-
-    def refresh(self) -> None:
-        """Compute the factors and the constant summand."""
-        super().refresh()
-        (a, b), y = self.inputs, output_of(self)
-        ra, rb = (a.scale / y.scale).double(), (b.scale / y.scale).double()
-        az, bz, yz = (side.unsigned_zero_point for side in (a, b, y))
-        self.constant("factors", torch.stack([ra, rb]))
-        self.constant("fixed", (yz - (ra * az + (rb * bz).float().double()).float()).double())
-
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the codes of x + other."""
         (a, b), y = self.inputs, output_of(self)
-        ra, rb = self.factors
-        # A product of a code and a float32, and its sum with a float32, are exact in float64: one rounding, as in an fma.
-        inner = ((b.centred(other).double() + b.unsigned_zero_point) * rb + self.fixed).float()
-        scaled = ((a.centred(x).double() + a.unsigned_zero_point) * ra + inner).float()
-        return torch.round(scaled).sub_(y.unsigned_zero_point).clamp_(*y.ends).mul_(y.scale)
+        of_x, of_other = ((side.scale, side.unsigned_zero_point) for side in (a, b))
+        return add_codes(x, *of_x, other, *of_other, y.scale, y.unsigned_zero_point, *y.ends)
 
 
 class QLinearMul(OpKernel):
@@ -125,7 +105,8 @@ class QLinearMul(OpKernel):
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the codes of x * other."""
         a, b = self.inputs
-        return _rounded_after_zero_point(a.centred(x) * b.centred(other) * self.factor, output_of(self))
+        output = output_of(self)
+        return output.rounded(a.centred(x) * b.centred(other), self.factor, zero_code=output.unsigned_zero_point)
 
 
 class QLinearMatMulOfTwo(OpKernel):
@@ -178,7 +159,7 @@ class QLinearAveragePool(OpKernel):
     def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the means' codes."""
         output = output_of(self)
-        return _rounded_after_zero_point(self._op[0](x, *args, **kwargs) / output.scale, output)
+        return output.rounded(self._op[0](x, *args, **kwargs), None, zero_code=output.unsigned_zero_point)
 
 
 # ---- which op has which kernel

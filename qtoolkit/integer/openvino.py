@@ -61,9 +61,8 @@ class QuantizedSums(MultipliedSums):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the values of the output's codes."""
         output = output_of(self)
-        # A product of two float32 numbers is exact in float64.
-        y = (super().forward(x, *args, **kwargs).double() * self.factor + self.shift).float()
-        return y.round_().add_(output.ends[0]).clamp_(*output.ends).mul_(output.scale)
+        y = super().forward(x, *args, **kwargs)
+        return output.rounded(y, self.factor, self.shift, zero_code=-output.ends[0], fused=True)
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:

@@ -4,10 +4,8 @@ Sources are files of XNNPACK under src, read and then compared with executorch 1
 onnxruntime's kernels do; a sum is computed in fixed point.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import Tensor, fx
 
 from qtoolkit.backends import backends
@@ -17,12 +15,12 @@ from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
+from qtoolkit.ops.requantize import add_codes
 from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 
 CARRIES = (*MOVES, *CONCATS)  # behind all of them the file repeats the pair
 ABSORBS = backends["xnnpack"].joined_activations
-MULTIPLIER_BITS = 20
 
 
 class Layer(QLinearConv):
@@ -42,22 +40,12 @@ class Add(OpKernel):
     """
 
     NAME = "qs8 add"
-    factors: tuple[int, int]
-    shift: int
-
-    def refresh(self) -> None:
-        """Compute the factors."""
-        super().refresh()
-        a, b = (float(side.scale / output_of(self).scale) for side in self.inputs)
-        self.shift = MULTIPLIER_BITS - (math.frexp(max(a, b))[1] - 1)
-        self.factors = round(a * 2**self.shift), round(b * 2**self.shift)
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the values of the codes of x + other."""
         (a, b), y = self.inputs, output_of(self)
-        # Sums of products of 9 and 21 bits are exact in float64, and so is the division by a power of two.
-        sums = a.centred(x).double() * self.factors[0] + b.centred(other).double() * self.factors[1]
-        return torch.floor(sums / 2**self.shift + 0.5).float().clamp_(*y.ends).mul_(y.scale)
+        of_x, of_other = ((side.scale, side.zero_point) for side in (a, b))
+        return add_codes(x, *of_x, other, *of_other, y.scale, y.zero_point, *y.ends, fixed_point=True)
 
 
 class Multiply(QLinearMul):

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import DEFAULT, NO_KERNEL, Source, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
+from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.handed_over import codes_of_values, knows_codes, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -181,7 +182,7 @@ def _on_codes(x: Tensor, other: Tensor, grid: Flat, grid_of_other: Flat) -> Tens
     """Return the product as runtimes compute it: exact sums of products of codes, times the product of the steps."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Values determine codes, and NaN stays NaN.
-    centred, centred_other = (torch.round(t.to(dtype) / g[1]).float() for t, g in ((x, grid), (other, grid_of_other)))
+    centred, centred_other = (centred_codes(t.to(dtype), g[1]).float() for t, g in ((x, grid), (other, grid_of_other)))
     ends, ends_of_other = (
         (qmin, qmax) if zero_point is None else (qmin - qmax, qmax - qmin)
         for *_, zero_point, qmin, qmax in (grid, grid_of_other)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from qtoolkit._native import library
 
+_fake_affine_tensor_quant = library.fake_affine_tensor_quant.default
 _fake_tensor_quant = library.fake_tensor_quant.default
+_scaled_e4m3 = library.scaled_e4m3.default
 _tensor_quant = library.tensor_quant.default
 
 
@@ -53,8 +55,8 @@ def tensor_quant(
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
-        amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
-        num_bits: Bits of a code, 2 to 16.
+        amax: Largest magnitude, broadcast to x's shape. 2^-24 or less gives zeros.
+        num_bits: Bits of a code, 1 to 64.
         unsigned: Codes from 0 to 2^num_bits - 1.
         narrow_range: Omit the lowest signed code.
 
@@ -89,8 +91,8 @@ def fake_tensor_quant(
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
-        amax: Largest magnitude: one element, or broadcast to x's shape along one dimension. 2^-24 or less gives zeros.
-        num_bits: Bits of a code, 2 to 16.
+        amax: Largest magnitude, broadcast to x's shape. 2^-24 or less gives zeros.
+        num_bits: Bits of a code, 1 to 64.
         unsigned: Codes from 0 to 2^num_bits - 1.
         narrow_range: Omit the lowest signed code.
 
@@ -109,4 +111,31 @@ def fake_tensor_quant(
     """
     check_values(x, amax, unsigned)
     y: Tensor = _fake_tensor_quant(x, amax, num_bits, unsigned, narrow_range)[0]
+    return y
+
+
+def fake_affine(x: Tensor, low: Tensor, high: Tensor, num_bits: int = 8) -> Tensor:
+    """Round x to an affine grid of signed codes over [low, high], one element each, and back.
+
+    The code of zero is rounded and may be none of the codes. The gradient passes to x where low <= x <= high.
+
+    Example:
+        >>> fake_affine(torch.tensor([-2.0, 0.1, 0.9]), torch.tensor(-1.0), torch.tensor(2.0), 2)
+        tensor([-1.,  0.,  1.])
+    """
+    y: Tensor = _fake_affine_tensor_quant(x, low, high, num_bits)[0]
+    return y
+
+
+def fake_quant_e4m3(x: Tensor, amax: Tensor) -> Tensor:
+    """Round x to E4M3, scaled so that amax (broadcast to x) becomes 448, and back.
+
+    The gradient passes to x where |x| <= amax. Values are checked as by `tensor_quant`.
+
+    Example:
+        >>> fake_quant_e4m3(torch.tensor([0.3, 1.3, 5.0]), torch.tensor(2.0))
+        tensor([0.2857, 1.2857, 2.0000])
+    """
+    check_values(x, amax, unsigned=False)
+    y: Tensor = _scaled_e4m3(x, amax)[0]
     return y

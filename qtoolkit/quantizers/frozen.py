@@ -9,6 +9,7 @@ from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST
 from qtoolkit.ops.recording import is_recorded_for_onnx
+from qtoolkit.ops.requantize import fake_quant_by_factor
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values
@@ -97,16 +98,9 @@ class Grid(Quantizer):
         if not self.quantizing or (self._computed_by and self._computed_by[0].active):
             return x
         if self.reciprocal and not is_recorded_for_onnx():
-            return self._values_by_reciprocal(x)
+            return fake_quant_by_factor(x, self.scale, self.zero_point, self.spec.qmin, self.spec.qmax)
         x = x if self.shape is None else self.shape(x)
         return fake_quant(self.spec, x, self.scale, self.zero_point, self.group, self.spec.block_size)
-
-    def _values_by_reciprocal(self, x: Tensor) -> Tensor:
-        spec, zero_point = self.spec, 0.0 if self.zero_point is None else self.zero_point
-        low, high = (spec.qmin - zero_point) * self.scale, (spec.qmax - zero_point) * self.scale
-        factor = torch.full_like(high, spec.qmax - spec.qmin) / (high - low)  # torch's number / tensor rounds twice
-        codes = torch.round(x * factor - low * factor).clamp(0, spec.qmax - spec.qmin)
-        return (codes + spec.qmin - zero_point) * self.scale
 
     def computed_by(self, kernel: Any) -> None:
         """Take inputs as they are where a `qtoolkit.integer.kernels.Kernel`, while active, returns values on this grid."""

@@ -46,6 +46,6 @@ def saturates(low: float, high: float, grid: Grid) -> bool:
         >>> saturates(0.0, 6.0, grid), saturates(0.0, 5.9, grid)
         (True, False)
     """
-    zero_point = 0.0 if grid.zero_point is None else grid.zero_point
-    codes = torch.round(torch.tensor([low, high], device=grid.scale.device) / grid.scale.reshape(())) + zero_point
-    return bool((codes[0] <= grid.spec.qmin) & (codes[1] >= grid.spec.qmax))
+    bounds = torch.tensor([low, high], device=grid.scale.device)
+    codes = grid.codes(bounds).tolist()
+    return codes == [grid.spec.qmin, grid.spec.qmax] and not bool(bounds.isnan().any())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtoolkit import ops
 from qtoolkit.errors import with_article
 from qtoolkit.model_state import check_module, removing
 from qtoolkit.nn import QuantWeighted
@@ -237,14 +238,15 @@ def rounded(grid: CodeGrid, hessian: Tensor, damping: float, act_order: bool) ->
     diagonal += damping * diagonal.mean()
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian[order][:, order])), upper=True)
     weight, steps, zeros = (part[:, order].double() for part in (grid.weight, grid.steps, grid.zeros))
-    codes = torch.empty_like(weight)
+    codes, spec = torch.empty_like(weight), grid.quantizer.spec
     for first in range(0, weight.size(1), COLUMNS):
         last = min(first + COLUMNS, weight.size(1))
         errors = torch.empty_like(weight[:, first:last])
         for column in range(first, last):
-            code = grid.clamp(torch.round(weight[:, column] / steps[:, column]) + zeros[:, column])
+            rows = (steps[:, column], zeros[:, column])
+            code = ops.quantize(weight[:, column], *rows, spec.qmin, spec.qmax, 0, dtype=torch.int32)
             codes[:, column] = code
-            value = (code - zeros[:, column]) * steps[:, column]
+            value = ops.dequantize(code, *rows, 0, dtype=weight.dtype)
             error = (weight[:, column] - value) / factor[column, column]
             weight[:, column:last] -= error[:, None] * factor[None, column, column:last]
             errors[:, column - first] = error

@@ -57,7 +57,9 @@ class CodeGrid:
 
     def nearest(self) -> Tensor:
         """Return the codes of ordinary rounding."""
-        return self.clamp(torch.round(self.weight / self.steps) + self.zeros)
+        spec, scale, zero_point = self.quantizer.spec, self.quantizer.scale, self.quantizer.zero_point
+        grid = (spec.qmin, spec.qmax, spec.axis, self.quantizer.group, spec.block_size)
+        return ops.quantize(self.weight, scale, zero_point, *grid, torch.int32).to(self.weight.dtype)
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the values of codes."""

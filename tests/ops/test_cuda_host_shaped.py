@@ -109,7 +109,7 @@ def test_prelu(kernels: ctypes.CDLL, shape: str, dtype: torch.dtype, layout: str
     weight, scale = torch.linspace(-0.5, 0.7, cut[3], dtype=wide), torch.tensor([0.1], dtype=wide)
     fields = {"numel": x.numel(), "channels": cut, "x": x, "y_dtype": dtype_number(x), "bounds": (-20, 30)}
     fields |= {"scale": scale.repeat(cut[3]), "zero_point": weight, "fractional": True}
-    fields |= {} if zero_point is None else {"shared_zero_point": zero_point.to(wide)}
+    fields |= {} if zero_point is None else {"shared": zero_point.to(wide)}
     grid = (weight, scale, zero_point, -20, 30)
     value = native.prelu_fake_quant(x, *grid)
     dx, *wanted = native.prelu_fake_quant_backward(grad, x, *grid)

@@ -27,7 +27,7 @@ def histograms(channels: int) -> dict[str, Tensor]:
 def sample(op: str, x: Tensor) -> dict:
     """Arguments of an op on x (of three dimensions, six channels on axis 1, a multiple of 16 elements in a row)."""
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
-    symmetric = {"scale": scales(6), "axis": 1}
+    symmetric, on_codes = {"scale": scales(6), "axis": 1}, {"scale": scales(1), "qmin": -100, "qmax": 90}
     soft = {**grid, "steepness": torch.linspace(1, 7, 6), "shape": "clip"}
     rectified = {"weight": torch.linspace(-0.5, 0.5, 6), "scale": scales(1)}
     rectified |= {"zero_point": zero_points(1), "qmin": -100, "qmax": 90}
@@ -122,6 +122,21 @@ def sample(op: str, x: Tensor) -> dict:
         "fake_quant_block": {"x": x, "format": "e2m1", "block_size": 16, "scale_format": "e8m0"},
         "tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
         "fake_tensor_quant": {"x": x, "amax": torch.tensor(5.3)},
+        "fake_affine_tensor_quant": {"x": x, "min_range": -torch.ones(()), "max_range": torch.tensor(5.3)},
+        "scaled_e4m3": {"x": x, "amax": torch.tensor(5.3)},
+        "requantize": {"x": x, "factor": scales(6)[:, None], **on_codes, "offset": torch.tensor(0.3), "zero_code": 3},
+        "add_codes": {
+            "x": x,
+            "x_scale": scales(1),
+            "x_zero_point": 3,
+            "other": torch.ones(6, 1),
+            "other_scale": scales(1),
+            "other_zero_point": -3,
+            "zero_point": 5,
+            **on_codes,
+        },
+        "fake_quant_by_factor": {"x": x, "zero_point": zero_points(1), **on_codes},
+        "centred_codes": {"x": x, "scale": scales(1)},
         "fake_quant_backward": {"grad": x, "mask": mask, "order": []},
         "fake_quant_learned_backward": {"grad": x * 2, "x": x, **grid},
         "prelu_fake_quant": {"x": x, **rectified},

@@ -32,6 +32,7 @@ EVERY = re.findall(r'"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text(
 # All but torch's own op with other gradients, whose checks and sentences are torch's.
 NAMES = [name for name in EVERY if name != "convolution"]
 OPS = {name: getattr(torch.ops.qtoolkit, name).default for name in EVERY}
+ON_CODES = ("requantize", "add_codes", "fake_quant_by_factor", "centred_codes")  # with one scale
 WRITTEN = {
     name: [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     for name, op in OPS.items()
@@ -153,6 +154,8 @@ class Drawn:
     def scale(self) -> Tensor:
         if "lo" in self.given:
             return self.updated()
+        if self.op in ON_CODES:
+            return self.vector(1)
         if "norm" in self.op:
             return self.r.choice([None, self.vector(1)])
         if "prelu" in self.op:
@@ -160,7 +163,9 @@ class Drawn:
         t = self.vector(self.r.choice([self.channel_count, self.channel_count, 1]))
         return t.reshape(-1, 1) if self.r.random() < 0.1 else t
 
-    def zero_point(self) -> Tensor | None:
+    def zero_point(self) -> Tensor | int | None:
+        if self.op == "add_codes":
+            return self.zero_code()
         if "lo" in self.given:
             return self.r.choice([None, self.updated()])
         if "shaped" in self.op and self.shape_of_values != "clip":
@@ -174,6 +179,38 @@ class Drawn:
         """What a range's grid is written to."""
         lo = self.given["lo"]
         return self.mostly(torch.empty_like(lo), torch.empty(lo.numel() + 1), torch.empty_like(lo).half())
+
+    # ---- the arithmetic of runtimes
+
+    def zero_code(self) -> int:
+        return self.mostly(self.r.choice([0, 3, 128, -128]), -(2**40), 2**31)
+
+    x_zero_point = other_zero_point = zero_code
+
+    def x_scale(self) -> Tensor:
+        return self.vector(1)
+
+    def other_scale(self) -> Tensor:
+        return self.vector(1)
+
+    def other(self) -> Tensor:
+        shape = list(self.given["x"].shape)
+        return self.tensor(FLOATS, self.mostly(shape, shape[:1], [1] * len(shape), [5, *shape], [7]))
+
+    def factor(self) -> Tensor | None:
+        return self.r.choice([None, self.amax()])
+
+    def fused(self) -> bool:
+        return self.r.random() < 0.3
+
+    fixed_point = fused
+
+    def min_range(self) -> Tensor:
+        return self.vector(1)
+
+    def max_range(self) -> Tensor:
+        low = self.given["min_range"]
+        return (low.abs() * 2 + 1).to(low) if low.dtype in FLOATS else self.vector(1)
 
     def qmin(self) -> int:
         if "shaped" in self.op and self.shape_of_values != "clip":
@@ -270,7 +307,7 @@ class Drawn:
         return self.mostly(t.reshape(-1, *[1] * (x.dim() - 1 - axis)), t, t.reshape(1, -1))
 
     def num_bits(self) -> int:
-        return self.mostly(self.r.choice([2, 3, 4, 8, 16]), 1, 0, 17, -1, 2**40)
+        return self.mostly(self.r.choice([1, 2, 3, 4, 8, 16, 17]), 0, 65, -1, 2**40)
 
     def unsigned(self) -> bool:
         return self.r.random() < 0.5
@@ -427,6 +464,8 @@ class Drawn:
         return self.mostly(torch.rand(t.shape).to(t), torch.ones(3), torch.ones(t.shape).half())
 
     def offset(self) -> Tensor | None:
+        if self.op == "requantize":
+            return self.r.choice([None, self.vector(1)])
         t = torch.randn(self.given["running_mean"].shape).to(self.r.choice(FLOATS))
         return self.mostly(self.r.choice([None, t]) if "mean" in self.given else t, torch.ones(2))
 
@@ -705,6 +744,105 @@ def check_tensor_quant(drawn: Drawn, found: Results, x, amax, num_bits, unsigned
 
 def check_fake_tensor_quant(drawn: Drawn, found: Results, x, amax, num_bits, unsigned, narrow_range, mask) -> None:
     check_values(found, *legacy(x, amax, num_bits, unsigned, narrow_range)[2:], mask)
+
+
+def check_fake_affine_tensor_quant(drawn: Drawn, found: Results, x, min_range, max_range, num_bits, mask) -> None:
+    kind = reference.arithmetic(x.dtype)
+    v, low, high = (reference.array(t, kind) for t in (x, min_range.reshape(()), max_range.reshape(())))
+    with np.errstate(all="ignore"):
+        step = usable((high - low) / kind(2.0**num_bits - 1))
+        lowest, highest = kind(-(2.0 ** (num_bits - 1))), kind(2.0 ** (num_bits - 1) - 1)
+        zero = np.rint(low / step) - lowest
+        wanted = (np.clip(np.rint(v / step) - zero, lowest, highest) + zero) * step
+    assert_same(found[0] + 0, tensor(wanted, x.dtype) + 0)
+    inside = tensor((low <= v) & (v <= high), torch.bool)
+    assert torch.equal(found[1], reference.packed(inside, found[0]) if mask else found[1].new_empty(0))
+
+
+def check_scaled_e4m3(drawn: Drawn, found: Results, x, amax, mask) -> None:
+    """By fake_quant_float; torch's number / tensor rounds twice, as there."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    largest = amax.to(wide).abs().clamp(min=2.0**-126)
+    largest = largest.reshape(() if amax.numel() == 1 else amax.shape[-x.dim() :])
+    none, v = largest <= 2.0**-24, x.to(wide)
+    multiplier = torch.where(none, 1.0, 448 / largest)
+    wanted = reference.fake_quant_float(v * multiplier, torch.ones((), dtype=wide), "e4m3")[0] / multiplier
+    assert_same(found[0] + 0, wanted.masked_fill(none | (v.abs() < 2.0**-24), 0).to(x.dtype) + 0)
+    inside = v.abs() <= largest
+    assert torch.equal(found[1], reference.packed(inside, found[0]) if mask else found[1].new_empty(0))
+
+
+def usable(scale: np.ndarray) -> np.ndarray:
+    """The magnitude of a scale, at least the smallest normal float32."""
+    return np.maximum(np.abs(scale), scale.dtype.type(reference.TINY))
+
+
+def float32(*tensors: Tensor) -> list[np.ndarray]:
+    """Tensors as float32; those of one element become numbers by their shape."""
+    return [reference.array(t.float(), np.float32) for t in tensors]
+
+
+def bounds(qmin: int, qmax: int) -> tuple[np.float32, np.float32]:
+    """The nearest inwards, where float32 has them."""
+    low, high = np.float32(qmin), np.float32(qmax)
+    return low, np.nextafter(high, np.float32(0)) if float(high) > qmax else high
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
+
+
+def check_requantize(drawn: Drawn, found: Results, x, factor, scale, qmin, qmax, offset, zero_code, fused) -> None:
+    (v, step), zero = float32(x, scale.reshape(())), np.float32(zero_code)
+    with np.errstate(all="ignore"):
+        step, added = usable(step), zero if offset is None else float32(offset.reshape(()))[0]
+        if factor is None:
+            scaled = v / step + added
+        else:
+            f = float32(factor.reshape(() if factor.numel() == 1 else factor.shape[-x.dim() :]))[0]
+            scaled = fma(v, f, added) if fused else v * f + added
+        wanted = np.clip(np.rint(scaled) - zero, *bounds(qmin, qmax)) * step
+    assert_same(found[0] + 0, tensor(wanted, torch.float32) + 0)
+
+
+def check_add_codes(drawn: Drawn, found: Results, x, other, qmin, qmax, fixed_point, **grids) -> None:
+    a, b, *steps = float32(x, other, *(grids[name].reshape(()) for name in ("x_scale", "other_scale", "scale")))
+    za, zb, zy = (np.float32(grids[name]) for name in ("x_zero_point", "other_zero_point", "zero_point"))
+    with np.errstate(all="ignore"):
+        sa, sb, sy = (usable(s) for s in steps)
+        a, b, ra, rb = np.rint(a / sa), np.rint(b / sb), sa / sy, sb / sy
+        if fixed_point:
+            if not (np.isfinite(ra) and np.isfinite(rb) and max(ra, rb) > 0):
+                return
+            unit = 2.0 ** (21 - math.frexp(max(ra, rb))[1])
+            fa, fb = (np.rint(np.float64(r) * unit) for r in (ra, rb))
+            codes = np.floor((a.astype(np.float64) * fa + b.astype(np.float64) * fb) / unit + 0.5).astype(np.float32)
+        else:
+            inner = fma(b + zb, rb, zy - fma(ra, za, rb * zb))
+            codes = np.rint(fma(a + za, ra, inner)) - zy
+        wanted = np.clip(codes, *bounds(qmin, qmax)) * sy
+    assert_same(found[0] + 0, tensor(wanted, torch.float32) + 0)
+
+
+def check_fake_quant_by_factor(drawn: Drawn, found: Results, x, scale, zero_point, qmin, qmax) -> None:
+    kind = reference.arithmetic(x.dtype)
+    v, step = reference.array(x, kind), reference.array(scale.reshape(()), kind)
+    zero = kind(0) if zero_point is None else np.rint(reference.array(zero_point.reshape(()), kind))
+    with np.errstate(all="ignore"):
+        step, ends = usable(step), bounds(qmin, qmax) if kind is np.float32 else (kind(qmin), kind(qmax))
+        low, high = ((end - zero) * step for end in ends)
+        width = ends[1] - ends[0]
+        factor = width / (high - low)
+        codes = np.clip(np.rint(v * factor - low * factor), kind(0), width)
+        wanted = (codes + ends[0] - zero) * step
+    assert_same(found[0] + 0, tensor(wanted, x.dtype) + 0)
+
+
+def check_centred_codes(drawn: Drawn, found: Results, x, scale) -> None:
+    kind = reference.arithmetic(x.dtype)
+    with np.errstate(all="ignore"):
+        wanted = np.rint(reference.array(x, kind) / usable(reference.array(scale.reshape(()), kind)))
+    assert_same(found[0] + 0, tensor(wanted, found[0].dtype) + 0)
 
 
 def check_fake_quant_backward(drawn: Drawn, found: Results, grad, mask, order) -> None:

@@ -52,6 +52,12 @@ class Levels(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int), ("values", ctypes.c_float * 32))
 
 
+class SumOfTwo(ctypes.Structure):
+    """`SumOfTwo` of kernel_args.h."""
+
+    _fields_ = (("scales", ctypes.c_void_p), ("zero_points", ctypes.c_double * 3), ("fixed_point", ctypes.c_bool))
+
+
 class Arguments(ctypes.Structure):
     """`KernelArgs` of kernel_args.h."""
 
@@ -59,8 +65,9 @@ class Arguments(ctypes.Structure):
         *(("numel", ctypes.c_int64), ("channels", ctypes.c_int64 * 4), ("x", Operand), ("grad", Operand)),
         *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("stream", ctypes.c_bool), ("mask", ctypes.c_void_p)),
         *(("scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p), ("fractional", ctypes.c_bool)),
-        ("shared_zero_point", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
         *(("bounds", ctypes.c_double * 2), ("format", Format), ("scale_format", Format), ("levels", Levels)),
+        *(("zero_code", ctypes.c_double), ("fused", ctypes.c_bool), ("sum", SumOfTwo)),
         *(("sum_scale", ctypes.c_void_p), ("sum_zero_point", ctypes.c_void_p)),
         *(("counts", ctypes.c_void_p), ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bins", ctypes.c_int64)),
         ("thread_histogram", ctypes.c_void_p),

@@ -1,0 +1,172 @@
+// How runtimes round to codes where they do not do as grid.h does: behind sums of products of codes, in a sum of two
+// tensors, and where they quantize by a multiplication. Sources are files of onnxruntime 1.30 under onnxruntime/core,
+// of XNNPACK under src and of OpenVINO under src/plugins/intel_cpu/src.
+//
+// The results are values, (code - zero point) * scale, and lo and hi are the lowest and highest code minus the zero
+// point. Like grid.h, each formula is written once for any V.
+#pragma once
+
+#include "fake_quant.h"
+
+namespace qtoolkit {
+
+// a * b + c for float32 numbers, in float64, where the product is exact, then rounded to float32: as a fused
+// multiply-add. A class for the same reason as Round.
+template <class V>
+struct Fused {
+  QT_FN V of(V a, V b, V c) { return a * b + c; }
+};
+template <>
+struct Fused<float> {
+  QT_FN float of(float a, float b, float c) {
+    return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c));
+  }
+};
+
+// What was added before rounding is, as far as it is a code of zero, taken away after it.
+template <class V>
+QT_FN V requantized(V scaled, V zero_code, V lo, V hi) {
+  return clamp(Round<V>::half_even(scaled) - zero_code, lo, hi);
+}
+
+template <class A, class V>
+struct Requantization {
+  V offset, zero_code, lo, hi;
+  QT_FN Requantization from(const KernelArgs& args) {
+    const A zero_code = static_cast<A>(args.zero_code);
+    const A offset = args.shared == nullptr ? zero_code : *static_cast<const A*>(args.shared);
+    return {broadcast<V>(offset), broadcast<V>(zero_code), broadcast<V>(static_cast<A>(args.bounds.lo)),
+            broadcast<V>(static_cast<A>(args.bounds.hi))};
+  }
+  QT_FN V apply(const Requantization& to, V scaled, V scale) {
+    return requantized(scaled, to.zero_code, to.lo, to.hi) * scale;
+  }
+};
+
+// Sums of products times a factor: mlas/lib/requantize.cpp and XNNPACK's qs8-qc8w-gemm without an offset (they clamp
+// first, which gives the same code), mlas/lib/qlmul.cpp with the zero point. Fused, with an offset of its own:
+// OpenVINO's FakeQuantize::getOptimizedFormula in oneDNN's eltwise_linear. The factors take the place of the zero
+// points.
+template <class A, class V>
+struct RequantizeFunctor {
+  static constexpr bool kMemoryBound = true;
+  Requantization<A, V> to;
+  bool fused;
+  QT_FN RequantizeFunctor from(const KernelArgs& args) { return {Requantization<A, V>::from(args), args.fused}; }
+  template <class S>
+  QT_FN Quantized<V> apply(const RequantizeFunctor& functor, V x, S scale, V factor) {
+    const V offset = functor.to.offset;
+    const V scaled = functor.fused ? Fused<V>::of(x, factor, offset) : x * factor + offset;
+    return {Requantization<A, V>::apply(functor.to, scaled, V(scale)), 0};
+  }
+};
+
+// Divided by the scale of the result: contrib_ops/cpu/quantization/qlinear_pool.cc.
+template <class A, class V>
+struct QuotientFunctor {
+  static constexpr bool kMemoryBound = true;
+  Requantization<A, V> to;
+  QT_FN QuotientFunctor from(const KernelArgs& args) { return {Requantization<A, V>::from(args)}; }
+  template <class S>
+  QT_FN Quantized<V> apply(const QuotientFunctor& functor, V x, S scale, V) {
+    return {Requantization<A, V>::apply(functor.to, x / scale + functor.to.offset, V(scale)), 0};
+  }
+};
+
+// OpenVINO's FakeQuantize: x is multiplied by the steps per width of the range, and the range's lower end is subtracted
+// before rounding.
+template <class A, class V>
+struct ByFactorFunctor {
+  static constexpr bool kMemoryBound = true;
+  V lo, hi;
+  QT_FN ByFactorFunctor from(const KernelArgs& args) {
+    return {broadcast<V>(static_cast<A>(args.bounds.lo)), broadcast<V>(static_cast<A>(args.bounds.hi))};
+  }
+  template <class S>
+  QT_FN Quantized<V> apply(const ByFactorFunctor& functor, V x, S step, V zero_point) {
+    const V scale = V(step), steps = functor.hi - functor.lo;
+    const V low = value_of<V>(functor.lo, scale, zero_point), high = value_of<V>(functor.hi, scale, zero_point);
+    const V factor = steps / (high - low);
+    const V code = clamp(Round<V>::half_even(x * factor - low * factor), V{}, steps);
+    return {value_of<V>(code + functor.lo, scale, zero_point), 0};
+  }
+};
+
+// The codes minus the zero point of values on a grid, which determine them.
+template <class V, class S>
+QT_FN V centred_code(V x, S scale) {
+  return Round<V>::half_even(x / scale);
+}
+
+template <class A, class V>
+struct CentredFunctor {
+  static constexpr bool kMemoryBound = true;
+  QT_FN CentredFunctor from(const KernelArgs&) { return {}; }
+  template <class S>
+  QT_FN Quantized<V> apply(const CentredFunctor&, V x, S scale, V) {
+    return {centred_code(x, scale), 0};
+  }
+};
+
+// ---- a sum of two tensors
+
+// Grids of a and b, the operands, and y, the result.
+template <class A>
+struct SumGrids {
+  A a_scale, b_scale, y_scale, a_zero, b_zero, y_zero, lo, hi;
+  QT_FN SumGrids from(const KernelArgs& args) {
+    const A* scales = static_cast<const A*>(args.sum.scales);
+    const double* zeros = args.sum.zero_points;
+    return {usable_scale(scales[0]),        usable_scale(scales[1]),       usable_scale(scales[2]),
+            static_cast<A>(zeros[0]),       static_cast<A>(zeros[1]),      static_cast<A>(zeros[2]),
+            static_cast<A>(args.bounds.lo), static_cast<A>(args.bounds.hi)};
+  }
+};
+
+// fma(a, ra, fma(b, rb, yz - fma(ra, az, rb bz))) of codes, rounded, with ra = as / ys and rb = bs / ys. Source:
+// mlas/lib/intrinsics/avx2/qladd_avx2.cpp.
+template <class A>
+struct FloatSum {
+  SumGrids<A> grids;
+  A a_factor, b_factor, fixed;
+  QT_FN FloatSum from(const KernelArgs& args) {
+    const SumGrids<A> g = SumGrids<A>::from(args);
+    const A ra = g.a_scale / g.y_scale, rb = g.b_scale / g.y_scale;
+    return {g, ra, rb, g.y_zero - Fused<A>::of(ra, g.a_zero, rb * g.b_zero)};
+  }
+  QT_FN A of(const FloatSum& s, A a, A b) {
+    const SumGrids<A>& g = s.grids;
+    const A inner = Fused<A>::of(centred_code(b, g.b_scale) + g.b_zero, s.b_factor, s.fixed);
+    const A sum = Fused<A>::of(centred_code(a, g.a_scale) + g.a_zero, s.a_factor, inner);
+    return requantized(sum, g.y_zero, g.lo, g.hi) * g.y_scale;
+  }
+};
+
+// (a round(ra 2^k) + b round(rb 2^k) + 2^(k - 1)) >> k of codes minus their zero points, where the larger factor has 20
+// bits behind its highest one: halves are rounded up. Integers of 32 bits are exact in float64. Source:
+// xnn_init_qs8_add_minmax_scalar_params in microparams-init.c, and qs8-vadd.
+template <class A>
+struct FixedPointSum {
+  SumGrids<A> grids;
+  double a_factor, b_factor, unit;
+  QT_FN FixedPointSum from(const KernelArgs& args) {
+    const SumGrids<A> g = SumGrids<A>::from(args);
+    const double ra = g.a_scale / g.y_scale, rb = g.b_scale / g.y_scale;
+    const double unit = 0x1p20 / PowerBelow<double>::of(ra > rb ? ra : rb);
+    return {g, Round<double>::half_even(ra * unit), Round<double>::half_even(rb * unit), unit};
+  }
+  QT_FN A of(const FixedPointSum& s, A a, A b) {
+    const SumGrids<A>& g = s.grids;
+    const double sum = static_cast<double>(centred_code(a, g.a_scale)) * s.a_factor +
+                       static_cast<double>(centred_code(b, g.b_scale)) * s.b_factor;
+    return clamp(static_cast<A>(::floor(sum / s.unit + 0.5)), g.lo, g.hi) * g.y_scale;
+  }
+};
+
+// Calls f with the sum that the arguments ask for.
+template <class A, class F>
+QT_FN void with_sum(const KernelArgs& args, F f) {
+  args.sum.fixed_point ? f(FixedPointSum<A>::from(args)) : f(FloatSum<A>::from(args));
+}
+
+}  // namespace qtoolkit

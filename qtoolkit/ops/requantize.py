@@ -1,0 +1,106 @@
+"""The arithmetic of runtimes on codes; csrc/requantize.h has the formulas and their sources."""
+
+from torch import Tensor
+
+from qtoolkit._native import library
+
+_add_codes = library.add_codes.default
+_centred_codes = library.centred_codes.default
+_fake_quant_by_factor = library.fake_quant_by_factor.default
+_requantize = library.requantize.default
+
+
+def requantize(
+    x: Tensor,
+    factor: Tensor | None,
+    scale: Tensor,
+    qmin: int,
+    qmax: int,
+    offset: Tensor | None = None,
+    zero_code: int = 0,
+    fused: bool = False,
+) -> Tensor:
+    """Return the values of the codes `round(x * factor + offset) - zero_code`, clamped, on the grid of a scale.
+
+    Args:
+        x: Sums, or other results, float32 or float64; rounded to float32 first.
+        factor: What x is multiplied by, broadcast to x; None divides x by the scale.
+        scale: The step of the result, one element.
+        qmin: The lowest code minus the zero point.
+        qmax: The highest.
+        offset: What is added before rounding, one element; None adds zero_code.
+        zero_code: What is taken away after rounding.
+        fused: Whether the product is not rounded before the offset is added.
+
+    Returns:
+        A float32 tensor with the shape and memory format of x.
+
+    Example:
+        >>> requantize(torch.tensor([5.0, 90.0]), torch.tensor(0.1), torch.tensor(2.0), -8, 7)
+        tensor([ 0., 14.])
+    """
+    y: Tensor = _requantize(x, factor, scale, qmin, qmax, offset, zero_code, fused)
+    return y
+
+
+def add_codes(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: int,
+    other: Tensor,
+    other_scale: Tensor,
+    other_zero_point: int,
+    scale: Tensor,
+    zero_point: int,
+    qmin: int,
+    qmax: int,
+    fixed_point: bool = False,
+) -> Tensor:
+    """Return the sum of two tensors of values on grids, on the grid of its own scale.
+
+    Args:
+        x: The one tensor.
+        x_scale: Its step, one element.
+        x_zero_point: Its code of zero.
+        other: The other tensor, which broadcasts with x.
+        other_scale: Its step.
+        other_zero_point: Its code of zero.
+        scale: The step of the sum, one element.
+        zero_point: The sum's code of zero.
+        qmin: The sum's lowest code minus its zero point.
+        qmax: The highest.
+        fixed_point: Whether XNNPACK's kernel is meant, which has factors of 21 bits; else onnxruntime's.
+
+    Returns:
+        A float32 tensor.
+
+    Example:
+        >>> half = torch.tensor(0.5)
+        >>> add_codes(torch.tensor([1.5, 60.0]), half, 0, torch.tensor([0.5]), half, 0, torch.tensor(1.0), 0, -8, 7)
+        tensor([2., 7.])
+    """
+    grids = (x_scale, x_zero_point, other, other_scale, other_zero_point, scale, zero_point)
+    y: Tensor = _add_codes(x, *grids, qmin, qmax, fixed_point)
+    return y
+
+
+def fake_quant_by_factor(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+    """Return `fake_quant` of one grid as OpenVINO computes it: x times a factor that the ends of the range give.
+
+    Example:
+        >>> fake_quant_by_factor(torch.tensor([0.3, 9.0]), torch.tensor(0.25), None, -8, 7)
+        tensor([0.2500, 1.7500])
+    """
+    y: Tensor = _fake_quant_by_factor(x, scale, zero_point, qmin, qmax)
+    return y
+
+
+def centred_codes(x: Tensor, scale: Tensor) -> Tensor:
+    """Return the codes minus the zero point of values on a grid with one scale: float64 for float64, else float32.
+
+    Example:
+        >>> centred_codes(torch.tensor([0.75, -0.5]), torch.tensor(0.25))
+        tensor([ 3., -2.])
+    """
+    codes: Tensor = _centred_codes(x, scale)
+    return codes

@@ -1,0 +1,164 @@
+"""The arithmetic of runtimes on codes, against the formulas of their sources in numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qtoolkit.ops.requantize import add_codes, centred_codes, fake_quant_by_factor, requantize
+from tests.cases import LAYOUTS, assert_laid_out_as, floats, scales
+from tests.ops import cuda_host
+
+native = torch.ops.qtoolkit
+f32, f64 = np.float32, np.float64
+
+
+def fused(a: np.ndarray, b: f32, c: f32) -> np.ndarray:
+    return (f64(a) * f64(b) + f64(c)).astype(f32)
+
+
+def values(codes: np.ndarray, scale: Tensor, low: int, high: int) -> np.ndarray:
+    return np.clip(codes, f32(low), f32(high)) * f32(scale)
+
+
+def steps(t: Tensor) -> Tensor:
+    """Values around rounding ties of factors that are powers of two."""
+    return (t * 8).round() / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_requantize(layout: str, dtype: torch.dtype) -> None:
+    x, scale = steps(LAYOUTS[layout](floats(dtype))), torch.tensor(0.3)
+    v = x.numpy().astype(f32)
+    factors = [torch.tensor(0.25)]
+    if x.dim() >= 2:
+        factors.append(scales(x.size(1)).reshape(-1, *[1] * (x.dim() - 2)))
+    for factor in factors:
+        f = factor.numpy()
+        plain = requantize(x, factor, scale, -8, 7)
+        assert plain.dtype == torch.float32
+        assert_laid_out_as(plain, x)
+        assert np.array_equal(plain.numpy(), values(np.rint(np.clip(v * f, f32(-8), f32(7))), scale, -8, 7))
+        after = requantize(x, factor, scale, -8, 7, zero_code=5)
+        assert np.array_equal(after.numpy(), values(np.rint(v * f + f32(5)) - f32(5), scale, -8, 7))
+        joined = requantize(x, factor, scale, -8, 7, torch.tensor(0.3), 3, True)
+        assert np.array_equal(joined.numpy(), values(np.rint(fused(v, f, f32(0.3))) - f32(3), scale, -8, 7))
+    quotient = requantize(x, None, scale, -8, 7, zero_code=5)
+    assert np.array_equal(quotient.numpy(), values(np.rint(v / f32(0.3) + f32(5)) - f32(5), scale, -8, 7))
+
+
+GRIDS = [((0.1, 3), (0.07, 250), (0.13, 128)), ((1.0, 128), (0.5, 0), (0.25, 7)), ((1e-3, 9), (4.0, 1), (3.0, 2))]
+
+
+def operands(a: tuple, b: tuple) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    codes = [torch.randint(0, 256, (5, 1037), generator=generator) - zero for _, zero in (a, b)]
+    return tuple(c.float() * torch.tensor(scale) for c, (scale, _) in zip(codes, (a, b), strict=True))
+
+
+def wanted_sum(x: Tensor, other: Tensor, grids: tuple, fixed_point: bool) -> np.ndarray:
+    """Of qladd_avx2.cpp, or of microparams-init.c and qs8-vadd."""
+    (sa, za), (sb, zb), (sy, zy) = ((f32(s), z) for s, z in grids)
+    a, b = np.rint(x.numpy() / sa), np.rint(other.numpy() / sb)
+    ra, rb = f32(sa / sy), f32(sb / sy)
+    if fixed_point:
+        shift = 20 - (math.frexp(max(ra, rb))[1] - 1)
+        factors = [round(float(r) * 2**shift) for r in (ra, rb)]
+        codes = np.floor((a.astype(f64) * factors[0] + b.astype(f64) * factors[1]) / 2.0**shift + 0.5).astype(f32)
+    else:
+        fixed = f32(zy) - fused(ra, f32(za), f32(rb * f32(zb)))
+        inner = fused(b + f32(zb), rb, fixed)
+        codes = np.rint((f64(a + f32(za)) * f64(ra) + inner.astype(f64)).astype(f32)) - f32(zy)
+    return np.clip(codes, f32(-zy), f32(255 - zy)) * sy
+
+
+@pytest.mark.parametrize("fixed_point", [False, True])
+@pytest.mark.parametrize("grids", GRIDS, ids=str)
+def test_add_codes(grids: tuple, fixed_point: bool) -> None:
+    (x, other), (sa, za), (sb, zb), (sy, zy) = operands(*grids[:2]), *((torch.tensor(s), z) for s, z in grids)
+    wanted = wanted_sum(x, other, grids, fixed_point)
+    for along in (other, other[:1], other.t().contiguous().t()):
+        y = add_codes(x, sa, za, along, sb, zb, sy, zy, -zy, 255 - zy, fixed_point)
+        assert np.array_equal(y.numpy(), wanted if along.shape == x.shape else wanted_sum(x, along, grids, fixed_point))
+
+
+@pytest.mark.parametrize("zero_point", [None, 3.0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_quant_by_factor(layout: str, zero_point: float | None) -> None:
+    x, scale, zero = LAYOUTS[layout](floats(torch.float32)), f32(0.37), f32(zero_point or 0)
+    given = None if zero_point is None else torch.tensor(zero_point)
+    low, high = (f32(-8) - zero) * scale, (f32(7) - zero) * scale
+    factor = f32(15) / (high - low)
+    codes = np.clip(np.rint(x.numpy() * factor - low * factor), f32(0), f32(15))
+    y = fake_quant_by_factor(x, torch.tensor(scale), given, -8, 7)
+    assert_laid_out_as(y, x)
+    assert np.array_equal(y.numpy(), (codes + f32(-8) - zero) * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_centred_codes(dtype: torch.dtype) -> None:
+    codes = torch.arange(-300.0, 300.0)
+    found = centred_codes((codes * 0.5).to(dtype), torch.tensor(0.5))
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(found, (codes * 0.5).to(dtype).to(found.dtype).mul(2).round())
+    assert centred_codes(torch.tensor([torch.nan]), torch.tensor(1.0)).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x: requantize(x, torch.ones(3), torch.ones(2), 0, 1), "requantize: scale must have 1 element, got 2"),
+        (lambda x: requantize(x, torch.ones(4), torch.ones(1), 0, 1), "requantize: factor must broadcast to the shape"),
+        (lambda x: requantize(x, None, torch.ones(1), 1, 0), "requantize: qmin must be smaller than qmax"),
+        (lambda x: requantize(x, None, torch.ones(1), 0, 1, None, 2**40), "requantize: zero_code must lie in"),
+        (lambda x: centred_codes(x, torch.ones(3)), "centred_codes: scale must have 1 element, got 3"),
+    ],
+)
+def test_errors(call, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        call(torch.ones(2, 3))
+
+
+def test_backward_raises() -> None:
+    x, one = torch.ones(3, requires_grad=True), torch.ones(())
+    for y in (requantize(x, one, one, -8, 7), centred_codes(x, one), fake_quant_by_factor(x, one, None, -8, 7)):
+        with pytest.raises(NotImplementedError, match="has no gradient"):
+            y.sum().backward()
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory):
+    return cuda_host.compiled(tmp_path_factory.mktemp("cuda_host"))
+
+
+@pytest.mark.parametrize("order", cuda_host.ORDERS)
+def test_cuda_kernels(kernels, order: str) -> None:
+    """Those of CUDA, executed on the CPU."""
+    x, y = steps(floats(torch.float32)(6, 6, 37)), torch.empty(6, 6, 37)
+    scale, factor, offset = torch.full((6,), 0.3), scales(6), torch.tensor(0.3)
+    fields = {"numel": x.numel(), "x": x, "y": y, "y_dtype": 0, "bounds": (-8, 7)}
+    for joined in (False, True):
+        wanted = requantize(x, factor[:, None], scale[0], -8, 7, offset, 3, joined)
+        given = {"channels": cuda_host.channels(x.shape, 1), "scale": scale, "zero_point": factor, "shared": offset}
+        cuda_host.run(kernels, "requantize", order, **fields, **given, fractional=True, zero_code=3, fused=joined)
+        assert torch.equal(y, wanted)
+    one = {**fields, "channels": cuda_host.channels(x.shape), "scale": scale[:1]}
+    cuda_host.run(kernels, "requantize_quotient", order, **one, shared=offset, zero_code=3)
+    assert torch.equal(y, requantize(x, None, scale[0], -8, 7, offset, 3))
+    cuda_host.run(kernels, "fake_quant_by_factor", order, **one)
+    assert torch.equal(y, fake_quant_by_factor(x, scale[0], None, -8, 7))
+    cuda_host.run(kernels, "centred_codes", order, **one)
+    assert torch.equal(y, centred_codes(x, scale[0]))
+    for grids in GRIDS:
+        (a, b), out = operands(*grids[:2]), torch.empty(5, 1037)
+        three, zeros = torch.tensor([s for s, _ in grids]), [z for _, z in grids]
+        for fixed_point in (False, True):
+            total = cuda_host.filled(
+                cuda_host.SumOfTwo, scales=three, zero_points=tuple(zeros), fixed_point=fixed_point
+            )
+            sizes = {"numel": a.numel(), "x": a, "grad": b, "y": out, "y_dtype": 0, "sum": total}
+            cuda_host.run(kernels, "add_codes", order, **sizes, bounds=(-zeros[2], 255 - zeros[2]))
+            assert np.array_equal(out.numpy(), wanted_sum(a, b, grids, fixed_point))
