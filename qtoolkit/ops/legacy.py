@@ -117,7 +117,7 @@ def fake_tensor_quant(
 def fake_affine(x: Tensor, low: Tensor, high: Tensor, num_bits: int = 8) -> Tensor:
     """Round x to an affine grid of signed codes over [low, high], one element each, and back.
 
-    The code of zero is rounded and may be none of the codes. The gradient passes to x where low <= x <= high.
+    The zero point is rounded and may be none of the codes. The gradient passes to x where low <= x <= high.
 
     Example:
         >>> fake_affine(torch.tensor([-2.0, 0.1, 0.9]), torch.tensor(-1.0), torch.tensor(2.0), 2)

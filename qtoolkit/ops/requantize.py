@@ -61,12 +61,12 @@ def add_codes(
     Args:
         x: The one tensor.
         x_scale: Its step, one element.
-        x_zero_point: Its code of zero.
+        x_zero_point: Its zero point.
         other: The other tensor, which broadcasts with x.
         other_scale: Its step.
-        other_zero_point: Its code of zero.
+        other_zero_point: Its zero point.
         scale: The step of the sum, one element.
-        zero_point: The sum's code of zero.
+        zero_point: The sum's zero point.
         qmin: The sum's lowest code minus its zero point.
         qmax: The highest.
         fixed_point: Whether XNNPACK's kernel is meant, which has factors of 21 bits; else onnxruntime's.

@@ -20,6 +20,8 @@ class SizedProxy(fx.Proxy):
     tracer: "ModelTracer"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "tracer":  # Python asks a fresh object for attributes before torch.fx has set any
+            raise AttributeError(name)
         value = self.tracer.value_of(self)
         is_protocol = name.startswith("__") and name.endswith("__")  # which proxies do not implement
         if is_protocol or (value is not UNKNOWN and not hasattr(value, name)):
