@@ -14,10 +14,10 @@ def missing(what: str, package: str | None, extra: str) -> ImportError:
         extra: The extra that has it.
 
     Example:
-        >>> str(missing("plot", "matplotlib", "tuning")).startswith("plot needs matplotlib; run: pip install ")
+        >>> str(missing("plot", "matplotlib", "tuning")).startswith("plot needs matplotlib, which is not installed; run: ")
         True
     """
-    return ImportError(f"{what} needs {package}; run: {install_command(extra)}.")
+    return ImportError(f"{what} needs {package}, which is not installed; run: {install_command(extra)}.")
 
 
 def install_command(extra: str) -> str:

@@ -30,7 +30,7 @@ def test_in_a_source_folder_it_names_the_file_of_requirements(monkeypatch) -> No
 
     monkeypatch.setattr(extras, "requires", requires)
     error = extras.missing("verify", "onnxruntime", "onnx")
-    assert str(error) == "verify needs onnxruntime; run: pip install -r requirements-onnx.txt."
+    assert str(error) == "verify needs onnxruntime, which is not installed; run: pip install -r requirements-onnx.txt."
     assert (ROOT / "requirements-onnx.txt").exists()
 
 

@@ -203,7 +203,7 @@ def test_without_the_extra_a_sentence_and_no_file(tmp_path: Path, monkeypatch: p
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match="draw needs pygraphviz; run: pip install "):
+    with pytest.raises(ImportError, match="draw needs pygraphviz, which is not installed; run: pip install "):
         qt.debug.draw(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2))), tmp_path / "float.svg")
     assert not list(tmp_path.iterdir())
 

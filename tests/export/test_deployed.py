@@ -200,7 +200,7 @@ def test_bad_arguments_are_errors(tmp_path, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"verify: the file takes 2 tensors \(x, more\), got 1"):
         verify(tmp_path / "more.onnx", model, X)
     monkeypatch.setattr(table, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="verify needs openvino; run: pip install "):
+    with pytest.raises(ImportError, match="verify needs openvino, which is not installed; run: pip install "):
         verify(path, model, X, runtimes=("openvino",))
 
 

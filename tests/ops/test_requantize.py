@@ -130,8 +130,8 @@ def test_backward_raises() -> None:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory):
-    return cuda_host.compiled(tmp_path_factory.mktemp("cuda_host"))
+def kernels():
+    return cuda_host.compiled()
 
 
 @pytest.mark.parametrize("order", cuda_host.ORDERS)

@@ -370,7 +370,7 @@ def test_a_front_is_plotted(model, tmp_path, monkeypatch) -> None:
         front.plot("front.txt")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(ImportError, match="plot needs .*; run: pip install "):
+        with pytest.raises(ImportError, match="plot needs .*, which is not installed; run: pip install "):
             front.plot(tmp_path / "front.svg")
     pytest.importorskip("matplotlib", reason="needs matplotlib, which is not installed")
     front.plot(tmp_path / "new" / "front.svg")
@@ -384,7 +384,7 @@ def test_scipy_is_named_where_it_lacks(model, monkeypatch) -> None:
     search = MixedPrecision(model, inputs(), CHOICES)
     errors = {name: dict.fromkeys(CHOICES, 0.0) for name in search.layers}
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ImportError, match="mixed precision needs scipy.*; run: pip install "):
+    with pytest.raises(ImportError, match="mixed precision needs scipy.*, which is not installed; run: pip install "):
         search.solve(errors, size=1e6)
 
 
