@@ -104,7 +104,7 @@ QT_FN LegacyPoint<V> snap_legacy(V x, V amax, V lo, V hi) {
   return {code, code / (vanishes ? V{} + 1 : multiplier)};
 }
 
-// Its affine grid of signed codes [lowest, highest] over a range from `low` on: the code of zero is rounded, and not
+// Its affine grid of signed codes [lowest, highest] over a range from `low` on: the zero point is rounded, and not
 // clamped.
 template <class V, class S>
 QT_FN V fake_quant_legacy_affine(V x, S step, V low, V lowest, V highest) {

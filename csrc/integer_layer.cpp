@@ -77,8 +77,8 @@ Tensor steps_of(const Layer& l, at::ScalarType type) {
 // Zero, or NaN where a value is not finite, which has no code: added to the steps it makes every result NaN.
 Tensor nan_or_zero(const Tensor& x, at::ScalarType type) { return at::mul(at::sum(x, type), 0); }
 
-// The input's code of zero, for kernels that take an integer; nullopt where it is none of the codes.
-optional<int64_t> code_of_zero(const Layer& l) {
+// The input's zero point, for kernels that take an integer; nullopt where it is none of the codes.
+optional<int64_t> integer_zero_point(const Layer& l) {
   const double code = l.x_zero_point.has_value() ? std::nearbyint(l.x_zero_point->to(at::kDouble).item<double>()) : 0;
   const bool is_code = code >= static_cast<double>(l.x_qmin) && code <= static_cast<double>(l.x_qmax);
   return is_code ? optional<int64_t>(static_cast<int64_t>(code)) : std::nullopt;
@@ -127,7 +127,7 @@ Tensor integer_layer(const Tensor& x, const optional<Tensor>& bias, const Layer&
   const Tensor steps = at::add(at::add(steps_of(l, type), poison), nan_or_zero(x, type));
   const Tensor codes = l.codes.dim() == 1 ? quantize_input(x, l) : l.codes;
   const auto b = bias.has_value() ? optional<Tensor>(bias->to(type)) : std::nullopt;
-  const optional<int64_t> zero_point = x.is_cpu() ? code_of_zero(l) : optional<int64_t>(0);
+  const optional<int64_t> zero_point = x.is_cpu() ? integer_zero_point(l) : optional<int64_t>(0);
   const bool fits = 255 * bounds_of(l).weights <= kInt32;
   Tensor y;
   if (x.is_cpu() && zero_point && fits && x.numel() > 0 && type == at::kFloat && onednn::is_exact()) {

@@ -88,7 +88,7 @@ struct KernelArgs {
   // null: the format of the scales. Its largest number is 0 for e8m0 (powers of two).
   FloatFormat scale_format;
   Levels levels;  // for to_levels and its backward
-  // For requantize: the code of zero that is taken away after rounding, and whether what is added before it is added
+  // For requantize: the zero point that is taken away after rounding, and whether what is added before it is added
   // without a rounding between.
   double zero_code = 0;
   bool fused = false;

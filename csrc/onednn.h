@@ -19,7 +19,7 @@ class Int8Layer {
   Int8Layer(const at::Tensor& weight, const at::Tensor& steps, const std::optional<at::Tensor>& bias,
             const Geometry& geometry, at::IntArrayRef size);
 
-  // Returns sums of products of weights with codes minus the code of zero, times the steps, plus the bias: float32, in
+  // Returns sums of products of weights with codes minus the zero point, times the steps, plus the bias: float32, in
   // channels_last. codes: uint8, dense. The sums, and those with codes alone, must fit in int32.
   at::Tensor operator()(const at::Tensor& codes, int64_t zero_point) const;
 

@@ -23,7 +23,7 @@ struct Fused<float> {
   }
 };
 
-// What was added before rounding is, as far as it is a code of zero, taken away after it.
+// A zero point that was added before rounding is taken away after it.
 template <class V>
 QT_FN V requantized(V scaled, V zero_code, V lo, V hi) {
   return clamp(Round<V>::half_even(scaled) - zero_code, lo, hi);
@@ -92,10 +92,11 @@ struct ByFactorFunctor {
   }
 };
 
-// The codes minus the zero point of values on a grid, which determine them.
+// The codes minus the zero point of values on a grid, which determine them. -0 becomes 0: instruction sets round it to
+// either.
 template <class V, class S>
 QT_FN V centred_code(V x, S scale) {
-  return Round<V>::half_even(x / scale);
+  return Round<V>::half_even(x / scale) + V{};
 }
 
 template <class A, class V>

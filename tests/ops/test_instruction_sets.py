@@ -75,6 +75,10 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
     for grid in ((8, False, True), (4, True, True), (8, False, False)):
         yield from native.tensor_quant(x, amax, *grid, True)
         yield from native.fake_tensor_quant(x, amax, *grid, True)
+    yield from native.scaled_e4m3(x, amax, True)
+    if channels.axis is None:
+        yield from native.fake_affine_tensor_quant(x, torch.tensor(-2.3), torch.tensor(4.1), 8, True)
+        yield from runtimes_on(x, grad)
     for code in CODES:
         yield (q := ops.quantize(x, scales(count), z, *bounds(code), *how, dtype=code))
         yield ops.dequantize(q, scales(count), z, *how, dtype=x.dtype)
@@ -87,6 +91,18 @@ def computed_on(x: Tensor, channels: Channels, grad: Tensor) -> Iterator[Tensor]
         running = torch.zeros(300, dtype=torch.int64), torch.zeros(()), torch.zeros(())
         ops.observe_histogram_(values, *running)
         yield from running
+
+
+def runtimes_on(x: Tensor, other: Tensor) -> Iterator[Tensor]:
+    """The arithmetic of runtimes."""
+    one = scales(1)
+    for factor, joined in ((torch.tensor(0.37), False), (torch.tensor(0.37), True), (None, False)):
+        yield native.requantize(x, factor, one, -100, 90, torch.tensor([7.3]), 3, joined)
+    yield native.fake_quant_by_factor(x, one, zero_points(1), -100, 90)
+    yield native.centred_codes(x, one)
+    finite = x.nan_to_num(0.0, 60.0, -60.0).clamp(-60, 60)
+    for fixed_point in (False, True):
+        yield native.add_codes(finite, one, 3, other, one * 2, -5, one * 3, 1, -100, 90, fixed_point)
 
 
 def fused_batch_norms(dtype: torch.dtype, first: int, step: int) -> Iterator[Tensor]:
