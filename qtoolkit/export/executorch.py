@@ -48,7 +48,7 @@ class ExecutorchResult:
     @property
     def left(self) -> tuple[Layer, ...]:
         """The ops that the delegate did not take."""
-        return tuple(layer for layer in self.layers if layer.kernel.startswith("portable"))
+        return tuple(layer for layer in self.layers if layer.left)
 
     def __str__(self) -> str:
         head = f"{self.path}: {self.bytes / 1024:.1f} KiB, {self.delegates} parts in XNNPACK"

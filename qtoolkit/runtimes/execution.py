@@ -20,11 +20,13 @@ class Layer:
         name: The layer of the model whose quantized weight it takes; otherwise the node's name in the file.
         kernel: The runtime's name of the op.
         integer: Whether it computes on integer codes.
+        left: Whether a delegate leaves it to kernels of the runtime itself.
     """
 
     name: str
     kernel: str
     integer: bool
+    left: bool = False
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
     constants.put_back(program.model)
     _name_axes(program.model, axes)
     # Before the optimizer, which merges scales of equal value.
-    _name_by_quantizers(program.model, _first_names(request.model))
+    _name_by_quantizers(program.model, _quantizers_of_scales(request.model))
     program.optimize()
     keep_quantizers(program.model)
     return program.model
@@ -142,8 +142,8 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
         proto = onnx.load(written) if isinstance(written, str) else onnx.load_from_string(written.getvalue())
     model = onnx_ir.from_proto(proto)
     _add_unused_inputs(model, inputs, axes)
-    first = _first_names(request.model)
-    _name_by_quantizers(model, {f"{WRAPPED}.{name}": first[name] for name in first})
+    first = _quantizers_of_scales(request.model)
+    _name_by_quantizers(model, {f"{WRAPPED}.{scale}": name for scale, name in first.items()})
     keep_quantizers(model)
     return model
 
@@ -215,13 +215,13 @@ def _add_unused_inputs(model: "onnx_ir.Model", inputs: Inputs, axes: Mapping[str
     model.graph.inputs.extend(values[name] for name in inputs.names)
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Map every dotted name of each quantizer to its first one. Exporters may use any name of a shared module."""
+def _quantizers_of_scales(model: nn.Module) -> dict[str, str]:
+    """Map every dotted name of each scale to the first of its quantizer. Exporters may use any name of a shared module."""
     quantizers = (names for module, names in names_by_module(model).items() if isinstance(module, Grid))
-    return {name: names[0] for names in quantizers for name in names}
+    return {f"{name}.scale": names[0] for names in quantizers for name in names}
 
 
-def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> None:
+def _name_by_quantizers(model: "onnx_ir.Model", quantizers: Mapping[str, str]) -> None:
     """Note in each placeholder the quantizer whose scale it reads."""
     import onnx_ir
 
@@ -229,9 +229,9 @@ def _name_by_quantizers(model: "onnx_ir.Model", names: Mapping[str, str]) -> Non
 
     for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
         scale = node.inputs[1] if node.domain == DOMAIN else None
-        owner = scale.name.removesuffix(".scale") if scale is not None and scale.name is not None else ""
-        if owner in names:
-            node.metadata_props[QUANTIZER] = names[owner]
+        quantizer = quantizers.get(scale.name or "") if scale is not None else None
+        if quantizer is not None:
+            node.metadata_props[QUANTIZER] = quantizer
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def lower(program: ExportedProgram) -> Lowered:
         ) from error
     computing = (op for op in delegated if op.computes and not _only_moves(op))
     layers = [Layer(op.name, f"XNNPACK {op.kind}", op.integer) for op in computing]
-    layers += [Layer(op.name, f"portable {op.kind}", False) for op in portable if op.computes]
+    layers += [Layer(op.name, f"portable {op.kind}", False, left=True) for op in portable if op.computes]
     conversions = [op for op in (*delegated, *portable) if op.converts]
     return Lowered(file, tuple(layers), len(conversions), len(parts))
 
