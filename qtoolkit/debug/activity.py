@@ -184,10 +184,8 @@ class _CodeCounts:
         self.ends: tuple[Tensor, Tensor]
 
     def add(self, x: Tensor) -> None:
-        quantizer, spec = self.quantizer, self.quantizer.spec
-        if spec.format != "int" or spec.bits > WIDEST or not quantizer.rounds_only:
-            return
-        if not (quantizer.quantizing and quantizer.ready):
+        quantizer, spec, known = self.quantizer, self.quantizer.spec, self.quantizer.capability_now
+        if known.bits is None or known.bits > WIDEST or not known.direct:
             return
         if self.counts is None or self.counts.device != x.device:
             self.counts = torch.zeros(2 << spec.bits, dtype=torch.int64, device=x.device)

@@ -17,7 +17,7 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
-from qtoolkit.quantizers.bias import bias_scale, codes_of, gives_codes, gives_sums
+from qtoolkit.quantizers.bias import bias_scale, codes_of
 from qtoolkit.quantizers.frozen import Grid
 
 
@@ -250,7 +250,7 @@ class FloatOutput(LayerKernel):
 def why_no_sums(layer: QuantWeighted, source: Grid) -> str | None:
     """Return why a layer on this input has no sums of codes with one step for each output channel; None if it has."""
     weight = layer.weight_quantizer
-    if not (gives_codes(source) and isinstance(weight, Grid) and gives_sums(weight)):
+    if not (source.capability_now.codes and isinstance(weight, Grid) and weight.capability_now.sums):
         return "its codes have more than 8 bits, or several scales for its input"
     if not layer.scales_along_outputs():
         return "its weight has scales along another dimension than the output channels"

@@ -23,7 +23,6 @@ from qtoolkit.op_kinds.rules import argument, module_of
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.ops.requantize import add_codes
 from qtoolkit.ops.sums import exact_matmul
-from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.sub_pixel import sub_pixels_of_image
 
@@ -211,12 +210,12 @@ def op_kernel(
         return "the runtime's kernel is a table of the codes that the float op gives"
     if kind not in _KERNELS:
         return f"onnxruntime computes {with_article(kind)} on dequantized values"
-    if not all(gives_codes(grid) for grid in inputs):
+    if not all(grid.capability_now.codes for grid in inputs):
         return "the codes of an input have more than 8 bits or several scales"
     kernel = _KERNELS[kind]
     if output is None:
         return kernel if kernel is QLinearMatMulOfTwo else "its output goes to something else than a quantizer"
-    if not (gives_codes(output) and all(_same_type(grid, output) for grid in inputs)):
+    if not (output.capability_now.codes and all(_same_type(grid, output) for grid in inputs)):
         return _SAME_TYPE
     if kernel is QLinearAveragePool:
         return _average_pool(node)

@@ -15,7 +15,6 @@ from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel, output_of, why_no_sums
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.table import CONCATS, MOVES
-from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 
 # Behind these its codes were not compared with the formulas here.
@@ -75,5 +74,5 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
         return reason
     if kind.transposed and source.zero_point is not None:
         return "OpenVINO computes a conv_transpose in integers only if the zero point is 0"
-    fused = kind.convolves and layer.bias is not None and output is not None and gives_codes(output)
+    fused = kind.convolves and layer.bias is not None and output is not None and output.capability_now.codes
     return QuantizedSums if fused else MultipliedSums

@@ -16,7 +16,6 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.ops.requantize import add_codes
-from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 
 CARRIES = (*MOVES, *CONCATS)  # behind all of them the file repeats the pair
@@ -81,7 +80,7 @@ def op_kernel(
         return f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
     if output is None or len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
         return "XNNPACK computes it on codes with two tensors and a quantized output alone"
-    if not all(gives_codes(grid) and grid.spec.qmin < 0 for grid in (*inputs, output)):
+    if not all(grid.capability_now.codes and grid.spec.qmin < 0 for grid in (*inputs, output)):
         return "XNNPACK has signed codes of at most 8 bits with one scale alone"
     if any(kind.clips and not kind.is_relu for kind in followers):
         return "XNNPACK joins a ReLU alone to it"

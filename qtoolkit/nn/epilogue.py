@@ -28,8 +28,8 @@ from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.table import bounds_of_module
 from qtoolkit.ops.layer import Codes
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
-from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over, is_packed
-from qtoolkit.quantizers.spec_ops import has_codes, with_factor
+from qtoolkit.quantizers.handed_over import codes_of, hand_on, hand_over
+from qtoolkit.quantizers.spec_ops import with_factor
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 # Numbers of dimensions of the inputs of each type of batch norm that the op computes.
@@ -84,7 +84,7 @@ def why_quantizer_apart(quantizer: nn.Module) -> str | None:
     if type(quantizer) is not TensorQuantizer:
         return f"{with_article(type(quantizer))} quantizes by itself"
     spec = quantizer.spec
-    if not quantizer.has_integer_grid or spec.axis is not None:
+    if not quantizer.capability.plain or spec.axis is not None:
         return f"{spec.describe()} is not on an integer grid with one scale"
     if quantizer.looks:
         first = f"in the first {FOLLOWED_STEPS} steps " if quantizer.follows_data else ""
@@ -232,10 +232,8 @@ def _compute(
         **grid,
     )
     _track(bn, mean, variance, factor, bias, x.numel() // x.size(1))
-    if quantizer is not None and has_codes(quantizer.spec) and y.requires_grad:
-        spec = quantizer.spec
-        given = None if is_packed(spec.qmin, spec.qmax) else codes
-        hand_over(y, given, grid["scale"], grid["zero_point"], spec)
+    if quantizer is not None and quantizer.capability.codes and y.requires_grad:
+        hand_over(y, codes, grid["scale"], grid["zero_point"], quantizer)
     return y
 
 

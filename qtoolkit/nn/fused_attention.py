@@ -16,7 +16,7 @@ from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.on_codes import TrainingArithmetic
 from qtoolkit.nn.product import Product
 from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import codes_of_values, knows_codes, values_of
+from qtoolkit.quantizers.handed_over import codes_of_values, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 _choice = getattr(torch, "_fused_sdp_choice", None)
@@ -69,7 +69,8 @@ def attention(
 
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
     """Return what the attention keeps for backward, in words."""
-    keeps = arithmetic.save == "codes" and HAS_FUSED and any(map(knows_codes, sources))
+    known = any(source is not None and source.capability.codes for source in sources)
+    keeps = arithmetic.save == "codes" and HAS_FUSED and known
     return f"float, keeps {'codes on a CPU' if keeps else 'floats'}"
 
 

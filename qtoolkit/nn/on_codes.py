@@ -13,9 +13,9 @@ from qtoolkit.nn.hooks import has_hooks, is_transformed
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.ops.sums import is_exact
+from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.handed_over import codes_of, raw_of
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 if TYPE_CHECKING:
@@ -216,13 +216,13 @@ def _why_no_codes(layer: "QuantWeighted") -> str | None:
     quantizer, source = layer.weight_quantizer, layer.source
     if not layer.has_geometry():
         return f"no op computes {with_article(type(layer).FLOAT)} on codes"
-    if quantizer is None or quantizer.spec.format != "int":
+    if quantizer is None or quantizer.capability.bits is None:
         return "its weight is not on a grid of integers"
     if source is None:
         return "its inputs are on no grid, or on several"
-    if not source.rounds_only:
+    if not source.capability.direct:
         return "its inputs are shaped before they are rounded, or have scales of their own"
-    return None if has_codes(source.spec) else "its inputs have no codes of one byte and one scale"
+    return None if source.capability.codes else "its inputs have no codes of one byte and one scale"
 
 
 def why_in_float(layer: "QuantWeighted") -> str | None:
@@ -247,13 +247,14 @@ def _has_kernel(layer: "QuantWeighted") -> bool:
 def integer_obstacle(layer: "QuantWeighted") -> str | None:
     """Return why a layer cannot compute on codes; None where it can, if its input has codes."""
     quantizer = layer.weight_quantizer
-    if quantizer is None or not fits_a_byte(quantizer.spec):
+    known = NO_CODES if quantizer is None else quantizer.capability
+    if quantizer is None or not known.sums:
         return "its weight is not on a grid of integers of at most 8 bits"
-    if isinstance(quantizer, TensorQuantizer) and not quantizer.has_integer_grid:
+    if not known.plain:
         return f"the gradients of its weight are those of {quantizer.spec.quantizer!r}"
-    if not quantizer.spec.symmetric:
+    if known.zero_point:
         return "its weight has a zero point"
-    if not quantizer.spec.signed:
+    if not known.signed:
         return "its weight has unsigned codes"
     if not layer.scales_along_outputs():
         return "its weight's scales do not run along its output channels"

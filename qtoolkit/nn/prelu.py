@@ -13,7 +13,6 @@ from qtoolkit.errors import with_article
 from qtoolkit.nn.epilogue import grid_now, why_quantizer_apart
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.quantizers.handed_over import hand_over
-from qtoolkit.quantizers.spec_ops import has_codes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
@@ -37,8 +36,8 @@ def prelu(x: Any, activation: Any, quantizer: Any) -> Tensor:
         return quantizer(activation(x))  # type: ignore[no-any-return]
     grid = grid_now(quantizer, x)
     y = ops.prelu_fake_quant(x, activation.weight, **grid)
-    if has_codes(quantizer.spec) and y.requires_grad:
-        hand_over(y, None, grid["scale"], grid["zero_point"], quantizer.spec)
+    if quantizer.capability.codes and y.requires_grad:
+        hand_over(y, None, grid["scale"], grid["zero_point"], quantizer)
     return y
 
 

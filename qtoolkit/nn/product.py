@@ -12,7 +12,7 @@ from qtoolkit.nn.on_codes import DEFAULT, NO_KERNEL, Source, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
 from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
-from qtoolkit.quantizers.handed_over import codes_of_values, knows_codes, values_of
+from qtoolkit.quantizers.handed_over import codes_of_values, values_of
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
@@ -87,7 +87,7 @@ def product(
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
     """Return how a product computes in training and what it keeps for backward, in words."""
     grids = list(sources)
-    known = [knows_codes(grid) for grid in grids]
+    known = [grid is not None and grid.capability.codes for grid in grids]
     if not any(known):
         return "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
     integer = all(known) and arithmetic.forward == "integer"

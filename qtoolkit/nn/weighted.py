@@ -13,7 +13,7 @@ from qtoolkit.nn import batch_norm, on_codes
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
 from qtoolkit.ops.layer import Geometry
-from qtoolkit.quantizers.bias import bias_scale, enlarged, gives_sums, on_grid
+from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -197,9 +197,9 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
     def sum_steps(self, call: int = 0) -> Tensor | None:
         """Return the steps of the integer sums of a call: one, or one per output channel. None without a linked input."""
         weight, source = self.weight_quantizer, _of_call(self._sums_over, call)
-        if source is None or weight is None or not (gives_sums(source) and gives_sums(weight)):
+        if source is None or weight is None or not (source.capability_now.codes and weight.capability_now.sums):
             return None
-        if not self.scales_along_outputs() or source.spec.axis is not None:
+        if not self.scales_along_outputs():
             return None
         return bias_scale(source.scale, weight.scale)
 

@@ -1,11 +1,9 @@
 """The grid of a bias: that of the integer sums to which a runtime adds it."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtoolkit import ops
-from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import fits_a_byte, has_codes
 
 # Codes of a bias lie in [-LARGEST_CODE, LARGEST_CODE]: half of int32, so that a sum of products and the bias fit in it.
 LARGEST_CODE = 2**30
@@ -43,11 +41,6 @@ def codes_of(bias: Tensor, steps: Tensor) -> Tensor:
     return ops.quantize(bias, steps, None, -LARGEST_CODE, LARGEST_CODE, _axis(steps), 1, 0, torch.int32)
 
 
-def gives_codes(quantizer: Quantizer) -> bool:
-    """Return whether a quantizer gives codes of at most 8 bits with one scale."""
-    return gives_sums(quantizer) and has_codes(quantizer.spec)
-
-
 def enlarged(weight_scale: Tensor, input_scale: Tensor, bias: Tensor) -> Tensor:
     """Return a weight's scales, as much larger as the codes of a bias need to stay within LARGEST_CODE.
 
@@ -62,10 +55,3 @@ def enlarged(weight_scale: Tensor, input_scale: Tensor, bias: Tensor) -> Tensor:
 
 def _axis(steps: Tensor) -> int | None:
     return 0 if steps.numel() > 1 else None
-
-
-def gives_sums(quantizer: nn.Module | None) -> bool:
-    """Return whether a quantizer gives codes that are multiplied and summed in int32: integers of at most 8 bits."""
-    if not isinstance(quantizer, Quantizer) or not (quantizer.ready and quantizer.quantizing):  # or a ShapedActivation
-        return False
-    return fits_a_byte(quantizer.grid_spec) and (quantizer.of_weight or quantizer.rounds_only)

@@ -10,6 +10,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import fake_quant_by_factor
+from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.kinds.dynamic import of_blocks, of_tokens
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.spec_ops import fake_quant, float_codes, float_values
@@ -136,10 +137,8 @@ class DynamicActivation(Quantizer):
     Integers are written as a composition of torch ops, which a file can have. It has the values of the op in training.
     """
 
-    @property
-    def rounds_only(self) -> bool:
-        """False, because its grid is that of the input."""
-        return False
+    def _find_capability(self) -> Capability:
+        return NO_CODES
 
     @property
     def why_no_export(self) -> str | None:
@@ -179,6 +178,8 @@ class ShapedActivation(nn.Module):
         shape: Shapes the input (see `QuantizerKind.shape`).
         grid: Rounds it.
     """
+
+    capability = capability_now = NO_CODES  # a Quantizer may become one
 
     def __init__(self, shape: nn.Module, grid: Grid) -> None:
         super().__init__()

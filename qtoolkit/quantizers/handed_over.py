@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from qtoolkit import ops
-from qtoolkit.config import QuantSpec
 from qtoolkit.ops.layer import Codes, RawInput
-from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import code_dtype
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import has_codes
 
 
 class _Handed(NamedTuple):
@@ -26,6 +23,7 @@ class _Handed(NamedTuple):
     zero_point: Tensor | None
     qmin: int
     qmax: int
+    packed: bool
     codes: Tensor | None
     version: int
     raw: RawInput | None = None
@@ -35,46 +33,43 @@ class _Handed(NamedTuple):
 _handed = WeakTensorKeyDictionary()  # a cache: without it layers compute the codes again
 
 
-def is_packed(qmin: int, qmax: int) -> bool:
-    """Return whether two codes of a range are kept in a byte."""
-    return qmax - qmin < 16
-
-
 def hand_over(
     y: Tensor,
     codes: Tensor | None,
     scale: Tensor,
     zero_point: Tensor | None,
-    spec: QuantSpec,
+    quantizer: Quantizer,
     raw: RawInput | None = None,
 ) -> None:
     """Keep the codes of a tensor with it; not in compiled code, which has no use for a cache.
 
     Args:
         y: Values on the grid.
-        codes: Their codes, int8 or uint8, or None.
+        codes: Their codes, int8 or uint8, a byte each, or None.
         scale: The step between codes, of either sign, as `QuantizerKind.grid` returns it.
         zero_point: The zero point, which is rounded, or None.
-        spec: The range of codes, for which `qtoolkit.quantizers.spec_ops.has_codes` holds.
+        quantizer: Whose they are, with `Capability.codes`.
         raw: What the values were before, if only the scale has a gradient.
     """
     if torch.compiler.is_compiling() or y.is_inference():
         return
-    _handed[y] = _grid(scale, zero_point, spec, codes, y._version, raw)
+    _handed[y] = _grid(scale, zero_point, quantizer, codes, y._version, raw)
 
 
 def _grid(
     scale: Tensor,
     zero_point: Tensor | None,
-    spec: QuantSpec,
+    quantizer: Quantizer,
     codes: Tensor | None,
     version: int,
     raw: RawInput | None = None,
 ) -> _Handed:
     """Return a grid with tensors of its own: an observer may change those of its quantizer."""
     code_of_zero = None if zero_point is None else zero_point.detach().round()
+    spec, packed = quantizer.spec, quantizer.capability.packed
+    known = None if packed else codes
     raw_version = 0 if raw is None else raw.values._version
-    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, codes, version, raw, raw_version)
+    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, packed, known, version, raw, raw_version)
 
 
 def hand_on(x: Tensor, y: Tensor) -> None:
@@ -116,11 +111,6 @@ def raw_of(y: Tensor) -> RawInput | None:
     return found.raw if found.raw.values._version == found.raw_version else None  # autograd says that it was changed
 
 
-def knows_codes(quantizer: nn.Module | None) -> bool:
-    """Return whether values on a quantizer's grid have codes of at most 8 bits with one scale, once there is a range."""
-    return isinstance(quantizer, Quantizer) and quantizer.rounds_only and has_codes(quantizer.spec)
-
-
 def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None) -> Codes | None:
     """Return the codes of a tensor that has values of another one, y, whose arguments are those of `codes_of`."""
     found = _grid_of(y, quantizer)
@@ -131,7 +121,7 @@ def codes_of_values(part: Tensor, y: Tensor, quantizer: Quantizer | None) -> Cod
 
 def values_of(codes: Codes, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the values of codes of a tensor of this size and dtype."""
-    if is_packed(codes.qmin, codes.qmax):
+    if codes.codes.dim() == 1 < len(size):  # packed ones have one dimension
         return ops.dequantize_int4(codes.codes, size, codes.scale, codes.zero_point, codes.qmin < 0, dtype=dtype)
     return ops.dequantize(codes.codes, codes.scale, codes.zero_point, dtype=dtype)
 
@@ -146,15 +136,15 @@ def _grid_of(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
 
 
 def _grid_now(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
-    if quantizer is None or not gives_codes(quantizer):
+    if quantizer is None or not quantizer.capability_now.codes:
         return None
     version = 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
-    return _grid(quantizer.scale, quantizer.zero_point, quantizer.spec, None, version)
+    return _grid(quantizer.scale, quantizer.zero_point, quantizer, None, version)
 
 
 def _computed(y: Tensor, grid: _Handed) -> Tensor:
     y = y.detach()
-    if is_packed(grid.qmin, grid.qmax):
+    if grid.packed:
         return ops.quantize_int4(y, grid.scale, grid.zero_point, grid.qmin, grid.qmax)
     dtype = code_dtype(grid.qmin, grid.qmax)
     return ops.quantize(y, grid.scale, grid.zero_point, grid.qmin, grid.qmax, dtype=dtype)

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.state import KeepsFloat32
 
 
@@ -34,6 +36,7 @@ class Quantizer(KeepsFloat32):
     ready: bool = True
     of_weight: bool = False
     inserted: bool = False
+    _capability: Capability | None = None
 
     def __init__(self, spec: QuantSpec, group: int, name: str, *, of_weight: bool, inserted: bool) -> None:
         super().__init__()
@@ -41,14 +44,21 @@ class Quantizer(KeepsFloat32):
         self.of_weight, self.inserted = of_weight, inserted
 
     @property
-    def grid_spec(self) -> QuantSpec:
-        """The spec of the grid on which its values lie."""
-        return self.spec
+    def capability(self) -> Capability:
+        """What its codes are, while it quantizes with a range."""
+        if torch.compiler.is_compiling():  # no guard of what is known since the first call
+            return self._find_capability()
+        if self._capability is None:
+            self._capability = self._find_capability()
+        return self._capability
+
+    def _find_capability(self) -> Capability:
+        return Capability.of(self.spec)
 
     @property
-    def rounds_only(self) -> bool:
-        """Whether it does nothing but to round its input to a grid that does not depend on it."""
-        return True
+    def capability_now(self) -> Capability:
+        """What its codes are: none while it is off, or has no range."""
+        return self.capability if self.quantizing and self.ready else NO_CODES
 
     scale: Any  # a Tensor: a buffer of one class, a property of the other
     zero_point: Any
@@ -72,6 +82,9 @@ class Quantizer(KeepsFloat32):
     def extra_repr(self) -> str:
         """Return the spec's short name, and "off" where it is."""
         return self.spec.describe() + ("" if self.active else ", off")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_capability": None}  # the spec gives it
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

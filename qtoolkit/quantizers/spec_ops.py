@@ -12,16 +12,6 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST, BlockFormat
 
 
-def fits_a_byte(spec: QuantSpec) -> bool:
-    """Return whether a spec's codes are integers of at most 8 bits."""
-    return spec.format == "int" and spec.bits <= 8
-
-
-def has_codes(spec: QuantSpec) -> bool:
-    """Return whether a spec's codes fit in a byte and have one scale."""
-    return fits_a_byte(spec) and spec.axis is None
-
-
 def ends_of(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest value of a grid, of the scale's shape."""
     shift = 0 if zero_point is None else zero_point

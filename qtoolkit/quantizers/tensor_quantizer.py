@@ -13,8 +13,9 @@ from qtoolkit.model_state import check_module
 from qtoolkit.ops.layer import RawInput, WeightGrid
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.quantizers import first_steps
+from qtoolkit.quantizers.capability import Capability
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation, check_scale
-from qtoolkit.quantizers.handed_over import hand_over, knows_codes
+from qtoolkit.quantizers.handed_over import hand_over
 from qtoolkit.quantizers.kinds.base import QuantizerKind
 from qtoolkit.quantizers.kinds.dynamic import Dynamic
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
@@ -128,11 +129,6 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         return self.observing or self.quantizing
 
     @property
-    def has_integer_grid(self) -> bool:
-        """Whether it quantizes as `qtoolkit.ops.fake_quant` does, so that other ops may do it in its place."""
-        return self.spec.format == "int" and self.kind.PLAIN
-
-    @property
     def grid_spec(self) -> QuantSpec:
         """The spec of the grid on which its values lie."""
         return self.kind.grid_spec(self.spec)
@@ -142,10 +138,9 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Whether it computes its scales from each input; weights have scales of their own."""
         return not self.of_weight and (self.spec.dynamic or self.spec.format in BLOCKS)
 
-    @property
-    def rounds_only(self) -> bool:
-        """Whether it does nothing but to round its input to a grid that does not depend on it."""
-        return not self.dynamic and not self.kind.shapes(self.spec)
+    def _find_capability(self) -> Capability:
+        direct = not self.dynamic and not self.kind.shapes(self.spec)
+        return Capability.of(self.grid_spec, direct, self.kind.PLAIN)
 
     @property
     def follows(self) -> bool:
@@ -384,7 +379,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.kind.take_observed(self)
         self.count_steps(self.steps + 1 if self.steps + 1 < first_steps.COUNTED_STEPS else -1)
         self.seen_in_step = False
-        self.looking = self.steps + 1 in first_steps.LOOKED_AT and not self.of_weight and self.rounds_only
+        self.looking = self.steps + 1 in first_steps.LOOKED_AT and not self.of_weight and self.capability.direct
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -398,16 +393,15 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """
         self.check_ready()
         y = self.kind.quantize(self, x)
-        gives_codes = not self.of_weight and knows_codes(self)
-        if gives_codes and isinstance(y, Tensor) and y.requires_grad:
+        if not self.of_weight and self.capability.codes and isinstance(y, Tensor) and y.requires_grad:
             scale, zero_point = self.kind.grid(self)
-            hand_over(y, None, scale, zero_point, self.spec, self._raw(x, scale, zero_point))
+            hand_over(y, None, scale, zero_point, self, self._raw(x, scale, zero_point))
         return y
 
     def _raw(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> RawInput | None:
         """Return an input with what a layer needs to train its scale; None where a gradient goes elsewhere too, or is seen."""
         learns_more = x.requires_grad or (zero_point is not None and zero_point.requires_grad)
-        if learns_more or not (scale.requires_grad and self.has_integer_grid) or self._forward_hooks:
+        if learns_more or not (scale.requires_grad and self.capability.plain) or self._forward_hooks:
             return None
         return RawInput(x, scale, self.kind.grad_factor(self, x))
 
@@ -423,7 +417,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             ValueError: `stopping` is set, and the weight has NaN or infinities.
         """
         kind, spec = self.kind, self.spec
-        if self.observing or not self.quantizing or not self.has_integer_grid:
+        if self.observing or not self.quantizing or not self.capability.plain:
             return None
         if self._forward_hooks or self._forward_pre_hooks:  # they take the values of a forward
             return None

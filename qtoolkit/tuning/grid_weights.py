@@ -158,7 +158,7 @@ def _obstacle(
     spec = quantizer.spec
     if not isinstance(quantizer, TensorQuantizer):
         return "it is converted, and is not trained"
-    if spec.format != "int" or not quantizer.rounds_only:
+    if quantizer.capability.bits is None or not quantizer.capability.direct:
         return f"it is quantized as {spec.describe()}, which is no plain grid of integers"
     if spec.bits > max_bits:
         return f"it has {spec.bits} bits, more than max_bits={max_bits}"

@@ -155,7 +155,7 @@ def _answering(quantizer: TensorQuantizer, answer: Callable[[Tensor, Tensor], Te
 
 
 def _can_learn(quantizer: TensorQuantizer) -> bool:
-    return quantizer.has_integer_grid and not quantizer.spec.pow2_scale
+    return quantizer.capability.plain and not quantizer.spec.pow2_scale
 
 
 class _LearnedScale:

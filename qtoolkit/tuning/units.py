@@ -158,7 +158,7 @@ def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) 
     quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
     if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
         return "its weight is not quantized; give it a config in the QConfigMapping"
-    if not quantizer.has_integer_grid:
+    if not quantizer.capability.plain:
         return f"its weight is quantized as {quantizer.spec.describe()}, which is no plain grid of integers"
     if "weight" not in layer._parameters:
         return "its weight is computed from others (pruned or parametrized); make it plain with torch.nn.utils first"

@@ -56,7 +56,7 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
         quantizer.name = name
         if quantizer.dynamic:
             continue
-        inner = name if quantizer.rounds_only or quantizer.of_weight else f"{name}.grid"
+        inner = name if quantizer.capability.direct or quantizer.of_weight else f"{name}.grid"
         scale, zero_point = state.get(f"{inner}.scale"), state.get(f"{inner}.zero_point")
         if scale is None:
             raise RuntimeError(

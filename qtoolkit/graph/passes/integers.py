@@ -29,7 +29,6 @@ from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import module_of
-from qtoolkit.quantizers.bias import gives_codes
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.grid_ends import saturates
 from qtoolkit.runtimes.table import Runtime
@@ -67,7 +66,7 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
 def _link_outputs(gm: QuantizedGraphModule, runtime: Runtime, calls: ModuleCalls) -> None:
     """Tell the quantizers of kernels' outputs, unless they quantize other tensors too; and how the runtime rounds."""
     for grid in (module for module in gm.modules() if isinstance(module, Grid)):
-        grid.reciprocal = runtime.reciprocal and not grid.of_weight and gives_codes(grid)
+        grid.reciprocal = runtime.reciprocal and not grid.of_weight and grid.capability_now.codes
     for kernel in gm.modules():
         if isinstance(kernel, Kernel) and kernel.output is not None and len(calls.of(kernel.output.grid)) == 1:
             kernel.output.grid.computed_by(kernel)

@@ -1,0 +1,55 @@
+"""Capability: what the codes of a quantizer are, and so what can compute on them."""
+
+from dataclasses import dataclass
+
+from qtoolkit.config import QuantSpec
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What the codes of a quantizer are.
+
+    Attributes:
+        bits: Bits of a code; None where codes are no integers.
+        signed: Whether codes may be negative.
+        zero_point: Whether zero may have another code than 0.
+        axis: The dimension along which scales differ; None for one scale.
+        direct: Whether the quantizer does nothing but to round its input to a grid that does not depend on it.
+        plain: Whether it quantizes as `qtoolkit.ops.fake_quant` does, so that other ops may do it in its place.
+    """
+
+    bits: int | None = None
+    signed: bool = True
+    zero_point: bool = False
+    axis: int | None = None
+    direct: bool = False
+    plain: bool = False
+
+    @classmethod
+    def of(cls, spec: QuantSpec, direct: bool = True, plain: bool = True) -> "Capability":
+        """Return the capability of the codes of a spec.
+
+        Example:
+            >>> Capability.of(qt.QuantSpec(bits=4, axis=0))
+            Capability(bits=4, signed=True, zero_point=False, axis=0, direct=True, plain=True)
+        """
+        bits = spec.bits if spec.format == "int" else None
+        return cls(bits, spec.signed, not spec.symmetric, spec.axis, direct, plain and bits is not None)
+
+    @property
+    def sums(self) -> bool:
+        """Whether products of its codes with others are summed in int32, as those of a weight: integers of at most 8 bits."""
+        return self.bits is not None and self.bits <= 8
+
+    @property
+    def codes(self) -> bool:
+        """Whether a tensor on its grid has codes of at most a byte with one scale, as kernels take and give them."""
+        return self.sums and self.direct and self.axis is None
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes are kept in a byte."""
+        return self.bits is not None and self.bits <= 4
+
+
+NO_CODES = Capability()
