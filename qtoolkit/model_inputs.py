@@ -79,15 +79,15 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        reason = _misfit(model, inputs)
+        reason = _misfit(model, inputs, in_lookup="indices" in str(error))
         if reason is None or isinstance(error, MisfitError):
             raise
         said = f"{type(error).__name__}: {first_line(error)}"
         raise MisfitError(f"{what} not fit the model: {reason} ({said}).") from error
 
 
-def _misfit(model: nn.Module, inputs: Any) -> str | None:
-    """Return what is wrong with inputs that a model failed on, and the remedy; None if nothing is seen."""
+def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
+    """Return what is wrong with inputs that a model, or its embedding, failed on, and the remedy; None if nothing is seen."""
     args, kwargs = split(inputs)
     signature = inspect.signature(model.forward)
     try:
@@ -97,11 +97,11 @@ def _misfit(model: nn.Module, inputs: Any) -> str | None:
     if isinstance(inputs, list):
         return f"a list is one argument, {next(iter(arguments))!r}; write a tuple for the arguments of forward"
     leaves = [(name, leaf) for name, value in arguments.items() for leaf in _leaves(value)]
-    found = (_misfit_of(f"{name!r}", leaf, model) for name, leaf in leaves)
+    found = (_misfit_of(f"{name!r}", leaf, model, in_lookup) for name, leaf in leaves)
     return next((reason for reason in found if reason is not None), None)
 
 
-def _misfit_of(name: str, value: Any, model: nn.Module) -> str | None:
+def _misfit_of(name: str, value: Any, model: nn.Module, in_lookup: bool) -> str | None:
     own = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     if not isinstance(value, Tensor):  # of other types nothing is known: they may be what the model takes
         is_array = hasattr(value, "__array_interface__")
@@ -120,7 +120,7 @@ def _misfit_of(name: str, value: Any, model: nn.Module) -> str | None:
     if own and not fits:
         words = _name_of(value.dtype), _name_of(own[0].dtype)
         return f"{name} is {words[0]}, and the model is {words[1]}; pass it with .to(torch.{words[1]})"
-    if looks_up and value.is_floating_point():
+    if in_lookup and value.is_floating_point():
         return f"{name} is {_name_of(value.dtype)}, and an embedding looks up whole numbers; pass those with .long()"
     return None
 

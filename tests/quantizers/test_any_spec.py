@@ -122,6 +122,11 @@ def test_an_axis_that_an_activation_does_not_have_names_the_quantizer(road: str)
         used(road, qt.QuantSpec(axis=2), qt.QuantSpec(), torch.ones(2, 4), nn.Sequential(nn.Linear(4, 3)))
 
 
+def test_the_error_is_not_put_down_to_an_embedding_elsewhere_in_the_model() -> None:
+    with pytest.raises(ValueError, match="^quantizer 'fc.input_quantizer': the axis of a tensor of 2 dimensions"):
+        used("replace", qt.QuantSpec(axis=2), qt.QuantSpec(), X, Net())
+
+
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 def test_blocks_that_do_not_fit_an_activation_name_the_quantizer(road: str) -> None:
     model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 3))
