@@ -218,11 +218,17 @@ def _why_no_codes(layer: "QuantWeighted") -> str | None:
         return f"no op computes {with_article(type(layer).FLOAT)} on codes"
     if quantizer is None or quantizer.capability.bits is None:
         return "its weight is not on a grid of integers"
+    if not quantizer.capability.plain:
+        return _own_gradients(quantizer)
     if source is None:
         return "its inputs are on no grid, or on several"
     if not source.capability.direct:
         return "its inputs are shaped before they are rounded, or have scales of their own"
     return None if source.capability.codes else "its inputs have no codes of one byte and one scale"
+
+
+def _own_gradients(quantizer: Quantizer) -> str:
+    return f"the gradients of its weight are those of {quantizer.spec.quantizer!r}"
 
 
 def why_in_float(layer: "QuantWeighted") -> str | None:
@@ -251,7 +257,7 @@ def integer_obstacle(layer: "QuantWeighted") -> str | None:
     if quantizer is None or not known.sums:
         return "its weight is not on a grid of integers of at most 8 bits"
     if not known.plain:
-        return f"the gradients of its weight are those of {quantizer.spec.quantizer!r}"
+        return _own_gradients(quantizer)
     if known.zero_point:
         return "its weight has a zero point"
     if not known.signed:

@@ -433,6 +433,19 @@ def test_the_report_says_how_each_layer_computes_in_training() -> None:
     )
 
 
+def test_the_report_says_that_a_weight_with_gradients_of_its_own_keeps_floats() -> None:
+    pact = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(quantizer="pact"))
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 4, 3))
+    kept = {}
+    for name, config in {"pact": pact, "fixed": FIXED}.items():
+        prepared = quantized("graph", config, copy.deepcopy(model), forward="float")
+        kept[name] = bytes_kept(prepared, leaf(images()))
+        lines = [line.training for line in qt.quantization_report(prepared).layers]
+        own = "float, keeps floats: the gradients of its weight are those of 'pact'"
+        assert lines == [own if name == "pact" else "float (as asked), keeps codes"] * 2
+    assert kept["pact"] > 2 * kept["fixed"]
+
+
 @pytest.mark.parametrize("place", [{"device": "meta"}, {"dtype": torch.float64}], ids=["device", "dtype"])
 def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place: dict) -> None:
     """On a machine with int8 kernels too: they are for float32 on the CPU."""
