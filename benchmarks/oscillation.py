@@ -35,6 +35,7 @@ from training.sweep import add_options, checkpoints_of, images_of, train_all
 import qtoolkit as qt
 
 RESULTS = Path(__file__).parent / "results" / "oscillation.json"
+REESTIMATION = 5000  # training images
 METHODS = (FLOAT, "plain", "dampening", "freezing")
 SEEDS, BITS, EPOCHS, RATE = (0, 1, 2), (4, 3), 5, 0.01
 BEGIN, END = "<!-- begin: benchmarks/oscillation.py -->", "<!-- end -->"
@@ -161,7 +162,7 @@ def train(training: Training, float_model: nn.Module, data: Data, checkpoints: P
     minutes, trained = (time.perf_counter() - start) / 60, accuracy(model, data)
     report = model.freezing.report() if isinstance(model, Tracked) else None
     oscillating, frozen = (100 * report.oscillating, 100 * report.frozen) if report else (0.0, 0.0)
-    qt.tuning.reestimate_batch_norm(model, batches, progress=False)
+    qt.tuning.reestimate_batch_norm(model, data.train[0][:REESTIMATION].split(100), progress=False)
     return Row(training, calibrated, trained, accuracy(model, data), oscillating, frozen, minutes)
 
 

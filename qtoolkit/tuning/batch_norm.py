@@ -1,6 +1,7 @@
 """reestimate_batch_norm(): running statistics of batch norms anew from data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.model_state import check_module
-from qtoolkit.nn import LinkedBatchNorm, QuantModule
-from qtoolkit.nn.batch_norm import BATCH_NORMS
+from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
+from qtoolkit.nn.batch_norm import BATCH_NORMS, divisor_of
 from qtoolkit.progress import batches_of
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.running import Batches, Forward, tuning
 
@@ -42,7 +44,8 @@ def reestimate_batch_norm(
     The running averages of training lag behind the weights, and with few bits the weights' noise moves the statistics. Each
     batch counts the same: the new mean is the average of the means, and the new variance that of the variances plus the
     variance of the means. Batch norms normalize by the statistics of the batch meanwhile; all else runs in eval mode, with the
-    quantizers as they are. Ranges of weights that follow them take the new factors. If anything raises, all is as before.
+    quantizers as they are. Scales of weights, one for each output channel, change as the new statistics scale the weights: no
+    code of a weight changes, and the statistics are those of the codes. If anything raises, all is as before.
 
     Args:
         model: A float, prepared or replaced model.
@@ -88,13 +91,36 @@ def reestimate_batch_norm(
         finally:
             for each in sums.values():
                 each.stop()
-        for name, each in sums.items():
-            if not each.store():
-                unchanged[name] = "no batch reached it"
+        with keeping_codes(model), torch.no_grad():
+            for name, each in sums.items():
+                if not each.store():
+                    unchanged[name] = "no batch reached it"
         for module in model.modules():
             if isinstance(module, QuantModule):
                 module.refresh_weight_range()
     return Reestimation(count, tuple(name for name in found if name not in unchanged), unchanged)
+
+
+@contextmanager
+def keeping_codes(model: nn.Module) -> Iterator[None]:
+    """Let the scales of weights, one for each output channel, take the factors by which the block changes batch norms."""
+    layers = (module for module in model.modules() if isinstance(module, QuantWeighted))
+    scaled = [(q, bn, divisor_of(bn)) for layer in layers for q, bn in _scaled_by_batch_norm(layer)]
+    yield
+    for quantizer, bn, before in scaled:
+        ratio = (divisor_of(bn) / before).abs().reshape(quantizer.scale.shape)
+        quantizer.load_grid(quantizer.scale.detach() * ratio, quantizer.zero_point)
+        quantizer.stale_rate = quantizer.kind.LEARNED
+
+
+def _scaled_by_batch_norm(layer: QuantWeighted) -> Iterator[tuple[TensorQuantizer, LinkedBatchNorm]]:
+    """Yield the quantizer of a weight that a batch norm multiplies, if its scales do not follow that by themselves."""
+    quantizer, bn = layer.weight_quantizer, layer.batch_norm
+    if bn is None or not isinstance(quantizer, TensorQuantizer) or quantizer.follows or not quantizer.ready:
+        return
+    along = quantizer.scale.numel() == layer.channels() and layer.scales_along_outputs()
+    if along and quantizer.capability.plain:
+        yield quantizer, bn
 
 
 def _batch_norms(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:

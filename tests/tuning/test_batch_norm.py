@@ -43,6 +43,36 @@ def test_one_batch_gives_what_torch_takes_from_it() -> None:
     )
 
 
+@pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
+@pytest.mark.parametrize("road", ["prepare", "replace"])
+def test_the_codes_of_weights_stay(quantizer: str, road: str) -> None:
+    """They depend on the batch norm's factor: with other codes the statistics would be those of another model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)).train()
+    weight = qt.QuantSpec(bits=2, axis=0, quantizer=quantizer)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, weight))
+    x = torch.randn(64, 3, 8, 8)
+    if road == "prepare":
+        prepared = qt.prepare(model, (x,), qconfig_mapping=mapping)
+    else:
+        prepared = qt.quant_modules.replace(qt.fuse_modules(model, [["0", "1"]]), mapping)
+    qt.calibrate(prepared.eval(), [x], progress=False)
+    qt.freeze_ranges(prepared)
+    (layer,) = (module for module in prepared.modules() if isinstance(module, qt.nn.QuantConv2d))
+    layer.batch_norm.running_var.mul_(torch.linspace(0.3, 3, 8))
+
+    def codes() -> Tensor:
+        grid = layer.weight_quantizer.to_grid()
+        return grid.codes(layer.effective_weight().detach())
+
+    before = codes()
+    qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
+    assert torch.equal(codes(), before)
+    y = prepared(x).detach()
+    torch.testing.assert_close(y.mean((0, 2, 3)), torch.zeros(8), atol=1e-4, rtol=0)
+    torch.testing.assert_close(y.std((0, 2, 3)), torch.ones(8), atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 def test_every_strategy(strategy: str, road: str) -> None:
