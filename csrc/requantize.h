@@ -144,23 +144,23 @@ struct FloatSum {
 };
 
 // (a round(ra 2^k) + b round(rb 2^k) + 2^(k - 1)) >> k of codes minus their zero points, where the larger factor has 20
-// bits behind its highest one: halves are rounded up. Integers of 32 bits are exact in float64. Source:
+// bits behind its highest one: halves are rounded up. Integers of 32 bits are exact in float64, and 2^k is too. Source:
 // xnn_init_qs8_add_minmax_scalar_params in microparams-init.c, and qs8-vadd.
 template <class A>
 struct FixedPointSum {
   SumGrids<A> grids;
-  double a_factor, b_factor, unit;
+  double a_factor, b_factor, step;
   QT_FN FixedPointSum from(const KernelArgs& args) {
     const SumGrids<A> g = SumGrids<A>::from(args);
     const double ra = g.a_scale / g.y_scale, rb = g.b_scale / g.y_scale;
     const double unit = 0x1p20 / PowerBelow<double>::of(ra > rb ? ra : rb);
-    return {g, Round<double>::half_even(ra * unit), Round<double>::half_even(rb * unit), unit};
+    return {g, Round<double>::half_even(ra * unit), Round<double>::half_even(rb * unit), 1 / unit};
   }
   QT_FN A of(const FixedPointSum& s, A a, A b) {
     const SumGrids<A>& g = s.grids;
     const double sum = static_cast<double>(centred_code(a, g.a_scale)) * s.a_factor +
                        static_cast<double>(centred_code(b, g.b_scale)) * s.b_factor;
-    return clamp(static_cast<A>(::floor(sum / s.unit + 0.5)), g.lo, g.hi) * g.y_scale;
+    return clamp(static_cast<A>(::floor(sum * s.step + 0.5)), g.lo, g.hi) * g.y_scale;
   }
 };
 

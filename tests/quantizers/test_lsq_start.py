@@ -251,10 +251,10 @@ def growths_and_loss(rates: bool) -> tuple[Tensor, float]:
 
 
 def test_scales_stay_near_a_good_start_at_a_high_learning_rate() -> None:
-    (growth, loss), (wild, worse) = growths_and_loss(rates=True), growths_and_loss(rates=False)
+    (growth, loss), (wild, _) = growths_and_loss(rates=True), growths_and_loss(rates=False)
     assert growth.max() < 30
-    assert wild.max() > 100  # 200 to 400, by processor
-    assert loss < worse
+    assert wild.max() > 100  # 200 to 6,000, by processor; its loss is a matter of rounding
+    assert loss < 0.1
 
 
 @pytest.mark.parametrize("observer", ["minmax", "lsq"])
