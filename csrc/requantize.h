@@ -49,7 +49,7 @@ struct Requantization {
 // points.
 template <class A, class V>
 struct RequantizeFunctor {
-  static constexpr bool kMemoryBound = true;
+  static constexpr bool kMemoryBound = false;
   Requantization<A, V> to;
   bool fused;
   QT_FN RequantizeFunctor from(const KernelArgs& args) { return {Requantization<A, V>::from(args), args.fused}; }

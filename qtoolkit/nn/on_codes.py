@@ -218,13 +218,13 @@ def _why_no_codes(layer: "QuantWeighted") -> str | None:
         return f"no op computes {with_article(type(layer).FLOAT)} on codes"
     if quantizer is None or quantizer.capability.bits is None:
         return "its weight is not on a grid of integers"
-    if not quantizer.capability.plain:
-        return _own_gradients(quantizer)
     if source is None:
         return "its inputs are on no grid, or on several"
     if not source.capability.direct:
         return "its inputs are shaped before they are rounded, or have scales of their own"
-    return None if source.capability.codes else "its inputs have no codes of one byte and one scale"
+    if not source.capability.codes:
+        return "its inputs have no codes of one byte and one scale"
+    return None if quantizer.capability.plain else _own_gradients(quantizer)
 
 
 def _own_gradients(quantizer: Quantizer) -> str:
