@@ -43,8 +43,8 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         trains = self.training and torch.is_grad_enabled()
-        images = filter(_may_be_in_rows, (*args, *kwargs.values())) if trains else ()
-        pixels = max((x.numel() // x.size(1) for x in images), default=0)
+        images = [x for x in (*args, *kwargs.values()) if _may_be_in_rows(x)] if trains else []
+        pixels = max([x.numel() // x.size(1) for x in images]) if images else 0
         layers = (functools.reduce(getattr, path, self) for path in paths)  # a quarter of get_submodule's time
         if not pixels or not any(_computes_on_codes(layer, pixels) for layer in layers):
             return forward(self, *args, **kwargs)
