@@ -21,7 +21,7 @@ def missing(what: str, package: str | None, extra: str) -> ImportError:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra, in whatever way qtoolkit itself was installed."""
+    """Return the command that installs the packages of an extra, whichever way qtoolkit was installed."""
     try:
         requirements = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # Python imports qtoolkit from its source folder

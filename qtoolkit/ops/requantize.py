@@ -29,7 +29,7 @@ def requantize(
         qmin: The lowest code minus the zero point.
         qmax: The highest.
         offset: What is added before rounding, one element; None adds zero_code.
-        zero_code: What is taken away after rounding.
+        zero_code: The zero point that is subtracted after rounding.
         fused: Whether the product is not rounded before the offset is added.
 
     Returns:

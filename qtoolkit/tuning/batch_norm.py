@@ -45,7 +45,8 @@ def reestimate_batch_norm(
     batch counts the same: the new mean is the average of the means, and the new variance that of the variances plus the
     variance of the means. Batch norms normalize by the statistics of the batch meanwhile; all else runs in eval mode, with the
     quantizers as they are. Scales of weights, one for each output channel, change as the new statistics scale the weights: no
-    code of a weight changes, and the statistics are those of the codes. If anything raises, all is as before.
+    code of a weight changes, and the statistics are those of the codes. Powers of two stay. If anything raises, all is as
+    before.
 
     Args:
         model: A float, prepared or replaced model.
@@ -119,7 +120,8 @@ def _scaled_by_batch_norm(layer: QuantWeighted) -> Iterator[tuple[TensorQuantize
     if bn is None or not isinstance(quantizer, TensorQuantizer) or quantizer.follows or not quantizer.ready:
         return
     along = quantizer.scale.numel() == layer.channels() and layer.scales_along_outputs()
-    if along and quantizer.capability.plain:
+    any_scale = quantizer.capability.plain and not (quantizer.spec.pow2_scale or quantizer.kind.POWERS)
+    if along and any_scale:
         yield quantizer, bn
 
 

@@ -73,6 +73,20 @@ def test_the_codes_of_weights_stay(quantizer: str, road: str) -> None:
     torch.testing.assert_close(y.std((0, 2, 3)), torch.ones(8), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("options", [{"quantizer": "tqt"}, {"pow2_scale": True}], ids=["tqt", "fixed"])
+def test_scales_that_are_powers_of_two_stay(options: dict) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)).train(), torch.randn(16, 3, 8, 8)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4, axis=0, **options)))
+    prepared = qt.prepare(model, (x,), qconfig_mapping=mapping)
+    qt.calibrate(prepared.eval(), [x], progress=False)
+    qt.freeze_ranges(prepared)
+    layer = prepared.get_submodule("0")
+    layer.batch_norm.running_var.mul_(torch.linspace(0.3, 3, 8))
+    before = layer.weight_quantizer.scale.detach().clone()
+    qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
+    assert torch.equal(layer.weight_quantizer.scale, before)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 def test_every_strategy(strategy: str, road: str) -> None:

@@ -26,6 +26,7 @@ class QuantizerKind:
         PLAIN: Whether `quantize` is `qtoolkit.ops.fake_quant` with `grid` and `grad_factor`, so that an op that computes more
             may do it in its place.
         LEARNED: Whether the range is trained.
+        POWERS: Whether scales are powers of two, whatever the spec says.
         KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
             is not folded into it: its scales would be lost.
     """
@@ -34,6 +35,7 @@ class QuantizerKind:
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     PLAIN: ClassVar[bool] = True
     LEARNED: ClassVar[bool] = True
+    POWERS: ClassVar[bool] = False
     KEEPS_SIZE: ClassVar[bool] = True
 
     def check(self, spec: QuantSpec) -> None:

@@ -27,6 +27,7 @@ class TQT(QuantizerKind):
     ds / dlog2 t = s ln 2. The threshold starts at the largest magnitude of the observed range. The paper trains it with Adam.
     """
 
+    POWERS = True
     label = "tqt"
 
     def check(self, spec: QuantSpec) -> None:
