@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 # Where only a wrapper of nvcc is on PATH, torch takes the wrapper's folder for the toolkit's: name the toolkit itself.
 TOOLKIT = Path("/usr/local/cuda")
@@ -95,6 +95,16 @@ def extension(cuda: bool) -> object:
     )
 
 
+def snapshot() -> Extension:
+    """Compares attributes of Python objects: for Python's stable ABI, without torch."""
+    return Extension(
+        "qtoolkit._snapshot",
+        ["csrc/python/snapshot.cpp"],
+        extra_compile_args={"cxx": ["-O3", "-g0", "-Wall"]},
+        py_limited_api=True,
+    )
+
+
 class Build(cpp_extension.BuildExtension):
     """Compiles only what changed since the last build for the same torch, by pip too."""
 
@@ -112,7 +122,7 @@ KERNELS = f"cu{torch.version.cuda.replace('.', '')}" if CUDA else "cpu"
 
 setup(
     install_requires=["torch>=2.11" if IS_SOURCE else f"torch=={MINOR}.*", "numpy", "tqdm>=4.57"],
-    ext_modules=[extension(CUDA)],
+    ext_modules=[extension(CUDA), snapshot()],
     cmdclass={"build_ext": Build},
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},

@@ -1,5 +1,8 @@
-// Autograd of quant_layer and quant_weight. A node keeps the arguments that the backward op shares with the op, found
+// Autograd of quant_layer, quant_weight and unit. A node keeps the arguments that the backward op shares with the op, found
 // by their names: once, since a small layer takes less time than that.
+#include <algorithm>
+#include <unordered_map>
+
 #include "autograd.h"
 #include "layer_weight.h"
 
@@ -12,21 +15,32 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
+struct Condition {
+  const char *argument, *other;
+  bool given;
+};
+
 // An op with a backward op of its own.
 struct Differentiated {
   const char *op, *backward;
   std::vector<const char*> differentiable;  // the backward's results are their gradients, in this order
   std::vector<const char*> constant;        // arguments that must not require grad
   // Replaces the arguments of the backward op by its results, by differentiable ops; false where there are none.
-  bool (*differentiably)(Stack& stack);
+  bool (*differentiably)(Stack& stack) = nullptr;
+  // Arguments that backward keeps only if another one is given, or only if it is not.
+  std::vector<Condition> conditions = {};
+  // Scales and zero points that nobody changes before backward; others without gradients are copied.
+  std::vector<const char*> unchanged = {};
 };
 
 // Where an argument of a backward op comes from.
 struct Source {
-  enum { grad, wanted, size, x_dtype, tensor, other } from;
+  enum { grad, wanted, size, x_dtype, tensor, result, other } from;
   std::string name;
-  size_t index = 0;  // among the arguments of the op, of a tensor or another argument
-  bool is_grid = false;
+  size_t index = 0;  // of a tensor or another argument among the op's, of a result among its results
+  bool copied = false;
+  std::optional<size_t> other = std::nullopt;  // the argument on which it depends whether this one is kept:
+  bool given = false;                          // if that is given, or if not
 };
 
 // What the schemas of an op and of its backward op say.
@@ -40,6 +54,8 @@ class Plan {
     count = schema.arguments().size();
     for (const char* name : spec.differentiable) differentiable.push_back(place(name));
     for (const char* name : spec.constant) constant.push_back(place(name));
+    std::unordered_map<std::string, size_t> results;
+    for (const auto& result : schema.returns()) results.emplace(result.name(), results.size());
     for (const auto& argument : backward.schema().arguments()) {
       const std::string& name = argument.name();
       const bool is_grid = name.find("scale") != std::string::npos || name.find("zero_point") != std::string::npos;
@@ -51,9 +67,18 @@ class Plan {
         sources.push_back({Source::size, name});
       } else if (name == "x_dtype") {
         sources.push_back({Source::x_dtype, name});
+      } else if (const auto found = results.find(name); found != results.end()) {
+        sources.push_back({Source::result, name, found->second});
       } else {
         const bool is_tensor = argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor());
-        sources.push_back({is_tensor ? Source::tensor : Source::other, name, place(name), is_grid});
+        const auto& same = spec.unchanged;
+        const bool copies = is_grid && std::find(same.begin(), same.end(), name) == same.end();
+        sources.push_back({is_tensor ? Source::tensor : Source::other, name, place(name), copies});
+        for (const Condition& condition : spec.conditions) {
+          if (name != condition.argument) continue;
+          sources.back().other = place(condition.other);
+          sources.back().given = condition.given;
+        }
       }
     }
   }
@@ -76,10 +101,10 @@ const Plan& plan() {
 }
 
 // A scale that is no parameter may be a buffer, which an observer changes before backward.
-Tensor kept(const IValue& value, bool is_grid) {
+Tensor kept(const IValue& value, bool copied) {
   if (!value.isTensor()) return {};
   const Tensor& t = value.toTensor();
-  return is_grid && !t.requires_grad() ? t.clone() : t;
+  return copied && !t.requires_grad() ? t.clone() : t;
 }
 
 void call_below(const c10::OperatorHandle& op, Stack* stack) {
@@ -87,11 +112,13 @@ void call_below(const c10::OperatorHandle& op, Stack* stack) {
   op.callBoxed(stack);
 }
 
-// A call that is recorded. `edges` are the places in `differentiable` of the tensors that were given.
+// A call that is recorded. `edges` are the places in `differentiable` of the tensors that were given, `others` the
+// results behind the first one.
 struct Recorded {
   const c10::OperatorHandle& op;
   Stack* stack;
   std::vector<int64_t> edges;
+  std::vector<IValue>& others;
 };
 
 template <const Differentiated& kSpec>
@@ -102,7 +129,11 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     variable_list tensors;
     auto& data = ctx->saved_data;  // an entry for each: compiled autograd cannot take lists of them
     for (const Source& source : plan<kSpec>().sources) {
-      if (source.from == Source::tensor) tensors.push_back(kept(given[source.index], source.is_grid));
+      if (source.from == Source::tensor) {
+        const bool keeps = !source.other.has_value() || given[*source.other].isTensor() == source.given;
+        tensors.push_back(keeps ? kept(given[source.index], source.copied) : Tensor());
+      }
+      if (source.from == Source::result) tensors.emplace_back();
       if (source.from == Source::other) data[source.name] = given[source.index];
       if (source.from == Source::size) data[source.name] = x.sym_sizes();
       if (source.from == Source::x_dtype) data[source.name] = x.scalar_type();
@@ -110,9 +141,19 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     data["edges"] = call.edges;
     data["x_format"] = x.suggest_memory_format();
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward(tensors);
     call_below(call.op, call.stack);
-    return torch::jit::pop(*call.stack).toTensor();
+    const size_t count = call.op.schema().returns().size();
+    const auto results = torch::jit::last(*call.stack, count);
+    size_t place = 0;
+    for (const Source& source : plan<kSpec>().sources) {
+      if (source.from == Source::result) tensors[place] = results[source.index].toTensor();
+      place += source.from == Source::result || source.from == Source::tensor;
+    }
+    ctx->save_for_backward(tensors);
+    const Tensor y = results[0].toTensor();
+    call.others.assign(results.begin() + 1, results.end());
+    torch::jit::drop(*call.stack, count);
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -132,7 +173,7 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
         stack.emplace_back(grads[0]);
       } else if (source.from == Source::wanted) {
         stack.emplace_back(wanted);
-      } else if (source.from == Source::tensor) {
+      } else if (source.from == Source::tensor || source.from == Source::result) {
         stack.push_back(tensor->defined() ? IValue(*tensor) : IValue());
         ++tensor;
       } else {
@@ -160,7 +201,8 @@ void recorded(const c10::OperatorHandle& op, Stack* stack) {
         " must not require grad, since the gradient of the input is that of x; pass ", kSpec.constant[i], ".detach().");
   }
   variable_list inputs;
-  Recorded call = {op, stack, {}};
+  std::vector<IValue> others;
+  Recorded call = {op, stack, {}, others};
   bool any = false;
   for (size_t i = 0; i < kSpec.differentiable.size(); ++i) {
     const IValue& value = given[plan<kSpec>().differentiable[i]];
@@ -172,6 +214,7 @@ void recorded(const c10::OperatorHandle& op, Stack* stack) {
   if (!any) return call_below(op, stack);
   const Tensor y = Node<kSpec>::apply(at::TensorList(inputs), call);
   stack->emplace_back(y);
+  stack->insert(stack->end(), others.begin(), others.end());
 }
 
 // The gradients of a weight whose scale and zero point have none.
@@ -190,13 +233,22 @@ bool weight_differentiably(Stack& stack) {
 const Differentiated kQuantLayer = {"quant_layer",
                                     "qtoolkit::quant_layer_backward",
                                     {"x", "weight", "factor", "scale", "zero_point", "bias", "raw_scale"},
-                                    {"codes", "x_scale", "x_zero_point", "raw"},
-                                    nullptr};
+                                    {"codes", "x_scale", "x_zero_point", "raw"}};
 const Differentiated kQuantWeight = {"quant_weight",
                                      "qtoolkit::quant_weight_backward",
                                      {"weight", "factor", "scale", "zero_point"},
                                      {},
                                      &weight_differentiably};
+const Differentiated kUnit = {
+    "unit",
+    "qtoolkit::unit_backward",
+    {"x", "weight", "start", "ratio", "zero_point", "bias", "gamma", "beta", "residual", "y_start", "y_ratio",
+     "y_zero_point"},
+    {"codes", "x_scale", "x_zero_point", "rate", "variance", "residual_codes", "residual_scale", "residual_zero_point",
+     "y_rate"},
+    nullptr,
+    {{"residual", "residual_codes", false}, {"start", "ratio", true}, {"y_start", "y_ratio", true}},
+    {"x_scale", "x_zero_point", "residual_scale", "residual_zero_point"}};
 
 }  // namespace
 
@@ -204,6 +256,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   using torch::CppFunction;
   m.impl("quant_layer", CppFunction::makeFromBoxedFunction<&recorded<kQuantLayer>>());
   m.impl("quant_weight", CppFunction::makeFromBoxedFunction<&recorded<kQuantWeight>>());
+  m.impl("unit", CppFunction::makeFromBoxedFunction<&recorded<kUnit>>());
 }
 
 }  // namespace qtoolkit

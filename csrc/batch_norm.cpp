@@ -1,8 +1,8 @@
 // The bodies of batch norm in training and its gradients: checks, results, kernel arguments.
+#include "batch_norm_ops.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-
-#include <tuple>
 
 #include "launch.h"
 #include "layout.h"
@@ -97,6 +97,13 @@ Tensor empty_codes(const Tensor& x, bool quantized, int64_t qmin, int64_t qmax) 
   return quantized && fit_a_byte(qmin, qmax) ? empty_result(x, options, 1) : at::empty({0}, options);
 }
 
+// The gradient of a tensor that may be absent, of its dtype and shape.
+Tensor gradient_like(const optional<Tensor>& t, const Tensor& x) {
+  return t.has_value() ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
+}
+
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
     const Tensor& x, const optional<Tensor>& weight, const optional<Tensor>& bias, const optional<Tensor>& divisor,
     const optional<Tensor>& residual, const optional<Tensor>& residual_codes, const optional<Tensor>& residual_scale,
@@ -121,11 +128,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant(
   args.variance = variance.mutable_data_ptr();
   on(x.device()).batch_norm_forward(args, x.device());
   return {y, codes, mean, variance};
-}
-
-// The gradient of a tensor that may be absent, of its dtype and shape.
-Tensor gradient_like(const optional<Tensor>& t, const Tensor& x) {
-  return t.has_value() ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fake_quant_backward(
@@ -202,8 +204,6 @@ void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& 
   statistics.count = static_cast<double>(count.expect_int());
   on(running_mean.device()).batch_norm_track(statistics, running_mean.device());
 }
-
-}  // namespace
 
 QT_REGISTER_BODIES(m) {
   m.impl("batch_norm_fake_quant", batch_norm_fake_quant);

@@ -11,6 +11,7 @@
 #include "layout.h"
 #include "max_pool.h"
 #include "range_grid.h"
+#include "unit_scales.h"
 
 namespace qtoolkit {
 
@@ -63,6 +64,10 @@ struct DeviceKernels {
   // Max pooling of x, and its gradient.
   void (*max_pool_forward)(const PoolArgs& args, c10::Device device);
   void (*max_pool_backward)(const PoolArgs& args, c10::Device device);
+
+  // The small tensors of a unit, and their gradients.
+  void (*unit_scales)(const UnitScales& u, c10::Device device);
+  void (*unit_gradients)(const UnitGradients& u, c10::Device device);
 };
 
 namespace cpu {

@@ -151,12 +151,16 @@ class Rows {
     args_.sum_scale = sums.mutable_data_ptr<double>();
     args_.sum_factor = args_.sum_scale + args_.rows;
     cpu::weight_backward(args_);
-    if (wanted[1] && w_.factor.has_value()) result[1] = sums.select(0, 1).to(w_.factor->scalar_type());
+    const DeviceKernels& kernels = on(sums.device());
+    if (wanted[1] && w_.factor.has_value()) {
+      result[1] = at::empty(w_.factor->sizes(), w_.factor->options());
+      kernels.learned_gradient(args_.sum_factor, 1, nullptr, result[1]);
+    }
     if (wanted[2]) {
       const bool shared = w_.scale.numel() == 1;
-      const Tensor of_scale = shared ? sums.select(0, 0).sum() : sums.select(0, 0);
+      const Tensor of_scale = shared ? sums.select(0, 0).sum() : sums;
       result[2] = at::empty(w_.scale.sizes(), w_.scale.options());
-      on(of_scale.device()).learned_gradient(of_scale.const_data_ptr<double>(), w_.grad_factor, &w_.scale, result[2]);
+      kernels.learned_gradient(of_scale.const_data_ptr<double>(), w_.grad_factor, &w_.scale, result[2]);
     }
     return result;
   }

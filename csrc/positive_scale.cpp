@@ -7,6 +7,8 @@
 // A rate multiplies it: with rate = u^2 the scale changes as if scale / u were the parameter.
 // The scale takes the ratio's magnitude, since a step of SGD may be larger than a scale. A scale that vanished instead
 // (as with softplus or exp) would have no gradient to come back.
+#include "positive_scale.h"
+
 #include <ATen/ops/abs.h>
 #include <ATen/ops/clamp_min.h>
 #include <ATen/ops/copysign.h>
@@ -38,6 +40,8 @@ void check_like_start(const char* name, const Tensor& t, const Tensor& start) {
                     start.sym_numel(), ", got ", t.sym_numel(), ".");
 }
 
+}  // namespace
+
 Tensor positive_scale(const Tensor& start, const Tensor& ratio, const OptionalTensor& rate) {
   TORCH_CHECK_TYPE(start.scalar_type() == at::kFloat || start.scalar_type() == at::kDouble, kOp,
                    ": start must be float32 or float64, got ", start.scalar_type(), ".");
@@ -45,6 +49,16 @@ Tensor positive_scale(const Tensor& start, const Tensor& ratio, const OptionalTe
   if (rate) check_like_start("rate", *rate, start);
   return at::mul(start, at::clamp_min(at::abs(ratio), kLeast).view_symint(start.sym_sizes()));
 }
+
+Tensor positive_scale_backward(const Tensor& grad, const Tensor& start, const Tensor& ratio,
+                               const OptionalTensor& rate) {
+  const c10::SymIntArrayRef shape = ratio.sym_sizes();
+  const Tensor signed_start = at::copysign(start.view_symint(shape), ratio);
+  const Tensor of_ratio = at::div(grad.view_symint(shape), signed_start);
+  return rate ? at::mul(of_ratio, rate->view_symint(shape)) : of_ratio;
+}
+
+namespace {
 
 Tensor below_autograd(const Tensor& start, const Tensor& ratio, const OptionalTensor& rate) {
   static const auto op =
@@ -63,10 +77,8 @@ struct PositiveScale : torch::autograd::Function<PositiveScale> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor()};
     const variable_list saved = ctx->get_saved_variables();
-    // start with the sign of the ratio
-    const Tensor signed_start = at::copysign(saved[0].view_symint(saved[1].sym_sizes()), saved[1]);
-    const Tensor grad = at::div(grads[0].view_symint(saved[1].sym_sizes()), signed_start);
-    return {Tensor(), saved[2].defined() ? at::mul(grad, saved[2].view_symint(saved[1].sym_sizes())) : grad, Tensor()};
+    const OptionalTensor rate = saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt;
+    return {Tensor(), positive_scale_backward(grads[0], saved[0], saved[1], rate), Tensor()};
   }
 };
 

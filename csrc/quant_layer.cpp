@@ -8,9 +8,6 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <array>
 
 #include "call_op.h"
 #include "elementwise.h"
@@ -29,14 +26,11 @@ using at::Tensor;
 using std::optional;
 using torch::jit::Stack;
 
-// The ops compute in the dtype that they are told, under autocast too.
-struct WithoutAutocast {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
-
 optional<Tensor> cast(const optional<Tensor>& t, at::ScalarType dtype) {
   return t.has_value() ? optional<Tensor>(t->to(dtype)) : std::nullopt;
 }
+
+}  // namespace
 
 Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l, optional<at::ScalarType> dtype,
                    optional<at::MemoryFormat> format, const RawInput& raw) {
@@ -58,9 +52,7 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
 
 // ---- backward
 
-// The gradients that are wanted, of: x, weight, factor, scale, zero_point, bias, raw_scale.
-using Wanted = std::array<bool, 7>;
-using Gradients = std::array<Tensor, 7>;
+namespace {
 
 using OfLayer = std::tuple<Tensor, Tensor, Tensor>;  // of x, weight and bias
 
@@ -140,8 +132,10 @@ Tensor raw_scale_gradient(const Tensor& dy, const Tensor& weight, const Layer& l
   return result;
 }
 
-Gradients quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l, at::ScalarType x_dtype,
-                               const Wanted& wanted, const RawInput& raw) {
+}  // namespace
+
+GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l, at::ScalarType x_dtype,
+                               const WantedOfLayer& wanted, const RawInput& raw) {
   constexpr const char* kOp = "quant_layer_backward";
   check_float(kOp, "grad", grad);
   check_float_dtype(kOp, x_dtype);
@@ -163,15 +157,17 @@ Gradients quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, con
   WeightGradients w;
   if (in_weight) w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]});
   if (wanted[0]) dx = dx.to(x_dtype).contiguous(x.suggest_memory_format());
-  Gradients gradients = {dx, w[0], w[1], w[2], w[3], dbias};
+  GradientsOfLayer gradients = {dx, w[0], w[1], w[2], w[3], dbias};
   if (wanted[6] && raw.x.has_value()) {
     gradients[6] = raw_scale_gradient(dy, weight, l, raw, x.suggest_memory_format());
   }
   for (size_t i = 0; i < gradients.size(); ++i) {
-    if (!wanted[i] || !gradients[i].defined()) gradients[i] = at::empty({0}, grad.options());
+    if (!wanted[i]) gradients[i] = Tensor();
   }
   return gradients;
 }
+
+namespace {
 
 // ---- boxed, as most of their arguments make one Layer
 
@@ -193,13 +189,13 @@ void quant_layer_backward_boxed(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<c10::SymInt> size;
   Layer layer;
   at::ScalarType x_dtype;
-  Wanted wanted;
+  WantedOfLayer wanted;
   RawInput raw;
   const size_t count = op.schema().arguments().size();
   Reader(torch::jit::last(*stack, count)) >> grad >> size >> layer >> x_dtype >> wanted >> raw;
   torch::jit::drop(*stack, count);
   for (Tensor& gradient : quant_layer_backward(grad, size, layer, x_dtype, wanted, raw)) {
-    stack->emplace_back(std::move(gradient));
+    stack->emplace_back(gradient.defined() ? std::move(gradient) : at::empty({0}, grad.options()));
   }
 }
 

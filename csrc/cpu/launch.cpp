@@ -360,7 +360,15 @@ const DeviceKernels kDeviceKernels = {
     [](BatchNormArgs& args, c10::Device) { batch_norm_backward(args); },
     [](const TrackedStatistics& statistics, c10::Device) { batch_norm_track(statistics); },
     [](const PoolArgs& args, c10::Device) { max_pool_forward(args); },
-    [](const PoolArgs& args, c10::Device) { max_pool_backward(args); }};
+    [](const PoolArgs& args, c10::Device) { max_pool_backward(args); },
+    [](const UnitScales& u, c10::Device) {
+      for (int64_t i = 0; i < largest_count(u); ++i) u.f64 ? unit_scales_at<double>(u, i) : unit_scales_at<float>(u, i);
+    },
+    [](const UnitGradients& u, c10::Device) {
+      for (int64_t i = 0; i < largest_count(u); ++i) {
+        u.f64 ? unit_gradients_at<double>(u, i) : unit_gradients_at<float>(u, i);
+      }
+    }};
 
 }  // namespace cpu
 }  // namespace qtoolkit

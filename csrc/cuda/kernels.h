@@ -8,6 +8,7 @@
 #include "../kernel_list.h"
 #include "../max_pool.h"
 #include "../range_grid.h"
+#include "../unit_scales.h"
 
 namespace qtoolkit {
 namespace cuda {
@@ -46,6 +47,9 @@ int64_t batch_norm_workspace(const BatchNormArgs& args);
 void batch_norm_forward(const BatchNormArgs& args, double* workspace, cudaStream_t stream);
 void batch_norm_backward(const BatchNormArgs& args, double* workspace, cudaStream_t stream);
 void batch_norm_track(const TrackedStatistics& statistics, cudaStream_t stream);
+
+void unit_scales(const UnitScales& u, cudaStream_t stream);
+void unit_gradients(const UnitGradients& u, cudaStream_t stream);
 
 void max_pool_forward(const PoolArgs& args, cudaStream_t stream);
 void max_pool_backward(const PoolArgs& args, cudaStream_t stream);

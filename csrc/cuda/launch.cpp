@@ -103,6 +103,12 @@ const DeviceKernels kDeviceKernels = {
     },
     [](const PoolArgs& args, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { max_pool_backward(args, stream); });
+    },
+    [](const UnitScales& u, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { unit_scales(u, stream); });
+    },
+    [](const UnitGradients& u, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, stream); });
     }};
 
 }  // namespace cuda

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import fx, nn
@@ -20,13 +20,16 @@ from torch import fx, nn
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
 from qtoolkit.graph.chains import Chain, Pair, find_chains, find_pairs, is_max_pool_call
+from qtoolkit.graph.nodes import is_quantizer
 from qtoolkit.graph.products import function_of
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block, node_name
 from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
-from qtoolkit.nn.hooks import all_watched, has_hooks
+from qtoolkit.nn.hooks import all_watched, has_hooks, is_transformed
 from qtoolkit.nn.prelu import prelu
 from qtoolkit.nn.product import Product
+from qtoolkit.nn.unit import Names, Unit
 from qtoolkit.op_kinds.recorded import check_argument
+from qtoolkit.ops.recording import is_recorded
 
 Products = Mapping[str, Product] | None
 
@@ -63,6 +66,9 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
     """
     whole = _Writer(Whole(gm), ROOT, products)
     code = _compile(whole.write(), "")
+    units = _UnitWriter(Whole(gm), ROOT, products)
+    if any(units.names(chain) is not None for chain in units.chains):
+        code = _trained(code, _compile(units.write(), ""), gm)
     division = Division(gm, calls) if calls else None
     if division is None or not division.parts:
         return code if whole.changed else None
@@ -116,6 +122,20 @@ class _Blocks:
             holder._modules.get(name) is not block or block.has_other_forward() or has_hooks(block)
             for holder, name, block in self.places
         )
+
+
+def _trained(code: Callable[..., Any], units: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+    """Return a forward that calls the units where their model trains, without a tracer of any kind, and else the code."""
+    owner = ref(gm)  # replicas of the model share its code
+
+    @functools.wraps(code)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or torch.compiler.is_compiling() or not torch.is_grad_enabled() or owner() is not self:
+            return code(self, *args, **kwargs)
+        traced = is_recorded() or is_transformed() or all_watched()
+        return (code if traced else units)(self, *args, **kwargs)
+
+    return forward
 
 
 def _chosen(whole: Callable[..., Any], divided: Callable[..., Any], blocks: _Blocks) -> Callable[..., Any]:
@@ -187,17 +207,11 @@ class _Writer:
 
     def _write_chain(self, chain: Chain) -> None:
         """Write one call that replaces the nodes of a chain, where its last node was."""
-        add, function = chain.add, chain.activation if chain.bounds is not None else None
-        source = chain.batch_norm.all_input_nodes[0]
-        steps = (
-            None if add is None else _function_of(add, add.all_input_nodes),
-            None if function is None else _function_of(function, function.all_input_nodes),
-            chain.bounds,
-        )
+        source, function = chain.batch_norm.all_input_nodes[0], chain.bounds is not None
         tensors = self._value(source), None if chain.residual is None else self._value(chain.residual)
         modules = [chain.layer, chain.batch_norm, None if function else chain.activation, chain.quantizer]
         called = [None if node is None else self._module(node) for node in modules]
-        self.written[chain.last] = self.graph.call_function(epilogue_of(*steps), (*tensors, *called))
+        self.written[chain.last] = self.graph.call_function(epilogue_of(*_steps(chain)), (*tensors, *called))
 
     def _write_pair(self, pair: Pair) -> None:
         modules = self._module(pair.activation), self._module(pair.quantizer)
@@ -286,6 +300,57 @@ class _Writer:
         """Return the name of a submodule or a tensor of the model, as the block of this part finds it."""
         inside = name.removeprefix(f"{self.name}.")
         return name if not self.name else inside if inside != name else f"_block_model.{name}"
+
+
+class _UnitWriter(_Writer):
+    """Writes the graph with one call for each unit: a layer with its chain."""
+
+    def __init__(self, division: Whole, index: int, products: Products) -> None:
+        super().__init__(division, index, products)
+        self.handed = dict[fx.Node, fx.Node]()
+
+    def names(self, chain: Chain) -> Names | None:
+        """Return the modules of a chain that is a unit; None where its layer runs by itself."""
+        layer = chain.layer
+        if layer is None or len(layer.args) != 1 or layer.kwargs or not isinstance(layer.args[0], fx.Node):
+            return None
+        after = self.items[self.items.index(layer) + 1 : self.items.index(chain.last)]
+        if any(node not in self.inner and not is_quantizer(node) for node in after):  # it might change the input
+            return None
+        activation = chain.activation if chain.bounds is None else None
+        nodes = (layer, chain.batch_norm, activation, chain.quantizer)
+        return Names(*(None if node is None else self._target(str(node.target)) for node in nodes))
+
+    def _write_layer(self, layer: fx.Node, batch_norm: fx.Node) -> None:
+        if self.names(self.layers[layer]) is None:
+            super()._write_layer(layer, batch_norm)
+
+    def _write_chain(self, chain: Chain) -> None:
+        names = self.names(chain)
+        if names is None or chain.layer is None:
+            super()._write_chain(chain)
+            return
+        unit = Unit(self.division.gm, names, *_steps(chain), self._gives(chain))
+        sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
+        arguments = [each for source in sources for each in (self._value(source), self.handed.get(source))]
+        result = self.graph.call_function(unit.run, tuple(arguments))
+        self.written[chain.last] = self.graph.call_function(operator.getitem, (result, 0))
+        self.handed[chain.last] = self.graph.call_function(operator.getitem, (result, 1))
+
+    def _gives(self, chain: Chain) -> bool:
+        """Return whether others than units take the result of a chain."""
+        takers = {node for other in self.chains if self.names(other) is not None for node in (other.layer, other.add)}
+        return any(user not in takers for user in chain.last.users)
+
+
+def _steps(chain: Chain) -> Any:
+    """Return what the functions of a chain do: that of its add, that of its activation, and the bounds of that."""
+    add, function = chain.add, chain.activation if chain.bounds is not None else None
+    return (
+        None if add is None else _function_of(add, add.all_input_nodes),
+        None if function is None else _function_of(function, function.all_input_nodes),
+        chain.bounds,
+    )
 
 
 def _compile(graph: fx.Graph, name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
   `freeze_batch_norm` after the statistics have converged.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -285,17 +285,23 @@ def step_variance(layer: nn.Module, bn: LinkedBatchNorm) -> Tensor:
     variance = running_variance(bn)
     if torch.compiler.is_compiling():
         return variance
-    state = (_steps.taken(), *_versions(layer), *_versions(bn), variance.dtype, variance.device)
-    if bn._seen is None or (bn._seen[0] != state and not is_recomputing()):
-        bn._seen = state, variance.clone()
-    return bn._seen[1]
+    return variance_of_step(bn, variance, (*_parameters(layer), *_parameters(bn)))
 
 
-def _versions(module: Any) -> list[int | None]:
-    """Return how often the parameters of a layer or a batch norm were changed."""
+def variance_of_step(bn: LinkedBatchNorm, variance: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """Return what `step_variance` does, for a running variance and the parameters whose changes end a step."""
+    state = (_steps.taken(), sum([p._version for p in parameters]), variance.dtype, variance.device)
+    seen = bn._seen
+    if seen is None or (seen[0] != state and not is_recomputing()):
+        seen = bn.__dict__["_seen"] = state, variance.clone()
+    return seen[1]
+
+
+def _parameters(module: Any) -> list[Tensor]:
+    """Return the parameters of a layer or a batch norm that count their changes."""
     is_parametrized = "parametrizations" in module._modules
     parameters = module.parameters() if is_parametrized else (module.weight, module.bias)  # a tenth of the time
-    return [None if p is None or p.is_inference() else p._version for p in parameters]
+    return [p for p in parameters if p is not None and not p.is_inference()]
 
 
 def factor_of(bn: nn.Module) -> Tensor:

@@ -107,7 +107,7 @@ def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
 
 def layer_output(layer: Any, bn: Any, input: Any, *args: Any, **kwargs: Any) -> Output:
     """Return the output of a layer for its linked batch norm: undivided where the op may take it."""
-    if not is_ordinary(input) or all_watched() or not _trains(bn) or why_layer_apart(layer, bn) is not None:
+    if not is_ordinary(input) or all_watched() or not trains(bn) or why_layer_apart(layer, bn) is not None:
         return layer(input, *args, **kwargs), None
     output: Output = layer.undivided(input, *args, **kwargs)
     return output
@@ -132,11 +132,11 @@ def epilogue_of(
 
     def epilogue(value: Any, residual: Any, layer: Any, bn: Any, activation: Any, quantizer: Any) -> Tensor:
         x, factor = (value, None) if layer is None else value
-        adds = residual is None or _is_like(x, residual)
-        ours = _bounds_now(activation, bounds) if adds else None
+        adds = residual is None or is_like(x, residual)
+        ours = bounds_now(activation, bounds) if adds else None
         quantizes = ours is not None and quantizer is not None and why_quantizer_apart(quantizer) is None
-        trains = factor is not None or (quantizes and not all_watched() and _trains(bn))  # layer_output has asked
-        if not (trains and _fits(bn, x)):
+        trains_here = factor is not None or (quantizes and not all_watched() and trains(bn))  # layer_output has asked
+        if not (trains_here and is_ordinary(x) and fits(bn, x.shape)):
             # A batch norm that is not linked gives torch's bits where nothing is quantized.
             adds, ours, quantizes = residual is None, None, False
             y: Tensor = bn(x if factor is None else divided(layer, x, factor))
@@ -182,26 +182,24 @@ def max_pool2d(
 # ---- their parts
 
 
-def _trains(bn: Any) -> bool:
+def trains(bn: Any) -> bool:
     """Return whether the op computes a batch norm as it is now."""
     counts = torch.compiler.is_compiling() and bn.momentum is None  # a number from a buffer, which is no constant
     return bn.training and why_batch_norm_apart(bn) is None and not counts
 
 
-def _fits(bn: Any, x: Tensor) -> bool:
-    """Return whether the op takes an input; the batch norm itself has the errors for one that it does not take either."""
-    if not is_ordinary(x) or x.dim() not in DIMENSIONS[type(bn)] or x.size(1) != bn.num_features:
-        return False
-    return x.numel() > x.size(1)
+def fits(bn: Any, size: torch.Size) -> bool:
+    """Return whether the op takes inputs of a size; the batch norm has the errors for one that it does not take either."""
+    return len(size) in DIMENSIONS[type(bn)] and size[1] == bn.num_features and size.numel() > size[1]
 
 
-def _is_like(x: Tensor, residual: Any) -> bool:
+def is_like(x: Tensor, residual: Any) -> bool:
     if not is_ordinary(residual):
         return False
     return bool(residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device)
 
 
-def _bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds | None:
+def bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds | None:
     """Return what the op computes for the activation, which may be none; None where it must be called."""
     if activation is None:
         return bounds or Bounds()
@@ -215,7 +213,7 @@ def _compute(
     divisor = factor
     if bias is not None and factor is not None and bias.requires_grad:
         divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
-    known = _codes_like(x, residual) if residual is not None and torch.is_grad_enabled() else None
+    known = codes_like(x, residual) if residual is not None and torch.is_grad_enabled() else None
     of_residual = (None,) * 3 if known is None else (known.codes, known.scale, known.zero_point)
     grid = {} if quantizer is None else grid_now(quantizer, x)
     y, codes, mean, variance = ops.batch_norm_fake_quant(
@@ -237,7 +235,7 @@ def _compute(
     return y
 
 
-def _codes_like(x: Tensor, residual: Tensor) -> Codes | None:
+def codes_like(x: Tensor, residual: Tensor) -> Codes | None:
     """Return the codes of a residual, one a byte, in the memory format of x."""
     channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     codes = codes_of(residual, None, channels_last)

@@ -103,7 +103,7 @@ def run(
     geometry = layer.geometry(x, *args, **kwargs)
     if geometry is None:
         return None
-    integer = layer.training and _on_integers(layer, x, geometry)
+    integer = computes_on_codes(layer, x, geometry)
     if not integer and wanted.save == "float":
         return None
     codes = codes_of(x, layer.source_of(call), channels_last=integer)
@@ -117,19 +117,19 @@ def run(
     bias = layer.bias_in_sums(bias, call)  # after the weight's range, on whose steps it lies
     last = integer and layer.returns_channels_last and has_kernel_type(x)
     memory_format = torch.channels_last if last else None
-    raw = raw_of(x) if autocast == x.dtype and _reads_image(layer, x, geometry) else None
-    if raw is None and not integer and _copies_weight(layer, x):
+    raw = raw_of(x) if autocast == x.dtype and reads_image(layer, x, geometry) else None
+    if raw is None and not integer and copies_weight(layer, x):
         x, codes = x.contiguous(), replace(codes, codes=codes.codes.contiguous())
     return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast, memory_format, raw)
 
 
-def _copies_weight(layer: "QuantWeighted", x: Tensor) -> bool:
+def copies_weight(layer: "QuantWeighted", x: Tensor) -> bool:
     """Return whether torch would copy a weight into the memory format of an image that is smaller than it."""
     in_rows = layer.weight.is_contiguous(memory_format=torch.channels_last) if layer.weight.dim() == 4 else True
     return not in_rows and x.numel() < layer.weight.numel() and not x.is_contiguous()
 
 
-def _reads_image(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
+def reads_image(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
     """Return whether a layer reads a tensor with so few channels that its gradient takes the CPU longer than the weight's."""
     is_plain = bool(geometry.stride) and not geometry.transposed and geometry.groups == 1
     return is_plain and x.is_cpu and x.size(1) <= MOST_IMAGE_CHANNELS and not has_hooks(layer)
@@ -165,8 +165,9 @@ def has_kernel_type(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_cpu
 
 
-def _on_integers(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
-    if not pays(layer, _positions(x, geometry)) or why_in_float(layer) is not None:
+def computes_on_codes(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
+    """Return whether a layer computes an input on codes in training, if it has some."""
+    if not layer.training or not pays(layer, _positions(x, geometry)) or why_in_float(layer) is not None:
         return False
     return layer.training_arithmetic.forward == "integer" or (x.dtype == layer.weight.dtype and has_kernel_type(x))
 

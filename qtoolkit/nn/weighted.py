@@ -194,6 +194,10 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         source = _of_call(self._sources, call)
         return None if source is None else source.now()
 
+    def has_dropouts(self) -> bool:
+        """Return whether an input comes through a dropout, which moves it off its quantizer's grid while it drops."""
+        return any(source is not None and source.dropouts for source in self._sources)
+
     def sum_steps(self, call: int = 0) -> Tensor | None:
         """Return the steps of the integer sums of a call: one, or one per output channel. None without a linked input."""
         weight, source = self.weight_quantizer, _of_call(self._sums_over, call)

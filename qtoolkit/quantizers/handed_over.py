@@ -4,7 +4,7 @@ They live as long as the tensor does. Values determine codes, so a layer that is
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from qtoolkit.quantizers.frozen import code_dtype
 from qtoolkit.quantizers.quantizer import Quantizer
 
 
-class _Handed(NamedTuple):
-    """What was handed over with a tensor: its grid, its codes if they are known, its version then, what it was before."""
+@dataclass(slots=True)
+class Handed:
+    """What is handed over with a tensor: its grid, its codes once they are known, its version then, what it was before."""
 
     scale: Tensor
     zero_point: Tensor | None
@@ -56,6 +57,27 @@ def hand_over(
     _handed[y] = _grid(scale, zero_point, quantizer, codes, y._version, raw)
 
 
+def handed_with(y: Tensor) -> Handed | None:
+    """Return what was handed over with a tensor, if it has not changed since."""
+    found: Handed | None = _handed.get(y)  # type: ignore[no-untyped-call]
+    return found if found is not None and found.version == y._version else None
+
+
+def keep(y: Tensor, handed: Handed) -> None:
+    """Hand over with a tensor what is known of it."""
+    if y not in _handed:
+        _handed[y] = handed
+
+
+def handed_as(
+    y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer
+) -> Handed:
+    """Return what is handed over with the result of an op, which has made its scale, positive, and its codes."""
+    zero = None if zero_point is None else zero_point.detach().round()
+    spec, packed = quantizer.spec, quantizer.capability.packed
+    return Handed(scale, zero, spec.qmin, spec.qmax, packed, None if packed else codes, y._version)
+
+
 def _grid(
     scale: Tensor,
     zero_point: Tensor | None,
@@ -63,20 +85,20 @@ def _grid(
     codes: Tensor | None,
     version: int,
     raw: RawInput | None = None,
-) -> _Handed:
+) -> Handed:
     """Return a grid with tensors of its own: an observer may change those of its quantizer."""
     code_of_zero = None if zero_point is None else zero_point.detach().round()
     spec, packed = quantizer.spec, quantizer.capability.packed
     known = None if packed else codes
     raw_version = 0 if raw is None else raw.values._version
-    return _Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, packed, known, version, raw, raw_version)
+    return Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, packed, known, version, raw, raw_version)
 
 
 def hand_on(x: Tensor, y: Tensor) -> None:
     """Hand over with y that its values lie on the grid of x, if that was handed over: those of a max pool do."""
     found = None if torch.compiler.is_compiling() or y.is_inference() else _grid_of(x, None)
     if found is not None:
-        _handed[y] = found._replace(codes=None, version=y._version, raw=None)
+        _handed[y] = replace(found, codes=None, version=y._version, raw=None)
 
 
 def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Codes | None:
@@ -90,22 +112,36 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
     Returns:
         The codes, two per byte for at most 4 bits; None where the grid is not known or has no codes of a byte.
     """
+    found = grid_with_codes(y, quantizer, channels_last)
+    return None if found is None else codes_in(y, found, channels_last)
+
+
+def grid_with_codes(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Handed | None:
+    """Return what was handed over with a tensor, with its codes; the arguments are those of `codes_of`."""
     found = _grid_of(y, quantizer)
     if found is None:
         return None
-    codes = found.codes
+    known = found.codes
+    codes_in(y, found, channels_last)
+    if found.codes is not known and not torch.compiler.is_compiling() and not y.is_inference():
+        _handed[y] = found
+    return found
+
+
+def codes_in(y: Tensor, handed: Handed, channels_last: bool) -> Codes:
+    """Return the codes of a tensor that was handed over, as `codes_of` does, and keep them there."""
+    codes = handed.codes
     if codes is None:
-        codes = _computed(y, found)
+        codes = _computed(y, handed)
     if channels_last and codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
-    if codes is not found.codes and not torch.compiler.is_compiling() and not y.is_inference():
-        _handed[y] = found._replace(codes=codes)
-    return Codes(codes, found.scale, found.zero_point, found.qmin, found.qmax)
+    handed.codes = codes
+    return Codes(codes, handed.scale, handed.zero_point, handed.qmin, handed.qmax)
 
 
 def raw_of(y: Tensor) -> RawInput | None:
     """Return what a tensor was before it was quantized; None where that is not known, or somebody waits for its gradient."""
-    found: _Handed | None = None if torch.compiler.is_compiling() else _handed.get(y)  # type: ignore[no-untyped-call]
+    found: Handed | None = None if torch.compiler.is_compiling() else _handed.get(y)  # type: ignore[no-untyped-call]
     if found is None or found.raw is None or found.version != y._version or y._backward_hooks or y.retains_grad:
         return None
     return found.raw if found.raw.values._version == found.raw_version else None  # autograd says that it was changed
@@ -126,23 +162,23 @@ def values_of(codes: Codes, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     return ops.dequantize(codes.codes, codes.scale, codes.zero_point, dtype=dtype)
 
 
-def _grid_of(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
+def _grid_of(y: Tensor, quantizer: Quantizer | None) -> Handed | None:
     if torch.compiler.is_compiling():
         return _grid_now(y, quantizer)
-    found: _Handed | None = _handed.get(y)  # type: ignore[no-untyped-call]
+    found: Handed | None = _handed.get(y)  # type: ignore[no-untyped-call]
     if found is not None and (y.is_inference() or found.version == y._version):
         return found
     return _grid_now(y, quantizer)
 
 
-def _grid_now(y: Tensor, quantizer: Quantizer | None) -> _Handed | None:
+def _grid_now(y: Tensor, quantizer: Quantizer | None) -> Handed | None:
     if quantizer is None or not quantizer.capability_now.codes:
         return None
     version = 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
     return _grid(quantizer.scale, quantizer.zero_point, quantizer, None, version)
 
 
-def _computed(y: Tensor, grid: _Handed) -> Tensor:
+def _computed(y: Tensor, grid: Handed) -> Tensor:
     y = y.detach()
     if grid.packed:
         return ops.quantize_int4(y, grid.scale, grid.zero_point, grid.qmin, grid.qmax)

@@ -417,9 +417,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             ValueError: `stopping` is set, and the weight has NaN or infinities.
         """
         kind, spec = self.kind, self.spec
-        if self.observing or not self.quantizing or not self.capability.plain:
-            return None
-        if self._forward_hooks or self._forward_pre_hooks:  # they take the values of a forward
+        if not self.gives_grid():
             return None
         if self.stopping:
             self._check_finite(values())
@@ -429,6 +427,11 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         self.check_ready()
         factor = kind.grad_factor(self, like)
         return WeightGrid(*kind.grid(self), spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size, factor)
+
+    def gives_grid(self) -> bool:
+        """Return whether an op may quantize a weight in its place: nobody takes the values of its forward."""
+        takes_values = self.observing or self._forward_hooks or self._forward_pre_hooks
+        return self.quantizing and self.capability.plain and not takes_values
 
     def _check_finite(self, x: Tensor) -> None:
         if self.stopping and not bool(torch.isfinite(x).all()):

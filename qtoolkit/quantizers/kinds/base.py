@@ -96,6 +96,13 @@ class QuantizerKind:
         """Return the differentiable scale and zero point. Ops use the scale's magnitude and the rounded zero point."""
         return quantizer._scale, quantizer._zero_point
 
+    def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """Return of what an op makes the scale: the scale itself, or the arguments of `qtoolkit.ops.positive_scale`.
+
+        None where `grid` computes it by other ops, or computes a zero point.
+        """
+        return None
+
     def grid_spec(self, spec: QuantSpec) -> QuantSpec:
         """Return the spec of the integer grid on which quantized values lie: by default the quantizer's own."""
         return spec

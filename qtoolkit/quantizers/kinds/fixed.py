@@ -22,6 +22,10 @@ class FixedScale(QuantizerKind):
         """Return whether the observer takes the range of one tensor in one read."""
         return isinstance(quantizer.observer, RangeObserver)
 
+    def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """Return the scale."""
+        return quantizer._scale, None, None
+
     def observe(self, quantizer: "TensorQuantizer", x: Tensor) -> None:
         """Observe x, and set the scale from the range so far."""
         quantizer.observer(x)

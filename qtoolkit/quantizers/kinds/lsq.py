@@ -71,7 +71,11 @@ class LSQ(FromStart):
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the trained scale, and the zero point."""
-        return ops.positive_scale(quantizer._scale, quantizer._relative_scale, quantizer._rate), quantizer._zero_point
+        return ops.positive_scale(*_trained(quantizer)), quantizer._zero_point
+
+    def start(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """Return the start, the ratio to it and its rate."""
+        return _trained(quantizer)
 
     def growth(self, quantizer: "TensorQuantizer") -> Tensor | None:
         """Return the magnitude of the ratio."""
@@ -99,6 +103,10 @@ class LSQ(FromStart):
         sharing = max(count // max(quantizer._scale.numel(), 1), 1)
         factor: float = float(sharing * spec.qmax) ** -0.5
         return factor
+
+
+def _trained(quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor, Tensor]:
+    return quantizer._scale, quantizer._relative_scale, quantizer._rate
 
 
 def _differs_between_rows(spec: QuantSpec, dims: int) -> bool:

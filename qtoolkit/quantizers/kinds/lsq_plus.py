@@ -44,6 +44,9 @@ class LSQPlus(LSQ):
         if quantizer._zero_point is not None:
             quantizer._relative_offset.copy_(-quantizer._zero_point.reshape(quantizer._relative_offset.shape))
 
+    def start(self, quantizer: "TensorQuantizer") -> None:
+        """Return None: the zero point is computed too."""
+
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the trained scale, and the zero point at the trained offset."""
         spec = quantizer.spec

@@ -1,0 +1,34 @@
+// The bodies of the ops of batch norm in training, which serve all devices; library.cpp describes the ops.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+namespace qtoolkit {
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_fake_quant(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& divisor, const std::optional<at::Tensor>& residual,
+    const std::optional<at::Tensor>& residual_codes, const std::optional<at::Tensor>& residual_scale,
+    const std::optional<at::Tensor>& residual_zero_point, double eps, double low, double high, double slope,
+    const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero_point, int64_t qmin, int64_t qmax,
+    double grad_factor);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                               const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& divisor,
+                               const std::optional<at::Tensor>& residual,
+                               const std::optional<at::Tensor>& residual_codes,
+                               const std::optional<at::Tensor>& residual_scale,
+                               const std::optional<at::Tensor>& residual_zero_point, const at::Tensor& mean,
+                               const at::Tensor& variance, double eps, double low, double high, double slope,
+                               const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& zero_point,
+                               int64_t qmin, int64_t qmax, double grad_factor, bool residual_grad, bool scale_grad);
+
+void batch_norm_track_(at::Tensor& running_mean, at::Tensor& running_var, const at::Tensor& mean,
+                       const at::Tensor& variance, const std::optional<at::Tensor>& divisor,
+                       const std::optional<at::Tensor>& offset, double momentum, c10::SymInt count);
+
+}  // namespace qtoolkit

@@ -1,0 +1,360 @@
+"""A layer with all that follows it up to a quantizer, in one op, while its modules are as they were when that was decided.
+
+What a unit computes depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided once, and holds
+as long as the attributes of these modules are the same objects, which `Snapshot` compares in a microsecond. While no decision
+holds, and where one op may not compute the unit, the functions of `qtoolkit.nn.epilogue` ask the modules at each call.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit._native import library
+from qtoolkit._snapshot import Snapshot
+from qtoolkit.nn import on_codes
+from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
+from qtoolkit.nn.epilogue import (
+    bounds_now,
+    epilogue_of,
+    fits,
+    layer_output,
+    why_batch_norm_apart,
+    why_layer_apart,
+    why_quantizer_apart,
+)
+from qtoolkit.nn.hooks import all_watched, is_ordinary
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.ops.layer import Codes
+from qtoolkit.quantizers.handed_over import Handed, codes_in, codes_of, grid_with_codes, handed_as, handed_with, keep
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+_unit = library.unit.default
+
+WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CHANGING = ("_seen", "steps", "seen_in_step", "looked", "warned", "_range_of")  # in training
+IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
+"""Attributes on which it does not depend what a unit is."""
+
+MOST_PLANS = 64
+"""Of one unit, for inputs of different sizes."""
+
+NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
+NO_CODES = (None, None, None)
+NOT_TRACKED = (None, None, None, 0.0)
+
+
+class Names(NamedTuple):
+    """The names of the modules of a unit."""
+
+    layer: str
+    batch_norm: str
+    activation: str | None
+    quantizer: str | None
+
+
+class Inputs(NamedTuple):
+    """For which inputs a plan is made. Tensors with these sizes and types take the same ops."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    weight: torch.dtype
+    computed: torch.dtype
+    residual: tuple[torch.Size, torch.dtype, torch.device] | None
+
+
+class Plan(NamedTuple):
+    """The arguments of the op for some inputs, in its order.
+
+    Attributes:
+        weight: The weight.
+        grid: Its scale and its grid; None where they are computed at each call.
+        layer: What the layer computes, and the bias that its batch norm subtracts.
+        norm: The batch norm, without the variance with which the weight is folded, and the running statistics.
+        activation: Its bounds.
+        output: The output's scale and grid; None where they are computed at each call.
+        like: A tensor of the output's shape, without memory.
+        integer: Whether the layer computes on codes.
+        last: Whether the layer's output is in channels_last.
+        changing: The parameters whose changes end a step.
+        gives_codes: Whether the output has codes for other layers.
+    """
+
+    weight: Tensor
+    grid: tuple[Any, ...] | None
+    layer: tuple[Any, ...]
+    norm: tuple[Any, ...]
+    activation: tuple[float, float, float]
+    output: tuple[Any, ...] | None
+    like: Tensor
+    integer: bool
+    last: bool
+    changing: tuple[Tensor, ...]
+    gives_codes: bool
+
+
+class Unit:
+    """A unit of a prepared model; its code calls `run`.
+
+    Args:
+        root: The model.
+        names: The names of its modules.
+        add: The function that adds the residual; None where none is added.
+        activate: The function of the activation; None where it is a module, or there is none.
+        bounds: What that function computes.
+        gives: Whether others than units take the result, which are handed its codes with it.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        names: Names,
+        add: Callable[[Tensor, Tensor], Tensor] | None,
+        activate: Callable[[Tensor], Tensor] | None,
+        bounds: Bounds | None,
+        gives: bool,
+    ) -> None:
+        self.root, self.names, self.bounds, self.gives = ref(root), names, bounds, gives
+        self.apart = epilogue_of(add, activate, bounds)
+        self.snapshot: Snapshot | None = None
+        self.modules: tuple[Any, ...] = ()
+        self.weight: Any = None
+        self.variance: Any = None
+        self.plans: dict[Inputs, Plan | None] = {}
+        self.last: tuple[Inputs, Plan | None] | None = None
+
+    def run(
+        self,
+        x: Tensor,
+        handed: Handed | None = None,
+        residual: Tensor | None = None,
+        of_residual: Handed | None = None,
+    ) -> tuple[Tensor, Handed | None]:
+        """Return the unit's output, with its codes.
+
+        Args:
+            x: The input of the layer.
+            handed: Its codes, if a unit returned it.
+            residual: What is added after the batch norm.
+            of_residual: Its codes, if a unit returned it.
+        """
+        if self.snapshot is None or not self.snapshot.holds():
+            self._look()
+        plan = self._plan(x, residual) if torch.is_grad_enabled() else None
+        codes = None if plan is None else self._handed(x, handed, plan.integer)
+        if plan is None or codes is None:
+            return self._apart(x, handed, residual, of_residual)
+        return self._compute(plan, x, codes, residual, of_residual)
+
+    def _apart(
+        self, x: Tensor, handed: Handed | None, residual: Tensor | None, of_residual: Handed | None
+    ) -> tuple[Tensor, Handed | None]:
+        """Call the functions that ask the modules."""
+        for tensor, known in ((x, handed), (residual, of_residual)):
+            if tensor is not None and known is not None:
+                keep(tensor, known)
+        layer, bn, activation, quantizer = self.modules
+        y = self.apart(layer_output(layer, bn, x), residual, layer, bn, activation, quantizer)
+        return y, handed_with(y)
+
+    # ---- what it is
+
+    def _look(self) -> None:
+        """Take the modules as they are now."""
+        root = self.root()
+        if root is None:
+            raise RuntimeError("the model of this code does not exist any more.")
+        names = [name for name in self.names if name is not None]
+        self.modules = tuple(None if name is None else root.get_submodule(name) for name in self.names)
+        layer, bn = self.modules[:2]
+        self.weight, self.variance = layer.weight, bn.running_var
+        seen = [module for module in self.modules if module is not None]
+        if isinstance(layer, QuantWeighted):
+            seen += [m for m in (layer.weight_quantizer, layer.source) if m is not None]
+        holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in _parents(name)}]
+        self.snapshot, self.plans, self.last = Snapshot((*seen, *holders), IGNORED), {}, None
+
+    def _plan(self, x: Tensor, residual: Tensor | None) -> Plan | None:
+        weight, device = self.weight.dtype, x.device
+        kind = device.type
+        computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight
+        added = None if residual is None else (residual.shape, residual.dtype, residual.device)
+        inputs = (x.shape, x.stride(), x.dtype, device, weight, computed, added)
+        if self.last is None or self.last[0] != inputs:
+            self.last = Inputs(*inputs), self._found(Inputs(*inputs), x, residual)
+        return self.last[1]
+
+    def _found(self, inputs: Inputs, x: Tensor, residual: Tensor | None) -> Plan | None:
+        if inputs not in self.plans:
+            if len(self.plans) == MOST_PLANS:
+                self.plans.clear()
+            self.plans[inputs] = self._planned(x, residual, inputs.computed)
+        return self.plans[inputs]
+
+    def _planned(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Plan | None:
+        """Return how one op computes the unit for inputs like these; None where it may not."""
+        layer, bn, activation, quantizer = self.modules
+        bounds = bounds_now(activation, self.bounds)
+        if bounds is None or self.variance is None or not is_ordinary(x) or not _is_one_op(layer, bn, quantizer):
+            return None
+        geometry = layer.geometry(x)
+        if geometry is None or on_codes.reads_image(layer, x, geometry):
+            return None
+        integer = on_codes.computes_on_codes(layer, x, geometry)
+        if not integer and (layer.training_arithmetic.save == "float" or on_codes.copies_weight(layer, x)):
+            return None
+        layer.check_input(x)
+        like = layer.compute(x.to("meta"), layer.weight.detach().to("meta"), None)
+        if not fits(bn, like.shape) or (residual is not None and not _is_added(residual, like, x.device, dtype)):
+            return None
+        last = integer and layer.returns_channels_last and on_codes.has_kernel_type(x)
+        g, memory_format = geometry, torch.channels_last if last else None
+        sizes = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
+        tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
+        return Plan(
+            layer.weight,
+            _grid_of_weight(layer.weight_quantizer, layer.weight),
+            (*sizes, integer, dtype, memory_format, layer.bias),
+            (bn.weight, bn.bias, bn.eps, *(tracked if bn.track_running_stats else NOT_TRACKED)),
+            bounds,
+            NOT_QUANTIZED if quantizer is None else _grid_of_output(quantizer, like),
+            like,
+            integer,
+            last or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
+            tuple(p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None),
+            quantizer is not None and quantizer.capability.codes,
+        )
+
+    # ---- the op
+
+    def _handed(self, x: Tensor, handed: Handed | None, integer: bool) -> Handed | None:
+        """Return the codes of the input; None where it has none."""
+        if handed is None or handed.version != x._version:
+            return grid_with_codes(x, self.modules[0].source, integer)
+        if handed.codes is None or integer:
+            codes_in(x, handed, integer)
+        return handed
+
+    def _compute(
+        self, plan: Plan, x: Tensor, codes: Handed, residual: Tensor | None, of_residual: Handed | None
+    ) -> tuple[Tensor, Handed | None]:
+        _, bn, _, quantizer = self.modules
+        variance = variance_of_step(bn, self.variance, plan.changing)
+        output = plan.output or _grid_now(quantizer, plan.like)
+        y, y_codes, y_scale, *_ = _unit(
+            x,
+            codes.codes,
+            codes.scale,
+            codes.zero_point,
+            codes.qmin,
+            codes.qmax,
+            plan.weight,
+            *(plan.grid or self._grid_of_weight(variance)),
+            *plan.layer,
+            variance,
+            *plan.norm,
+            residual,
+            *(NO_CODES if residual is None else _codes_added(residual, of_residual, plan.last)),
+            *plan.activation,
+            *output,
+        )
+        if not (plan.gives_codes and y.requires_grad):
+            return y, None
+        is_positive = output[1] is not None
+        handed = handed_as(y, y_codes, y_scale if is_positive else y_scale.abs(), output[3], quantizer)
+        if self.gives:
+            keep(y, handed)
+        return y, handed
+
+    def _grid_of_weight(self, variance: Tensor) -> tuple[Any, ...]:
+        """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
+        layer, bn = self.modules[:2]
+        with torch.no_grad():
+            factor = divisor_of(bn, variance)
+        grid = on_codes.weight_grid(layer, factor)
+        if grid is None:
+            raise RuntimeError(f"the weight quantizer of {self.names.layer!r} changed while its layer ran.")
+        of_codes = (grid.qmin, grid.qmax, grid.axis, grid.group, grid.block_size, grid.grad_factor)
+        return (grid.scale, None, None, grid.zero_point, *of_codes)
+
+
+def _parents(name: str) -> list[str]:
+    """Return the names of the modules on the way to a submodule, with "" for the model."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+# ---- what may be one op
+
+
+def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:
+    """Return whether the op computes modules as they are now, for some inputs."""
+    if all_watched() or not bn.training or bn.momentum is None or why_batch_norm_apart(bn) is not None:
+        return False
+    if why_layer_apart(layer, bn) is not None or layer.integer_kernel is not None or layer.input_quantizer is not None:
+        return False
+    if quantizer is not None and why_quantizer_apart(quantizer) is not None:
+        return False
+    parameters = (layer._parameters.get("weight"), layer.bias, bn.weight, bn.bias)
+    plain = all(type(p) is nn.Parameter for p in parameters[:1]) and all(
+        p is None or type(p) is nn.Parameter for p in parameters
+    )
+    return plain and _gives_grid(layer.weight_quantizer) and not layer.has_dropouts()
+
+
+def _gives_grid(quantizer: Any) -> bool:
+    """Return whether the quantizer of a weight leaves it to an op to quantize it."""
+    if not isinstance(quantizer, TensorQuantizer) or quantizer.stopping or not quantizer.ready:
+        return False
+    return quantizer.gives_grid()
+
+
+def _is_added(residual: Tensor, like: Tensor, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the op adds a residual."""
+    same = residual.shape == like.shape and residual.dtype == dtype and residual.device == device
+    return same and is_ordinary(residual)
+
+
+# ---- scales and grids
+
+
+def _grid_of_weight(quantizer: TensorQuantizer, weight: Tensor) -> tuple[Any, ...] | None:
+    if quantizer.follows:
+        return None
+    start = quantizer.kind.start(quantizer)
+    if start is None:
+        return None
+    spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, weight)
+    of_codes = (spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, factor)
+    return (*start, quantizer._zero_point, *of_codes)
+
+
+def _grid_of_output(quantizer: TensorQuantizer, like: Tensor) -> tuple[Any, ...] | None:
+    start = quantizer.kind.start(quantizer)
+    if start is None:
+        return None
+    factor = quantizer.kind.grad_factor(quantizer, like)
+    return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
+
+
+def _grid_now(quantizer: TensorQuantizer, like: Tensor) -> tuple[Any, ...]:
+    """Return the scale and the grid of an output whose quantizer makes them anew at each call."""
+    kind, spec = quantizer.kind, quantizer.spec
+    scale, zero_point = kind.grid(quantizer)
+    return scale, None, None, zero_point, spec.qmin, spec.qmax, kind.grad_factor(quantizer, like)
+
+
+def _codes_added(residual: Tensor, handed: Handed | None, channels_last: bool) -> tuple[Tensor | None, ...]:
+    """Return the codes of a residual, one a byte, with its scale and zero point."""
+    if handed is not None and handed.version == residual._version:
+        codes: Codes | None = codes_in(residual, handed, channels_last)
+    else:
+        codes = codes_of(residual, None, channels_last)
+    if codes is None or codes.codes.shape != residual.shape:
+        return NO_CODES
+    return codes.codes, codes.scale, codes.zero_point

@@ -1,0 +1,236 @@
+"""A unit in one op is bit for bit what its ops are one by one, and is given up where a module is not what it was."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtoolkit as qt
+from qtoolkit.nn.unit import Unit
+
+
+class Network(nn.Module):
+    """Two units in a row, one with a residual, one with a depthwise layer, and a linear unit at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.first = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU6())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+        self.down = nn.Sequential(nn.Conv2d(8, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.LeakyReLU(0.1))
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(self.down(torch.relu(self.second(self.first(x)) + x)))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = Network()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                module.weight.uniform_(-1, 1)[0] = 0  # a channel that is not there
+                module.bias.uniform_(-1, 1)
+    return model.train()
+
+
+def prepared(
+    weight: qt.QuantSpec | None = None, activation: qt.QuantSpec | None = None, forward: str = "float"
+) -> nn.Module:
+    x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(1))
+    weight, activation = weight or qt.QuantSpec(axis=0), activation or qt.QuantSpec(signed=False, symmetric=False)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    model = qt.prepare(network(), (x,), backend="academic", qconfig_mapping=mapping, forward=forward)
+    qt.calibrate(model, [x], progress=False)
+    for module in model.modules():
+        if hasattr(module, "count_steps"):
+            module.count_steps(-1)  # behind the first steps, in which quantizers look at their inputs
+    return model.train()
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Count the units that run as one op, and those whose ops run one by one."""
+    found = {"_compute": 0, "_apart": 0}
+    with monkeypatch.context() as patch:
+        for name in found:
+
+            def count(self: Unit, *args: Any, of: str = name, call: Callable[..., Any] = getattr(Unit, name)) -> Any:
+                found[of] += 1
+                return call(self, *args)
+
+            patch.setattr(Unit, name, count)
+        yield found
+
+
+@contextmanager
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(Unit, "_plan", lambda self, x, residual: None)
+        yield
+
+
+def step(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the result of two forwards, the gradients of both, and all buffers afterwards."""
+    model.zero_grad()
+    x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    y = torch.zeros(())
+    for factor in (1.0, 0.5):  # of one step: both forwards fold with the same statistics
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            y = model(x * factor)
+        y.float().pow(2).sum().backward()
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        **{name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        **dict(model.named_buffers()),
+    }
+
+
+LSQ = qt.QuantSpec(quantizer="lsq", observer="histogram")
+SPECS = {
+    "fixed": (qt.QuantSpec(axis=0), qt.QuantSpec()),
+    "affine": (qt.QuantSpec(axis=0), qt.QuantSpec(signed=False, symmetric=False)),
+    "affine weights": (qt.QuantSpec(symmetric=False), qt.QuantSpec()),
+    "histogram": (qt.QuantSpec(observer="histogram"), qt.QuantSpec(observer="histogram")),
+    "lsq": (qt.QuantSpec(quantizer="lsq", observer="histogram", axis=0), LSQ),
+    "lsq, one scale": (LSQ, LSQ),
+    "lsq, 4 bits": (qt.QuantSpec(bits=4, quantizer="lsq", axis=0), qt.QuantSpec(bits=4, quantizer="lsq")),
+    "lsq_plus": (qt.QuantSpec(bits=4, quantizer="lsq", axis=0), qt.QuantSpec(quantizer="lsq_plus", symmetric=False)),
+    "tqt": (qt.QuantSpec(quantizer="tqt"), qt.QuantSpec(quantizer="tqt")),
+}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.parametrize("name", SPECS)
+def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(*SPECS[name], forward)
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found["_compute"] == 10 and found["_apart"] == 0
+    with one_by_one(monkeypatch):
+        same(results, step(other))
+
+
+def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(*SPECS["lsq"])
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model, torch.bfloat16)
+    assert found["_compute"] > 0
+    with one_by_one(monkeypatch):
+        same(results, step(other, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_in_other_types(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(*SPECS["lsq"]).to(dtype)
+    other = copy.deepcopy(model)
+    x = torch.randn(4, 8, 8, 8, dtype=dtype)
+    with counted(monkeypatch) as found:
+        y = model(x)
+    assert found["_compute"] == 5
+    with one_by_one(monkeypatch):
+        wanted = other(x)
+    for result, net in ((y, model), (wanted, other)):
+        result.sum().backward()
+        assert net.first[0].weight.grad.dtype == dtype
+    same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in other.named_parameters()})
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook of a layer": lambda m: m.get_submodule("first.0").register_forward_hook(lambda *a: None),
+    "hook of a batch norm": lambda m: m.get_submodule("first.1").register_forward_pre_hook(lambda *a: None),
+    "hook of an activation": lambda m: m.get_submodule("first.2").register_forward_hook(lambda *a: None),
+    "backward hook": lambda m: m.get_submodule("first.0").register_full_backward_hook(lambda *a: None),
+    "batch norm in eval mode": lambda m: m.get_submodule("first.1").eval(),
+    "another activation": lambda m: m.set_submodule("first.2", nn.Tanh()),
+    "forward of its own": lambda m: setattr(m.get_submodule("first.1"), "forward", nn.Identity().forward),
+    "quantizer off": lambda m: qt.disable_quantization(m.get_submodule("first.0")),
+    "observing": lambda m: setattr(m.get_submodule("first.0").weight_quantizer, "observing", True),
+    "cumulative average": lambda m: setattr(m.get_submodule("first.1"), "momentum", None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared()
+    step(model)
+    other = copy.deepcopy(model)
+    for net in (model, other):
+        CHANGES[name](net)
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found["_apart"] > 0
+    with one_by_one(monkeypatch):
+        same(results, step(other))
+
+
+def test_new_parameters_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared()
+    step(model)
+    other = copy.deepcopy(model)
+    for net in (model, other):
+        torch.manual_seed(3)
+        net.get_submodule("first.0").weight = nn.Parameter(torch.randn(8, 1, 3, 3))
+        net.get_submodule("second.1").bias = nn.Parameter(torch.randn(8))
+        net.load_state_dict({**net.state_dict(), "second.1.eps": None}, strict=False)
+    with one_by_one(monkeypatch):
+        wanted = step(other)
+    same(step(model), wanted)
+
+
+def test_a_copy_has_units_of_its_own() -> None:
+    model = prepared()
+    step(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    before = step(model)["y"]
+    step(other)
+    torch.testing.assert_close(step(model)["y"].isnan(), before.isnan())
+    assert not step(other)["y"].any()
+
+
+def test_parts_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = qt.prepare(nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).train())
+    x = torch.randn(2, 8, 70, 6)
+    qt.calibrate(model, [x], progress=False)
+    for size in range(3, 70):  # more sizes than plans are kept for
+        assert model.train()(x[:, :, :size]).shape == (2, 8, size - 2, 4)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(x[:1, :, :3, :3])
+
+
+def test_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared()
+    with torch.no_grad(), counted(monkeypatch) as found:
+        model(torch.randn(2, 8, 8, 8))
+    assert found["_compute"] == 0
+    model.requires_grad_(False)
+    assert not model(torch.randn(2, 8, 8, 8)).requires_grad
+    x = torch.randn(2, 8, 8, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_second_derivatives_are_refused() -> None:
+    model = prepared()
+    x = torch.randn(2, 8, 8, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
