@@ -23,6 +23,7 @@
 #define QT_LAYER QT_INPUT QT_WEIGHT QT_GEOMETRY
 // What unit is told about its layer, and about what follows its batch norm; unit.cpp reads it in this order.
 #define QT_UNIT_LAYER(start) QT_INPUT " weight, " start ", Tensor? ratio, Tensor? rate, " QT_GRID QT_GEOMETRY
+#define QT_UNIT_FOLLOWED "Tensor(d!)? lo, Tensor(e!)? hi, bool pow2_scale"
 #define QT_UNIT_NORM "Tensor variance, Tensor? gamma, Tensor? beta, float eps"
 #define QT_UNIT_FOLLOWING                                                                                           \
   "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float low, float " \
@@ -182,11 +183,12 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. The scale of the weight is
   // positive_scale(start, ratio, rate), or start where there is no ratio; so is that of y. factor: gamma / sqrt(variance
   // + eps), 1 where that is 0. bias: of the layer; the batch norm subtracts it, so that only the running mean has it.
-  // The running statistics, if given, take in the batch, and batches counts it. Returns y and its codes, then what
+  // lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are set to that of the
+  // weight. The running statistics, if given, take in the batch, and batches counts it. Returns y and its codes, then what
   // backward keeps: the scales, the factor, the layer's output and its statistics. Differentiable in x, weight, start,
   // ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio and y_zero_point. The grids of x and of the
   // residual must not change before backward.
-  m.def("unit(Tensor x, " QT_UNIT_LAYER("Tensor start") ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM
+  m.def("unit(Tensor x, " QT_UNIT_LAYER("Tensor start") ", " QT_UNIT_FOLLOWED ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM
         ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " QT_UNIT_FOLLOWING
         ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
         "Tensor batch_variance)");

@@ -10,6 +10,7 @@
 #include <ATen/ops/rsqrt.h>
 
 #include "batch_norm_ops.h"
+#include "checks.h"
 #include "launch.h"
 #include "layer_ops.h"
 #include "positive_scale.h"
@@ -54,6 +55,14 @@ struct Trained {
 };
 
 Reader& operator>>(Reader& reader, Trained& t) { return reader >> t.start >> t.ratio >> t.rate; }
+
+// The range of the weight that start follows, or neither.
+struct Followed {
+  optional<Tensor> lo, hi;
+  bool pow2_scale;
+};
+
+Reader& operator>>(Reader& reader, Followed& f) { return reader >> f.lo >> f.hi >> f.pow2_scale; }
 
 struct Output {
   Trained trained;
@@ -115,13 +124,35 @@ void check_like_start(const char* name, const Trained& t) {
   }
 }
 
-Made made(const Norm& norm, const Trained& weight, const Trained& output) {
+// The ends of each output channel of a weight, in float64, if its grid follows them; the scale does so in made().
+Tensor followed_ends(const Layer& l, const Trained& weight, const Followed& f, const Norm& norm) {
+  if (!f.lo.has_value()) return {};
+  constexpr const char* kOp = "unit";
+  TORCH_CHECK_VALUE(f.hi.has_value() && !weight.ratio.has_value() && !l.zero_point.has_value(), kOp,
+                    ": lo requires hi, and a symmetric grid without a ratio.");
+  const int64_t channels = l.weight.sym_size(0).expect_int();
+  TORCH_CHECK_VALUE(l.axis == 0 && l.block_size == 0 && !l.geometry.transposed, kOp,
+                    ": lo requires axis=0, the output channels of the weight, without blocks.");
+  for (const optional<Tensor>* t : {&f.lo, &f.hi, &weight.start}) {
+    TORCH_CHECK_VALUE((*t)->sym_numel() == channels && (*t)->scalar_type() == norm.variance.scalar_type() &&
+                          (*t)->is_contiguous() && (*t)->device() == norm.variance.device(),
+                      kOp, ": lo, hi and start must be contiguous, with one element per output channel, ", channels,
+                      ", in the type and on the device of variance, got shape ", (*t)->sym_sizes(), " and ",
+                      (*t)->scalar_type(), ".");
+  }
+  return ranges_of(l.weight, check_axis(kOp, l.weight, l.axis, 1, 0));
+}
+
+Made made(const Norm& norm, const Trained& weight, const Trained& output, const Layer& l, const Followed& followed) {
   const Tensor& variance = norm.variance;
   TORCH_CHECK_VALUE(!norm.gamma.has_value() || norm.gamma->sym_sizes() == variance.sym_sizes(),
                     "unit: gamma must have the shape of variance, ", variance.sym_sizes(), ", got ",
                     norm.gamma->sym_sizes(), ".");
   check_like_start("the weight", weight);
   if (output.start.has_value()) check_like_start("y", output);
+  const Tensor ends = variance.is_meta() ? Tensor() : followed_ends(l, weight, followed, norm);
+  TORCH_CHECK_VALUE(!ends.defined() || is_one_launch(variance, {&norm.gamma, &output.start, &output.ratio}),
+                    "unit: lo requires gamma and the grid of y in the type of variance, float32 or float64.");
   if (!is_one_launch(variance, {&norm.gamma, &weight.start, &weight.ratio, &output.start, &output.ratio})) {
     return {Factor(norm).factor, *weight.scale(), output.scale()};
   }
@@ -139,6 +170,13 @@ Made made(const Norm& norm, const Trained& weight, const Trained& output) {
   };
   set(u.weight, weight, result.scale);
   if (result.y_scale.has_value()) set(u.output, output, *result.y_scale);
+  if (ends.defined()) {
+    const double* low = ends.const_data_ptr<double>();
+    const CodeRange codes = {double(l.qmin), double(l.qmax), true, followed.pow2_scale};
+    u.followed = {low,  low + u.channels, weight.start->mutable_data_ptr(), followed.lo->mutable_data_ptr(),
+                  followed.hi->mutable_data_ptr(), codes};
+    for (const Tensor& t : {*weight.start, *followed.lo, *followed.hi}) t.unsafeGetTensorImpl()->bump_version();
+  }
   on(variance.device()).unit_scales(u, variance.device());
   return result;
 }
@@ -150,6 +188,7 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   optional<at::ScalarType> dtype;
   optional<at::MemoryFormat> format;
   optional<Tensor> bias, running_mean, running_var, batches;
+  Followed followed;
   Norm norm;
   double momentum;
   Following following;
@@ -157,13 +196,13 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   Reader reader(torch::jit::last(*stack, count));
   reader >> x;
-  read_layer(reader, layer, weight) >> dtype >> format >> bias >> norm;
+  read_layer(reader, layer, weight) >> followed >> dtype >> format >> bias >> norm;
   reader >> running_mean >> running_var >> batches >> momentum >> following;
   read_output(reader, output);
   torch::jit::drop(*stack, count);
 
   const WithoutAutocast guard;
-  Made scales = made(norm, weight, output.trained);
+  Made scales = made(norm, weight, output.trained, layer, followed);
   layer.factor = std::move(scales.factor);
   layer.scale = std::move(scales.scale);
   const optional<Tensor>& y_scale = scales.y_scale;

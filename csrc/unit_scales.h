@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "grid.h"
+#include "range_grid.h"
 
 namespace qtoolkit {
 
@@ -17,6 +17,14 @@ struct TrainedScale {
   void* scale = nullptr;
 };
 
+// The scales of a weight that follow it: start, lo and hi are those of its quantizer, low and high the ends of each output
+// channel of the weight, which the factor multiplies.
+struct FollowedScale {
+  const double *low = nullptr, *high = nullptr;
+  void *start = nullptr, *lo = nullptr, *hi = nullptr;
+  CodeRange codes;
+};
+
 struct UnitScales {
   bool f64 = false;
   int64_t channels = 0;
@@ -24,6 +32,7 @@ struct UnitScales {
   const void *variance = nullptr, *gamma = nullptr;
   void* factor = nullptr;
   TrainedScale weight, output;
+  FollowedScale followed;
 };
 
 struct RatioGradient {
@@ -74,12 +83,24 @@ QT_FN void trained_scale(const TrainedScale& t, int64_t i) {
   static_cast<A*>(t.scale)[i] = t.ratio == nullptr ? start : positive_scale_of(start, of<A>(t.ratio)[i]);
 }
 
+// The range of a product is the product of the range: rounding keeps the order.
+template <class A>
+QT_FN void followed_scale(const FollowedScale& f, A factor, int64_t i) {
+  const A one = A(f.low[i]) * factor, other = A(f.high[i]) * factor;
+  const Range<A> range = factor < 0 ? Range<A>{other, one} : Range<A>{one, other};
+  static_cast<A*>(f.lo)[i] = range.lo;
+  static_cast<A*>(f.hi)[i] = range.hi;
+  static_cast<A*>(f.start)[i] = covering_grid(range, f.codes).scale;
+}
+
 template <class A>
 QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   if (i < u.channels) {
     const A inverse = inverse_deviation(of<A>(u.variance)[i], u.eps);
     const A folded = u.gamma == nullptr ? inverse : of<A>(u.gamma)[i] * inverse;
-    static_cast<A*>(u.factor)[i] = folded == 0 ? A(1) : folded;
+    const A factor = folded == 0 ? A(1) : folded;
+    static_cast<A*>(u.factor)[i] = factor;
+    if (u.followed.low != nullptr) followed_scale<A>(u.followed, factor, i);
   }
   trained_scale<A>(u.weight, i);
   trained_scale<A>(u.output, i);

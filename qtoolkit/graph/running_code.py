@@ -28,6 +28,7 @@ from qtoolkit.nn.hooks import all_watched, has_hooks, is_transformed
 from qtoolkit.nn.prelu import prelu
 from qtoolkit.nn.product import Product
 from qtoolkit.nn.unit import Names, Unit
+from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.recorded import check_argument
 from qtoolkit.ops.recording import is_recorded
 
@@ -67,7 +68,7 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
     whole = _Writer(Whole(gm), ROOT, products)
     code = _compile(whole.write(), "")
     units = _UnitWriter(Whole(gm), ROOT, products)
-    if any(units.names(chain) is not None for chain in units.chains):
+    if units.units:
         code = _trained(code, _compile(units.write(), ""), gm)
     division = Division(gm, calls) if calls else None
     if division is None or not division.parts:
@@ -308,42 +309,44 @@ class _UnitWriter(_Writer):
     def __init__(self, division: Whole, index: int, products: Products) -> None:
         super().__init__(division, index, products)
         self.handed = dict[fx.Node, fx.Node]()
+        self.units = [chain for chain in self.chains if self._is_unit(chain)]
+        self.takers = {node for chain in self.units for node in (chain.layer, chain.add)}
 
-    def names(self, chain: Chain) -> Names | None:
-        """Return the modules of a chain that is a unit; None where its layer runs by itself."""
+    def _is_unit(self, chain: Chain) -> bool:
+        """Return whether the layer of a chain may run where the chain ends: no op in between changes its input in place."""
         layer = chain.layer
         if layer is None or len(layer.args) != 1 or layer.kwargs or not isinstance(layer.args[0], fx.Node):
-            return None
-        after = self.items[self.items.index(layer) + 1 : self.items.index(chain.last)]
-        if any(node not in self.inner and not is_quantizer(node) for node in after):  # it might change the input
-            return None
-        activation = chain.activation if chain.bounds is None else None
-        nodes = (layer, chain.batch_norm, activation, chain.quantizer)
-        return Names(*(None if node is None else self._target(str(node.target)) for node in nodes))
+            return False
+        between = self.items[self.items.index(layer) + 1 : self.items.index(chain.last)]
+        return all(isinstance(node, fx.Node) and (node in self.inner or is_quantizer(node)) for node in between)
 
     def _write_layer(self, layer: fx.Node, batch_norm: fx.Node) -> None:
-        if self.names(self.layers[layer]) is None:
+        if layer not in self.takers:
             super()._write_layer(layer, batch_norm)
 
     def _write_chain(self, chain: Chain) -> None:
-        names = self.names(chain)
-        if names is None or chain.layer is None:
+        layer = chain.layer
+        if layer is None or layer not in self.takers:
             super()._write_chain(chain)
             return
-        unit = Unit(self.division.gm, names, *_steps(chain), self._gives(chain))
-        sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
+        gives = any(user not in self.takers for user in chain.last.users)
+        unit = Unit(self.division.gm, self._names(chain), *_steps(chain), gives)
+        sources = layer.all_input_nodes if chain.residual is None else [*layer.all_input_nodes, chain.residual]
         arguments = [each for source in sources for each in (self._value(source), self.handed.get(source))]
         result = self.graph.call_function(unit.run, tuple(arguments))
         self.written[chain.last] = self.graph.call_function(operator.getitem, (result, 0))
         self.handed[chain.last] = self.graph.call_function(operator.getitem, (result, 1))
 
-    def _gives(self, chain: Chain) -> bool:
-        """Return whether others than units take the result of a chain."""
-        takers = {node for other in self.chains if self.names(other) is not None for node in (other.layer, other.add)}
-        return any(user not in takers for user in chain.last.users)
+    def _names(self, chain: Chain) -> Names:
+        activation = chain.activation if chain.bounds is None else None
+        layer, bn, *others = (
+            None if node is None else self._target(str(node.target))
+            for node in (chain.layer, chain.batch_norm, activation, chain.quantizer)
+        )
+        return Names(str(layer), str(bn), *others)
 
 
-def _steps(chain: Chain) -> Any:
+def _steps(chain: Chain) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, Bounds | None]:
     """Return what the functions of a chain do: that of its add, that of its activation, and the bounds of that."""
     add, function = chain.add, chain.activation if chain.bounds is not None else None
     return (

@@ -132,7 +132,7 @@ def epilogue_of(
 
     def epilogue(value: Any, residual: Any, layer: Any, bn: Any, activation: Any, quantizer: Any) -> Tensor:
         x, factor = (value, None) if layer is None else value
-        adds = residual is None or is_like(x, residual)
+        adds = residual is None or _is_like(x, residual)
         ours = bounds_now(activation, bounds) if adds else None
         quantizes = ours is not None and quantizer is not None and why_quantizer_apart(quantizer) is None
         trains_here = factor is not None or (quantizes and not all_watched() and trains(bn))  # layer_output has asked
@@ -193,7 +193,7 @@ def fits(bn: Any, size: torch.Size) -> bool:
     return len(size) in DIMENSIONS[type(bn)] and size[1] == bn.num_features and size.numel() > size[1]
 
 
-def is_like(x: Tensor, residual: Any) -> bool:
+def _is_like(x: Tensor, residual: Any) -> bool:
     if not is_ordinary(residual):
         return False
     return bool(residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device)
@@ -213,7 +213,7 @@ def _compute(
     divisor = factor
     if bias is not None and factor is not None and bias.requires_grad:
         divisor = factor + 0 * bias  # the batch norm subtracts the bias, whose gradient is zero, not absent
-    known = codes_like(x, residual) if residual is not None and torch.is_grad_enabled() else None
+    known = _codes_like(x, residual) if residual is not None and torch.is_grad_enabled() else None
     of_residual = (None,) * 3 if known is None else (known.codes, known.scale, known.zero_point)
     grid = {} if quantizer is None else grid_now(quantizer, x)
     y, codes, mean, variance = ops.batch_norm_fake_quant(
@@ -235,7 +235,7 @@ def _compute(
     return y
 
 
-def codes_like(x: Tensor, residual: Tensor) -> Codes | None:
+def _codes_like(x: Tensor, residual: Tensor) -> Codes | None:
     """Return the codes of a residual, one a byte, in the memory format of x."""
     channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     codes = codes_of(residual, None, channels_last)

@@ -28,14 +28,13 @@ from qtoolkit.nn.epilogue import (
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.ops.layer import Codes
-from qtoolkit.quantizers.handed_over import Handed, codes_in, codes_of, grid_with_codes, handed_as, handed_with, keep
+from qtoolkit.quantizers.handed_over import Handed, codes_in, grid_with_codes, handed_as, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _unit = library.unit.default
 
 WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CHANGING = ("_seen", "steps", "seen_in_step", "looked", "warned", "_range_of")  # in training
+CHANGING = ("_seen", "stale", "steps", "seen_in_step", "looked", "warned", "_range_of")  # in training
 IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
 """Attributes on which it does not depend what a unit is."""
 
@@ -45,6 +44,7 @@ MOST_PLANS = 64
 NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
 NO_CODES = (None, None, None)
 NOT_TRACKED = (None, None, None, 0.0)
+NOT_FOLLOWED = (None, None, False)
 
 
 class Names(NamedTuple):
@@ -73,8 +73,9 @@ class Plan(NamedTuple):
 
     Attributes:
         weight: The weight.
-        grid: Its scale and its grid; None where they are computed at each call.
-        layer: What the layer computes, and the bias that its batch norm subtracts.
+        grid: Its scale and its grid, and the range that it follows; None where they are computed at each call.
+        geometry: What the layer computes, and whether on codes.
+        computed: The type and the memory format of its output, and the bias that its batch norm subtracts.
         norm: The batch norm, without the variance with which the weight is folded, and the running statistics.
         activation: Its bounds.
         output: The output's scale and grid; None where they are computed at each call.
@@ -83,11 +84,13 @@ class Plan(NamedTuple):
         last: Whether the layer's output is in channels_last.
         changing: The parameters whose changes end a step.
         gives_codes: Whether the output has codes for other layers.
+        follows: Whether the weight's range follows it.
     """
 
     weight: Tensor
-    grid: tuple[Any, ...] | None
-    layer: tuple[Any, ...]
+    grid: tuple[tuple[Any, ...], tuple[Any, ...]] | None
+    geometry: tuple[Any, ...]
+    computed: tuple[Any, ...]
     norm: tuple[Any, ...]
     activation: tuple[float, float, float]
     output: tuple[Any, ...] | None
@@ -96,6 +99,7 @@ class Plan(NamedTuple):
     last: bool
     changing: tuple[Tensor, ...]
     gives_codes: bool
+    follows: bool
 
 
 class Unit:
@@ -175,7 +179,8 @@ class Unit:
         self.weight, self.variance = layer.weight, bn.running_var
         seen = [module for module in self.modules if module is not None]
         if isinstance(layer, QuantWeighted):
-            seen += [m for m in (layer.weight_quantizer, layer.source) if m is not None]
+            weight = layer.weight_quantizer
+            seen += [m for m in (weight, getattr(weight, "observer", None), layer.source) if m is not None]
         holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in _parents(name)}]
         self.snapshot, self.plans, self.last = Snapshot((*seen, *holders), IGNORED), {}, None
 
@@ -218,8 +223,9 @@ class Unit:
         tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
         return Plan(
             layer.weight,
-            _grid_of_weight(layer.weight_quantizer, layer.weight),
-            (*sizes, integer, dtype, memory_format, layer.bias),
+            _grid_of_weight(layer),
+            (*sizes, integer),
+            (dtype, memory_format, layer.bias),
             (bn.weight, bn.bias, bn.eps, *(tracked if bn.track_running_stats else NOT_TRACKED)),
             bounds,
             NOT_QUANTIZED if quantizer is None else _grid_of_output(quantizer, like),
@@ -228,6 +234,7 @@ class Unit:
             last or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
             tuple(p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None),
             quantizer is not None and quantizer.capability.codes,
+            layer.weight_quantizer.follows,
         )
 
     # ---- the op
@@ -243,8 +250,11 @@ class Unit:
     def _compute(
         self, plan: Plan, x: Tensor, codes: Handed, residual: Tensor | None, of_residual: Handed | None
     ) -> tuple[Tensor, Handed | None]:
-        _, bn, _, quantizer = self.modules
+        layer, bn, _, quantizer = self.modules
         variance = variance_of_step(bn, self.variance, plan.changing)
+        grid, followed = plan.grid or self._grid_of_weight(variance)
+        if plan.follows:
+            vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
         output = plan.output or _grid_now(quantizer, plan.like)
         y, y_codes, y_scale, *_ = _unit(
             x,
@@ -254,8 +264,10 @@ class Unit:
             codes.qmin,
             codes.qmax,
             plan.weight,
-            *(plan.grid or self._grid_of_weight(variance)),
-            *plan.layer,
+            *grid,
+            *plan.geometry,
+            *followed,
+            *plan.computed,
             variance,
             *plan.norm,
             residual,
@@ -271,7 +283,7 @@ class Unit:
             keep(y, handed)
         return y, handed
 
-    def _grid_of_weight(self, variance: Tensor) -> tuple[Any, ...]:
+    def _grid_of_weight(self, variance: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
         layer, bn = self.modules[:2]
         with torch.no_grad():
@@ -280,7 +292,7 @@ class Unit:
         if grid is None:
             raise RuntimeError(f"the weight quantizer of {self.names.layer!r} changed while its layer ran.")
         of_codes = (grid.qmin, grid.qmax, grid.axis, grid.group, grid.block_size, grid.grad_factor)
-        return (grid.scale, None, None, grid.zero_point, *of_codes)
+        return (grid.scale, None, None, grid.zero_point, *of_codes), NOT_FOLLOWED
 
 
 def _parents(name: str) -> list[str]:
@@ -323,15 +335,28 @@ def _is_added(residual: Tensor, like: Tensor, device: torch.device, dtype: torch
 # ---- scales and grids
 
 
-def _grid_of_weight(quantizer: TensorQuantizer, weight: Tensor) -> tuple[Any, ...] | None:
-    if quantizer.follows:
-        return None
+def _grid_of_weight(layer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """Return the scale and the grid of a weight, and the range that the op sets."""
+    quantizer = layer.weight_quantizer
     start = quantizer.kind.start(quantizer)
-    if start is None:
+    followed = _followed(layer) if quantizer.follows else NOT_FOLLOWED
+    if start is None or followed is None:
         return None
-    spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, weight)
+    spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, layer.weight)
     of_codes = (spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, factor)
-    return (*start, quantizer._zero_point, *of_codes)
+    return (*start, quantizer._zero_point, *of_codes), followed
+
+
+def _followed(layer: Any) -> tuple[Any, ...] | None:
+    """Return the range that the op sets to that of a weight, and the grid with it; None where the quantizer sets it."""
+    quantizer = layer.weight_quantizer
+    spec, observer, variance = quantizer.spec, quantizer.observer, layer.batch_norm.running_var
+    along_outputs = spec.axis is not None and spec.axis % layer.weight.dim() == 0 == layer.OUTPUT_AXIS
+    plain = along_outputs and spec.symmetric and spec.group_size is None and not layer.weight_groups()[0]
+    scales = (observer.lo, observer.hi, quantizer._scale, layer.batch_norm.weight, variance)
+    if not plain or any(t is not None and (t.dtype, t.device) != (variance.dtype, variance.device) for t in scales):
+        return None
+    return observer.lo, observer.hi, spec.pow2_scale
 
 
 def _grid_of_output(quantizer: TensorQuantizer, like: Tensor) -> tuple[Any, ...] | None:
@@ -351,10 +376,10 @@ def _grid_now(quantizer: TensorQuantizer, like: Tensor) -> tuple[Any, ...]:
 
 def _codes_added(residual: Tensor, handed: Handed | None, channels_last: bool) -> tuple[Tensor | None, ...]:
     """Return the codes of a residual, one a byte, with its scale and zero point."""
-    if handed is not None and handed.version == residual._version:
-        codes: Codes | None = codes_in(residual, handed, channels_last)
-    else:
-        codes = codes_of(residual, None, channels_last)
-    if codes is None or codes.codes.shape != residual.shape:
+    if handed is None or handed.version != residual._version:
+        handed = grid_with_codes(residual, None, channels_last)
+    elif handed.codes is None or channels_last:
+        codes_in(residual, handed, channels_last)
+    if handed is None or handed.codes is None or handed.codes.shape != residual.shape:
         return NO_CODES
-    return codes.codes, codes.scale, codes.zero_point
+    return handed.codes, handed.scale, handed.zero_point

@@ -69,9 +69,7 @@ def keep(y: Tensor, handed: Handed) -> None:
         _handed[y] = handed
 
 
-def handed_as(
-    y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer
-) -> Handed:
+def handed_as(y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer) -> Handed:
     """Return what is handed over with the result of an op, which has made its scale, positive, and its codes."""
     zero = None if zero_point is None else zero_point.detach().round()
     spec, packed = quantizer.spec, quantizer.capability.packed

@@ -54,18 +54,23 @@ def prepared(
     return model.train()
 
 
+def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
+    call = getattr(Unit, name)
+
+    def count(self: Unit, *args: Any) -> Any:
+        found[name] += 1
+        return call(self, *args)
+
+    return count
+
+
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Count the units that run as one op, and those whose ops run one by one."""
     found = {"_compute": 0, "_apart": 0}
     with monkeypatch.context() as patch:
         for name in found:
-
-            def count(self: Unit, *args: Any, of: str = name, call: Callable[..., Any] = getattr(Unit, name)) -> Any:
-                found[of] += 1
-                return call(self, *args)
-
-            patch.setattr(Unit, name, count)
+            patch.setattr(Unit, name, counting(found, name))
         yield found
 
 
@@ -110,7 +115,9 @@ SPECS = {
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])
@@ -120,7 +127,7 @@ def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: py
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found:
         results = step(model)
-    assert found["_compute"] == 10 and found["_apart"] == 0
+    assert found == {"_compute": 10, "_apart": 0}
     with one_by_one(monkeypatch):
         same(results, step(other))
 
