@@ -4,7 +4,6 @@ A chain begins with the layer before its batch norm. The graph stays as it is; o
 `qtoolkit.nn.epilogue` for a chain and `qtoolkit.nn.prelu` for a pair.
 """
 
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from qtoolkit.graph.capture.in_place import changes_first
 from qtoolkit.graph.nodes import (
     bounds_of,
     form_of,
@@ -31,10 +31,10 @@ from qtoolkit.nn.hooks import all_watched
 from qtoolkit.nn.prelu import why_prelu_apart
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
+from qtoolkit.op_kinds.table import calls_where
 
-ADDS = (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__", "__radd__")
+ADDS = calls_where(lambda kind: kind.adds)
 SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  # arguments of a max pool
-IN_PLACE = (operator.iadd, "add_", "__iadd__")
 
 
 @dataclass
@@ -210,7 +210,7 @@ class _Finder:
             or is_number(others[0])
         ):
             return False
-        if node.target in IN_PLACE and operands[0] is not chain.last:
+        if changes_first(node) and operands[0] is not chain.last:
             return False  # it changes the other tensor, which somebody may read
         chain.add, chain.residual = node, others[0]
         return True

@@ -21,7 +21,9 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 FLOAT_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)
 STRIDE = 3  # its position among the arguments of a function that is a convolution
 ONES = (1, (1,), [1], (1, 1), [1, 1])
-VIEWS = ("view", "view_as", "as_strided")  # methods that fail where a tensor has other strides than the model expects
+# Methods that fail, or compute something else, where a tensor has other strides than the model expects. The names are torch's:
+# their kind of op has reshape too, which takes any strides.
+OF_STRIDES = ("view", "view_as", "as_strided")
 
 
 def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +85,7 @@ def _takes_any_strides(gm: fx.GraphModule) -> bool:
     plan = vars(gm).get("plan")
     if plan is None or plan.tracing.leaf_modules or plan.tracing.skip:
         return False
-    return not any(node.op == "call_method" and node.target in VIEWS for node in gm.graph.nodes)
+    return not any(node.op == "call_method" and node.target in OF_STRIDES for node in gm.graph.nodes)
 
 
 def _has_unsafe_gradient(gm: fx.GraphModule) -> bool:

@@ -20,7 +20,7 @@ from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of, why
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, module_of
-from qtoolkit.op_kinds.table import CONCATS, MOVES
+from qtoolkit.op_kinds.table import CONCATS, MOVES, calls_where
 from qtoolkit.ops.requantize import add_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
@@ -230,7 +230,7 @@ def _average_pool(node: fx.Node) -> type[OpKernel] | str:
         sizes = argument(node, 1, "output_size")
         is_one = {1} == set(sizes) if isinstance(sizes, tuple | list) else sizes == 1
         return QLinearGlobalAveragePool if is_one else "its windows differ in size"
-    if op in (torch.mean, "mean"):
+    if op in MEANS:
         return QLinearGlobalAveragePool
     plain = op in (nn.AvgPool2d, F.avg_pool2d)
     return QLinearAveragePool if plain else "onnxruntime has an integer kernel for two dimensions only"
@@ -246,6 +246,7 @@ _KERNELS: Mapping[str, type[OpKernel]] = {
     "matmul": QLinearMatMulOfTwo,
     "avg_pool": QLinearAveragePool,
 }
+MEANS = calls_where(lambda kind: kind.means_over_dims)
 GLOBAL_IF_ONE = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),

@@ -62,7 +62,7 @@ def _inside_attention(source: Op, backend: Backend) -> bool:
     """
     probabilities = origin(source, returns_input)
     is_softmax = probabilities is not None and probabilities.kind.normalizes_scores
-    return is_softmax and backend.quantizes(KINDS["dot_product_attention"])
+    return is_softmax and any(backend.quantizes(kind) for kind in KINDS.values() if kind.holds_softmax)
 
 
 def _concat(op: Op, backend: Backend) -> Iterator[Finding]:

@@ -83,6 +83,7 @@ class OpKind:
         pads_off_grid: Padding with another constant.
         normalizes_batches: A batch norm.
         normalizes_scores: A softmax, as in attention.
+        holds_softmax: An attention as one op without weights: its softmax is inside of it.
         is_sigmoid: A sigmoid.
         has_sigmoid_gate: The product of its input and the sigmoid of it.
         keeps_state: A recurrent layer.
@@ -122,6 +123,7 @@ class OpKind:
     pads_off_grid: bool = False
     normalizes_batches: bool = False
     normalizes_scores: bool = False
+    holds_softmax: bool = False
     is_sigmoid: bool = False
     has_sigmoid_gate: bool = False
     keeps_state: bool = False

@@ -75,7 +75,7 @@ _PRODUCTS = (
     _kind("attention", Form((nn.MultiheadAttention,), operands=ATTENTION, items=(0,)),
           has_weight=True, multiplies=True, one_tensor=False),
     _kind("dot_product_attention", Form(functions=(F.scaled_dot_product_attention,), operands=ATTENTION),
-          onnx=("Attention",), multiplies=True),
+          onnx=("Attention",), multiplies=True, holds_softmax=True),
     _kind("recurrent", Form((nn.LSTM, nn.GRU), items=(0,)), Form((nn.LSTMCell,), items=(0, 1)), Form((nn.GRUCell,)),
           onnx=("LSTM", "GRU"), has_weight=True, keeps_state=True, one_tensor=False),
     _kind("embedding", Form((nn.Embedding, nn.EmbeddingBag), (F.embedding, F.embedding_bag), operands=()),
@@ -136,8 +136,7 @@ _MOVING = (
                  Form(functions=(builtins.getattr,), refine=rules.attribute),
                  onnx=("Transpose",),
                  aten=("permute", "transpose", "t", "swapaxes", "movedim", "numpy_T", "roll", "flip")),
-    _moving("split", Form(functions=_named("chunk", "split", "tensor_split", "unbind"),
-                          methods=("chunk", "split", "tensor_split", "unbind"), operands=(("input", "tensor"),)),
+    _moving("split", Form(functions=_named(*rules.SPLITS), methods=rules.SPLITS, operands=(("input", "tensor"),)),
             onnx=("Split",), aten=("split", "split_with_sizes", "chunk", "unbind", "tensor_split"), one_tensor=False),
     _moving("slice", Form(functions=(operator.getitem,), refine=rules.item),
             Form(functions=(torch.narrow, torch.select), methods=("narrow", "select")),
@@ -237,6 +236,12 @@ def _by_name(names_of: Callable[[OpKind], tuple[str, ...]]) -> Mapping[str, tupl
 # The kinds that each op of another vocabulary may be of.
 OF_ONNX = _by_name(lambda kind: kind.onnx)
 OF_ATEN = _by_name(lambda kind: kind.aten)
+
+
+def calls_where(holds: Callable[[OpKind], bool]) -> frozenset[Any]:
+    """Return the functions, operators and names of methods of the kinds for which something holds."""
+    forms = (form for kind in KINDS.values() if holds(kind) for form in kind.forms)
+    return frozenset(call for form in forms for call in (*form.functions, *form.methods))
 
 
 def bounds_of_module(module: nn.Module) -> bounds.Bounds | None:

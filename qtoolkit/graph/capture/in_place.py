@@ -14,7 +14,8 @@ from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import set_item
 from qtoolkit.op_kinds.rules import is_number
 
-# Functions and methods whose result shares the memory of their first argument.
+# Functions and methods whose result always shares the memory of their first argument. The names are torch's: a kind of op says
+# where values go, and has views and copies (expand and repeat) among its ops.
 VIEWS = (
     "chunk", "detach", "expand", "getitem", "narrow", "permute", "select", "split", "squeeze", "t", "transpose", "unbind",
     "unsqueeze", "view", "view_as",
@@ -54,17 +55,20 @@ def changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 def _works_in_place(node: fx.Node, model: nn.Module) -> bool:
     if node.op == "call_module":
         return getattr(model.get_submodule(str(node.target)), "inplace", False) is True
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     if node.op not in ("call_method", "call_function"):
         return False
-    if name.endswith("_") and not name.startswith("_") and name != "requires_grad_":
-        return True
+    return changes_first(node) or facts_of(node).assigns_in_place or _inplace_argument(node)
+
+
+def changes_first(node: fx.Node) -> bool:
+    """Return whether a node calls a function or a method that changes its first argument, by its name."""
+    is_method = node.op == "call_method"
+    name = str(node.target) if is_method else getattr(node.target, "__name__", "")
+    if name.endswith("_") and not name.startswith("_"):
+        return name != "requires_grad_"
     return (
-        facts_of(node).assigns_in_place
-        or node.target in OPERATORS
-        or (name.startswith("__i") and name.endswith("__"))
-        or _inplace_argument(node)
-    )
+        getattr(operator, name, None) if is_method else node.target
+    ) in OPERATORS  # operator.__iadd__ is operator.iadd
 
 
 def _inplace_argument(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from qtoolkit.errors import with_article
+from qtoolkit.graph.capture.in_place import changes_first
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls, number_calls, number_of
 from qtoolkit.graph.nodes import (
@@ -138,10 +139,8 @@ def _callable(node: fx.Node) -> Callable[..., Any]:
 
 
 def _changes_a_tensor(node: fx.Node) -> bool:
-    name = str(getattr(node.target, "__name__", node.target))
-    changes = name.startswith(("__i", "i")) or (name.endswith("_") and not name.endswith("__"))
     source = source_of(node)
-    return changes and kind_of(node).sums and source is not None and len(source.users) > 1
+    return kind_of(node).sums and changes_first(node) and source is not None and len(source.users) > 1
 
 
 def _grid_behind(node: fx.Node, runtime: Runtime) -> Grid | None:
