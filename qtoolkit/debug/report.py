@@ -202,7 +202,7 @@ def _weights(known: facts.Facts) -> list[tuple[str, charts.Channels, str, str]]:
                 axis = quantizer.spec.axis
                 if axis is None or quantizer.spec.group_size is not None:
                     axis = layer.OUTPUT_AXIS if isinstance(layer, QuantWeighted) else 0
-                title = name if part == "weight_quantizer" else f"{name}.{part.removesuffix('_quantizer')}"
+                title = name if part == "weight_quantizer" else f"{name}.{layer.weight_name(part)}"
                 chart = charts.channels_of(weight, axis, quantizer)
                 found.append((title, chart, details.spec_and_range(quantizer), f"op {name}"))
     return found

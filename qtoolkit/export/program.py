@@ -15,6 +15,7 @@ from qtoolkit.export.pt2e.decomposition import Quantizers, decompose
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import call_arguments
 from qtoolkit.model_state import evaluating
+from qtoolkit.nn.module import names_of_weights
 from qtoolkit.prepare import check_quantized, convert
 from qtoolkit.quantizers.frozen import DynamicActivation, Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
@@ -87,7 +88,7 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
     with ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
         with shaped_weights(converted, partial(converted, *args, **kwargs)):
             captured: Any = capture(converted).module()
-        quantizers = decompose(captured)
+        quantizers = decompose(captured, names_of_weights(converted))
         return Decomposed(capture(captured), converted, args, kwargs, quantizers)
 
 

@@ -87,7 +87,7 @@ class QuantRecurrent(QuantModule):
             return self
         layer = self.to_float()
         for name in active:
-            parameter = name.removesuffix("_quantizer")
+            parameter = self.weight_name(name)
             delattr(layer, parameter)
             setattr(layer, parameter, self.quantized_weight(parameter))
         return layer

@@ -105,10 +105,15 @@ class QuantModule(nn.Module):
         raise NotImplementedError
 
     def weights_to_quantize(self) -> Mapping[str, Tensor]:
-        """Return each weight by the name of its quantizer attribute."""
+        """Return each weight by the name of its quantizer attribute, which is `weight_name` of that and "_quantizer"."""
         return {}
 
     # ---- weights
+
+    @staticmethod
+    def weight_name(attribute: str) -> str:
+        """Return the name of a weight in the module, from that of its quantizer attribute."""
+        return attribute.removesuffix("_quantizer")
 
     def add_weight_quantizers(self, spec: QuantSpec | None, name: str) -> None:
         """Set the quantizer attribute of each weight, to None if there is no spec."""
@@ -187,6 +192,16 @@ class QuantModule(nn.Module):
         self._loaded_float = bool(own) and bool(state_dict) and not any(key.startswith(own) for key in state_dict)
         if reset_after_loading not in self._load_state_dict_post_hooks.values():
             self.register_load_state_dict_post_hook(reset_after_loading)  # type: ignore[no-untyped-call]
+
+
+def names_of_weights(model: nn.Module) -> Mapping[str, str]:
+    """Return the dotted name of each weight that a QAT module quantizes, by that of its quantizer."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        for attribute in module.weight_quantizers() if isinstance(module, QuantModule) else ():
+            found[prefix + attribute] = prefix + QuantModule.weight_name(attribute)
+    return found
 
 
 def reset_after_loading(module: nn.Module, keys: Any) -> None:

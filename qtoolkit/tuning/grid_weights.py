@@ -135,7 +135,7 @@ def weights_on_grids(model: nn.Module, max_bits: int, what: str) -> tuple[dict[s
     owners: dict[int, str] = {}
     for name, layer in model.named_modules():
         for attribute, (quantizer, _) in layer.quantized_weights().items() if isinstance(layer, QuantModule) else ():
-            place = ".".join(part for part in (name, attribute.removesuffix("_quantizer")) if part)
+            place = ".".join(part for part in (name, layer.weight_name(attribute)) if part)
             why = _obstacle(layer, attribute, quantizer, max_bits, owners)
             if why or not isinstance(quantizer, TensorQuantizer):
                 skipped[place] = why

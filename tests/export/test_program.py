@@ -94,6 +94,23 @@ def test_each_op_has_a_dequantize_of_its_own_and_weights_are_codes() -> None:
     assert not any(name.startswith("conv1.weight") for name in program.state_dict)  # no float copy
 
 
+def test_codes_of_a_constant_have_its_name_and_those_of_a_weight_the_layers() -> None:
+    class Query(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.part = nn.Linear(4, 3), nn.ParameterDict({"query": torch.randn(2, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.part["query"]) + x
+
+    model = qt.quant_modules.replace(Query().eval(), qt.QConfigMapping().set_global(qt.backends["xnnpack"].qconfig))
+    x = torch.randn(2, 3)
+    qt.calibrate(model, [x], progress=False)
+    program = qt.export.export_program(model, x)
+    codes = {name for name, value in program.state_dict.items() if value.dtype == torch.int8}
+    assert codes == {"part_query", "fc_weight"}
+
+
 def test_ranges_scales_and_zero_points_are_those_of_the_quantizers() -> None:
     model = converted(nn.Sequential(nn.Linear(4, 3)), X[0, 0, :, :4])
     exported = decomposed(model, X[0, 0, :, :4], None, "export_program")

@@ -7,6 +7,7 @@
 - A mean over an image keeps the dimensions, which is what delegates compute on codes; a flatten behind it drops them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,20 +53,25 @@ class Pair:
     per_channel: bool = False
 
 
-def decompose(gm: fx.GraphModule) -> Quantizers:
+def decompose(gm: fx.GraphModule, weights: Mapping[str, str]) -> Quantizers:
     """Replace each fake-quantization of a graph that `torch.export` captured from a converted model.
+
+    Args:
+        gm: The graph.
+        weights: The dotted name of each layer's weight, by that of its quantizer.
 
     Raises:
         ValueError: The form cannot hold a quantizer.
     """
-    decomposition = _Decomposition(gm)
+    decomposition = _Decomposition(gm, weights)
     decomposition.run()
     return decomposition.quantizers()
 
 
 class _Decomposition:
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, weights: Mapping[str, str]) -> None:
         self.gm, self.graph, self.ops = gm, gm.graph, decomposed_ops()
+        self.weights = weights
         self.constants: dict[fx.Node, Any] = {}
         self.pairs: dict[fx.Node, Pair] = {}  # of codes, and of values on a grid
         self.stored: dict[str, Tensor] = {}
@@ -115,7 +121,7 @@ class _Decomposition:
                     codes = self._quantize(x, pair)
                 else:
                     self.stored[name] = QUANTIZE(constant, scales, zero_points, *arguments[3:8], dtype=dtype)
-                    codes = self._add(_place(x, name), self.stored[name])
+                    codes = self._add(self.weights.get(name, _place(x)), self.stored[name])
             self._dequantize(values, codes, pair)
 
     def _pair(self, name: str, scale: Tensor, zero_point: Tensor | None, rest: tuple[Any, ...]) -> Pair:
@@ -183,11 +189,10 @@ class _Decomposition:
     def _moved(self, node: fx.Node) -> Pair | None:
         """Return the pair of the inputs of an op that moves values; None of another op, or where the inputs differ."""
         name = getattr(node.target, "overloadpacket", node.target).__name__  # type: ignore[union-attr]
-        if not any(kind.moves or kind.concatenates for kind in OF_ATEN.get(name, ())):
+        kinds = OF_ATEN.get(name, ())
+        if not any(kind.moves or kind.concatenates for kind in kinds):
             return None
-        if ("pad" in name and any(node.args[2:3])) or (
-            name == "pad" and any(node.args[3:])
-        ):  # with other values than 0
+        if any(kind.pads_with_zero for kind in kinds) and any(node.args[2:]):  # with other values than 0
             return None
         tensors = (source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), torch.SymInt))
         pairs = [self.pairs.get(source) for source in tensors]
@@ -261,9 +266,6 @@ def _equal(one: Any, other: Tensor) -> bool:
     return isinstance(one, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _place(node: fx.Node, quantizer: str = "") -> str:
-    """Return the name of a constant: that of a layer's weight, also where it is computed from a parameter."""
-    weight = quantizer.removesuffix("_quantizer")
-    if weight != quantizer:
-        return weight
+def _place(node: fx.Node) -> str:
+    """Return the name of a constant: that of the node where it is computed."""
     return str(node.target) if node.op == "get_attr" else node.name
