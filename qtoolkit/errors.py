@@ -136,25 +136,6 @@ class PlacedError(ValueError):
         self.place, self.reason = place, reason
 
 
-@contextmanager
-def as_errors_of(function: str, shared: str) -> Iterator[None]:
-    """Let the errors of code that a function shares with another begin with its own name.
-
-    Example:
-        >>> with as_errors_of("encodings", "export_onnx"):
-        ...     raise ValueError("export_onnx: opset must be a whole number.")
-        Traceback (most recent call last):
-        ...
-        ValueError: encodings: opset must be a whole number.
-    """
-    try:
-        yield
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
-        if len(error.args) == 1 and str(error).startswith(f"{shared}: "):
-            error.args = (function + str(error).removeprefix(shared),)
-        raise
-
-
 T = TypeVar("T")
 
 

@@ -22,26 +22,28 @@ class Inputs:
         kwargs: The keyword arguments.
         arguments: All of them by the name of forward's argument.
         given_names: The names that the caller chose for the first inputs of the file.
+        what: The public function that takes them, with which errors begin.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: dict[str, Any]
     given_names: tuple[str, ...]
+    what: str
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: Any, input_names: Sequence[str] | None) -> "Inputs":
-        """Return the inputs for example inputs as `export_onnx` takes them.
+    def of(cls, model: nn.Module, example_inputs: Any, input_names: Sequence[str] | None, what: str) -> "Inputs":
+        """Return the inputs for example inputs as `export_onnx` takes them; errors begin with `what`, the public function.
 
         Raises:
             TypeError: The example inputs do not match forward.
             ValueError: There are more names than tensors, or a name occurs twice.
         """
-        args, kwargs = call_arguments(model, example_inputs, "export_onnx: example_inputs do")
+        args, kwargs = call_arguments(model, example_inputs, f"{what}: example_inputs do")
         arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        inputs = cls(args, kwargs, arguments, tuple(input_names or ()))
-        check_names("input_names", inputs.given_names, inputs.default_names)
-        check_names("input_names", inputs.names, inputs.default_names)
+        inputs = cls(args, kwargs, arguments, tuple(input_names or ()), what)
+        check_names(what, "input_names", inputs.given_names, inputs.default_names)
+        check_names(what, "input_names", inputs.names, inputs.default_names)
         return inputs
 
     @property
@@ -69,7 +71,7 @@ class Inputs:
         values: Any = self.arguments if isinstance(shapes, Mapping) else (*self.args, *self.kwargs.values())
         if len(shapes) != len(values):
             raise ValueError(
-                f"export_onnx: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
+                f"{self.what}: dynamic_shapes must have an entry for each input of forward ({', '.join(self.arguments)}), "
                 f"got {len(shapes)}; an entry is a dict of dimensions, or None."
             )
         return list(_sizes_in(values, shapes))
@@ -86,7 +88,7 @@ class Inputs:
         if len(set(sizes.values())) != 1:
             found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no tensor with dimensions"
             raise ValueError(
-                f"export_onnx: dynamic_batch=True needs example inputs whose dimension 0 is the batch, of one size in all, got "
+                f"{self.what}: dynamic_batch=True needs example inputs whose dimension 0 is the batch, of one size in all, got "
                 f"{found}; use dynamic_shapes to say which dimensions vary."
             )
         shapes = {
@@ -125,20 +127,19 @@ def by_name(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
     return _ByName(model) if kwargs and isinstance(model, fx.GraphModule) else model
 
 
-def check_names(argument: str, names: Sequence[str], known: Sequence[str]) -> None:
+def check_names(what: str, argument: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Raise ValueError for more names than a file has inputs or outputs, or for a name that occurs twice."""
     if len(names) > len(known):
-        what = argument.removesuffix("_names")
         raise ValueError(
-            f"export_onnx: {argument} must have a name for each {what} of the file or fewer, got {len(names)} for "
-            f"{len(known)} ({', '.join(known)})."
+            f"{what}: {argument} must have a name for each {argument.removesuffix('_names')} of the file or fewer, got "
+            f"{len(names)} for {len(known)} ({', '.join(known)})."
         )
     if len(set(names)) < len(names):
-        raise ValueError(f"export_onnx: {argument} must be different names, got {list(names)}.")
+        raise ValueError(f"{what}: {argument} must be different names, got {list(names)}.")
 
 
-def check_outputs(outputs: Any, output_names: Sequence[str] | None) -> None:
-    """Check what a model returns.
+def check_outputs(outputs: Any, output_names: Sequence[str] | None, what: str) -> None:
+    """Check what a model returns; errors begin with `what`, the public function.
 
     Raises:
         TypeError: It returns something that a file cannot: a number or a string.
@@ -148,11 +149,11 @@ def check_outputs(outputs: Any, output_names: Sequence[str] | None) -> None:
         if not isinstance(value, Tensor | None):
             shown = repr(value) if isinstance(value, int | float | str) else with_article(type(value))
             raise TypeError(
-                f"export_onnx: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
+                f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown} in {place}; export a "
                 f"module that calls the model and returns its tensors alone."
             )
     tensors = [place for place, value in _leaves("output", outputs) if value is not None]
-    check_names("output_names", tuple(output_names or ()), tensors)
+    check_names(what, "output_names", tuple(output_names or ()), tensors)
 
 
 def check_dtypes(model: nn.Module, inputs: Inputs) -> None:
@@ -162,7 +163,7 @@ def check_dtypes(model: nn.Module, inputs: Inputs) -> None:
     name = next((name for name, tensor in tensors if tensor.dtype == torch.float64), None)
     if name is not None:
         raise TypeError(
-            f"export_onnx: {name!r} is float64, but ONNX quantizes float32 and runtimes have few kernels for float64; export "
+            f"{inputs.what}: {name!r} is float64, but ONNX quantizes float32 and runtimes have few kernels for float64; export "
             f"model.float() with inputs of float32."
         )
 

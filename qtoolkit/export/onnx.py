@@ -169,7 +169,7 @@ def export_onnx(
     check_grids(converted, "export_onnx")
     _check_formats(converted)
     _warn_of_layers_put_in(converted)
-    inputs = Inputs.of(converted, example_inputs, input_names)
+    inputs = Inputs.of(converted, example_inputs, input_names, "export_onnx")
     check_dtypes(converted, inputs)
     chosen = choose(opset, converted)
     if integer_weights is None:
@@ -186,7 +186,7 @@ def export_onnx(
         step(bar, "checking the file")
         old = weights_of(Path(path))
         file, weights = save(exported, Path(folder), free_name(Path(path), old))
-        check_file(file, chosen)
+        check_file(file, chosen, "export_onnx")
         step(bar, "comparing codes with onnxruntime")
         with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
             verification = verify_onnx(converted, file, example_inputs, progress) if verify else None
@@ -223,9 +223,9 @@ def written(
     if dynamic_batch:
         inputs, shapes = inputs.with_dynamic_batch()
         request = replace(request, inputs=inputs, dynamic_shapes=shapes)
-    with evaluating(model), in_float(model), without_noise(), shaped_weights(model, request.run):
-        check_outputs(request.run(), request.output_names)
-        exported = convert_opset(EXPORTERS[exporter](request), opset, exporter)
+    with evaluating(model), in_float(model), without_noise(), shaped_weights(model, request.run, request.what):
+        check_outputs(request.run(), request.output_names, request.what)
+        exported = convert_opset(EXPORTERS[exporter](request), opset, exporter, request.what)
         # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
         onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)
         finish(exported)
@@ -268,7 +268,7 @@ def check_grids(converted: nn.Module, what: str) -> None:
             f"{what}: nothing in the model is quantized; qtoolkit.quantization_report(prepared) gives the reasons. "
             f"To export the float model, use torch.onnx.export."
         )
-    check_shapes(converted)
+    check_shapes(converted, what)
     check_finite(converted, what)
 
 

@@ -86,7 +86,7 @@ def decomposed(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, what:
         return torch.export.export(by_name(module, kwargs), args, kwargs, dynamic_shapes=dynamic_shapes)
 
     with ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
-        with shaped_weights(converted, partial(converted, *args, **kwargs)):
+        with shaped_weights(converted, partial(converted, *args, **kwargs), what):
             captured: Any = capture(converted).module()
         quantizers = decompose(captured, names_of_weights(converted))
         return Decomposed(capture(captured), converted, args, kwargs, quantizers)

@@ -257,6 +257,13 @@ REFUSED = {
 }
 
 
+def test_errors_of_what_it_shares_with_export_onnx_name_it() -> None:
+    x, qconfig = torch.randn(4, 64), qt.QConfig(activation=qt.QuantSpec(format="mxfp4"), weight=qt.QuantSpec(axis=0))
+    model = qt.prepare(nn.Linear(64, 8).eval(), x, "xnnpack", qt.QConfigMapping().set_global(qconfig))
+    with pytest.raises(ValueError, match=r"^export_program: 'activation_quantizers.\w+' cannot be written: its scales"):
+        qt.export.export_program(model, x)
+
+
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_the_form_cannot_hold_is_refused(reason: str) -> None:
     qconfig = qt.QConfig(activation=qt.QuantSpec(bits=8), weight=REFUSED[reason])

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.errors import as_errors_of
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.target import BackendFiles, Target
 from qtoolkit.export.backend_files.targets import TARGETS
@@ -80,8 +79,8 @@ def encodings(
     converted = convert(model) if quantizers_of(model) else model
     check_grids(converted, "encodings")
     bar = progress_bar("encodings", "steps", progress, total=1, after=0)
-    with as_errors_of("encodings", "export_onnx"), ONE_AT_A_TIME, bar:
-        inputs = Inputs.of(converted, example_inputs, input_names)
+    with ONE_AT_A_TIME, bar:
+        inputs = Inputs.of(converted, example_inputs, input_names, "encodings")
         check_dtypes(converted, inputs)
         request = Request(converted, inputs, native(opset, "dynamo"), output_names, None)
         step(bar, "torch's exporter, and the files")

@@ -52,7 +52,7 @@ class FloatModel(Target):
         with tempfile.TemporaryDirectory() as folder:
             old = weights_of(model_path)
             file, weights = save(exported, Path(folder), free_name(model_path, old))
-            check_file(file, opset)
+            check_file(file, opset, "encodings")
             model = _graph_of(file)
             _warn_of_derived(self.formats[0], found, exported)
             texts = {with_ending(path, f.suffix): _checked_text(f, found, model) for f in self.formats}

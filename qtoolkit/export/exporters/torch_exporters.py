@@ -38,10 +38,15 @@ class Request:
     output_names: Sequence[str] | None
     dynamic_shapes: Any
 
+    @property
+    def what(self) -> str:
+        """The public function, with which errors begin."""
+        return self.inputs.what
+
     @torch.no_grad()
     def run(self) -> Any:
         """Return what the model computes of its inputs."""
-        with naming_misfits(self.model, self.inputs.arguments, "export_onnx: example_inputs do"):
+        with naming_misfits(self.model, self.inputs.arguments, f"{self.what}: example_inputs do"):
             return self.model(*self.inputs.args, **self.inputs.kwargs)
 
 
@@ -68,10 +73,10 @@ def _export_dynamo(request: Request) -> "onnx_ir.Model":
             )
     except torch.onnx.OnnxExporterError as error:
         if request.dynamic_shapes is not None and "static shape" in str(error.__cause__):
-            raise RuntimeError(_describe_constants(error.__cause__)) from error
-        raise RuntimeError(_describe_failure(request.model, error)) from error
+            raise RuntimeError(f"{request.what}: {_describe_constants(error.__cause__)}") from error
+        raise RuntimeError(f"{request.what}: {_describe_failure(request.model, error)}") from error
     if program is None:
-        raise RuntimeError("export_onnx: torch.onnx.export returned no program.")
+        raise RuntimeError(f"{request.what}: torch.onnx.export returned no program.")
     constants.put_back(program.model)
     _name_axes(program.model, axes)
     # Before the optimizer, which merges scales of equal value.
@@ -86,9 +91,9 @@ def _describe_failure(model: nn.Module, error: Exception) -> str:
         reason: BaseException = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
-        return f"export_onnx: exporter='dynamo' cannot export the model ({first_line(reason)}); use exporter='torchscript'."
+        return f"exporter='dynamo' cannot export the model ({first_line(reason)}); use exporter='torchscript'."
     return (
-        f"export_onnx: torch.export cannot export {type(model).__name__} ({first_line(error.__cause__ or error)}). If its "
+        f"torch.export cannot export {type(model).__name__} ({first_line(error.__cause__ or error)}). If its "
         f"forward branches on values, use exporter='torchscript': it exports the branches that the example inputs take; export "
         f"one file for each."
     )
@@ -97,7 +102,7 @@ def _describe_failure(model: nn.Module, error: Exception) -> str:
 def _describe_constants(error: object) -> str:
     found = [line.strip(" -.") for line in str(error).splitlines() if "static shape" in line]
     return (
-        f"export_onnx: the model computes with a constant in place of a dimension that should be dynamic ({found[0]}); write "
+        f"the model computes with a constant in place of a dimension that should be dynamic ({found[0]}); write "
         f"that code by the size of a tensor, as in x.view(x.size(0), -1), or leave the dimension constant."
     )
 
@@ -125,7 +130,12 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
     from qtoolkit.export.exporters.translation import keep_quantizers
 
     inputs, axes = request.inputs, _names_of_axes(request)
-    with _destination(request.model) as written, warnings.catch_warnings(), _described_failures(), ops_taken():
+    with (
+        _destination(request.model) as written,
+        warnings.catch_warnings(),
+        _described_failures(request.what),
+        ops_taken(),
+    ):
         warnings.simplefilter("ignore", DeprecationWarning)  # the caller chose the older exporter
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)  # an optimization that does not apply
@@ -149,19 +159,19 @@ def _export_torchscript(request: Request) -> "onnx_ir.Model":
 
 
 @contextlib.contextmanager
-def _described_failures() -> Iterator[None]:
+def _described_failures(what: str) -> Iterator[None]:
     """Describe the errors of the TorchScript exporter that have another remedy than its own words say."""
     try:
         yield
     except torch.onnx.errors.UnsupportedOperatorError as error:
         raise RuntimeError(
-            f"export_onnx: exporter='torchscript' cannot export the model ({first_line(error)}); use exporter='dynamo'."
+            f"{what}: exporter='torchscript' cannot export the model ({first_line(error)}); use exporter='dynamo'."
         ) from error
     except RuntimeError as error:
         if "observable data dependence" not in str(error):
             raise
         raise RuntimeError(
-            f"export_onnx: the TorchScript exporter cannot write an output that does not depend on the inputs "
+            f"{what}: the TorchScript exporter cannot write an output that does not depend on the inputs "
             f"({str(error).partition(' (')[0]}); use exporter='dynamo', or export a module that does not return it."
         ) from error
 

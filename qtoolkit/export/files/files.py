@@ -66,8 +66,8 @@ def replace_model(file: Path, weights: Path | None, path: Path, old: Set[str]) -
         path.with_name(name).unlink(missing_ok=True)
 
 
-def check_file(path: Path, opset: int) -> None:
-    """Raise RuntimeError for a file that is no valid ONNX."""
+def check_file(path: Path, opset: int, what: str) -> None:
+    """Raise RuntimeError, which begins with `what`, for a file that is no valid ONNX."""
     import onnx
     from onnx.checker import ValidationError
     from onnx.shape_inference import InferenceError
@@ -77,7 +77,7 @@ def check_file(path: Path, opset: int) -> None:
     except (ValidationError, InferenceError) as error:
         remedy = "; pass opset=22" if "bfloat16" in str(error) else ""
         raise RuntimeError(
-            f"export_onnx: the model is not valid ONNX in opset {opset}: {first_line(error)}{remedy}."
+            f"{what}: the model is not valid ONNX in opset {opset}: {first_line(error)}{remedy}."
         ) from error
 
 

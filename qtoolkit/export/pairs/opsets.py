@@ -63,8 +63,8 @@ def native(opset: int, exporter: str) -> int:
     return min(max(opset, low), high)
 
 
-def convert_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> "onnx_ir.Model":
-    """Convert a model to an opset. Nodes of other domains stay as they are.
+def convert_opset(model: "onnx_ir.Model", opset: int, exporter: str, what: str) -> "onnx_ir.Model":
+    """Convert a model to an opset. Nodes of other domains stay as they are. Errors begin with `what`, the public function.
 
     Raises:
         RuntimeError: An op of the model does not exist there in this form.
@@ -75,19 +75,19 @@ def convert_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> "onnx_ir
 
     own = model.opset_imports[""]
     if opset < own:
-        _lower_opset(model, opset, exporter)
+        _lower_opset(model, opset, exporter, what)
     for step in (min(opset, SCRIPT_NEWEST), opset):
         if step > model.opset_imports[""]:
             version_converter.convert_version(model, step, fallback=True)
     if model.opset_imports[""] != opset:
         raise RuntimeError(
-            f"export_onnx: the model cannot be converted from opset {own}, which torch writes, to {opset}; pass opset={own}."
+            f"{what}: the model cannot be converted from opset {own}, which torch writes, to {opset}; pass opset={own}."
         )
     model.ir_version = helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
     return model
 
 
-def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> None:
+def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str, what: str) -> None:
     """Write the nodes of a model in the form of an older opset: these have fewer types and fewer attributes."""
     import onnx
     import onnx_ir
@@ -98,7 +98,7 @@ def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> None:
         if not onnx.defs.has(node.op_type, opset):
             written = WRITTEN_OUT.get(node.op_type)
             if written is None:
-                raise RuntimeError(_refusal(node, opset, exporter))
+                raise RuntimeError(f"{what}: {_refusal(node, opset, exporter)}")
             written(node)
             continue
         older = onnx.defs.get_schema(node.op_type, opset, "")
@@ -108,13 +108,13 @@ def _lower_opset(model: "onnx_ir.Model", opset: int, exporter: str) -> None:
         if lowered is not None:
             lowered(node, older)
         if set(node.attributes) - set(older.attributes) or len(node.inputs) > older.max_input:
-            raise RuntimeError(_refusal(node, opset, exporter))
+            raise RuntimeError(f"{what}: {_refusal(node, opset, exporter)}")
     model.opset_imports[""] = opset
 
 
 def _refusal(node: "onnx_ir.Node", opset: int, exporter: str) -> str:
     other = "exporter='torchscript'" if exporter == "dynamo" else f"opset={NATIVE[exporter][0]}"
-    return f"export_onnx: {node.op_type} has no form in opset {opset} that computes the same; pass {other} or a newer opset."
+    return f"{node.op_type} has no form in opset {opset} that computes the same; pass {other} or a newer opset."
 
 
 def _take_axes(node: "onnx_ir.Node", older: Any) -> None:

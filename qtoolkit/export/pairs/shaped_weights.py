@@ -23,12 +23,13 @@ class _Constant(nn.Module):
 
 
 @contextmanager
-def shaped_weights(converted: nn.Module, run: Callable[[], Any]) -> Iterator[None]:
+def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> Iterator[None]:
     """Let the quantizers of weights return them from shaped constants, for the duration of a `with` block.
 
     Args:
         converted: The model.
         run: Runs the model once, which shows the weights.
+        what: The public function, with which errors begin.
 
     Raises:
         ValueError: A quantizer quantizes several weights.
@@ -44,7 +45,7 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any]) -> Iterator[Non
         weight = args[0].detach()
         if grid in weights and not torch.equal(weights[grid], weight):
             raise ValueError(
-                f"export_onnx: {grids[grid]!r} shapes several weights by quantizer={grid.spec.quantizer!r}; give each weight a "
+                f"{what}: {grids[grid]!r} shapes several weights by quantizer={grid.spec.quantizer!r}; give each weight a "
                 f"quantizer of its own."
             )
         weights[grid] = weight
@@ -63,8 +64,8 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any]) -> Iterator[Non
             grid.shape = shape
 
 
-def check_shapes(converted: nn.Module) -> None:
-    """Raise ValueError for an activation whose quantizer no file can have."""
+def check_shapes(converted: nn.Module, what: str) -> None:
+    """Raise ValueError, which begins with `what`, for an activation whose quantizer no file can have."""
     for name, module in converted.named_modules():
         if isinstance(module, ShapedActivation | DynamicActivation) and module.why_no_export is not None:
-            raise ValueError(f"export_onnx: {name!r} cannot be written: {module.why_no_export}.")
+            raise ValueError(f"{what}: {name!r} cannot be written: {module.why_no_export}.")
