@@ -25,7 +25,7 @@ from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import Which, observe_ranges
 from qtoolkit.quantizers.table import OBSERVERS
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, take_names
 from qtoolkit.report.lines import table
 
 
@@ -297,8 +297,7 @@ def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) 
     Raises:
         ValueError: A quantizer has observed NaN or infinities.
     """
-    for name, quantizer in quantizers.items():
-        quantizer.name = name or quantizer.name  # a quantizer itself has no other name in it
+    take_names(quantizers)
     reached = {n: q for n, q in quantizers.items() if q.observer.seen() or not q.observer.finite()}
     loaded = {name: quantizer.load_observed() for name, quantizer in reached.items()}
     chosen, calibrated = set(quantizers.values()), set(reached.values())

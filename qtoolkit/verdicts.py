@@ -61,4 +61,15 @@ class Verdict:
         return cls.left_float(Cause.PUT_IN, f"{with_article(kind)} that was put in after the model was quantized")
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """The answer of a function that finds nothing to return.
+
+    Attributes:
+        why: The reason, a part of a sentence.
+    """
+
+    why: str
+
+
 BY_CONFIG = Verdict.left_float(Cause.CONFIG, "the qconfig_mapping says so")

@@ -258,6 +258,15 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
             return self.run(x, None, self.bias, *args, call=call, **kwargs)
         return batch_norm.forward_with(self, bn, partial(self._call, x, args, kwargs))
 
+    def compute_by(self, kernel: IntegerKernel, call: int | None = None) -> None:
+        """Compute the layer on codes by a kernel; of a layer that a graph calls several times, the call of this number."""
+        if call is None:
+            self.integer_kernel = kernel
+            return
+        kernels: Any = self.integer_kernel if isinstance(self.integer_kernel, nn.ModuleDict) else nn.ModuleDict()
+        kernels[str(call)] = kernel
+        self.integer_kernel = kernels
+
     def kernels_of_calls(self) -> tuple[IntegerKernel, ...]:
         """Return what computes the calls of the layer on codes."""
         kernels = self.integer_kernel

@@ -55,10 +55,11 @@ class Grid(Quantizer):
         name: The quantizer's name in error messages.
         of_weight: Whether it quantizes a weight.
         inserted: Whether a graph pass inserted it as a node of its own.
+        shape: What shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
-        shape: What shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
+        shape: What shapes a weight, as given. The export exchanges it for the shaped weight while it writes a file.
         reciprocal: Whether it multiplies by a factor that the ends of its range give, and adds the zero point before it
             rounds, as OpenVINO does.
 
@@ -87,12 +88,13 @@ class Grid(Quantizer):
         name: str = "Grid",
         of_weight: bool = False,
         inserted: bool = False,
+        shape: nn.Module | None = None,
     ) -> None:
         super().__init__(spec, group, name, of_weight=of_weight, inserted=inserted)
         check_scale(name, scale)
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
-        self.shape = None
+        self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the grid's values nearest to x; x itself where an integer kernel has computed these values."""

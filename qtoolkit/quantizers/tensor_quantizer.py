@@ -511,17 +511,20 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         check_scale(self.name, scale)
         if zero_point is not None:
             zero_point = zero_point.clamp(spec.qmin, spec.qmax)
-        where = {"name": self.name, "of_weight": self.of_weight, "inserted": self.inserted}
-        grid = Grid(scale.clone(), zero_point, spec, self.group, **where)  # type: ignore[arg-type]  # str and bool
-        grid.quantizing = self.active
-        if not self.kind.shapes(self.spec):
-            return grid
         with torch.no_grad():
-            shape = self.kind.shape(self).to(scale.device)
-        if not self.of_weight:
-            return ShapedActivation(shape, grid)
-        grid.shape = shape
-        return grid
+            shape = self.kind.shape(self).to(scale.device) if self.kind.shapes(self.spec) else None
+        grid = Grid(
+            scale.clone(),
+            zero_point,
+            spec,
+            self.group,
+            name=self.name,
+            of_weight=self.of_weight,
+            inserted=self.inserted,
+            shape=shape if self.of_weight else None,
+        )
+        grid.quantizing = self.active
+        return grid if shape is None or self.of_weight else ShapedActivation(shape, grid)
 
     # ---- switches
 
@@ -586,3 +589,9 @@ def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return a model's quantizers by their dotted names."""
     check_module(model, "quantizers_of")
     return named_quantizers(model, TensorQuantizer)
+
+
+def take_names(quantizers: Mapping[str, TensorQuantizer]) -> None:
+    """Let the quantizers of a model begin their errors with their dotted names in it. The model itself keeps its own."""
+    for name, quantizer in quantizers.items():
+        quantizer.name = name or quantizer.name

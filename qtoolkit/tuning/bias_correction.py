@@ -23,6 +23,7 @@ from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.layer_runs import LayerRuns
 from qtoolkit.tuning.running import Batches, Forward, tuning
+from qtoolkit.verdicts import Refusal
 
 SEVERAL_CALLS = "the model calls it several times"
 
@@ -147,6 +148,7 @@ class _Mean:
         self.layer, self.total, self.count = layer, torch.zeros(()), 0
 
     def add(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        """Take in the output of a call: a forward hook."""
         channel = output.dim() - (self.layer.weight.dim() - 1 if self.layer.OP_KIND.convolves else 1)
         values = (
             output.detach().double().transpose(0, channel).flatten(1) if output.dim() > 1 else output[:, None].double()
@@ -155,6 +157,7 @@ class _Mean:
         self.count += values.size(1)
 
     def value(self) -> Tensor:
+        """Return the mean, (channels,)."""
         return self.total / self.count
 
 
@@ -217,9 +220,9 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
         name = str(node.target)
         if node.op != "call_module" or name not in layers:
             continue
-        mean = _mean_of_input(node) if calls.is_only_one(node) else SEVERAL_CALLS
-        if isinstance(mean, str):
-            skipped[name] = mean
+        mean = _mean_of_input(node) if calls.is_only_one(node) else Refusal(SEVERAL_CALLS)
+        if isinstance(mean, Refusal):
+            skipped[name] = mean.why
             continue
         layer: Any = layers[name]
         weight = layer.effective_weight().detach()
@@ -243,7 +246,7 @@ def _for_weight(layer: Any, mean: Tensor, like: Tensor) -> Tensor:
     return grouped.reshape(like.size(0), -1, *kernel).expand_as(like)
 
 
-def _mean_of_input(node: fx.Node) -> Tensor | str:
+def _mean_of_input(node: fx.Node) -> Tensor | Refusal:
     """Return the mean of each channel of a layer's input by the batch norm that it comes from, or why there is none."""
     low, high, source = -math.inf, math.inf, node.all_input_nodes[0]
     while True:
@@ -251,15 +254,16 @@ def _mean_of_input(node: fx.Node) -> Tensor | str:
         module: Any = module_of(source) if source.op == "call_module" else None
         if isinstance(module, LinkedBatchNorm) or (kind.normalizes_batches and module is not None):
             if module.weight is None:
-                return "the batch norm before it has no scale"
+                return Refusal("the batch norm before it has no scale")
             return clipped_mean(module.bias.detach().double(), module.weight.detach().double().abs(), low, high)
         bounds = bounds_of(source) if kind.clips and (low, high) == (-math.inf, math.inf) else None
         if bounds is not None and bounds.known:
             low, high = bounds.low, bounds.high
         elif not (is_quantizer(source) or kind.returns_input):
-            return (
+            why = (
                 f"its input comes from {source.name!r} ({kind}), of which no batch norm gives the mean; use 'empirical'"
             )
+            return Refusal(why)
         source = source.all_input_nodes[0]
 
 

@@ -13,7 +13,7 @@ from qtoolkit.model_inputs import clone_tensors, run_batch
 from qtoolkit.model_state import evaluating, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.on_codes import TrainingArithmetic
-from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -198,8 +198,7 @@ def tuning(model: nn.Module) -> Iterator[None]:
     check_links(model)
     layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
     before = [layer.training_arithmetic for layer in layers]
-    for name, quantizer in quantizers_of(model).items():
-        quantizer.name = name
+    take_names(quantizers_of(model))
     with ExitStack() as stack:
         stack.enter_context(unchanged_on_error(model, parameters=True))
         stack.enter_context(evaluating(model))

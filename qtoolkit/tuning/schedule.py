@@ -12,7 +12,7 @@ from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.quantizers.switches import freeze_ranges
-from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, take_names
 from qtoolkit.synchronize import share_ends
 
 
@@ -184,8 +184,8 @@ class QuantizationSchedule:
     def _set_ranges(self) -> None:
         quantizers = quantizers_of(self.model)
         merged_over_ranks(quantizers, self.steps)
-        for name, quantizer in quantizers.items():
-            quantizer.name = name
+        take_names(quantizers)
+        for quantizer in quantizers.values():
             if quantizer.observer.seen() or not quantizer.observer.finite():
                 quantizer.load_observed()
         for module in self.model.modules():

@@ -15,7 +15,7 @@ from qtoolkit.model_state import check_numbers
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
 from qtoolkit.nn.replacement import replace_in_place
-from qtoolkit.quantizers.tensor_quantizer import quantizers_of
+from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,8 +52,9 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
         ValueError: A scale is not positive and finite, or a quantizer's spec differs.
         TypeError: A scale or a zero point is no tensor of numbers.
     """
-    for name, quantizer in quantizers_of(model).items():
-        quantizer.name = name
+    quantizers = quantizers_of(model)
+    take_names(quantizers)
+    for name, quantizer in quantizers.items():
         if quantizer.dynamic:
             continue
         inner = name if quantizer.capability.direct or quantizer.of_weight else f"{name}.grid"
@@ -105,6 +106,7 @@ def _run_on_modules(model: nn.Module) -> None:
             bn = layer.batch_norm
             layer.fold_batch_norm(bn)
             replace_in_place(bn, identity_of(bn))
-    for name, quantizer in quantizers_of(model).items():
-        quantizer.name = name  # for errors
+    quantizers = quantizers_of(model)
+    take_names(quantizers)
+    for quantizer in quantizers.values():
         replace_in_place(quantizer, quantizer.to_grid())

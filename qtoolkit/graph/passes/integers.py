@@ -88,12 +88,7 @@ def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: Sequence[f
     if isinstance(kernel, str):
         return Computed(None, kernel)
     number = number_of(node)
-    made = kernel(layer, source, output, number)
-    if len(calls) > 1:
-        layer.integer_kernel = layer.integer_kernel or nn.ModuleDict()
-        layer.integer_kernel[str(number)] = made
-    else:
-        layer.integer_kernel = made
+    layer.compute_by(kernel(layer, source, output, number), number if len(calls) > 1 else None)
     return Computed(kernel.NAME, last=last.name)
 
 
