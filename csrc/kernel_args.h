@@ -79,8 +79,9 @@ struct KernelArgs {
   const void* scale = nullptr;       // channels.count values in the type of the arithmetic
   const void* zero_point = nullptr;  // likewise; null if symmetric
   bool fractional = false;           // the zero points are no codes: they are not rounded
-  // For functors with other values in the place of the zero points (the slopes of PReLU, the factors of requantize, the
-  // lower end of an affine range): one value of that type beside them, or null.
+  // One value in the type of the arithmetic that all channels share, or null. Three functors take it, and something else
+  // than zero points as `zero_point`: PReLU a zero point, behind slopes; requantize an offset, behind factors; the
+  // quantization by an affine range the range's highest value, behind its lowest.
   const void* shared = nullptr;
   CodeBounds bounds;
   FloatFormat format;  // for fake_quant_float and block_scale

@@ -1,7 +1,8 @@
-"""Reads torch.onnx's table of translations once in a process, and not in each export, of whose time it is two fifths.
+"""Exports of the tests share torch.onnx's table of translations, from torch's ops to functions of ONNX ops.
 
-`torch.onnx.export(dynamo=True)` parses the sources of 500 functions of onnxscript for it, whatever the model. No public way
-gives it the table, so the method that makes it is replaced; where torch has none of that name, each export reads its own.
+Each `torch.onnx.export(dynamo=True)` reads this table again: it parses the sources of 500 functions of onnxscript, which is two
+fifths of the time of a small export. `read_once` keeps the table that the first export of a process reads. torch has no public
+argument for it, so `read_once` replaces the method that reads it; a torch without a method of that name is left as it is.
 """
 
 import copy

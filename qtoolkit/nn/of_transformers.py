@@ -10,9 +10,10 @@ from qtoolkit.nn.weighted import QuantWeighted
 
 
 class QuantTransformersConv1D(QuantWeighted, Conv1D):  # type: ignore[misc]  # its class has no types
-    """transformers' Conv1D, a linear layer whose weight is (in, out), as in GPT-2. It is no torch.nn.Conv1d.
+    """The class Conv1D of the package transformers with quantizers: GPT-2's linear layer, whose weight is (in, out).
 
-    Axis 1 of `weight_spec` is the output feature. In training the layer computes the float simulation, whatever `forward` is.
+    Despite its name it is no convolution. Axis 1 of the weight, and so of `weight_spec`, runs along the output features. In
+    training the layer computes the float simulation, also in a model that `qtoolkit.prepare` gave `forward="integer"`.
 
     Example:
         >>> layer = QuantTransformersConv1D(2, 4, weight_spec=qt.QuantSpec(axis=1))  # 2 outputs, 4 inputs

@@ -345,7 +345,10 @@ def test_replaced_twice_outputs_are_quantized_once() -> None:
 
 def test_with_inputs_quantized_stubs_stay_float_with_a_reason() -> None:
     inside = verdicts(replace(Eager()))
-    assert inside["quant"] == ("float", "float: an identity stub")
+    assert inside["quant"] == (
+        "float",
+        "float: it marks a place and returns its input; each layer quantizes its own input",
+    )
     assert "use qtoolkit.nn.Add, Mul or Cat" in inside["plus"][1]
     assert "plus.activation_post_process" not in inside
 
