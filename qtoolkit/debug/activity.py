@@ -144,6 +144,7 @@ class _MeanNorm:
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor], factor: Tensor | None = None) -> None:
+        """Take in the norm of tensors, as of one vector, divided by the factor; not where it is NaN or infinite."""
         norms = [_norm(values_of(tensor)) for tensor in tensors]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         norm = norm if factor is None else norm / factor
@@ -153,6 +154,7 @@ class _MeanNorm:
         self.count = finite.int() if self.count is None else self.count.to(norm.device) + finite
 
     def read(self) -> float | None:
+        """Return the mean of the norms; None where there was none."""
         if self.total is None or self.count is None or not bool(self.count):
             return None
         return float(self.total) / int(self.count)
@@ -184,6 +186,7 @@ class _CodeCounts:
         self.ends: tuple[Tensor, Tensor]
 
     def add(self, x: Tensor) -> None:
+        """Count the codes of a tensor, if the quantizer has a range and plainly rounds to integers of at most WIDEST bits."""
         quantizer, spec, known = self.quantizer, self.quantizer.spec, self.quantizer.capability_now
         if known.bits is None or known.bits > WIDEST or not known.direct:
             return

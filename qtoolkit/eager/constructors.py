@@ -74,6 +74,7 @@ class Construction:
 
         @functools.wraps(inherited)
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            """Run the constructor that the class had, then make the module a QAT module by the settings of now."""
             inherited(module, *args, **kwargs)
             settings = self.settings  # None after `deactivate`, if other code has kept a reference to this function
             if settings is not None and not getattr(self._thread, "finishes", False):

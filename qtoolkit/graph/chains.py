@@ -150,6 +150,7 @@ class _Finder:
         self.taken = set[fx.Node]()
 
     def run(self) -> list[Chain]:
+        """Return the chain of each call of a batch norm."""
         return [self._chain(node) for node in self.order if is_batch_norm_call(node)]
 
     def _chain(self, node: fx.Node) -> Chain:

@@ -44,6 +44,7 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute with images in channels_last, if a layer computes on codes in this call; return outputs in rows."""
         trains = self.training and torch.is_grad_enabled()
         images = [x for x in (*args, *kwargs.values()) if _may_be_in_rows(x)] if trains else []
         pixels = max([x.numel() // x.size(1) for x in images]) if images else 0

@@ -175,6 +175,7 @@ class _Writer:
         self.changed = bool(self.chains or self.pairs)
 
     def write(self) -> fx.Graph:
+        """Return the graph."""
         part = self.division.parts.get(self.index)
         if part is None:
             self.graph.set_codegen(self.division.gm.graph._codegen)  # it may take apart arguments that are containers

@@ -131,6 +131,7 @@ def epilogue_of(
     """
 
     def epilogue(value: Any, residual: Any, layer: Any, bn: Any, activation: Any, quantizer: Any) -> Tensor:
+        """Compute the ops by one op as far as it can, and the others one by one."""
         x, factor = (value, None) if layer is None else value
         adds = residual is None or _is_like(x, residual)
         ours = bounds_now(activation, bounds) if adds else None

@@ -72,6 +72,7 @@ class _Load:
     found: set[str] = field(default_factory=set)  # the prefixes of the modules of which there is an entry
 
     def add(self, prefix: str, missing: list[str], found: bool) -> None:
+        """Note the keys that a module misses. Once a module has an entry, which no float model's has, all are reported."""
         self.found |= {prefix} if found else set()
         self.missing += missing
         self.of_float_model = self.of_float_model and not found
@@ -86,6 +87,7 @@ class _LatestLoad(threading.local):
     load = _Load([])
 
     def of(self, missing_keys: list[str]) -> _Load:
+        """Return the load that a list of missing keys belongs to: a new list begins a new one."""
         if self.load.missing_keys is not missing_keys:
             self.load = _Load(missing_keys)
         return self.load

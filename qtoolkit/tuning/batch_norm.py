@@ -155,6 +155,7 @@ class _Sums:
         return self.bn.running_mean, self.bn.running_var
 
     def start(self) -> None:
+        """Let the batch norm take the statistics of each batch for its running ones."""
         self.bn.momentum = 1.0
         self.bn.training = True
 
@@ -173,6 +174,7 @@ class _Sums:
         self.bn.num_batches_tracked.copy_(self.seen)
 
     def stop(self) -> None:
+        """Put the batch norm's momentum back, and set it to eval mode."""
         self.bn.momentum = self.momentum
         self.bn.training = False
 

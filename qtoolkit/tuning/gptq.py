@@ -192,6 +192,7 @@ def _products(layer: Any, name: str, runs: LayerRuns) -> _Products:
     counts, calls = [0, 0], 0
 
     def add(module: QuantWeighted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the products of the rows of a call's input, half of them to each sum: a forward pre-hook."""
         nonlocal calls
         x = quantized(module.input_quantizer, args[0] if args else kwargs["input"])
         rows = x.detach().reshape(-1, layer.in_features).float()

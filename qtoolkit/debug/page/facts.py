@@ -159,6 +159,7 @@ class _Listener:
             observer.to(args[0].device)(args[0].float())
 
     def read(self) -> Values:
+        """Return the values that it has heard, and the share that the quantizer clips, where it has a range and no groups."""
         grid = self.quantizer
         known = isinstance(grid, TensorQuantizer | Grid) and ends_of(grid) is not None and grid.spec.group_size is None
         return Values(self.all, share_clipped(grid, self.apart) if known else None)  # type: ignore[arg-type]

@@ -57,6 +57,7 @@ class QuantizedConstants:
 
     def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Any]:
         def record(x: Tensor, *args: int) -> Any:
+            """Call the method, and note the call, unless the method has quantized another constant or an activation."""
             with _Ops() as ops:
                 y = method.call(x, *args)
             call = self._call_in(ops.calls)
@@ -95,6 +96,7 @@ class QuantizedConstants:
         owner, _, attribute = call.names[0].rpartition(".")
 
         def kept(x: Tensor, *args: int) -> Any:
+            """Return the stored values of the constant; compute those of any other tensor."""
             # While torch records, the attributes of the model are stand-ins for its tensors.
             is_constant = x is getattr(self._model.get_submodule(owner), attribute)
             return getattr(self._model, call.kept) if is_constant else method.call(x, *args)

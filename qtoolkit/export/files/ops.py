@@ -239,6 +239,7 @@ class _Weight:
 
     @classmethod
     def of(cls, value: Any) -> "_Weight":
+        """Return the weight that nodes compute from constants; what its nodes do not tell is None or ()."""
         node = value.producer()
         if node is None or not node.inputs or node.inputs[0] is None:
             return cls(None, _shape(value), None)

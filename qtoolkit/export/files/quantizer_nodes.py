@@ -102,6 +102,7 @@ def layer_names(graph: Any) -> dict[str, str]:
     varying = varying_tensors(graph)
 
     def weight_behind(tensor: str) -> str:
+        """Return the quantizer behind a constant tensor, through the nodes between; "" where there is none."""
         while tensor not in varying and (node := made_by.get(tensor)) is not None and node.input:
             if quantizer := quantizer_of(node):
                 return quantizer

@@ -42,6 +42,7 @@ def shaped_weights(converted: nn.Module, run: Callable[[], Any], what: str) -> I
     weights: dict[Grid, Tensor] = {}
 
     def note(grid: Any, args: tuple[Tensor]) -> None:
+        """Keep the weight that a grid quantizes: a forward pre-hook."""
         weight = args[0].detach()
         if grid in weights and not torch.equal(weights[grid], weight):
             raise ValueError(

@@ -77,6 +77,7 @@ class _Decomposition:
         self.stored: dict[str, Tensor] = {}
 
     def run(self) -> None:
+        """Rewrite the graph in place."""
         for node in list(self.graph.nodes):
             if node.target is MEAN and _is_over_image(node):
                 self._keep_dimensions(node)

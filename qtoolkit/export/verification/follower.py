@@ -186,6 +186,7 @@ class Follower:
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
         def compare(grid: Grid, args: tuple[Tensor], output: Tensor) -> Tensor:
+            """Compare the codes of a call with its node's, and return the node's values, from which the next layer computes."""
             call = _call(grid, args[0], output)
             node = pairing.node_of(call, numbers[grid])
             numbers[grid] += 1

@@ -191,6 +191,7 @@ def _smooth_outputs(graph: Any, quantized: set[str]) -> set[str]:
     made_by = {output: node for node in graph.node for output in node.output}
 
     def is_smooth(output: str) -> bool:
+        """Return whether all ops from the quantized tensors to an output are smooth."""
         seen, behind = set(quantized), [output]
         while behind:
             tensor = behind.pop()

@@ -38,6 +38,7 @@ class TorchModes:
             raise RuntimeError(f"torch.autocast is entered here, {LOST}, with enabled=False too.")
 
         def note_grad_mode(enabled: bool) -> None:
+            """Set torch's grad mode, and note whether a torch.no_grad block is entered; refuse what no graph records."""
             if not torch.is_grad_enabled() and not self.no_grad and enabled:
                 raise RuntimeError(FUNCTION)
             self.no_grad = not enabled and (torch.is_grad_enabled() or self.no_grad)

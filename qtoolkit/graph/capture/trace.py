@@ -123,6 +123,7 @@ class _Traced(NamedTuple):
     graph: fx.Graph
 
     def of_mode(self) -> both_modes.OfMode:
+        """Return the graph with the branches on the mode and the calls of blocks that tracing saw."""
         return both_modes.OfMode(self.graph, self.tracer.modes, self.tracer.blocks.calls)
 
 

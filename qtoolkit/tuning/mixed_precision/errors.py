@@ -214,6 +214,7 @@ def _inputs_through(modules: Mapping[str, Any], function: Callable[[str, Tensor]
 
     def hook_of(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """Pass the input of a layer through the function, if it is a tensor of floats."""
             x = input_of(args, kwargs)
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 return None

@@ -19,6 +19,7 @@ class _Clip(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of the input and of the bounds."""
         x, low, high = ctx.saved_tensors
         _, wants_low, wants_high = ctx.needs_input_grad
         for name, bound, wanted in (("clip_value_min", low, wants_low), ("clip_value_max", high, wants_high)):
