@@ -80,7 +80,7 @@ QT_FN V input_gradient(V grad, V centred, V factor, V slope, V offset) {
   return grad * factor + (centred * slope + offset);
 }
 
-// v up to `low` continues with a slope below it, and `high` is not exceeded. An infinite end is none: it is NaN here,
+// v up to `low` continues with a slope below it, and `high` is not exceeded. An infinite bound is none: it is NaN here,
 // which no value reaches.
 template <class V>
 struct Activation {

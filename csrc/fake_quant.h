@@ -92,7 +92,7 @@ using LegacyCodeFunctor = LegacyFunctor<A, V, true>;
 template <class A, class V>
 using LegacyValueFunctor = LegacyFunctor<A, V, false>;
 
-// args.scale is the step, the zero point the lower end of the range, args.shared its upper end: between them the
+// args.scale is the step, the zero point the range's lowest value, args.shared its highest: inside the range the
 // gradient passes.
 template <class A, class V>
 struct LegacyAffineFunctor {

@@ -79,9 +79,9 @@ struct KernelArgs {
   const void* scale = nullptr;       // channels.count values in the type of the arithmetic
   const void* zero_point = nullptr;  // likewise; null if symmetric
   bool fractional = false;           // the zero points are no codes: they are not rounded
-  // One value in the type of the arithmetic that all channels share, or null. Three functors take it, and something else
-  // than zero points as `zero_point`: PReLU a zero point, behind slopes; requantize an offset, behind factors; the
-  // quantization by an affine range the range's highest value, behind its lowest.
+  // One value in the type of the arithmetic that all channels share, or null. Three functors take it, and then
+  // `zero_point` is something else: of PReLU, slopes, and this is the zero point; of requantize, factors, and this is
+  // the offset; of the legacy affine range, its lowest value, and this is its highest.
   const void* shared = nullptr;
   CodeBounds bounds;
   FloatFormat format;  // for fake_quant_float and block_scale

@@ -99,7 +99,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "int? axis=None, int group=1, int block_size=0, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
   // The learned quantizers other than LSQ; see shaped.h. shape "clip": values as fake_quant, with the gradients of
-  // trained ends; with steepness, that of x is the one of a soft staircase. "levels": the nearest of levels * scale,
+  // trained ranges; with steepness, that of x is the one of a soft staircase. "levels": the nearest of levels * scale,
   // with the sign of x if qmin is negative. "interval": not rounded; scale and zero_point are the distance and the
   // center of an interval of magnitudes, which is mapped to [0, 1], with the sign of x if qmin is negative. steepness:
   // as many elements as scale. Differentiable in x, scale, zero_point and steepness.

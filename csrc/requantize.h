@@ -73,8 +73,8 @@ struct QuotientFunctor {
   }
 };
 
-// OpenVINO's FakeQuantize: x is multiplied by the steps per width of the range, and the range's lower end is subtracted
-// before rounding.
+// OpenVINO's FakeQuantize: x is multiplied by the steps per width of the range, and the range's lowest value is
+// subtracted before rounding.
 template <class A, class V>
 struct ByFactorFunctor {
   static constexpr bool kMemoryBound = true;

@@ -21,7 +21,7 @@ struct Span {
 
 struct Candidates {
   Span most;       // the widest range
-  int64_t finest;  // the number of values of each end in the first grid, at the most
+  int64_t finest;  // the number of values of each bound in the first grid, at the most
 };
 
 int64_t step_of(int64_t most, int64_t finest) { return most / finest + 1; }
@@ -58,7 +58,7 @@ Span minimise(const Candidates& candidates, Cost cost, Floor floor) {
   return best;
 }
 
-// The largest of the ends with the least cost; costs that differ by rounding errors count as equal.
+// The largest of the bounds with the least cost; costs that differ by rounding errors count as equal.
 template <class Cost>
 int64_t best_of(const std::vector<int64_t>& ends, Cost cost, double rounding) {
   std::vector<double> costs;
@@ -114,7 +114,7 @@ class SquaredError {
     return squares_about(top, 0, last_) - 2 * levels.step * sum;
   }
 
-  // A lower bound: the cost of clipping the bins beyond the ends, less a margin for rounding errors.
+  // A lower bound: the cost of clipping the bins beyond the range, less a margin for rounding errors.
   double floor(const Levels& levels) const {
     const double top = levels.at(levels.qmax), bottom = levels.at(levels.qmin);
     const int64_t over = std::clamp(static_cast<int64_t>(std::ceil(top)) + zero_, int64_t{0}, last_);
@@ -258,7 +258,7 @@ Histogram histogram_of(const int64_t* counts, int64_t n, int64_t zero) {
 }
 
 struct Found {
-  double below, above;  // ends, in bins from zero
+  double below, above;  // the bounds, in bins from zero
 };
 
 Found percentile(const Histogram& h, const Search& how, bool is_signed) {

@@ -1,6 +1,6 @@
 // Selects the range of a histogram to quantize: the counts of one tensor in, its clipping range out.
 //
-// A candidate range has its ends on edges of bins. Symmetric: [-t, t] (or [0, t] for codes from 0 up), scale t / qmax.
+// A candidate range is between edges of bins. Symmetric: [-t, t] (or [0, t] for codes from 0 up), scale t / qmax.
 // Affine: [-a, b] around zero, scale (a + b) / (qmax - qmin), zero point qmin + round(a / scale). These are the grids
 // that a quantizer makes of these ranges. Of equal candidates the widest is chosen.
 //
@@ -17,11 +17,11 @@
 // neighbour: else the zeros of ReLU dominate. A range has at least as many bins as levels, unless `candidates` lists
 // the symmetric ranges to compare, in bins from zero; then all of them are scored.
 //
-// percentile: the range that holds that share of all values; affine: half of the rest is beyond each end. Within a bin,
+// percentile: the range that holds that share of all values; affine: half of the rest is on each side. Within a bin,
 // counts are spread evenly, as numpy.percentile interpolates between samples.
 //
 // mse, l2, entropy: symmetric ranges try every edge (with more than 4096 / 2^(bits - 8) edges every k-th, then the
-// edges beside the best one, halving k). Affine ranges try a grid of at most 64 x 64 pairs of ends (32 x 32 for 8
+// edges beside the best one, halving k). Affine ranges try a grid of at most 64 x 64 pairs of bounds (32 x 32 for 8
 // bits), then the neighbours of the best pair, halving the step down to one bin: the least error, or one close to it.
 #pragma once
 

@@ -88,7 +88,7 @@ Tensor fake_quant_shaped(const Tensor& x, const Tensor& scale, const optional<Te
   return y;
 }
 
-// The soft staircase scales the gradient that has passed the clipping, in place: it is zero beyond the ends.
+// The soft staircase scales the gradient that has passed the clipping, in place: it is zero beyond the range.
 std::tuple<Tensor, Tensor, Tensor, Tensor> fake_quant_shaped_backward(
     const Tensor& grad, const Tensor& x, const Tensor& scale, const optional<Tensor>& zero_point,
     const optional<Tensor>& steepness, int64_t qmin, int64_t qmax, std::string_view shape, at::IntArrayRef levels,

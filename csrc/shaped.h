@@ -1,4 +1,4 @@
-// The learned quantizers that are no LSQ: trained ends of the range (PACT, arXiv 1805.06085; TensorFlow's
+// The learned quantizers that are no LSQ: trained ranges (PACT, arXiv 1805.06085; TensorFlow's
 // fake_quant_with_min_max_vars), a soft staircase between them (DSQ, 1908.05033), levels that are not uniform (APoT,
 // 1909.13144), and an interval of magnitudes (QIL, 1808.05779). Functors as in fake_quant.h.
 #pragma once
@@ -8,8 +8,8 @@
 
 namespace qtoolkit {
 
-// The ends of the grid are trained: the gradient of x passes between them, judged before rounding, and an element
-// beyond one moves with it. In terms of scale and zero point, the ends are (lo - zero_point) scale and (hi -
+// The range is trained: the gradient of x passes inside it, judged before rounding, and an element beyond a bound
+// moves with it. In terms of scale and zero point, the bounds are (lo - zero_point) scale and (hi -
 // zero_point) scale.
 template <class A, class V>
 struct ClippedGradient {
@@ -30,7 +30,7 @@ struct ClippedGradient {
   }
 };
 
-// The gradient of the soft staircase, where `grad` is 0 beyond the ends. At f in [0, 1] of the step between two codes,
+// The gradient of the soft staircase, where `grad` is 0 beyond the range. At f in [0, 1] of the step between two codes,
 // the staircase is (tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2. The zero point is the steepness k, and the sum is its
 // gradient.
 template <class A, class V>
@@ -47,7 +47,7 @@ struct SoftGradient {
     const V slope = steepness * here.slope / end.value * A(0.5);
     const V steeper = (magnitude * here.slope - here.value / end.value * end.slope * A(0.5)) / end.value;
     const V moved = grad * scale * A(0.5) * (place < 0 ? -steeper : steeper), dx = grad * slope;
-    return {grad == 0 ? V{} : dx, 0, grad == 0 ? V{} : moved, V{}};  // x beyond the ends may be infinite
+    return {grad == 0 ? V{} : dx, 0, grad == 0 ? V{} : moved, V{}};  // x beyond the range may be infinite
   }
 };
 
@@ -107,7 +107,7 @@ struct IntervalPoint {
   V place;     // in the interval: from 0 to 1
 };
 
-// The scale is the distance of the interval's ends from its center, and the zero point is the center.
+// The scale is the distance of the interval's bounds from its center, and the zero point is the center.
 template <class A, class V>
 struct IntervalFunctor {
   static constexpr bool kMemoryBound = false;

@@ -19,8 +19,8 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import batch_statistics
 from qtoolkit.processes import from_all_ranks, ranks, without_ddp
 from qtoolkit.progress import batches_of
+from qtoolkit.quantizers.clip_range import clip_range, share_clipped
 from qtoolkit.quantizers.first_steps import MUCH_CLIPPED, much_clipped
-from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers.histogram import METHODS
 from qtoolkit.quantizers.quantizer import named_quantizers
 from qtoolkit.quantizers.switches import Which, observe_ranges
@@ -33,7 +33,7 @@ from qtoolkit.report.lines import table
 class CalibrationReport:
     """The result of `calibrate`. It prints as a table.
 
-    With several scales, a range reaches from the lowest end of all to the highest.
+    With several scales, a range reaches from the lowest bound of all to the highest.
 
     Attributes:
         batches: Batches that were run, in all processes.
@@ -56,7 +56,12 @@ class CalibrationReport:
         lines = [f"{self.batches} batches, {len(self.ranges)} quantizers calibrated, {len(self.unreached)} not reached"]
         rows: list[tuple[str, ...]] = [("quantizer", "observed", "grid", "clipped")]
         rows += [
-            (name, _ends(self.observed[name]), _ends(self.grids[name]), "?" if share is None else f"{share:.3%}")
+            (
+                name,
+                _interval(self.observed[name]),
+                _interval(self.grids[name]),
+                "?" if share is None else f"{share:.3%}",
+            )
             for name, share in self.clipped.items()
         ]
         lines += table(rows)
@@ -64,8 +69,8 @@ class CalibrationReport:
         return "\n".join(lines)
 
 
-def _ends(ends: tuple[float, float]) -> str:
-    return f"[{ends[0]:.6g}, {ends[1]:.6g}]"
+def _interval(bounds: tuple[float, float]) -> str:
+    return f"[{bounds[0]:.6g}, {bounds[1]:.6g}]"
 
 
 def calibrate(
@@ -281,9 +286,9 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
     observed = {name: _whole(quantizer.observer.observed()) for name, quantizer in reached.items()}
     for quantizer in quantizers.values():
         quantizer.begin_steps(following=prepared.training)
-    grids = {name: _whole(grid_ends(quantizer)) for name, quantizer in reached.items()}
+    grids = {name: _whole(clip_range(quantizer)) for name, quantizer in reached.items()}
     clipped = {name: share_clipped(quantizer, quantizer.observer) for name, quantizer in reached.items()}
-    ranges = {name: _whole(ends) for name, ends in loaded.items()}
+    ranges = {name: _whole(bounds) for name, bounds in loaded.items()}
     unreached = tuple(name for name, quantizer in quantizers.items() if name not in reached and not quantizer.dynamic)
     _warn_of_clipping(reached, clipped, what)
     return CalibrationReport(count, ranges, unreached, observed, grids, clipped)
@@ -336,5 +341,5 @@ def _warn_of_clipping(
         )
 
 
-def _whole(ends: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    return float(ends[0].min()), float(ends[1].max())
+def _whole(bounds: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    return float(bounds[0].min()), float(bounds[1].max())

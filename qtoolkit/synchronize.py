@@ -43,7 +43,7 @@ def synchronize_ranges(model: nn.Module) -> None:
     quantizers = {name: quantizer for name, quantizer in quantizers_of(model).items() if quantizer.observing}
     for name, quantizer in quantizers.items():
         _check(name, quantizer)
-    share_ends(quantizers.values())
+    share_ranges(quantizers.values())
     for quantizer in quantizers.values():
         if ranks() > 1 and quantizer.quantizing and quantizer.observer.seen():
             quantizer.kind.take_observed(quantizer)
@@ -58,7 +58,7 @@ def _check(name: str, quantizer: TensorQuantizer) -> None:
         )
 
 
-def share_ends(quantizers: Iterable[TensorQuantizer]) -> None:
+def share_ranges(quantizers: Iterable[TensorQuantizer]) -> None:
     """Merge the lowest and highest values on all ranks. Doing so again changes nothing, unlike sums."""
     found = [quantizer.observer for quantizer in quantizers if quantizer.observing]
     observers = [observer for observer in found if isinstance(observer, EndsObserver)]

@@ -384,7 +384,7 @@ def log_index(v: np.ndarray) -> np.ndarray:
 
 
 def fake_quant_nnie(x: Tensor, scale: Tensor, **channels) -> tuple[Tensor, Tensor]:
-    """MQBench's rule: n = round(16 log2 |x|), clipped between the ends, of which the higher is that of the scale."""
+    """MQBench's rule: n = round(16 log2 |x|), clipped to a range, whose higher bound is that of the scale."""
     grid = Snapped(x, scale, **channels)
     kind, magnitude = grid.s.dtype.type, np.abs(grid.x)
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""AIMET: its affine quantizer, which learns the ends of the range."""
+"""AIMET: its affine quantizer, which learns the range."""
 
 from aimet_torch.common.defs import QuantScheme
 from aimet_torch.quantization.affine import QuantizeDequantize

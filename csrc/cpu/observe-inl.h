@@ -11,7 +11,7 @@ QT_FN void widen_sums(const KernelArgs& args, int64_t c, A lo, A hi, bool nan) {
   highest = nan ? __builtin_nan("") : (hi > highest ? hi : highest);
 }
 
-// The range of n elements in whole vectors; both ends are NaN if any element is.
+// The range of n elements in whole vectors; both bounds are NaN if any element is.
 template <class A>
 QT_FN Range<A> range_of(const A* x, int n) {
   Range<Vector<A>> lanes = {load(x), load(x)};

@@ -139,7 +139,7 @@ static inline void launch_elementwise(void (*kernel)(KernelArgs), const KernelAr
 
 // ---- reduce -----------------------------------------------------------------------------------------------------
 
-// The result of a reduction for one channel: two sums, or the two ends of a range.
+// The result of a reduction for one channel: two sums, or the two bounds of a range.
 struct Pair {
   double first, second;
 };

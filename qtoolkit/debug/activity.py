@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtoolkit import ops
-from qtoolkit.quantizers.grid_ends import grid_ends
+from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.observers import RangeObserver
 from qtoolkit.quantizers.recomputation import is_recomputing
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
@@ -102,7 +102,7 @@ class Recorder:
         self.range.to(x.device)(x)
         self.codes.add(x)
         if self.quantizer.ready:
-            low, high = grid_ends(self.quantizer)
+            low, high = clip_range(self.quantizer)
             self.grid = torch.stack([low.min(), high.max()])
 
     def _take_gradient(self, gradient: Tensor) -> None:
@@ -174,7 +174,7 @@ def values_of(tensor: Any) -> Tensor:
 
 
 class _CodeCounts:
-    """How often each code of an integer grid occurred, and how many values were clipped at each end.
+    """How often each code of an integer grid occurred, and how many values were clipped on each side.
 
     Clipped values count as the codes qmin - 1 and qmax + 1. All codes, moved to start at 0, go to a histogram of integers,
     which takes in a tensor without waiting for the device.
@@ -183,7 +183,7 @@ class _CodeCounts:
     def __init__(self, quantizer: TensorQuantizer) -> None:
         self.quantizer = quantizer
         self.counts: Tensor | None = None
-        self.ends: tuple[Tensor, Tensor]
+        self.bounds: tuple[Tensor, Tensor]
 
     def add(self, x: Tensor) -> None:
         """Count the codes of a tensor, if the quantizer has a range and plainly rounds to integers of at most WIDEST bits."""
@@ -192,19 +192,19 @@ class _CodeCounts:
             return
         if self.counts is None or self.counts.device != x.device:
             self.counts = torch.zeros(2 << spec.bits, dtype=torch.int64, device=x.device)
-            self.ends = (torch.zeros((), device=x.device), torch.zeros((), device=x.device))
+            self.bounds = (torch.zeros((), device=x.device), torch.zeros((), device=x.device))
         lowest, highest = spec.qmin - 1, spec.qmax + 1
         dtype = torch.int16 if spec.bits < WIDEST else torch.int32
         channels = (spec.axis, quantizer.group, spec.block_size)
         codes = ops.quantize(x, quantizer.scale, quantizer.zero_point, lowest, highest, *channels, dtype)
-        ops.observe_histogram_(codes.float().sub_(lowest), self.counts, *self.ends)
+        ops.observe_histogram_(codes.float().sub_(lowest), self.counts, *self.bounds)
 
     def shares(self) -> tuple[float | None, float | None]:
         """Return the share of the values that were clipped, and that of the codes that occurred."""
         spec = self.quantizer.spec
         if self.counts is None or not bool(self.counts.any()):
             return None, None
-        width = float(self.ends[1]) / self.counts.numel()  # a power of two, at most 1
+        width = float(self.bounds[1]) / self.counts.numel()  # a power of two, at most 1
         levels = spec.qmax - spec.qmin + 1
         counts = torch.zeros(levels + 2, dtype=torch.int64)
         filled = self.counts.cpu()[:: round(1 / width)][: levels + 2]

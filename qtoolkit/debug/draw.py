@@ -11,8 +11,8 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.nn import QuantModule
+from qtoolkit.quantizers.clip_range import clip_range
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.grid_ends import grid_ends
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.verdicts import Status
 
@@ -115,7 +115,7 @@ def _describe(quantizer: nn.Module) -> str:
     """Return the spec and the representable range."""
     if not isinstance(quantizer, TensorQuantizer | Grid):
         return type(quantizer).__name__
-    lo, hi = grid_ends(quantizer)
+    lo, hi = clip_range(quantizer)
     if not bool(lo.isfinite().all()):
         return f"{quantizer.spec.describe()}\nno range yet"
     return f"{quantizer.spec.describe()}\n[{float(lo.min()):.4g}, {float(hi.max()):.4g}]"

@@ -225,7 +225,7 @@ def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None
         model: A prepared or replaced model, or one that contains it, also compiled or in DistributedDataParallel.
         every: The number of steps from one sampled step to the next. The first step is sampled.
         writer: A `torch.utils.tensorboard.SummaryWriter`, or anything with its add_scalar and add_histogram. At the end of each
-            sampled step it gets, by the name of each quantizer, the range of the values, the ends of the grid, the share that
+            sampled step it gets, by the name of each quantizer, the range of the values, the range of the grid, the share that
             is clipped, and the scale after the step: of several scales the histogram. The table then shows the time since.
             Nothing is written once the result of this function is no longer held.
 

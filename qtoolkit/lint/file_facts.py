@@ -47,7 +47,7 @@ class Codes:
         return self.zero_point is not None and bool(np.any(np.asarray(self.zero_point, np.float32) != 0))
 
     @property
-    def ends(self) -> tuple[int, int]:
+    def code_range(self) -> tuple[int, int]:
         """The lowest and the highest code of the type; (0, 0) of a type that is no integer."""
         if self.dtype not in ("INT8", "UINT8", "INT16", "UINT16", "INT4", "UINT4"):
             return 0, 0

@@ -132,27 +132,29 @@ def _is_relu(op: Op) -> bool:
 
 
 def _unsaturated(activation: Op, quantizer: Op) -> str:
-    """Return why the ends of the codes do not replace an activation; "" if they do."""
+    """Return why the range of the codes does not replace an activation; "" if they do."""
     codes, facts = codes_of(quantizer), activation.node
     if (
         codes is None
         or codes.scale is None
         or codes.zero_point is None
         or codes.scale.size != 1
-        or codes.ends == (0, 0)
+        or codes.code_range == (0, 0)
     ):
         return ""
     scale, zero = np.float32(codes.scale.item()), int(codes.zero_point.item())
     if _is_relu(activation):
         return (
-            "" if zero == codes.ends[0] else f"its lowest code stands for {scale * (codes.ends[0] - zero):.4g}, not 0:"
+            ""
+            if zero == codes.code_range[0]
+            else f"its lowest code stands for {scale * (codes.code_range[0] - zero):.4g}, not 0:"
         )
     if not isinstance(facts, FileNode) or facts.bounds is None:
         return "the bounds of the Clip are computed:"
-    ends = [scale * (end - zero) for end in codes.ends]
-    if facts.bounds[0] - ends[0] <= CLIP_ERROR and ends[1] - facts.bounds[1] <= CLIP_ERROR:
+    low, high = (scale * (code - zero) for code in codes.code_range)
+    if facts.bounds[0] - low <= CLIP_ERROR and high - facts.bounds[1] <= CLIP_ERROR:
         return ""
-    return f"its codes reach from {ends[0]:.7g} to {ends[1]:.7g}, beyond the bounds of the Clip:"
+    return f"its codes reach from {low:.7g} to {high:.7g}, beyond the bounds of the Clip:"
 
 
 def _inside_silu(op: Op, backend: Backend) -> Iterator[Finding]:

@@ -183,9 +183,9 @@ def _on_codes(x: Tensor, other: Tensor, grid: Flat, grid_of_other: Flat) -> Tens
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Values determine codes, and NaN stays NaN.
     centred, centred_other = (centred_codes(t.to(dtype), g[1]).float() for t, g in ((x, grid), (other, grid_of_other)))
-    ends, ends_of_other = (
+    codes, codes_of_other = (
         (qmin, qmax) if zero_point is None else (qmin - qmax, qmax - qmin)
         for *_, zero_point, qmin, qmax in (grid, grid_of_other)
     )
     steps: Tensor = grid[1].to(dtype) * grid_of_other[1].to(dtype)
-    return exact_matmul(centred, centred_other, ends, ends_of_other).to(dtype) * steps
+    return exact_matmul(centred, centred_other, codes, codes_of_other).to(dtype) * steps

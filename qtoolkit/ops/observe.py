@@ -185,8 +185,8 @@ def observe_histogram_(
         x: Input of any shape; float32, float64, bfloat16 or float16. An empty one changes nothing.
         counts: int64 of shape (bins,), or (channels, bins): an even number of bins, 2 to 2^20; start with zeros. A bin
             includes its edge nearer to zero; zero of either sign is in the first bin above zero.
-        lo: Lower end of the range that counts covers, float32, one element per histogram; start with 0.
-        hi: Upper end, likewise. hi <= lo means that no value was counted. NaN, an infinity or a magnitude of 2^126 or more
+        lo: Lowest value of the range that counts covers, float32, one element per histogram; start with 0.
+        hi: Highest value, likewise. hi <= lo means that no value was counted. NaN, an infinity or a magnitude of 2^126 or more
             makes both NaN, and later values are not counted.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
@@ -232,13 +232,13 @@ def search_range(
 
     A symmetric range is [-t, t] ([0, t] for codes from 0 up); every edge of a bin is a candidate for t. An affine range is
     [-a, b]: the search tries a grid of pairs of edges, then the neighbours of the best pair down to single bins;
-    "percentile" removes half of the rest at each end. Of equal ranges the widest is chosen. The op runs on the CPU (it
+    "percentile" removes half of the rest on each side. Of equal ranges the widest is chosen. The op runs on the CPU (it
     waits for a GPU), with channels in parallel, in about a millisecond for 2048 bins and 8 bits.
 
     Args:
         counts: int64 of shape (bins,) or (channels, bins), an even number of bins, 2 to 2^24.
-        lo: Lower ends of the histograms' ranges, float32, one per channel.
-        hi: Upper ends.
+        lo: Lowest values of the histograms' ranges, float32, one per channel.
+        hi: Highest values.
         qmin: Lowest code, at most 0.
         qmax: Highest code.
         method: "percentile", "mse", "l2" or "entropy".
@@ -248,7 +248,7 @@ def search_range(
             are compared, even if t spans fewer bins than there are levels. Empty: every edge.
 
     Returns:
-        The lower and upper ends, of the shapes of lo and hi, which always include zero. [inf, -inf] for an empty histogram,
+        The lowest and highest values, of the shapes of lo and hi, with zero between them. [inf, -inf] for an empty histogram,
         NaN for a histogram of NaN or infinities, [0, 0] if all values were zero.
 
     Raises:

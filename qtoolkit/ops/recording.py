@@ -56,7 +56,7 @@ def recorded(
     scale: Tensor,
     zero_point: Tensor | None,
     format: str,
-    ends: tuple[int, int],
+    code_range: tuple[int, int],
     axis: int | None,
     group: int,
     block_size: int,
@@ -76,4 +76,4 @@ def recorded(
         return None
     from qtoolkit.export.exporters.plain import written_by_dynamo
 
-    return written_by_dynamo(x, scale, zero_point, format, ends, axis, group, block_size)
+    return written_by_dynamo(x, scale, zero_point, format, code_range, axis, group, block_size)

@@ -85,7 +85,7 @@ def add_codes(
 
 
 def fake_quant_by_factor(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-    """Return `fake_quant` of one grid as OpenVINO computes it: x times a factor that the ends of the range give.
+    """Return `fake_quant` of one grid as OpenVINO computes it: x times a factor that the range gives.
 
     Example:
         >>> fake_quant_by_factor(torch.tensor([0.3, 9.0]), torch.tensor(0.25), None, -8, 7)

@@ -1,4 +1,4 @@
-"""Learned quantizers other than LSQ: trained ends, a soft staircase, levels that are not uniform, an interval of magnitudes.
+"""Learned quantizers other than LSQ: a trained range, a soft staircase, levels that are not uniform, an interval of magnitudes.
 
 All of them save the input and the parameters for backward. Double backward raises NotImplementedError.
 """
@@ -25,13 +25,13 @@ def fake_quant_clipped(
     block_size: int = 0,
     steepness: Tensor | None = None,
 ) -> Tensor:
-    """Return the values of `fake_quant`, with the gradients of a range whose ends are trained.
+    """Return the values of `fake_quant`, with the gradients of a range that is trained.
 
-    The ends are `(qmin - zero_point) * scale` and `(qmax - zero_point) * scale`. The gradient in x passes between them, judged
-    before rounding; an element beyond an end moves with the end, and rounding moves nothing. This is the gradient of PACT
+    The range is from `(qmin - zero_point) * scale` to `(qmax - zero_point) * scale`. The gradient in x passes inside, judged
+    before rounding; an element beyond a bound moves with the bound, and rounding moves nothing. This is the gradient of PACT
     (arXiv 1805.06085) and of TensorFlow's fake_quant_with_min_max_vars.
 
-    With a steepness k, the gradient of x between the ends is the slope of the soft staircase of DSQ (arXiv 1908.05033), whose
+    With a steepness k, the gradient of x inside the range is the slope of the soft staircase of DSQ (arXiv 1908.05033), whose
     stairs are the codes: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1] of a step. In the paper's terms,
     `k = log(2 / alpha - 1)`.
 
@@ -59,7 +59,7 @@ def fake_quant_clipped(
         >>> y
         tensor([-1.0000,  0.5000,  1.0000,  1.0000], grad_fn=...)
         >>> y.sum().backward()
-        >>> x.grad, scale.grad  # -2 + 2 + 2: two elements lie above the highest end, 1.0
+        >>> x.grad, scale.grad  # -2 + 2 + 2: two elements lie above the range, whose highest value is 1.0
         (tensor([0., 1., 0., 0.]), tensor(2.))
     """
     if is_recorded_for_onnx():
@@ -126,7 +126,7 @@ def interval(
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
         center: The center of the interval; as many elements as distance.
-        distance: The distance of its ends from the center, positive; the shape of a scale, see the package's docstring.
+        distance: The distance of its bounds from the center, positive; the shape of a scale, see the package's docstring.
         signed: Whether negative x takes the place of its magnitude, with its sign; else it is below the interval.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.

@@ -45,17 +45,17 @@ class Bounds:
         return cls(sums, weights, low, high, library.digit_bits(sums, weights))
 
     @classmethod
-    def of_two(cls, terms: int, ends: tuple[int, int], others: tuple[int, int]) -> "Bounds":
+    def of_two(cls, terms: int, codes: tuple[int, int], others: tuple[int, int]) -> "Bounds":
         """Return the bounds for products of two activations.
 
         Args:
             terms: How many products are summed.
-            ends: The lowest and the highest code of the one, zero or less and zero or more.
+            codes: The lowest and the highest code of the one, zero or less and zero or more.
             others: Those of the other.
         """
-        largest, other = max(-ends[0], ends[1]), max(-others[0], others[1])
+        largest, other = max(-codes[0], codes[1]), max(-others[0], others[1])
         sums, weights = float(terms * largest * other), float(terms * other)
-        return cls(sums, weights, *ends, library.digit_bits(sums, weights))
+        return cls(sums, weights, *codes, library.digit_bits(sums, weights))
 
     @property
     def exact_in_float32(self) -> bool:
@@ -103,18 +103,18 @@ def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, tran
     return sum(parts, torch.zeros((), dtype=torch.float64, device=x.device))
 
 
-def exact_matmul(x: Tensor, other: Tensor, ends: tuple[int, int], others: tuple[int, int]) -> Tensor:
+def exact_matmul(x: Tensor, other: Tensor, codes: tuple[int, int], others: tuple[int, int]) -> Tensor:
     """Return the exact matrix product of integers in float32, as `exact_sums` does.
 
     Args:
         x: Integers in float32, of any shape that torch.matmul takes.
         other: The same.
-        ends: The lowest and the highest number in x, zero or less and zero or more.
+        codes: The lowest and the highest number in x, zero or less and zero or more.
         others: Those of other.
     """
     if torch.compiler.is_compiling():  # a graph does not depend on how many numbers are summed
         return torch.matmul(x.double(), other.double())
-    return exact_sums(torch.matmul, x, other, Bounds.of_two(x.size(-1), ends, others))
+    return exact_sums(torch.matmul, x, other, Bounds.of_two(x.size(-1), codes, others))
 
 
 def _digits(x: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor]]:

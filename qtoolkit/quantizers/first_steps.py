@@ -39,8 +39,8 @@ def much_clipped(quantizer: "TensorQuantizer", share: float | None) -> bool:
 def look(quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
     """Return the share of x beyond the grid by more than half a step, and whether x is rounded to zeros alone."""
     x, spec, group = x.detach(), quantizer.spec, quantizer.group
-    ends = (*quantizer.kind.input_ends(quantizer), quantizer.scale / 2)
-    low, high, half = (per_element(end, x, spec, group) for end in ends)
+    values = (*quantizer.kind.input_ends(quantizer), quantizer.scale / 2)
+    low, high, half = (per_element(value, x, spec, group) for value in values)
     clipped = ((x < low - half) | (x > high + half)).float().mean()
     vanished = (x.abs() < half).all() & (x != 0).any()
     return torch.stack((clipped, vanished.float()))

@@ -60,7 +60,7 @@ class Grid(Quantizer):
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
         shape: What shapes a weight, as given. The export exchanges it for the shaped weight while it writes a file.
-        reciprocal: Whether it multiplies by a factor that the ends of its range give, and adds the zero point before it
+        reciprocal: Whether it multiplies by a factor that its range gives, and adds the zero point before it
             rounds, as OpenVINO does.
 
     Raises:
@@ -164,8 +164,8 @@ class DynamicActivation(Quantizer):
     def _of_tokens(self, x: Tensor) -> Tensor:
         spec, wide = self.spec, x.to(torch.promote_types(x.dtype, torch.float32))
         lo, hi = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
-        ends = hi if spec.qmin >= 0 else torch.maximum(hi, -lo)
-        width = ends if spec.symmetric else hi - lo
+        largest = hi if spec.qmin >= 0 else torch.maximum(hi, -lo)
+        width = largest if spec.symmetric else hi - lo
         steps = spec.qmax if spec.symmetric else spec.qmax - spec.qmin
         scale = torch.where(width == 0, 1.0, (width / steps).clamp(min=2.0**-126))
         zero_point = 0.0 if spec.symmetric else (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)

@@ -12,7 +12,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS, LARGEST, BlockFormat
 
 
-def ends_of(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+def range_of(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest value of a grid, of the scale's shape."""
     shift = 0 if zero_point is None else zero_point
     return (spec.qmin - shift) * scale, (spec.qmax - shift) * scale
@@ -160,7 +160,7 @@ def per_element(values: Tensor, x: Tensor, spec: QuantSpec, group: int = 1) -> T
 def clip(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """Return x within [low, high]. NaN stays NaN.
 
-    The gradient at an end is that of x; torch.clamp's depends on torch's version.
+    The gradient at a bound is that of x; torch.clamp's depends on torch's version.
     """
     return torch.where(x < low, low, torch.where(x > high, high, x))
 

@@ -204,7 +204,7 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
         """Set the grid to cover the range [lo, hi], of one element or one per channel, and keep it in training.
 
         Raises:
-            ValueError: A lower end is above its upper end, the range is not finite, or its number of elements does not fit.
+            ValueError: A lowest value is above its highest, the range is not finite, or its number of elements does not fit.
         """
         low, high = (torch.as_tensor(end, dtype=self._scale.dtype, device=self._scale.device) for end in (lo, hi))
         low, high = low + torch.zeros_like(high), high + torch.zeros_like(low)  # of one shape

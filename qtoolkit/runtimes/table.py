@@ -30,7 +30,7 @@ class Runtime:
         layer_kernel: Returns the kernel of a layer (its input's grid and its output's, or None), or why it runs in float.
         op_kernel: Returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its
             inputs' grids, its output's, or None), or why it runs in float.
-        reciprocal: Whether quantizing multiplies by a factor from the ends of the range, and adds the zero point before
+        reciprocal: Whether quantizing multiplies by a factor from the range, and adds the zero point before
             rounding.
         package: The package that executes files; "" where none does.
         extra: The extra of qtoolkit that installs it.

@@ -276,9 +276,9 @@ def clipped_mean(mean: Tensor, deviation: Tensor, low: float, high: float) -> Te
     """
     deviation = deviation.clamp(min=1e-12)
     result = mean.clone()
-    for end, sign in ((low, 1.0), (high, -1.0)):
-        if math.isfinite(end):  # what the clipping at this end adds: E[max(end - x, 0)], or the mirror image
-            z = sign * (end - mean) / deviation
+    for bound, sign in ((low, 1.0), (high, -1.0)):
+        if math.isfinite(bound):  # what the clipping at this bound adds: E[max(bound - x, 0)], or the mirror image
+            z = sign * (bound - mean) / deviation
             cumulative = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
             density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
             result = result + sign * deviation * (z * cumulative + density)

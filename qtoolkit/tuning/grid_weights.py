@@ -14,7 +14,7 @@ from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, divisor_of, step_variance
 from qtoolkit.processes import ranks, unwrapped
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.quantizers.spec_ops import clip, ends_of, per_element
+from qtoolkit.quantizers.spec_ops import clip, per_element, range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
 from qtoolkit.sharding import is_sharded
 
@@ -101,9 +101,9 @@ class GridWeight:
         weight.copy_(torch.where(where, values.to(weight.dtype), weight))
 
     def error(self) -> Tensor:
-        """Return clip(w, the grid's ends) - Q(w), of the parameter's shape and in its units.
+        """Return clip(w, the grid's range) - Q(w), of the parameter's shape and in its units.
 
-        Gradients flow to the parameter, where it is between the ends; the grid and Q(w) are constants.
+        Gradients flow to the parameter, where it is in the range; the grid and Q(w) are constants.
         """
         factor = self.factor()
         x = self.scaled(self.parameter, factor)
@@ -111,8 +111,8 @@ class GridWeight:
             self.take_range(x)
             values = self.values(self.codes(x))
             q, spec = self.quantizer, self.quantizer.spec
-            ends = ends_of(spec, q.scale, q.zero_point)
-            low, high = (per_element(end, x, spec, q.group).to(values.dtype) for end in ends)
+            bounds = range_of(spec, q.scale, q.zero_point)
+            low, high = (per_element(bound, x, spec, q.group).to(values.dtype) for bound in bounds)
         error = clip(x.to(values.dtype), low, high) - values
         return self.scaled(error, None if factor is None else factor.reciprocal())
 

@@ -21,8 +21,8 @@ class OscillationDampening:
     loss = coefficient * sum over layers and output channels of mean((clip(w, lowest, highest) - Q(w))^2)
 
     (M. Nagel et al., arXiv 2203.11086, section 4; the mean over the elements of an output channel is that of the authors'
-    code.) Q(w) and the ends of the grid are constants: the gradient goes to the weights, and there is none for a weight
-    beyond the ends. Where a linked batch norm multiplies w by a factor before it is quantized, the grid is that of the
+    code.) Q(w) and the range of the grid are constants: the gradient goes to the weights, and there is none for a weight
+    beyond the range. Where a linked batch norm multiplies w by a factor before it is quantized, the grid is that of the
     product divided by the factor.
 
     The coefficient rises along a cosine from 0 at step `begin` to `largest` at step `total_steps`. Call `step()` after each

@@ -13,7 +13,7 @@ from qtoolkit.nn import QuantModule, freeze_batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.quantizers.switches import freeze_ranges
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of, take_names
-from qtoolkit.synchronize import share_ends
+from qtoolkit.synchronize import share_ranges
 
 
 class QuantizationSchedule:
@@ -93,7 +93,7 @@ class QuantizationSchedule:
         """
         self.steps += 1
         if self.steps <= self.observe:  # DistributedDataParallel replaces the ranges of all ranks by those of rank 0
-            share_ends(quantizers_of(self.model).values())
+            share_ranges(quantizers_of(self.model).values())
         if self.steps == self.observe:
             self._set_ranges()
         if self.steps <= self.observe:  # the first input may have given a quantizer its number of channels

@@ -369,7 +369,7 @@ def test_least_error_is_that_of_the_data(method: str, symmetric: bool) -> None:
 
 @pytest.mark.parametrize("method", ["percentile", "mse", "l2", "entropy"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_ends_of_nothing_of_zeros_and_of_nan(method: str, symmetric: bool) -> None:
+def test_ranges_of_nothing_of_zeros_and_of_nan(method: str, symmetric: bool) -> None:
     assert searched(empty(), (-128, 127), method, symmetric) == (INFINITY, -INFINITY)
     assert searched(histogram(torch.zeros(9)), (-128, 127), method, symmetric) == (0, 0)
     assert np.isnan(searched(histogram(torch.tensor([1.0, torch.nan])), (-128, 127), method, symmetric)).all()

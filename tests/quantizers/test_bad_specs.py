@@ -23,7 +23,7 @@ import qtoolkit as qt
         ),
         (
             {"quantizer": "learned_range"},
-            "'learned_range' trains two ends: it needs symmetric=False, got True; take 'pact'",
+            "'learned_range' trains two bounds: it needs symmetric=False, got True; take 'pact'",
         ),
         (
             {"quantizer": "tqt", "symmetric": False},

@@ -114,17 +114,17 @@ def best_exponent(x: np.ndarray, spec: qt.QuantSpec) -> int:
     return min(range(top, top - 8, -1), key=error)
 
 
-def ends_of(exponent: int, spec: qt.QuantSpec) -> tuple[float, float]:
+def range_of(exponent: int, spec: qt.QuantSpec) -> tuple[float, float]:
     return -(2.0**exponent) * spec.qmax, 2.0**exponent * spec.qmax
 
 
 def pow2(batches: list[np.ndarray], spec: qt.QuantSpec) -> tuple[float, float]:
-    return ends_of(best_exponent(np.concatenate(batches), spec), spec)
+    return range_of(best_exponent(np.concatenate(batches), spec), spec)
 
 
 def pow2_mode(batches: list[np.ndarray], spec: qt.QuantSpec) -> tuple[float, float]:
     votes = [best_exponent(x, spec) for x in batches]
-    return ends_of(max(sorted(votes, reverse=True), key=votes.count), spec)
+    return range_of(max(sorted(votes, reverse=True), key=votes.count), spec)
 
 
 FORMULAS: dict[str, Callable[[list[np.ndarray], qt.QuantSpec], tuple[float, float]]] = {

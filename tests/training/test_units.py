@@ -17,7 +17,7 @@ from qtoolkit.quantizers.table import OBSERVERS, QUANTIZERS
 
 STEPS = 20
 LEARNED = [name for name, kind in QUANTIZERS.items() if kind.LEARNED]
-AFFINE = ("lsq_plus", "learned_range")  # they train both ends, or the zero point
+AFFINE = ("lsq_plus", "learned_range")  # they train both bounds, or the zero point
 OF_WEIGHTS = {"lsq_plus": "lsq", "learned_range": "lsq"}
 POW2 = ("pow2", "pow2_mode")
 # Their gradients have no factor, so the ranges of weights need a low rate to stay near their start.

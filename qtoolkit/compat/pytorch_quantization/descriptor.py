@@ -21,7 +21,7 @@ class ScaledQuantDescriptor:
         fake_quant: Quantize and dequantize; False returns codes.
         axis: Axes along which each index has its own range; None for one range. Negative axes count from the end.
         amax: The range, kept as a float32 array; None to calibrate it, or to take it from each input.
-        learn_amax: Train the ends of one range, as PACT does.
+        learn_amax: Train the bounds of one range, as PACT does.
         scale_amax: Factor on the range, or None; it does not apply to a trained range.
         calib_method: How to calibrate: "max" or "histogram".
         unsigned: Whether the lowest code is 0.

@@ -80,15 +80,15 @@ def fake_affine_tensor_quant(
 
     Args:
         x: Input of any shape, of a floating dtype.
-        min_range: Lower end, one element.
-        max_range: Upper end, one element, above the lower one.
+        min_range: Lowest value, one element.
+        max_range: Highest value, one element, above the lowest.
         num_bits: Bits of a code, 1 or more.
 
     Returns:
         A tensor with x's shape and dtype.
 
     Raises:
-        ValueError: The upper end is not above the lower one (checked on CPU tensors), or num_bits is below 1.
+        ValueError: The highest value is not above the lowest (checked on CPU tensors), or num_bits is below 1.
 
     Example:
         >>> fake_affine_tensor_quant(torch.tensor([-2.0, 0.1, 0.9]), -1.0, 2.0, 2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtoolkit.debug.page.facts import Values, ends_of
+from qtoolkit.debug.page.facts import Values, known_range
 from qtoolkit.quantizers.quantizer import Quantizer
 
 WIDTH, HEIGHT = 256, 72  # of the drawing, in units that the page scales
@@ -20,7 +20,7 @@ class Histogram:
 
     Attributes:
         inside: The path of the bars of values that the grid represents.
-        outside: The path of the bars of values beyond its ends.
+        outside: The path of the bars of values beyond the range.
         low: Where the grid begins, in units from the left; None without a grid.
         high: Where it ends.
         left: The value at the left edge.
@@ -37,11 +37,11 @@ class Histogram:
 
 def histogram_of(values: Values, quantizer: Quantizer) -> Histogram:
     """Return the chart of what a quantizer got; heights are logarithms of counts."""
-    observer, ends = values.histogram, ends_of(quantizer)
-    lowest, highest = (float(end) for end in observer.observed())
-    grid = None if ends is None else (float(ends[0].min()), float(ends[1].max()))
-    known = [lowest, highest] if grid is None else [lowest, highest, *grid]
-    left, right = min(known), max(known)
+    observer, known = values.histogram, known_range(quantizer)
+    lowest, highest = (float(value) for value in observer.observed())
+    grid = None if known is None else (float(known[0].min()), float(known[1].max()))
+    shown = [lowest, highest] if grid is None else [lowest, highest, *grid]
+    left, right = min(shown), max(shown)
     margin = (right - left) * 0.02 or 1.0
     left, right = left - margin, right + margin
     counts = observer.counts.double().cpu()
@@ -51,7 +51,7 @@ def histogram_of(values: Values, quantizer: Quantizer) -> Histogram:
     beyond = torch.zeros_like(centers, dtype=torch.bool) if grid is None else (centers < grid[0]) | (centers > grid[1])
     within, outside = (_summed(places, counts * keep) for keep in (~beyond, beyond))
     most = math.log1p(float((within + outside).max()))
-    at = [None, None] if grid is None else [round((end - left) / (right - left) * WIDTH, 1) for end in grid]
+    at = [None, None] if grid is None else [round((bound - left) / (right - left) * WIDTH, 1) for bound in grid]
     return Histogram(_bars(within, most), _bars(outside, most), at[0], at[1], left, right)
 
 
@@ -76,8 +76,8 @@ class Channels:
     Attributes:
         extent: The path of the area between the lowest and the highest weight.
         spread: The path of the area within a standard deviation of the mean.
-        low: The path of the lower ends of the grids; "" without a grid for each channel, or one for all.
-        high: That of the upper ends.
+        low: The path of the lowest values of the grids; "" without a grid for each channel, or one for all.
+        high: That of the highest values.
         zero: Where zero is, in units from above.
         top: The value at the upper edge; the lower edge has the same below zero.
         channels: The number of channels.
@@ -101,9 +101,9 @@ def channels_of(weight: Tensor, axis: int, quantizer: Quantizer) -> Channels:
     mean = rows.mean(1)
     deviation = (rows - mean.unsqueeze(1)).square().mean(1).sqrt()
     each = -(-rows.size(0) // COLUMNS)
-    ends = ends_of(quantizer)
-    fits = ends is not None and ends[0].numel() in (1, rows.size(0)) and bool(torch.isfinite(ends[1]).all())
-    grids = [end.flatten().expand(rows.size(0)).float() for end in ends] if ends is not None and fits else []
+    known = known_range(quantizer)
+    fits = known is not None and known[0].numel() in (1, rows.size(0)) and bool(torch.isfinite(known[1]).all())
+    grids = [bound.flatten().expand(rows.size(0)).float() for bound in known] if known is not None and fits else []
     top = max(float(end.abs().max()) for end in (lowest, highest, *grids)) * 1.05 or 1.0
     area = [_columns(end, each, reduce, top) for end, reduce in ((lowest, "amin"), (highest, "amax"))]
     core = [_columns(end, each, "mean", top) for end in (mean - deviation, mean + deviation)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from qtoolkit.debug.page.facts import Facts, ends_of
+from qtoolkit.debug.page.facts import Facts, known_range
 from qtoolkit.debug.page.picture import key_of
 from qtoolkit.debug.page.words import interval, percent
 from qtoolkit.graph.nodes import kind_of, name_of
@@ -85,14 +85,14 @@ def spec_and_range(quantizer: Quantizer) -> str:
 
 def range_of(quantizer: Quantizer) -> str:
     """Return the lowest and the highest value of a quantizer's grid, over all channels."""
-    ends = ends_of(quantizer)
-    if ends is None:
+    known = known_range(quantizer)
+    if known is None:
         return "of each input" if quantizer.ready else "none yet"
-    return interval(float(ends[0].min()), float(ends[1].max()))
+    return interval(float(known[0].min()), float(known[1].max()))
 
 
 def _scale_of(quantizer: Quantizer) -> str:
-    scale = None if ends_of(quantizer) is None else quantizer.scale
+    scale = None if known_range(quantizer) is None else quantizer.scale
     if scale is None:
         return ""
     if scale.numel() == 1:
@@ -101,7 +101,7 @@ def _scale_of(quantizer: Quantizer) -> str:
 
 
 def _zero_point_of(quantizer: Quantizer) -> str:
-    zero_point = None if ends_of(quantizer) is None else quantizer.zero_point
+    zero_point = None if known_range(quantizer) is None else quantizer.zero_point
     if zero_point is None:
         return ""
     low, high = float(zero_point.min()), float(zero_point.max())

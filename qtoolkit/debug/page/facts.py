@@ -17,8 +17,8 @@ from qtoolkit.model_inputs import call_arguments
 from qtoolkit.model_state import evaluating, removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.clip_range import clip_range, share_clipped
 from qtoolkit.quantizers.frozen import Grid, ShapedActivation
-from qtoolkit.quantizers.grid_ends import grid_ends, share_clipped
 from qtoolkit.quantizers.observers import HistogramObserver
 from qtoolkit.quantizers.quantizer import Quantizer, named_quantizers
 from qtoolkit.quantizers.switches import freeze_ranges
@@ -132,11 +132,11 @@ def quantizers_in(model: nn.Module) -> dict[str, Quantizer]:
     return {shaped.get(quantizer, name): quantizer for name, quantizer in found.items()}
 
 
-def ends_of(quantizer: Quantizer) -> tuple[Tensor, Tensor] | None:
-    """Return the ends of a quantizer's grid, of the scale's shape; None without a grid that is known beforehand."""
+def known_range(quantizer: Quantizer) -> tuple[Tensor, Tensor] | None:
+    """Return the range of a quantizer, of the scale's shape; None without a grid that is known beforehand."""
     if not isinstance(quantizer, TensorQuantizer | Grid) or not quantizer.ready or getattr(quantizer, "dynamic", False):
         return None
-    return grid_ends(quantizer)
+    return clip_range(quantizer)
 
 
 # ---- on inputs
@@ -148,7 +148,7 @@ class _Listener:
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer, spec = quantizer, quantizer.spec
         self.all = HistogramObserver()
-        apart = spec.axis is not None and spec.group_size is None and ends_of(quantizer) is not None
+        apart = spec.axis is not None and spec.group_size is None and known_range(quantizer) is not None
         shape = tuple(quantizer.scale.shape) if apart else ()
         self.apart = HistogramObserver(shape=shape, axis=spec.axis, group=quantizer.group) if shape else self.all
 
@@ -161,7 +161,9 @@ class _Listener:
     def read(self) -> Values:
         """Return the values that it has heard, and the share that the quantizer clips, where it has a range and no groups."""
         grid = self.quantizer
-        known = isinstance(grid, TensorQuantizer | Grid) and ends_of(grid) is not None and grid.spec.group_size is None
+        known = (
+            isinstance(grid, TensorQuantizer | Grid) and known_range(grid) is not None and grid.spec.group_size is None
+        )
         return Values(self.all, share_clipped(grid, self.apart) if known else None)  # type: ignore[arg-type]
 
 

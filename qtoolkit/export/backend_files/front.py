@@ -36,7 +36,7 @@ def encodings(
 
     docs/backend_files.md has the files of each backend, and what they cannot hold. For a target that takes Q/DQ nodes,
     `export_onnx` is better: its file holds everything. Each file is read again before it is written: it gives the same scales
-    and zero points. Weights are clipped to the ends of their grids.
+    and zero points. Weights are clipped to the ranges of their grids.
 
     Args:
         model: A calibrated or converted model, as `export_onnx` takes it. It is not changed.

@@ -1,6 +1,6 @@
 """OpenVINO's own form: an IR (.xml and .bin) with FakeQuantize operations.
 
-A FakeQuantize has the ends of its range and a number of levels. The CPU plugin computes in integers with 256 or 255 levels. A
+A FakeQuantize has a range and a number of levels. The CPU plugin computes in integers with 256 or 255 levels. A
 weight of fewer bits is clipped to its own codes, and its operation has 256 levels of the same step.
 """
 
@@ -97,7 +97,7 @@ def _widened(weight: Encoding) -> Encoding:
 
 
 def _written(encoding: Encoding, shape: Any) -> Encoding:
-    """Return an encoding with a scale for each element of the ends: the groups of a weight repeat theirs."""
+    """Return an encoding with a scale for each element of the range's bounds: the groups of a weight repeat theirs."""
     from qtoolkit.export.backend_files.placeholders import along_axis
 
     if encoding.group == 1 or encoding.axis is None:
@@ -114,15 +114,15 @@ def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
     from qtoolkit.export.backend_files.placeholders import along_axis
 
     graph = present(node.graph, f"the graph of {node.name!r}")
-    ends = []
+    bounds = []
     for role, values in (("low", encoding.low), ("high", encoding.high)):
         name = f"{node.outputs[0].name}.{role}"
         array = along_axis(np.array(values, np.float32), encoding, source.shape or ())
         value = onnx_ir.val(name, onnx_ir.DataType.FLOAT, array.shape, const_value=onnx_ir.tensor(array, name=name))
         node.graph.register_initializer(value)
-        ends.append(value)
+        bounds.append(value)
     levels = {"levels": encoding.qmax - encoding.qmin + 1}
-    new = onnx_ir.node(_OP, [source, *ends, *ends], levels, domain=_DOMAIN, name=f"{node.outputs[0].name}.{_OP}")
+    new = onnx_ir.node(_OP, [source, *bounds, *bounds], levels, domain=_DOMAIN, name=f"{node.outputs[0].name}.{_OP}")
     onnx_ir.convenience.replace_nodes_and_values(graph, node, [node], [new], node.outputs, new.outputs)
 
 

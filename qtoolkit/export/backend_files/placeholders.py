@@ -28,7 +28,7 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
             f"encodings: {name or tensor.name!r} has scales of blocks or of each input, or numbers of a small float format, "
             f"which no backend file can hold; export_onnx writes them where ONNX has them."
         )
-    ends = (-127, 127) if given["format"] == "nnie" else (given["qmin"], given["qmax"])
+    code_range = (-127, 127) if given["format"] == "nnie" else (given["qmin"], given["qmax"])
     scales = tuple(float(one) for one in scale.reshape(-1))
     zeros = (0,) * len(scales) if zero_point is None else tuple(int(one) for one in zero_point.reshape(-1))
     axis = given.get("axis") if len(scales) > 1 else None
@@ -37,8 +37,8 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
         tensor.name or "",
         scales,
         zeros,
-        ends[0],
-        ends[1],
+        code_range[0],
+        code_range[1],
         is_weight=constant,
         axis=axis,
         group=given.get("group", 1),
@@ -50,7 +50,7 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
 def remove(model: onnx_ir.Model) -> list[Encoding]:
     """Remove the placeholders, and return the encodings by the names that their tensors then have.
 
-    Weights are clipped to the ends of their grids, as the target would. Values within half a step of an affine grid's end stay,
+    Weights are clipped to the ranges of their grids, as the target would. Values up to half a step beyond an affine range stay,
     so that a target that computes the grid from the values finds the same.
 
     Raises:
@@ -108,7 +108,7 @@ def _check_only(known: Encoding | None, new: Encoding) -> None:
 
 
 def clip(source: onnx_ir.Value, encoding: Encoding, slack: float) -> None:
-    """Clip a constant to the ends of its grid, where it lies more than `slack` steps beyond them."""
+    """Clip a constant to the range of its grid, where it lies more than `slack` steps beyond it."""
     tensor = present(onnx_ir.convenience.get_const_tensor(source), f"the constant {encoding.tensor!r}")
     array = tensor.numpy()
     low, high, step = (

@@ -56,9 +56,9 @@ def _encoding(tensor: str, entries: object, is_weight: bool) -> Encoding:
         if (number(entry, "bitwidth"), _is_symmetric(entry)) != (bits, symmetric):
             raise ValueError("all channels must have the same bitwidth and is_symmetric.")
     zero_points = tuple(0 if symmetric else -offset for offset in offsets)
-    ends = (offsets[0], (1 << bits - 1) - 1) if symmetric else (0, (1 << bits) - 1)
+    code_range = (offsets[0], (1 << bits - 1) - 1) if symmetric else (0, (1 << bits) - 1)
     scales = tuple(float32(number(entry, "scale")) for entry in entries)
-    return Encoding(tensor, scales, zero_points, ends[0], ends[1], is_weight)
+    return Encoding(tensor, scales, zero_points, code_range[0], code_range[1], is_weight)
 
 
 def _is_symmetric(entry: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""STPU's file of ranges: JSON with the ends of tensors, of weights by their node, and the steps of biases.
+"""STPU's file of ranges: JSON with those of tensors, of weights by their node, and the steps of biases.
 
 Codes lie in [-127, 127]. MQBench's files also have exponents named `emin`, for which there is no description.
 """
@@ -16,11 +16,11 @@ _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 def _write(encodings: Sequence[Encoding], model: Any) -> str:
     by_tensor = {encoding.tensor: encoding for encoding in encodings}
-    ranges: dict[str, Any] = {one.tensor: _ends(one) for one in encodings if not one.is_weight}
+    ranges: dict[str, Any] = {one.tensor: _range(one) for one in encodings if not one.is_weight}
     for key, node in _layers(model):
         weight, source = by_tensor.get(node.input[1]), by_tensor.get(node.input[0])
         if weight is not None:
-            ranges[key] = _ends(weight)
+            ranges[key] = _range(weight)
         if weight is not None and source is not None and len(node.input) > 2:
             ranges[f"{node.name}_bias"] = {"alpha": weight.scale[0] * source.scale[0], "zero_point": 0}
     return as_json(ranges)
@@ -31,7 +31,7 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
     return ((f"{node.name}_weights", node) for node in model.graph.node if node.op_type in _LAYERS)
 
 
-def _ends(encoding: Encoding) -> dict[str, float]:
+def _range(encoding: Encoding) -> dict[str, float]:
     return {"min": -_LARGEST * encoding.scale[0], "max": _LARGEST * encoding.scale[0]}
 
 

@@ -16,7 +16,7 @@ from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.format import Array, Format, as_json, from_json, number
 
 HEADER = "TRT-100000-EntropyCalibration2"
-_LARGEST = 127  # the code of the end of a dynamic range
+_LARGEST = 127  # the code of the highest value of a dynamic range
 
 
 def _cache(encodings: Sequence[Encoding], model: Any) -> str:

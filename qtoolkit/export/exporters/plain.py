@@ -26,7 +26,7 @@ class _Plain(PairForm[V]):
     Args:
         opset: ONNX opset of the file.
         format: "int", or a small float format.
-        ends: Lowest and highest code.
+        code_range: Lowest and highest code.
         channels: Axis, group and block size.
         shape: Sizes of the input.
     """
@@ -35,14 +35,14 @@ class _Plain(PairForm[V]):
         self,
         opset: int,
         format: str,
-        ends: tuple[int, int],
+        code_range: tuple[int, int],
         channels: tuple[int | None, int, int],
         shape: Sequence[Any],
     ) -> None:
-        super().__init__(format, ends, *channels, shape)
+        super().__init__(format, code_range, *channels, shape)
         _check_format(format)
-        _check_opset(opset, format, ends, self.block_size)
-        self.storage = storage_of(format, *ends, min(opset, WITHOUT_INT4), constant=False)
+        _check_opset(opset, format, code_range, self.block_size)
+        self.storage = storage_of(format, *code_range, min(opset, WITHOUT_INT4), constant=False)
 
     @abstractmethod
     def zeros(self, scale: V) -> V:
@@ -54,7 +54,7 @@ class _Plain(PairForm[V]):
             raise ValueError("torch.onnx.export: QuantizeLinear takes no float64; export model.float().")
         wide = x if dtype == DataType.FLOAT else self.node_of("Cast", x, to=DataType.FLOAT)
         zero = self.zeros(scale) if zero_point is None else self.node_of("Cast", zero_point, to=self.storage.dtype)
-        grid = (scale,) if self.ends == SUMS else (scale, zero)
+        grid = (scale,) if self.code_range == SUMS else (scale, zero)
         y = self.values(self.codes(wide, grid, {}), grid, {})
         return y if dtype == DataType.FLOAT else self.node_of("Cast", y, to=dtype)
 
@@ -67,18 +67,18 @@ def _check_format(format: str) -> None:
         )
 
 
-def _check_opset(opset: int, format: str, ends: tuple[int, int], block_size: int) -> None:
+def _check_opset(opset: int, format: str, code_range: tuple[int, int], block_size: int) -> None:
     """Raise ValueError for a call that QuantizeLinear cannot express in an opset."""
-    least = smallest_opset(format, *ends, block_size)
+    least = smallest_opset(format, *code_range, block_size)
     if opset < least:
         raise ValueError(
-            f"torch.onnx.export: {_described(format, ends, block_size)} needs opset {least} or newer, got {opset}; pass "
+            f"torch.onnx.export: {_described(format, code_range, block_size)} needs opset {least} or newer, got {opset}; pass "
             f"opset_version={least}, or write the file by qtoolkit.export_onnx, which chooses the opset."
         )
 
 
-def _described(format: str, ends: tuple[int, int], block_size: int) -> str:
-    codes = f"codes in {list(ends)}" if format == "int" else f"format={format!r}"
+def _described(format: str, code_range: tuple[int, int], block_size: int) -> str:
+    codes = f"codes in {list(code_range)}" if format == "int" else f"format={format!r}"
     return f"a quantizer with {codes}{f' in blocks of {block_size}' if block_size else ''}"
 
 
@@ -116,21 +116,21 @@ def written_by_dynamo(
     scale: Tensor,
     zero_point: Tensor | None,
     format: str,
-    ends: tuple[int, int],
+    code_range: tuple[int, int],
     *channels: Any,
 ) -> Tensor:
     """Return the values of a call, recorded as nodes of ONNX.
 
     What torch.export records cannot depend on the opset of the file, which only torch.onnx.export knows.
     """
-    opset = smallest_opset(format, *ends, channels[2]) if format in ("int", *FLOATS) else 0
+    opset = smallest_opset(format, *code_range, channels[2]) if format in ("int", *FLOATS) else 0
     if opset > OLDEST_OF_DYNAMO:
         warnings.warn(
-            f"torch.onnx.export: {_described(format, ends, channels[2])} needs opset {opset} or newer: pass "
+            f"torch.onnx.export: {_described(format, code_range, channels[2])} needs opset {opset} or newer: pass "
             f"opset_version={opset} or more, or use qtoolkit.export_onnx, which chooses it.",
             stacklevel=2,
         )
-    pair = _Symbolic(opset, format, ends, channels, x.shape)
+    pair = _Symbolic(opset, format, code_range, channels, x.shape)
     return pair.write(x, onnx_ir.tensor_adapters.from_torch_dtype(x.dtype), scale, zero_point)
 
 
@@ -158,11 +158,11 @@ class _Graph(_Plain[Any]):
 
 
 def written_by_torchscript(
-    g: Any, opset: int, inputs: Sequence[Any], format: str, ends: tuple[int, int], *channels: Any
+    g: Any, opset: int, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: Any
 ) -> Any:
     """Return the values of a call as nodes of a graph of the TorchScript exporter."""
     x, scale, *zero_point = inputs
-    pair = _Graph(g, opset, format, ends, channels, x.type().sizes() or ())
+    pair = _Graph(g, opset, format, code_range, channels, x.type().sizes() or ())
     return pair.write(x, dtype_in_torchscript(x), scale, *(zero_point or [None]))
 
 

@@ -51,16 +51,18 @@ def _symbolics(opset: int) -> Sequence[Callable[..., Any]]:
     return fake_quant, fake_quant_float
 
 
-def _write(g: Any, opset: int, inputs: Sequence[Any], format: str, ends: tuple[int, int], *channels: int | None) -> Any:
+def _write(
+    g: Any, opset: int, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: int | None
+) -> Any:
     from qtoolkit.export.onnx import require_extra
 
     require_extra("torch.onnx.export of a quantized model")
     if are_ops_taken():
         from qtoolkit.export.exporters.translation import placeholder_in_torchscript
 
-        y = placeholder_in_torchscript(g, inputs, format, ends, *channels)
+        y = placeholder_in_torchscript(g, inputs, format, code_range, *channels)
     else:
         from qtoolkit.export.exporters.plain import written_by_torchscript
 
-        y = written_by_torchscript(g, opset, inputs, format, ends, *channels)
+        y = written_by_torchscript(g, opset, inputs, format, code_range, *channels)
     return y.setType(inputs[0].type()), g.op("Constant", value_t=torch.zeros(0, dtype=torch.uint8))

@@ -29,12 +29,19 @@ def keep_quantizers(model: onnx_ir.Model) -> None:
 
 
 def _attributes(
-    dtype: onnx_ir.DataType, shape: Sequence[Any], format: str, ends: tuple[int, int], *channels: int | None
+    dtype: onnx_ir.DataType, shape: Sequence[Any], format: str, code_range: tuple[int, int], *channels: int | None
 ) -> dict[str, Any]:
     """Return the placeholder's attributes; sizes that vary are -1, and absent values are left out."""
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     named = dict(zip(("axis", "group", "block_size"), channels, strict=True))
-    given = {"dtype": int(dtype), "shape": sizes, "format": format, "qmin": ends[0], "qmax": ends[1], **named}
+    given = {
+        "dtype": int(dtype),
+        "shape": sizes,
+        "format": format,
+        "qmin": code_range[0],
+        "qmax": code_range[1],
+        **named,
+    }
     return {name: value for name, value in given.items() if value is not None and value != []}
 
 
@@ -65,20 +72,20 @@ def _schema() -> defs.OpSchema:
 _FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")}
 
 
-def _write(x: Any, scale: Any, zero_point: Any, format: str, ends: tuple[int, int], *channels: int | None) -> Any:
+def _write(x: Any, scale: Any, zero_point: Any, format: str, code_range: tuple[int, int], *channels: int | None) -> Any:
     op = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), PLACEHOLDER, _schema())
     shape = () if x.shape is None else tuple(x.shape)
-    y = op(x, scale, zero_point, **_attributes(onnx_ir.DataType(x.dtype), shape, format, ends, *channels))
+    y = op(x, scale, zero_point, **_attributes(onnx_ir.DataType(x.dtype), shape, format, code_range, *channels))
     return y, _OPSET.Constant(value_ints=[])  # the mask, which nothing takes
 
 
 def placeholder(inputs: Sequence[onnx_ir.Value], settings: Mapping[str, Any]) -> onnx_ir.Node:
     """Return the placeholder of a call; `settings` are the op's other arguments by name."""
     channels = (settings[name] for name in ("axis", "group", "block_size"))
-    ends = settings.get("qmin", 0), settings.get("qmax", 0)
+    code_range = settings.get("qmin", 0), settings.get("qmax", 0)
     x, shape = inputs[0], inputs[0].shape or ()
     attributes = _attributes(
-        present(x.dtype, f"the type of {x.name!r}"), tuple(shape), settings.get("format", "int"), ends, *channels
+        present(x.dtype, f"the type of {x.name!r}"), tuple(shape), settings.get("format", "int"), code_range, *channels
     )
     return onnx_ir.node(PLACEHOLDER, inputs, attributes, domain=DOMAIN)
 
@@ -119,10 +126,10 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 
 def placeholder_in_torchscript(
-    g: Any, inputs: Sequence[Any], format: str, ends: tuple[int, int], *channels: int | None
+    g: Any, inputs: Sequence[Any], format: str, code_range: tuple[int, int], *channels: int | None
 ) -> Any:
     """Write the placeholder of a call into a graph of the TorchScript exporter."""
     kinds = {str: "s", int: "i", list: "i"}
     dtype, sizes = dtype_in_torchscript(inputs[0]), inputs[0].type().sizes() or ()
-    attributes = _attributes(dtype, sizes, format, ends, *channels)
+    attributes = _attributes(dtype, sizes, format, code_range, *channels)
     return g.op(f"{DOMAIN}::{PLACEHOLDER}", *inputs, **{f"{k}_{kinds[type(v)]}": v for k, v in attributes.items()})

@@ -76,8 +76,10 @@ class _Lowering(PairForm[onnx_ir.Value]):
 
     def __init__(self, node: onnx_ir.Node, opset: int, constants: Constants) -> None:
         given = {key: attribute.value for key, attribute in node.attributes.items()}
-        ends, channels = (given["qmin"], given["qmax"]), (given.get("axis"), given.get("group", 1))
-        super().__init__(given["format"], ends, *channels, given.get("block_size", 0), list(given.get("shape", ())))
+        code_range, channels = (given["qmin"], given["qmax"]), (given.get("axis"), given.get("group", 1))
+        super().__init__(
+            given["format"], code_range, *channels, given.get("block_size", 0), list(given.get("shape", ()))
+        )
         self.node, self.opset, self.constants, self.name = node, opset, constants, given.get(QUANTIZER)
         self.dtype = DataType(given["dtype"])
         self.x, self.scale = (present(value, f"an input of {node.name!r}") for value in node.inputs[:2])
@@ -87,9 +89,9 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def replace(self, integer_weights: bool) -> None:
         """Replace the placeholder by the nodes."""
         self.check_blocks(self.opset, _sizes(self.scale))
-        stored = self._is_constant_grid() and (integer_weights or self.ends == SUMS)
+        stored = self._is_constant_grid() and (integer_weights or self.code_range == SUMS)
         constant = _constant(self.x) if stored else None
-        self.storage = storage_of(self.format, *self.ends, self.opset, constant=constant is not None)
+        self.storage = storage_of(self.format, *self.code_range, self.opset, constant=constant is not None)
         y = self._pair(constant)
         owner = present(self.node.graph, f"the graph of {self.node.name!r}")
         onnx_ir.convenience.replace_nodes_and_values(owner, self.node, [self.node], self.nodes, self.node.outputs, [y])
@@ -100,7 +102,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def _pair(self, constant: Array | None) -> onnx_ir.Value:
         arithmetic = self._arithmetic()
         scale = self._scale(arithmetic)
-        grid = (scale,) if self.ends == SUMS else (scale, self._zero_points())
+        grid = (scale,) if self.code_range == SUMS else (scale, self._zero_points())
         mixed = scale.dtype != arithmetic
         if constant is None:
             x = self.x if arithmetic == self.dtype else self.node_of("Cast", self.x, to=arithmetic)

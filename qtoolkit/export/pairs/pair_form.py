@@ -23,7 +23,7 @@ class PairForm(ABC, Generic[V]):
 
     Args:
         format: "int", or a small float format.
-        ends: Lowest and highest code.
+        code_range: Lowest and highest code.
         axis: Channel axis, or None.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a scale, or 0.
@@ -37,9 +37,15 @@ class PairForm(ABC, Generic[V]):
     storage: Storage
 
     def __init__(
-        self, format: str, ends: tuple[int, int], axis: int | None, group: int, block_size: int, shape: Sequence[Any]
+        self,
+        format: str,
+        code_range: tuple[int, int],
+        axis: int | None,
+        group: int,
+        block_size: int,
+        shape: Sequence[Any],
     ) -> None:
-        self.format, self.ends, self.shape = format, ends, shape
+        self.format, self.code_range, self.shape = format, code_range, shape
         self.group, self.block_size = group, block_size
         self.axis = 0 if group > 1 else axis  # of the rows
 
@@ -62,10 +68,10 @@ class PairForm(ABC, Generic[V]):
     def codes(self, x: V, grid: Sequence[V], attributes: Mapping[str, Any]) -> V:
         """Write the nodes that compute the codes: QuantizeLinear, but for int32, which it does not have."""
         x = self._to_rows(x)
-        if self.ends == SUMS:
+        if self.code_range == SUMS:
             codes = self.node_of("Round", self.node_of("Div", x, grid[0]))
-            ends = [self.constant(np.array(end), DataType.FLOAT, "code_float") for end in SUMS]
-            return self.node_of("Cast", self.node_of("Clip", codes, *ends), to=DataType.INT32)
+            bounds = [self.constant(np.array(bound), DataType.FLOAT, "code_float") for bound in SUMS]
+            return self.node_of("Cast", self.node_of("Clip", codes, *bounds), to=DataType.INT32)
         codes = self.node_of("QuantizeLinear", x, *grid, role=QUANTIZE, **self._channels(), **attributes)
         return self._clip(codes) if self.storage.clips else codes
 
@@ -101,8 +107,8 @@ class PairForm(ABC, Generic[V]):
         # onnxruntime's Clip does not support 16-bit integers.
         wide = self.storage.dtype.itemsize > 1
         dtype = DataType.INT32 if wide else self.storage.dtype
-        ends = [self.constant(np.array(end), dtype, f"code_{dtype.name.lower()}") for end in self.ends]
-        clipped = self.node_of("Clip", self.node_of("Cast", codes, to=dtype) if wide else codes, *ends)
+        bounds = [self.constant(np.array(bound), dtype, f"code_{dtype.name.lower()}") for bound in self.code_range]
+        clipped = self.node_of("Clip", self.node_of("Cast", codes, to=dtype) if wide else codes, *bounds)
         return self.node_of("Cast", clipped, to=self.storage.dtype) if wide else clipped
 
     def _to_rows(self, x: V) -> V:

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 BLOCKS_OPSET = 21  # the first whose QuantizeLinear has block_size
 # The types of small floats, with the first opset whose QuantizeLinear has them.
 FLOATS = {"e4m3": (DataType.FLOAT8E4M3FN, 19), "e5m2": (DataType.FLOAT8E5M2, 19), "e2m1": (DataType.FLOAT4E2M1, 23)}
-# The ends of the types of 4 bits, which QuantizeLinear has from opset 21 on.
+# The lowest and highest codes of the types of 4 bits, which QuantizeLinear has from opset 21 on.
 INT4S = {DataType.INT4: (-8, 7), DataType.UINT4: (0, 15)}
 # The codes of biases, which lie on the grid of sums of products: int32, for which there is a DequantizeLinear alone.
 SUMS = (-LARGEST_CODE, LARGEST_CODE)
@@ -32,13 +32,13 @@ class Storage:
     Attributes:
         dtype: Type of the codes.
         format: "int", or the float format.
-        ends: Lowest and highest integer code.
-        clips: Whether the type has codes beyond these ends.
+        code_range: Lowest and highest integer code.
+        clips: Whether the type has codes beyond these.
     """
 
     dtype: DataType
     format: str
-    ends: tuple[int, int]
+    code_range: tuple[int, int]
     clips: bool
 
 
@@ -62,7 +62,7 @@ def smallest_opset(format: str, qmin: int, qmax: int, block_size: int = 0) -> in
 def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool) -> Storage:
     """Return how to store codes in an opset: in 4 bits where they fit.
 
-    Codes of constants are inside their ends already. Others need a Clip where their type has more codes, and ONNX clips no
+    Codes of constants are in their range already. Others need a Clip where their type has more codes, and ONNX clips no
     integers of 4 bits: there, these are stored in 8.
     """
     if format != "int":
@@ -95,8 +95,8 @@ def code_array(
     kind = storage.dtype.numpy()
     if storage.format == "int":
         zero = None if zero_point is None else _float32(zero_point)
-        dtype = torch.int32 if storage.ends == SUMS else code_dtype(*storage.ends)
-        grid = (*storage.ends, axis, 1, block_size, dtype)
+        dtype = torch.int32 if storage.code_range == SUMS else code_dtype(*storage.code_range)
+        grid = (*storage.code_range, axis, 1, block_size, dtype)
         integers = ops.quantize(_float32(x), _float32(scale), zero, *grid)
         return np.asarray(integers.numpy().astype(kind))
     largest = LARGEST[storage.format]

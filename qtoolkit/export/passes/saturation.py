@@ -43,14 +43,14 @@ def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
     """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
     if node.op_type != "Clip":
         return None
-    ends = []
+    bounds = []
     for index, absent in ((1, -np.inf), (2, np.inf)):
         given = len(node.inputs) > index and node.inputs[index] is not None
         value = constant_input(node, index) if given else np.array(absent)
         if value is None or value.size != 1:
             return None
-        ends.append(float(value.item()))
-    return ends[0], ends[1]
+        bounds.append(float(value.item()))
+    return bounds[0], bounds[1]
 
 
 def quantizer_behind(value: "onnx_ir.Value") -> "tuple[onnx_ir.Node | None, list[onnx_ir.Value]]":

@@ -126,13 +126,13 @@ class _Decomposition:
             self._dequantize(values, codes, pair)
 
     def _pair(self, name: str, scale: Tensor, zero_point: Tensor | None, rest: tuple[Any, ...]) -> Pair:
-        axis, *ends = rest
+        axis, *codes_and_dtype = rest
         if axis is None or scale.numel() == 1:
-            return Pair(name, (float(scale), 0 if zero_point is None else int(zero_point), *ends))
+            return Pair(name, (float(scale), 0 if zero_point is None else int(zero_point), *codes_and_dtype))
         codes = torch.zeros(scale.shape) if zero_point is None else zero_point
         tensors = {"scale": scale.reshape(-1), "zero_point": codes.reshape(-1).long()}
         places = (str(self._add(f"{name}.{part}", tensor).target) for part, tensor in tensors.items())
-        return Pair(name, (*places, axis, *ends), per_channel=True)
+        return Pair(name, (*places, axis, *codes_and_dtype), per_channel=True)
 
     def _quantize(self, x: fx.Node, pair: Pair) -> fx.Node:
         codes = self._call("quantize", x, pair)

@@ -30,8 +30,8 @@ from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.quantizers.clip_range import saturates
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.quantizers.grid_ends import saturates
 from qtoolkit.runtimes.table import Runtime
 
 HOLDER = "integer_kernels"
@@ -161,7 +161,7 @@ def _picks_with_a_number(node: fx.Node) -> bool:
 def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
     """Return the last op that a kernel of this op computes, and the quantizer of its output.
 
-    Activations between the two are computed by saturation, if their bounds are at or beyond the ends of the grid.
+    Activations between the two are computed by saturation, if their bounds are at those of the grid's range or beyond.
     """
     last, bounds = node, [Bounds()]
     while len(last.users) == 1:

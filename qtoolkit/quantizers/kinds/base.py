@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.quantizers.observers import Observer
-from qtoolkit.quantizers.spec_ops import ends_of, fake_quant
+from qtoolkit.quantizers.spec_ops import fake_quant, range_of
 from qtoolkit.quantizers.state import scale_dtype
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class QuantizerKind:
         return spec
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
-        """Return the lowest and highest input that is not clipped, of the scale's shape: by default the ends of the grid."""
-        return ends_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
+        """Return the lowest and highest input that is not clipped, of the scale's shape: by default the range of the grid."""
+        return range_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
 
     def shapes(self, spec: QuantSpec) -> bool:
         """Return whether the input is shaped before it is rounded to the grid."""

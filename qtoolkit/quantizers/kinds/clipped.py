@@ -1,4 +1,4 @@
-"""Trained ends of the range: PACT, and a trained minimum and maximum."""
+"""Trained ranges: PACT, and a trained minimum and maximum."""
 
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Clipped(FromStart):
-    """The ends of the range are trained: x is clipped to them, then rounded to the codes between them.
+    """The range is trained: x is clipped to it, then rounded to the codes in it.
 
-    The gradient of an end is the sum of the incoming gradients of the elements beyond it. That of x passes between the ends.
-    On a symmetric grid there is one bound, alpha = scale * qmax; else the ends are independent, and always include zero. The
-    parameters are ratios: of the bound, or of the ends to the width of the range, at the start.
+    The gradient of a bound is the sum of the incoming gradients of the elements beyond it. That of x passes inside the range.
+    On a symmetric grid there is one bound, alpha = scale * qmax; else the two are independent, and zero is between them. The
+    parameters are ratios: of the one bound, or of the two to the width of the range, at the start.
     """
 
     PLAIN = False
@@ -32,13 +32,13 @@ class Clipped(FromStart):
         needs_any_scale(spec)
 
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return scale, rate and zero point at the start as buffers, and the ratio of each end as a parameter."""
+        """Return scale, rate and zero point at the start as buffers, and the ratio of each bound as a parameter."""
         names = ("_relative_bound",) if spec.symmetric else ("_relative_low", "_relative_high")
         ratios = {name: nn.Parameter(torch.ones(shape or (1,), dtype=scale_dtype())) for name in names}
         return {**super().tensors(spec, shape), **ratios}
 
     def set_grid(self, quantizer: "TensorQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the grid as the start, and the ends that it has."""
+        """Store the grid as the start, and the bounds that it has."""
         super().set_grid(quantizer, scale, zero_point)
         spec, zero = quantizer.spec, quantizer._zero_point
         if zero is None:
@@ -49,21 +49,21 @@ class Clipped(FromStart):
             ratio.copy_(((code - zero) / width).reshape(ratio.shape))
 
     def grid(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor | None]:
-        """Return the grid between the trained ends.
+        """Return the grid of the trained range.
 
-        The grid's own ends lie beside them, since zero is on it: the zero point has the gradient at those.
+        The grid's own bounds lie beside the trained ones, since zero is on it: the zero point has the gradient at those.
         """
         spec, start = quantizer.spec, quantizer._scale
         if quantizer._zero_point is None:
             return ops.positive_scale(start * spec.qmax, quantizer._relative_bound, quantizer._rate) / spec.qmax, None
-        low, high = self._trained_ends(quantizer)
+        low, high = self._trained_range(quantizer)
         scale = (high - low) / (spec.qmax - spec.qmin)
         zero_point = (spec.qmin - low / scale).detach().round().clamp(spec.qmin, spec.qmax)
         beside = straight_through((spec.qmin - zero_point) * scale, low)
         return scale, straight_through(zero_point, spec.qmin - beside / scale)
 
-    def _trained_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
-        """Return the ends of an affine range: at most and at least zero, and apart."""
+    def _trained_range(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
+        """Return an affine range: at most and at least zero, and of some width."""
         spec, start = quantizer.spec, quantizer._scale
         width = start * (spec.qmax - spec.qmin)
         low, high = (
@@ -75,7 +75,7 @@ class Clipped(FromStart):
         return below, above
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
-        """Return x on the grid, with the gradients of its ends."""
+        """Return x on the grid, with the gradients of its bounds."""
         spec, steepness = quantizer.spec, self.steepness(quantizer)
         scale, zero_point = self.grid(quantizer)
         return ops.fake_quant_clipped(
@@ -95,7 +95,7 @@ class PACT(Clipped):
     """The bound of the range is trained (PACT, arXiv 1805.06085): y = round(clamp(x, 0, alpha) / s) s, s = alpha / qmax.
 
     The gradient of alpha is the sum of the incoming gradients where x is above alpha. On a signed grid the elements below
-    -alpha count too. Alpha starts at the end of the observed range. The paper decays alpha like a weight: pass
+    -alpha count too. Alpha starts at the bound of the observed range. The paper decays alpha like a weight: pass
     `scale_weight_decay` to `qtoolkit.parameter_groups`.
     """
 
@@ -107,15 +107,15 @@ class PACT(Clipped):
         if not spec.symmetric:
             raise ValueError(
                 f"QuantSpec: quantizer={spec.quantizer!r} trains one bound: it needs symmetric=True, got False; take "
-                f"'learned_range', which trains both ends."
+                f"'learned_range', which trains both bounds."
             )
 
 
 class LearnedRange(Clipped):
-    """Both ends of an affine range are trained, with the gradients of TensorFlow's fake_quant_with_min_max_vars.
+    """Both bounds of an affine range are trained, with the gradients of TensorFlow's fake_quant_with_min_max_vars.
 
-    Source: arXiv 1712.05877, and tensorflow/core/kernels/fake_quant_ops_functor.h: the gradient of an end is the sum of the
-    incoming gradients of the elements beyond the grid's end beside it.
+    Source: arXiv 1712.05877, and tensorflow/core/kernels/fake_quant_ops_functor.h: the gradient of a bound is the sum of the
+    incoming gradients of the elements beyond the grid's bound beside it.
     """
 
     label = "learned range"
@@ -125,6 +125,6 @@ class LearnedRange(Clipped):
         super().check(spec)
         if spec.symmetric:
             raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} trains two ends: it needs symmetric=False, got True; take 'pact', "
+                f"QuantSpec: quantizer={spec.quantizer!r} trains two bounds: it needs symmetric=False, got True; take 'pact', "
                 f"which trains one bound."
             )

@@ -68,7 +68,7 @@ class DoReFa(Shaped):
         )
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
-        """Return infinite ends for a weight, which tanh bounds, and [0, 1] for an activation."""
+        """Return an infinite range for a weight, which tanh bounds, and [0, 1] for an activation."""
         end = torch.full_like(quantizer.scale, torch.inf) if quantizer.spec.signed else torch.ones_like(quantizer.scale)
         return (-end if quantizer.spec.signed else torch.zeros_like(end)), end
 

@@ -17,11 +17,11 @@ LEAST_ALPHA, LARGEST_ALPHA = 1e-3, 0.5
 
 
 class DSQ(Clipped):
-    """The gradient is that of a soft staircase, whose steepness is trained with the ends (DSQ, arXiv 1908.05033).
+    """The gradient is that of a soft staircase, whose steepness is trained with the range (DSQ, arXiv 1908.05033).
 
     Between two codes, at f in [0, 1] of the step, the soft staircase is (tanh(k (f - 1/2)) / (1 - alpha) + 1) / 2 with
     k = log(2 / alpha - 1): the smaller alpha, the nearer to the hard one. Forward values are those of the hard staircase. The
-    gradients of the ends are those of the elements beyond them. Alpha starts at the option `alpha`, and stays within
+    gradients of the bounds are those of the elements beyond them. Alpha starts at the option `alpha`, and stays within
     [0.001, 0.5].
     """
 
@@ -38,7 +38,7 @@ class DSQ(Clipped):
             )
 
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return those of the ends, and alpha."""
+        """Return those of the bounds, and alpha."""
         alpha = torch.full(shape or (1,), float(self.options(spec)["alpha"]), dtype=scale_dtype())
         return {**super().tensors(spec, shape), "_alpha": nn.Parameter(alpha)}
 

@@ -38,7 +38,7 @@ class Dynamic(QuantizerKind):
         quantizer._scale.fill_(1)
 
     def input_ends(self, quantizer: "TensorQuantizer") -> tuple[Tensor, Tensor]:
-        """Return infinite ends: nothing is clipped."""
+        """Return an infinite range: nothing is clipped."""
         end = torch.full_like(quantizer._scale, torch.inf)
         return -end, end
 

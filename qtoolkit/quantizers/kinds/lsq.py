@@ -61,7 +61,7 @@ class LSQ(FromStart):
     def weight_rate(self, quantizer: "TensorQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
         """Return the rate whose base is the paper's scale of the weight, wherever the scale starts.
 
-        Where few elements share a scale of many codes, the base is larger: an element at the end of the grid, with the
+        Where few elements share a scale of many codes, the base is larger: an element at a bound of the range, with the
         gradient g, then changes the scale by no larger share than g changes that element. The paper has one scale for a layer.
         """
         spec = quantizer.spec

@@ -45,7 +45,7 @@ def check_bins(bins: object) -> None:
 
 
 def empty_histogram(shape: tuple[int, ...], bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the counts and the ends of histograms without values."""
+    """Return the counts and the ranges of histograms without values."""
     lo, hi = (torch.zeros(shape, dtype=torch.float32) for _ in range(2))
     return torch.zeros(*shape, bins, dtype=torch.int64), lo, hi
 
@@ -53,14 +53,14 @@ def empty_histogram(shape: tuple[int, ...], bins: int) -> tuple[Tensor, Tensor, 
 def histogram_of(
     x: Tensor, shape: tuple[int, ...], bins: int, axis: int | None, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the counts and the ends of the histogram of one tensor."""
+    """Return the counts and the range of the histogram of one tensor."""
     counts, lo, hi = (each.to(x.device) for each in empty_histogram(shape, bins))
     ops.observe_histogram_(x, counts, lo, hi, axis, group)
     return counts, lo, hi
 
 
 def searched_codes(spec: QuantSpec) -> tuple[int, int]:
-    """Return the ends of as many codes as a spec has, with 0 among them: all that counts for the search of an affine range."""
+    """Return the range of as many codes as a spec has, with 0 among them: all that counts for the search of an affine range."""
     above = max(spec.qmin, 0)
     return spec.qmin - above, spec.qmax - above
 

@@ -87,9 +87,9 @@ class MovingHistogramObserver(EndsObserver):
         grid = (self.qmin, self.qmax, self.method, self.percentile, self.symmetric)
         lo, hi = ops.search_range(counts, lo, hi, *grid)
         lowest, highest = (end.to(lo).reshape(lo.shape) for end in ops.minmax(x, self.axis, self.group))
-        ends = torch.stack((lo.maximum(lowest), hi.minimum(highest)), -1)  # NaN stays, and is skipped
+        bounds = torch.stack((lo.maximum(lowest), hi.minimum(highest)), -1)  # NaN stays, and is skipped
         ops.observe_minmax_(
-            ends, self.lo, self.hi, self.momentum, None if self.axis is None else 0, skipped=self.skipped
+            bounds, self.lo, self.hi, self.momentum, None if self.axis is None else 0, skipped=self.skipped
         )
 
     def extra_repr(self) -> str:

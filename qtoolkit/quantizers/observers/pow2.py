@@ -65,8 +65,8 @@ class Pow2Observer(HistogramObserver):
         """Return the range of the best scale. Synchronizes with the device."""
         scale = best_power(self.counts, self.lo, self.hi, self.qmin, self.qmax)
         unseen = self.hi <= self.lo
-        ends = (-scale * self.qmax if self.qmin < 0 else torch.zeros_like(scale)), scale * self.qmax
-        return torch.where(unseen, torch.inf, ends[0]), torch.where(unseen, -torch.inf, ends[1])
+        low = -scale * self.qmax if self.qmin < 0 else torch.zeros_like(scale)
+        return torch.where(unseen, torch.inf, low), torch.where(unseen, -torch.inf, scale * self.qmax)
 
     def extra_repr(self) -> str:
         """Return the number of bins."""
@@ -172,8 +172,8 @@ def best_power(counts: Tensor, lo: Tensor, hi: Tensor, qmin: int, qmax: int) -> 
 
     Args:
         counts: int64, (bins,) or (channels, bins).
-        lo: Lower ends of the histograms, one per channel.
-        hi: Upper ends.
+        lo: Lowest values of the histograms, one per channel.
+        hi: Highest values.
         qmin: Lowest code.
         qmax: Highest code.
 

@@ -20,8 +20,8 @@ def processor_saturates() -> bool:
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
-    ends, size = (255, 127), 64
-    codes = numpy_helper.from_array(np.full((size, size), ends[1], np.int8), "codes")
+    largest, size = (255, 127), 64
+    codes = numpy_helper.from_array(np.full((size, size), largest[1], np.int8), "codes")
     graph = helper.make_graph(
         [helper.make_node("MatMulInteger", ["x", "codes"], ["sums"])],
         "trial",
@@ -32,8 +32,8 @@ def processor_saturates() -> bool:
     opset = helper.make_opsetid("", 13)
     model = helper.make_model(graph, opset_imports=[opset], ir_version=7)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (sums,) = session.run(None, {"x": np.full((1, size), ends[0], np.uint8)})
-    return bool((sums != ends[0] * ends[1] * size).any())
+    (sums,) = session.run(None, {"x": np.full((1, size), largest[0], np.uint8)})
+    return bool((sums != largest[0] * largest[1] * size).any())
 
 
 def has_wide_weights(file: OpenedFile) -> bool:

@@ -1,31 +1,31 @@
-"""The values that a quantizer's grid represents."""
+"""The range of a quantizer: what it clips, and what it replaces."""
 
 import torch
 from torch import Tensor
 
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.observers.base import Observer
-from qtoolkit.quantizers.spec_ops import ends_of
+from qtoolkit.quantizers.spec_ops import range_of
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
-def grid_ends(quantizer: TensorQuantizer | Grid) -> tuple[Tensor, Tensor]:
+def clip_range(quantizer: TensorQuantizer | Grid) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest value that a quantizer does not clip, of the scale's shape; NaN without a range.
 
     Example:
         >>> quantizer = TensorQuantizer(qt.QuantSpec(bits=4))
         >>> quantizer.amax = 7.0
-        >>> grid_ends(quantizer)
+        >>> clip_range(quantizer)
         (tensor(-8.), tensor(7.))
     """
     if isinstance(quantizer, TensorQuantizer):
         return quantizer.kind.input_ends(quantizer)
-    return ends_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
+    return range_of(quantizer.spec, quantizer.scale, quantizer.zero_point)
 
 
 def share_clipped(quantizer: TensorQuantizer | Grid, observer: Observer) -> float | None:
     """Return the share of the values that an observer saw beyond a grid by more than half a step; None if it cannot tell."""
-    low, high = grid_ends(quantizer)
+    low, high = clip_range(quantizer)
     half = quantizer.scale / 2
     return observer.share_outside(low - half, high + half)
 
