@@ -220,12 +220,12 @@ def _replace(model: nn.Module, rules: ReplacementRules, quantize: str) -> None:
     outputs = _output_specs(model, rules, decisions) if quantize == "outputs" else {}
     modules = modules_by_name(model)
     norms = {name: modules[name] for _, name, *_ in chains_of(model) if name in modules}
-    apart = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_apart(bn)) is not None}
+    not_linked = {name: verdict for name, bn in norms.items() if (verdict := rules.verdict_not_linked(bn)) is not None}
     qconfigs = {name: decision.qconfig for name, decision in decisions.items()}
     replace_layers(model, [""], lambda name, *_: qconfigs.get(name), configs.table, quantize == "inputs", "replace")
     link_own_inputs(model, configs.backend)
     verdicts = {name: decision.verdict for name, decision in decisions.items()}
-    verdicts |= link_chains(model, configs.backend.batch_norm, apart)
+    verdicts |= link_chains(model, configs.backend.batch_norm, not_linked)
     verdicts |= quantize_outputs(model, outputs)
     now = modules_by_name(model)
     kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}

@@ -172,7 +172,7 @@ def test_a_zero_gamma_gives_no_nan() -> None:
     assert torch.isfinite(qt.convert(prepared)(torch.randn(SHAPE))).all()
 
 
-def test_a_second_user_keeps_the_batch_norm_apart() -> None:
+def test_a_batch_norm_behind_a_layer_with_a_second_user_is_not_linked() -> None:
     model = nets.SecondUser().eval()
     prepared = qt.prepare(model)
     report = {line.name: line for line in qt.quantization_report(prepared).layers}

@@ -92,7 +92,7 @@ PROMISES = {
     ),
     "batch norm: a linear layer's on inputs of three dimensions": (
         "nn.test_batch_norm.test_as_many_channels_as_the_length_are_an_error_with_a_remedy_that_works",
-        "nn.test_batch_norm.test_a_batch_norm_of_other_channels_stays_apart",
+        "nn.test_batch_norm.test_a_batch_norm_of_other_channels_is_not_linked",
     ),
 }
 NAMES = [

@@ -70,13 +70,13 @@ def fuse_modules(
     return own
 
 
-def link_chains(model: nn.Module, strategy: str, apart: Mapping[str, Verdict] | None = None) -> dict[str, Verdict]:
+def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdict] | None = None) -> dict[str, Verdict]:
     """Link the batch norms of a model's chains to the QAT layers before them.
 
     Args:
         model: The model, after its layers were replaced.
         strategy: The computation in training, one of `qtoolkit.nn.batch_norm.STRATEGIES`.
-        apart: Verdicts on batch norms that are not linked, by name.
+        not_linked: Verdicts on batch norms that are not linked, by name.
 
     Returns:
         The verdict on each batch norm, by name.
@@ -94,8 +94,8 @@ def link_chains(model: nn.Module, strategy: str, apart: Mapping[str, Verdict] | 
             verdicts[chain[1]] = Verdict.left_float(Cause.NOT_FOLDED, why)
         elif (unfit := layer.why_batch_norm_stays()) is not None:
             verdicts[chain[1]] = Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({unfit})")
-        elif apart and chain[1] in apart:
-            verdicts[chain[1]] = apart[chain[1]]
+        elif not_linked and chain[1] in not_linked:
+            verdicts[chain[1]] = not_linked[chain[1]]
         else:
             replace_in_place(bn, linked(bn, strategy, chain[1]))
             layer.link_batch_norm(bn)  # type: ignore[arg-type]  # now a LinkedBatchNorm

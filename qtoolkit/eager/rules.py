@@ -61,7 +61,7 @@ class ReplacementRules:
         qconfig = None if module in self.ignored else self.rules.of_module(module).qconfig
         return None if qconfig is None else qconfig.activation
 
-    def verdict_apart(self, batch_norm: nn.Module) -> Verdict | None:
+    def verdict_not_linked(self, batch_norm: nn.Module) -> Verdict | None:
         """Return the verdict on a batch norm that is not linked to the layer before it; None if it is."""
         if batch_norm in self.ignored:
             return self._ignores(batch_norm)

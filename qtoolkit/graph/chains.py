@@ -22,13 +22,13 @@ from qtoolkit.graph.nodes import (
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, is_batch_norm
 from qtoolkit.nn.epilogue import (
-    why_activation_apart,
-    why_batch_norm_apart,
-    why_layer_apart,
-    why_quantizer_apart,
+    why_activation_not_fused,
+    why_batch_norm_not_fused,
+    why_layer_not_fused,
+    why_quantizer_not_fused,
 )
 from qtoolkit.nn.hooks import all_watched
-from qtoolkit.nn.prelu import why_prelu_apart
+from qtoolkit.nn.prelu import why_prelu_not_fused
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import calls_where
@@ -84,7 +84,7 @@ class Chain:
     def sentence(self) -> str:
         """Return how the batch norm is computed in training mode, as the modules are now."""
         bn = module_of(self.batch_norm)
-        why = "hooks of all modules are registered" if all_watched() else why_batch_norm_apart(bn)
+        why = "hooks of all modules are registered" if all_watched() else why_batch_norm_not_fused(bn)
         joined, end = _joined(self)
         if why is None and not isinstance(bn, LinkedBatchNorm) and (not joined or joined[-1] is not self.quantizer):
             why = f"no quantizer is in one op with it ({end})"
@@ -93,7 +93,7 @@ class Chain:
         names = ", ".join(name_of(node) for node in joined)
         said = [f"one op with {names}" if joined else "an op of its own", end]
         if isinstance(bn, LinkedBatchNorm):
-            layer = "its layer runs elsewhere" if self.layer is None else why_layer_apart(module_of(self.layer), bn)
+            layer = "its layer runs elsewhere" if self.layer is None else why_layer_not_fused(module_of(self.layer), bn)
             said.append("" if layer is None else f"its input is divided: {layer}")
         return "; ".join(filter(None, said))
 
@@ -118,7 +118,7 @@ class Pair:
     def sentence(self) -> str:
         """Return how the PReLU is computed in training mode, as the modules are now."""
         why = "hooks of all modules are registered" if all_watched() else None
-        why = why or why_prelu_apart(module_of(self.activation), module_of(self.quantizer))
+        why = why or why_prelu_not_fused(module_of(self.activation), module_of(self.quantizer))
         return f"one op with {name_of(self.quantizer)}" if why is None else f"by torch: {why}"
 
 
@@ -233,9 +233,9 @@ def _joined(chain: Chain) -> tuple[list[fx.Node], str]:
     for node in chain.following:
         why = None
         if node is chain.activation and chain.bounds is None:
-            why = why_activation_apart(module_of(node))
+            why = why_activation_not_fused(module_of(node))
         elif node is chain.quantizer:
-            why = why_quantizer_apart(module_of(node))
+            why = why_quantizer_not_fused(module_of(node))
         if why is not None:
             return joined, why
         joined.append(node)

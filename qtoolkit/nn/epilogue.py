@@ -50,7 +50,7 @@ Output = tuple[Tensor, Tensor | None]  # of a layer: undivided, with the factor 
 # ---- what may be one op, of the modules as they are now; each returns a reason for people, or None
 
 
-def why_batch_norm_apart(bn: nn.Module) -> str | None:
+def why_batch_norm_not_fused(bn: nn.Module) -> str | None:
     """Return why the op does not compute a batch norm in training mode."""
     if isinstance(bn, QuantSyncBatchNorm | nn.SyncBatchNorm):
         return "a SyncBatchNorm takes the statistics of several processes"
@@ -63,7 +63,7 @@ def why_batch_norm_apart(bn: nn.Module) -> str | None:
     return "it has hooks" if is_watched(bn) else None
 
 
-def why_layer_apart(layer: nn.Module, bn: nn.Module) -> str | None:
+def why_layer_not_fused(layer: nn.Module, bn: nn.Module) -> str | None:
     """Return why a layer must be called as a module, and so divide its output, before its batch norm."""
     if not isinstance(layer, QuantWeighted) or layer.batch_norm is not bn:
         return "its layer is linked to another batch norm"
@@ -72,14 +72,14 @@ def why_layer_apart(layer: nn.Module, bn: nn.Module) -> str | None:
     return "its layer has hooks" if is_watched(layer) else None
 
 
-def why_activation_apart(activation: nn.Module) -> str | None:
+def why_activation_not_fused(activation: nn.Module) -> str | None:
     """Return why the op does not compute the module of an activation."""
     if bounds_of_module(activation) is None:
         return f"{with_article(type(activation))} is none of its activations"
     return "its activation has hooks" if is_watched(activation) else None
 
 
-def why_quantizer_apart(quantizer: nn.Module) -> str | None:
+def why_quantizer_not_fused(quantizer: nn.Module) -> str | None:
     """Return why the op does not quantize its output as a quantizer does."""
     if type(quantizer) is not TensorQuantizer:
         return f"{with_article(type(quantizer))} quantizes by itself"
@@ -98,7 +98,7 @@ def why_quantizer_apart(quantizer: nn.Module) -> str | None:
 
 
 def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
-    """Return the arguments of an op for a quantizer of a tensor of x's shape, where `why_quantizer_apart` has no reason."""
+    """Return the arguments of an op for a quantizer of a tensor of x's shape, where `why_quantizer_not_fused` has no reason."""
     kind, spec = quantizer.kind, quantizer.spec
     scale, zero_point, grad_factor = with_factor(*kind.grid(quantizer), kind.grad_factor(quantizer, x))
     codes = {"qmin": spec.qmin, "qmax": spec.qmax, "grad_factor": grad_factor}
@@ -107,7 +107,7 @@ def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
 
 def layer_output(layer: Any, bn: Any, input: Any, *args: Any, **kwargs: Any) -> Output:
     """Return the output of a layer for its linked batch norm: undivided where the op may take it."""
-    if not is_ordinary(input) or all_watched() or not trains(bn) or why_layer_apart(layer, bn) is not None:
+    if not is_ordinary(input) or all_watched() or not trains(bn) or why_layer_not_fused(layer, bn) is not None:
         return layer(input, *args, **kwargs), None
     output: Output = layer.undivided(input, *args, **kwargs)
     return output
@@ -135,7 +135,7 @@ def epilogue_of(
         x, factor = (value, None) if layer is None else value
         adds = residual is None or _is_like(x, residual)
         ours = bounds_now(activation, bounds) if adds else None
-        quantizes = ours is not None and quantizer is not None and why_quantizer_apart(quantizer) is None
+        quantizes = ours is not None and quantizer is not None and why_quantizer_not_fused(quantizer) is None
         trains_here = factor is not None or (quantizes and not all_watched() and trains(bn))  # layer_output has asked
         if not (trains_here and is_ordinary(x) and fits(bn, x.shape)):
             # A batch norm that is not linked gives torch's bits where nothing is quantized.
@@ -157,8 +157,8 @@ def epilogue_of(
 
 def max_pool(pool: Any, x: Tensor) -> Any:
     """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains."""
-    apart = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
-    if apart or all_watched():
+    by_torch = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
+    if by_torch or all_watched():
         return pool(x)
     return max_pool2d(x, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
 
@@ -186,7 +186,7 @@ def max_pool2d(
 def trains(bn: Any) -> bool:
     """Return whether the op computes a batch norm as it is now."""
     counts = torch.compiler.is_compiling() and bn.momentum is None  # a number from a buffer, which is no constant
-    return bn.training and why_batch_norm_apart(bn) is None and not counts
+    return bn.training and why_batch_norm_not_fused(bn) is None and not counts
 
 
 def fits(bn: Any, size: torch.Size) -> bool:

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from qtoolkit import ops
 from qtoolkit.errors import with_article
-from qtoolkit.nn.epilogue import grid_now, why_quantizer_apart
+from qtoolkit.nn.epilogue import grid_now, why_quantizer_not_fused
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.quantizers.handed_over import hand_over
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 
-def why_prelu_apart(activation: nn.Module, quantizer: nn.Module) -> str | None:
+def why_prelu_not_fused(activation: nn.Module, quantizer: nn.Module) -> str | None:
     """Return why an op does not compute an activation with its quantizer in training mode, of the modules as they are now."""
     if type(activation) is not nn.PReLU:
         return f"{with_article(type(activation))} is no nn.PReLU"
     if is_watched(activation):
         return "it has hooks"
-    why = why_quantizer_apart(quantizer)
+    why = why_quantizer_not_fused(quantizer)
     if why is None and isinstance(quantizer, TensorQuantizer):
         zero_point = quantizer.kind.grid(quantizer)[1]
         why = "its quantizer trains a zero point" if zero_point is not None and zero_point.requires_grad else None
@@ -31,8 +31,8 @@ def why_prelu_apart(activation: nn.Module, quantizer: nn.Module) -> str | None:
 
 def prelu(x: Any, activation: Any, quantizer: Any) -> Tensor:
     """Call an nn.PReLU and its quantizer, by one op where it trains."""
-    apart = all_watched() or not activation.training or why_prelu_apart(activation, quantizer) is not None
-    if apart or not is_ordinary(x) or not _fits(activation.weight, x):
+    not_fused = all_watched() or not activation.training or why_prelu_not_fused(activation, quantizer) is not None
+    if not_fused or not is_ordinary(x) or not _fits(activation.weight, x):
         return quantizer(activation(x))  # type: ignore[no-any-return]
     grid = grid_now(quantizer, x)
     y = ops.prelu_fake_quant(x, activation.weight, **grid)

@@ -21,9 +21,9 @@ from qtoolkit.nn.epilogue import (
     epilogue_of,
     fits,
     layer_output,
-    why_batch_norm_apart,
-    why_layer_apart,
-    why_quantizer_apart,
+    why_batch_norm_not_fused,
+    why_layer_not_fused,
+    why_quantizer_not_fused,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.weighted import QuantWeighted
@@ -124,7 +124,7 @@ class Unit:
         gives: bool,
     ) -> None:
         self.root, self.names, self.bounds, self.gives = ref(root), names, bounds, gives
-        self.apart = epilogue_of(add, activate, bounds)
+        self.one_by_one = epilogue_of(add, activate, bounds)
         self.snapshot: Snapshot | None = None
         self.modules: tuple[Any, ...] = ()
         self.weight: Any = None
@@ -152,10 +152,10 @@ class Unit:
         plan = self._plan(x, residual) if torch.is_grad_enabled() else None
         codes = None if plan is None else self._handed(x, handed, plan.integer)
         if plan is None or codes is None:
-            return self._apart(x, handed, residual, of_residual)
+            return self._one_by_one(x, handed, residual, of_residual)
         return self._compute(plan, x, codes, residual, of_residual)
 
-    def _apart(
+    def _one_by_one(
         self, x: Tensor, handed: Handed | None, residual: Tensor | None, of_residual: Handed | None
     ) -> tuple[Tensor, Handed | None]:
         """Call the functions that ask the modules."""
@@ -163,7 +163,7 @@ class Unit:
             if tensor is not None and known is not None:
                 keep(tensor, known)
         layer, bn, activation, quantizer = self.modules
-        y = self.apart(layer_output(layer, bn, x), residual, layer, bn, activation, quantizer)
+        y = self.one_by_one(layer_output(layer, bn, x), residual, layer, bn, activation, quantizer)
         return y, handed_with(y)
 
     # ---- what it is
@@ -306,11 +306,11 @@ def _parents(name: str) -> list[str]:
 
 def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:
     """Return whether the op computes modules as they are now, for some inputs."""
-    if all_watched() or not bn.training or bn.momentum is None or why_batch_norm_apart(bn) is not None:
+    if all_watched() or not bn.training or bn.momentum is None or why_batch_norm_not_fused(bn) is not None:
         return False
-    if why_layer_apart(layer, bn) is not None or layer.integer_kernel is not None or layer.input_quantizer is not None:
+    if why_layer_not_fused(layer, bn) is not None or layer.integer_kernel is not None or layer.input_quantizer is not None:
         return False
-    if quantizer is not None and why_quantizer_apart(quantizer) is not None:
+    if quantizer is not None and why_quantizer_not_fused(quantizer) is not None:
         return False
     parameters = (layer._parameters.get("weight"), layer.bias, bn.weight, bn.bias)
     plain = all(type(p) is nn.Parameter for p in parameters[:1]) and all(

@@ -259,7 +259,7 @@ NOT_ADDED = {
 
 
 @pytest.mark.parametrize("name", NOT_ADDED)
-def test_other_adds_stay_apart(name: str, calls: list[dict]) -> None:
+def test_other_adds_are_not_fused(name: str, calls: list[dict]) -> None:
     prepared = prepared_of(Chain(torch.relu, NOT_ADDED[name]))
     assert_close(step(copy.deepcopy(prepared)), plain_step(prepared))
     (call,) = calls
@@ -336,7 +336,7 @@ def convert_sync(model: nn.Module) -> None:
     model.train()
 
 
-APART = {
+NOT_FUSED = {
     "eval": lambda model: model.eval(),
     "hook of the batch norm": with_hook("norm"),
     "backward hook": lambda model: model.get_submodule("norm").register_full_backward_hook(lambda m, gi, go: None),
@@ -347,12 +347,12 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", NOT_FUSED)
 def test_the_plain_road_has_the_bits_of_the_ops_one_by_one(name: str, calls: list[dict]) -> None:
     prepared = prepared_of(Chain(nn.ReLU(), ADDS["operator"]))
     plain = copy.deepcopy(prepared)
     for model in (prepared, plain):
-        APART[name](model)
+        NOT_FUSED[name](model)
     assert_equal(step(prepared), plain_step(plain))
     assert not calls
 

@@ -272,7 +272,7 @@ def test_a_batch_norm_without_running_statistics_is_not_linked_and_is_reported()
             assert torch.equal(prepared(torch.ones(2, 3, 5, 5)), model(torch.ones(2, 3, 5, 5)))
 
 
-def test_a_batch_norm_of_other_channels_stays_apart() -> None:
+def test_a_batch_norm_of_other_channels_is_not_linked() -> None:
     """BatchNorm1d after a linear layer on (batch, length, features) normalizes the length."""
     model = nets.trained(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(7)), 4, 7, 5)
     x = torch.randn(4, 7, 5)

@@ -123,7 +123,7 @@ class Doubled(nn.PReLU):
         return super().forward(2 * x)
 
 
-APART = {
+NOT_FUSED = {
     "eval": (lambda model: model.eval(), None),
     "hook of the activation": (with_hook("third"), "by torch: it has hooks"),
     "hook of its quantizer": (with_hook("activation_quantizers.third"), "by torch: its quantizer has hooks"),
@@ -139,10 +139,10 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", NOT_FUSED)
 def test_they_are_called_one_by_one(name: str, calls: list[dict]) -> None:
     prepared = prepared_of()
-    change, reason = APART[name]
+    change, reason = NOT_FUSED[name]
     plain = copy.deepcopy(prepared)
     for model in (prepared, plain):
         torch.manual_seed(1)

@@ -67,7 +67,7 @@ def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Count the units that run as one op, and those whose ops run one by one."""
-    found = {"_compute": 0, "_apart": 0}
+    found = {"_compute": 0, "_one_by_one": 0}
     with monkeypatch.context() as patch:
         for name in found:
             patch.setattr(Unit, name, counting(found, name))
@@ -127,7 +127,7 @@ def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: py
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found:
         results = step(model)
-    assert found == {"_compute": 10, "_apart": 0}
+    assert found == {"_compute": 10, "_one_by_one": 0}
     with one_by_one(monkeypatch):
         same(results, step(other))
 
@@ -181,7 +181,7 @@ def test_a_changed_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -
         CHANGES[name](net)
     with counted(monkeypatch) as found:
         results = step(model)
-    assert found["_apart"] > 0
+    assert found["_one_by_one"] > 0
     with one_by_one(monkeypatch):
         same(results, step(other))
 

@@ -148,14 +148,14 @@ class _Listener:
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer, spec = quantizer, quantizer.spec
         self.all = HistogramObserver()
-        apart = spec.axis is not None and spec.group_size is None and known_range(quantizer) is not None
-        shape = tuple(quantizer.scale.shape) if apart else ()
-        self.apart = HistogramObserver(shape=shape, axis=spec.axis, group=quantizer.group) if shape else self.all
+        by_channel = spec.axis is not None and spec.group_size is None and known_range(quantizer) is not None
+        shape = tuple(quantizer.scale.shape) if by_channel else ()
+        self.by_channel = HistogramObserver(shape=shape, axis=spec.axis, group=quantizer.group) if shape else self.all
 
     @torch.no_grad()
     def hear(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Take in an input: a forward hook."""
-        for observer in dict.fromkeys((self.all, self.apart)):
+        for observer in dict.fromkeys((self.all, self.by_channel)):
             observer.to(args[0].device)(args[0].float())
 
     def read(self) -> Values:
@@ -164,7 +164,7 @@ class _Listener:
         known = (
             isinstance(grid, TensorQuantizer | Grid) and known_range(grid) is not None and grid.spec.group_size is None
         )
-        return Values(self.all, share_clipped(grid, self.apart) if known else None)  # type: ignore[arg-type]
+        return Values(self.all, share_clipped(grid, self.by_channel) if known else None)  # type: ignore[arg-type]
 
 
 def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: Any) -> dict[str, Values]:

@@ -25,7 +25,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """
     calls = ModuleCalls(gm.graph)
     for node, follower in list(batch_norms(gm)):
-        if why_apart(node, follower, calls, rules) is not None:
+        if why_not_linked(node, follower, calls, rules) is not None:
             continue
         _check_hooks(node, follower)
         if gm.training:
@@ -43,7 +43,7 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield follower.all_input_nodes[0], follower
 
 
-def why_apart(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: LayerRules) -> str | None:
+def why_not_linked(node: fx.Node, follower: fx.Node, calls: ModuleCalls, rules: LayerRules) -> str | None:
     """Return why a layer does not take over the batch norm after it, or None where it does."""
     if len(node.users) > 1:
         return "its layer's output has a second user"

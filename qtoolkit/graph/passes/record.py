@@ -14,7 +14,7 @@ from qtoolkit.errors import with_article
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls
 from qtoolkit.graph.nodes import is_quantizer, is_weight_quantizer, kind_of, name_of, owns_weight, tensor_inputs
-from qtoolkit.graph.passes.link_batch_norms import why_apart
+from qtoolkit.graph.passes.link_batch_norms import why_not_linked
 from qtoolkit.graph.placement.roles import Roles
 from qtoolkit.graph.placement.rule_of_node import rule_of_node
 from qtoolkit.graph.placement.traversal import quantizer_behind
@@ -170,7 +170,7 @@ def _verdict_on_batch_norm(node: fx.Node, roles: Roles, calls: ModuleCalls) -> V
     if node.op == "call_module" and isinstance(module_of(node), LinkedBatchNorm):
         return FOLDED
     source = node.all_input_nodes[0]
-    reason = why_apart(source, node, calls, roles.rules) if kind_of(source).layer else "no layer right before it"
+    reason = why_not_linked(source, node, calls, roles.rules) if kind_of(source).layer else "no layer right before it"
     return Verdict.left_float(Cause.NOT_FOLDED, f"a batch norm that cannot be folded ({reason})")
 
 

@@ -122,7 +122,7 @@ def test_fuse_leaves_chains_with_a_second_user_untouched(training: bool) -> None
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_or_batch_norm_that_is_called_twice_stays_apart(training: bool) -> None:
+def test_a_layer_or_batch_norm_that_is_called_twice_is_not_linked(training: bool) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
