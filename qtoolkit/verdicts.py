@@ -16,7 +16,7 @@ class Status(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an op or a layer has its status."""
+    """Why an op or a layer has its status, or does not compute on the codes of its inputs."""
 
     COMPUTED = "computed on quantized tensors"
     REPLACED = "replaced by a QAT layer, without a graph"
@@ -35,6 +35,21 @@ class Cause(StrEnum):
     NOT_CALLED = "a layer that forward does not call"
     NOT_AN_OP = "an input, an output or a constant"
     PUT_IN = "put in after the model was quantized"
+    # why it does not compute on codes
+    AS_ASKED = "as asked"
+    NO_KERNEL = "no kernel for it"
+    INPUT_CODES = "the codes of its inputs"
+    WEIGHT_CODES = "the codes of its weight"
+    OUTPUT_CODES = "the codes of its output"
+    CALL = "how it is called"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a layer or an op does not compute on codes: the cause, and the part of a sentence that says it to people."""
+
+    cause: Cause
+    text: str
 
 
 @dataclass(frozen=True)

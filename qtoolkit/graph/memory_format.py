@@ -76,7 +76,7 @@ def _computes_on_codes(layer: Any, pixels: int) -> bool:
     """Return whether a layer of a model, whose images have so many pixels, may compute on codes."""
     if not isinstance(layer, QuantConv2d) or not on_codes.pays(layer, pixels):
         return False
-    if on_codes.why_not_on_codes(layer) is not None:
+    if on_codes.refusal_to_compute(layer) is not None or on_codes.refusal_to_keep(layer) is not None:
         return False
     return all(quantizer is not None and quantizer.quantizing for quantizer in (layer.source, layer.weight_quantizer))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping, QuantSpec
-from qtoolkit.verdicts import Verdict
+from qtoolkit.verdicts import Cause, Refusal, Verdict
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,18 @@ class Computed:
         kernel: The name of its integer kernel; None for float.
         why: Why it is float.
         last: The node of the last op that the kernel computes: the op itself, or an activation after it.
+        cause: The cause of that; None with a kernel, and in models that were pickled before it was recorded.
     """
 
     kernel: str | None
     why: str = ""
     last: str = ""
+    cause: Cause | None = None
+
+    @classmethod
+    def in_float(cls, refusal: Refusal) -> "Computed":
+        """Return the record of an op in float."""
+        return cls(None, refusal.text, cause=refusal.cause)
 
     def __str__(self) -> str:
         return self.kernel or f"float: {self.why}"

@@ -16,7 +16,15 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of, why_no_sums
+from qtoolkit.integer.kernels import (
+    OTHER_ARGUMENTS,
+    LayerKernel,
+    OpKernel,
+    Side,
+    output_of,
+    refusal_of_inputs,
+    refusal_of_output,
+)
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, module_of
@@ -25,6 +33,7 @@ from qtoolkit.ops.requantize import add_codes
 from qtoolkit.ops.sums import exact_matmul
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.sub_pixel import sub_pixels_of_image
+from qtoolkit.verdicts import Cause, Refusal
 
 
 def requantized(sums: Tensor, factor: Tensor, output: Side) -> Tensor:
@@ -170,29 +179,36 @@ PAIRS_MOVE_PAST = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqu
 ABSORBS = backends["onnxruntime"].joined_activations
 # QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax look codes up, and so do kernels that only move values.
 TABLES = ("leaky_relu", "sigmoid", "softmax")
-_SAME_TYPE = "its input and its output have codes of different types"
+OTHER_TYPE = Refusal(Cause.OUTPUT_CODES, "its input and its output have codes of different types")
 
 
-def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
-    """Return the kernel of a layer, or why onnxruntime computes it in float.
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
+    """Return the kernel of a layer with sums of codes, or why onnxruntime computes it in float.
 
     Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
     """
-    kind = layer.OP_KIND
+    kind, weight = layer.OP_KIND, layer.weight_quantizer
     if not kind.layer:
-        return f"onnxruntime has no integer kernel for {with_article(layer.KIND)}"
+        return _no_kernel(f"onnxruntime has no integer kernel for {with_article(layer.KIND)}")
     if kind.transposed and not _has_sub_pixel_form(layer):
-        return "onnxruntime has no integer kernel for a conv_transpose that is no convolution of sub-pixels"
-    reason, weight = why_no_sums(layer, source), layer.weight_quantizer
-    if reason is not None:
-        return reason
+        return _no_kernel("onnxruntime has no integer kernel for a conv_transpose that is no convolution of sub-pixels")
     if weight is not None and source.spec.qmin < 0 <= weight.spec.qmin:
-        return "its weight is unsigned and its input signed"
-    if not kind.convolves:
-        return QGemmToFloat if output is None or not _same_type(source, output) else QGemm
-    if output is None:
-        return "its output goes to something else than a quantizer"
-    return QLinearConv if _same_type(source, output) else _SAME_TYPE
+        return Refusal(Cause.WEIGHT_CODES, "its weight is unsigned and its input signed")
+    refusal = _refusal_of_output([source], output)
+    if kind.convolves:
+        return refusal or QLinearConv
+    return QGemm if refusal is None else QGemmToFloat
+
+
+def _no_kernel(text: str) -> Refusal:
+    return Refusal(Cause.NO_KERNEL, text)
+
+
+def _refusal_of_output(inputs: Sequence[Grid], output: Grid | None) -> Refusal | None:
+    refusal = refusal_of_output(output)
+    if refusal is not None or output is None:
+        return refusal
+    return None if all((grid.spec.qmin < 0) == (output.spec.qmin < 0) for grid in inputs) else OTHER_TYPE
 
 
 def _has_sub_pixel_form(layer: Any) -> bool:
@@ -204,40 +220,33 @@ def _has_sub_pixel_form(layer: Any) -> bool:
 
 def op_kernel(
     kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
-) -> type[OpKernel] | str:
+) -> type[OpKernel] | Refusal:
     """Return the kernel of an op without weights, or why onnxruntime computes it in float."""
     if kind in TABLES:
-        return "the runtime's kernel is a table of the codes that the float op gives"
+        return _no_kernel("the runtime's kernel is a table of the codes that the float op gives")
     if kind not in _KERNELS:
-        return f"onnxruntime computes {with_article(kind)} on dequantized values"
-    if not all(grid.capability_now.codes for grid in inputs):
-        return "the codes of an input have more than 8 bits or several scales"
-    kernel = _KERNELS[kind]
-    if output is None:
-        return kernel if kernel is QLinearMatMulOfTwo else "its output goes to something else than a quantizer"
-    if not (output.capability_now.codes and all(_same_type(grid, output) for grid in inputs)):
-        return _SAME_TYPE
+        return _no_kernel(f"onnxruntime computes {with_article(kind)} on dequantized values")
+    kernel, refusal = _KERNELS[kind], refusal_of_inputs(inputs)
+    if output is None and kernel is QLinearMatMulOfTwo:
+        return refusal or kernel
+    refusal = refusal or _refusal_of_output(inputs, output)
+    if refusal is not None:
+        return refusal
     if kernel is QLinearAveragePool:
         return _average_pool(node)
-    if len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
-        return "it has other arguments than two tensors"
-    return kernel
+    return OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else kernel
 
 
-def _average_pool(node: fx.Node) -> type[OpKernel] | str:
+def _average_pool(node: fx.Node) -> type[OpKernel] | Refusal:
     op = type(module_of(node)) if node.op == "call_module" else node.target
     if op in GLOBAL_IF_ONE:
         sizes = argument(node, 1, "output_size")
         is_one = {1} == set(sizes) if isinstance(sizes, tuple | list) else sizes == 1
-        return QLinearGlobalAveragePool if is_one else "its windows differ in size"
+        return QLinearGlobalAveragePool if is_one else _no_kernel("its windows differ in size")
     if op in MEANS:
         return QLinearGlobalAveragePool
     plain = op in (nn.AvgPool2d, F.avg_pool2d)
-    return QLinearAveragePool if plain else "onnxruntime has an integer kernel for two dimensions only"
-
-
-def _same_type(one: Grid, other: Grid) -> bool:
-    return (one.spec.qmin < 0) == (other.spec.qmin < 0)
+    return QLinearAveragePool if plain else _no_kernel("onnxruntime has an integer kernel for two dimensions only")
 
 
 _KERNELS: Mapping[str, type[OpKernel]] = {

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import FloatOutput, LayerKernel, output_of, why_no_sums
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel, output_of, refusal_of_output
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.verdicts import Cause, Refusal
 
 # Behind these its codes were not compared with the formulas here.
 NOT_COMPARED = ("split", "stack", "upsample_nearest", "pixel_shuffle", "edge_pad")
@@ -64,15 +65,13 @@ class QuantizedSums(MultipliedSums):
         return output.rounded(y, self.factor, self.shift, zero_code=-output.ends[0], fused=True)
 
 
-def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
-    """Return the kernel of a layer, or why OpenVINO computes it in float."""
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
+    """Return the kernel of a layer with sums of codes, or why OpenVINO computes it in float."""
     kind = layer.OP_KIND
     if not kind.layer:
-        return f"OpenVINO has no integer kernel for {with_article(layer.KIND)}"
-    reason = why_no_sums(layer, source)
-    if reason is not None:
-        return reason
+        return Refusal(Cause.NO_KERNEL, f"OpenVINO has no integer kernel for {with_article(layer.KIND)}")
     if kind.transposed and source.zero_point is not None:
-        return "OpenVINO computes a conv_transpose in integers only if the zero point is 0"
-    fused = kind.convolves and layer.bias is not None and output is not None and output.capability_now.codes
+        only = "OpenVINO computes a conv_transpose in integers only if the zero point is 0"
+        return Refusal(Cause.INPUT_CODES, only)
+    fused = kind.convolves and layer.bias is not None and refusal_of_output(output) is None
     return QuantizedSums if fused else MultipliedSums

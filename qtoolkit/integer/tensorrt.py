@@ -6,20 +6,21 @@ chooses by its speed: codes may differ by one at rounding ties.
 """
 
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import FloatOutput, LayerKernel, why_no_sums
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.verdicts import Cause, Refusal
 
 # Its documentation says of none of these that it computes them on codes.
 NOT_ON_CODES = ("split", "stack", "upsample_nearest", "pixel_shuffle", "zero_pad", "edge_pad")
 CARRIES = tuple(kind for kind in (*MOVES, *CONCATS) if kind not in NOT_ON_CODES)
 
 
-def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
-    """Return the kernel of a layer, or why TensorRT computes it in float."""
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
+    """Return the kernel of a layer with sums of codes, or why TensorRT computes it in float."""
     if not layer.OP_KIND.layer:
-        return f"TensorRT has no integer kernel for {with_article(layer.KIND)}"
+        return Refusal(Cause.NO_KERNEL, f"TensorRT has no integer kernel for {with_article(layer.KIND)}")
     if source.zero_point is not None:
-        return "TensorRT takes no input with a zero point other than 0"
-    return why_no_sums(layer, source) or FloatOutput
+        return Refusal(Cause.INPUT_CODES, "TensorRT takes no input with a zero point other than 0")
+    return FloatOutput

@@ -10,13 +10,22 @@ from torch import Tensor, fx
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of, why_no_sums
+from qtoolkit.integer.kernels import (
+    OTHER_ARGUMENTS,
+    LayerKernel,
+    OpKernel,
+    output_of,
+    refusal_of_inputs,
+    refusal_of_output,
+)
 from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.ops.requantize import add_codes
 from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.quantizers.quantizer import Quantizer
+from qtoolkit.verdicts import Cause, Refusal
 
 CARRIES = (*MOVES, *CONCATS)  # behind all of them the file repeats the pair
 ABSORBS = backends["xnnpack"].joined_activations
@@ -61,30 +70,38 @@ class Multiply(QLinearMul):
         return requantized(a.centred(x) * b.centred(other), self.factor, output_of(self))
 
 
-def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | str:
-    """Return the kernel of a layer, or why it runs in float."""
+def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
+    """Return the kernel of a layer with sums of codes, or why it runs in float."""
     if not layer.OP_KIND.layer or layer.weight.dim() > 4:
-        return f"XNNPACK has no integer kernel for {with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
-    reason = why_no_sums(layer, source)
-    if reason is not None or output is None:
-        return reason or "its output goes to something else than a quantizer"
-    signed = source.spec.qmin < 0 and output.spec.qmin < 0
-    return Layer if signed else "XNNPACK has no unsigned codes"
+        what = f"{with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
+        return Refusal(Cause.NO_KERNEL, f"XNNPACK has no integer kernel for {what}")
+    weight = (Cause.WEIGHT_CODES, layer.weight_quantizer)
+    return _refusal_of_codes([source], output, weight) or Layer
+
+
+def _refusal_of_codes(
+    inputs: Sequence[Grid], output: Grid | None, *weight: tuple[Cause, Quantizer | None]
+) -> Refusal | None:
+    """Return why XNNPACK does not compute on codes: they must be signed, and those of the output a byte."""
+    codes = [*((Cause.INPUT_CODES, grid) for grid in inputs), *weight, (Cause.OUTPUT_CODES, output)]
+    unsigned = [cause for cause, grid in codes if grid is not None and grid.spec.qmin >= 0]
+    refusal = refusal_of_output(output)
+    return refusal or (Refusal(unsigned[0], "XNNPACK has no unsigned codes") if unsigned else None)
 
 
 def op_kernel(
     kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
-) -> type[OpKernel] | str:
+) -> type[OpKernel] | Refusal:
     """Return the kernel of an op without weights, or why it runs in float."""
     if kind not in _KERNELS:
-        return f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
-    if output is None or len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
-        return "XNNPACK computes it on codes with two tensors and a quantized output alone"
-    if not all(grid.capability_now.codes and grid.spec.qmin < 0 for grid in (*inputs, output)):
-        return "XNNPACK has signed codes of at most 8 bits with one scale alone"
-    if any(kind.clips and not kind.is_relu for kind in followers):
-        return "XNNPACK joins a ReLU alone to it"
-    return _KERNELS[kind]
+        how = f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
+        return Refusal(Cause.NO_KERNEL, how)
+    if len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
+        return OTHER_ARGUMENTS
+    refusal = refusal_of_inputs(inputs) or _refusal_of_codes(inputs, output)
+    if refusal is None and any(kind.clips and not kind.is_relu for kind in followers):
+        return Refusal(Cause.NO_KERNEL, "XNNPACK joins a ReLU alone to it")
+    return refusal or _KERNELS[kind]
 
 
 _KERNELS: Mapping[str, type[OpKernel]] = {"add": Add, "mul": Multiply}

@@ -10,19 +10,24 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.nn.hooks import has_hooks, is_transformed
+from qtoolkit.nn.refusals import NO_INTEGERS, refusal_of_inputs, refusal_of_weight
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.ops.sums import is_exact
-from qtoolkit.quantizers.capability import NO_CODES
+from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.handed_over import codes_of, raw_of
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+from qtoolkit.verdicts import Cause, Refusal
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
 
 HAS_INT8 = is_exact()
-NO_KERNEL = "no int8 kernel"
+AS_ASKED = Refusal(Cause.AS_ASKED, "as asked")
+NO_INT8 = Refusal(Cause.NO_KERNEL, "no int8 kernel")
+UNSIGNED = Refusal(Cause.WEIGHT_CODES, "its weight has unsigned codes")
+MAY_OVERFLOW = Refusal(Cause.NO_KERNEL, "its sums may exceed int32")
 MOST_IMAGE_CHANNELS = 4
 # "auto" computes on codes where that is faster: int8 kernels save time for each product, and preparing the weight for them
 # costs as much as 256 positions save, besides what a call costs. Measured by benchmarks/small_layers.py.
@@ -167,7 +172,7 @@ def has_kernel_type(x: Tensor) -> bool:
 
 def computes_on_codes(layer: "QuantWeighted", x: Tensor, geometry: Geometry) -> bool:
     """Return whether a layer computes an input on codes in training, if it has some."""
-    if not layer.training or not pays(layer, _positions(x, geometry)) or why_in_float(layer) is not None:
+    if not layer.training or not pays(layer, _positions(x, geometry)) or refusal_to_compute(layer) is not None:
         return False
     return layer.training_arithmetic.forward == "integer" or (x.dtype == layer.weight.dtype and has_kernel_type(x))
 
@@ -193,53 +198,60 @@ def least_positions(layer: "QuantWeighted") -> int:
     return min(POSITIONS_OF_WEIGHT + of_call, MOST_POSITIONS)
 
 
-def described(layer: "QuantWeighted") -> str:
-    """Return how a layer computes in training and what it keeps for backward, in words; "" for one without an input grid."""
+def described(layer: "QuantWeighted") -> tuple[str, Cause | None]:
+    """Return how a layer computes in training and what it keeps for backward, in words, and why not on codes.
+
+    "" and None for a layer without an input grid.
+    """
     if layer.OP_KIND.takes_indices or not isinstance(layer.weight_quantizer, TensorQuantizer):
-        return ""
-    no_codes = _why_no_codes(layer)
-    if no_codes is not None:
-        return f"float, keeps floats: {no_codes}"
-    in_float = why_in_float(layer)
-    is_auto = layer.training_arithmetic.forward == "auto"
-    few = f" (float for fewer than {least_positions(layer):,} positions)" if is_auto else ""
-    forward = f"on codes{few}" if in_float is None else f"float ({in_float})"
-    return f"{forward}, keeps {'floats' if in_float and layer.training_arithmetic.save == 'float' else 'codes'}"
+        return "", None
+    refusal = refusal_to_keep(layer)
+    if refusal is not None:
+        return f"float, keeps floats: {refusal.text}", refusal.cause
+    refusal, arithmetic = refusal_to_compute(layer), layer.training_arithmetic
+    if refusal is not None:
+        return f"float ({refusal.text}), keeps {'floats' if arithmetic.save == 'float' else 'codes'}", refusal.cause
+    few = f" (float for fewer than {least_positions(layer):,} positions)" if arithmetic.forward == "auto" else ""
+    return f"on codes{few}, keeps codes", None
 
 
-def why_not_on_codes(layer: "QuantWeighted") -> str | None:
-    """Return why a layer does not compute on codes in training; None where it does."""
-    return why_in_float(layer) or _why_no_codes(layer)
-
-
-def _why_no_codes(layer: "QuantWeighted") -> str | None:
-    """Return why a layer knows no codes of its inputs; None where it does."""
-    quantizer, source = layer.weight_quantizer, layer.source
+def refusal_to_keep(layer: "QuantWeighted") -> Refusal | None:
+    """Return why a layer keeps no codes of its inputs for backward, on which it could compute; None where it may."""
     if not layer.has_geometry():
-        return f"no op computes {with_article(type(layer).FLOAT)} on codes"
-    if quantizer is None or quantizer.capability.bits is None:
-        return "its weight is not on a grid of integers"
-    if source is None:
-        return "its inputs are on no grid, or on several"
-    if not source.capability.direct:
-        return "its inputs are shaped before they are rounded, or have scales of their own"
-    if not source.capability.codes:
-        return "its inputs have no codes of one byte and one scale"
-    return None if quantizer.capability.plain else _own_gradients(quantizer)
+        return Refusal(Cause.NO_KERNEL, f"no op computes {with_article(type(layer).FLOAT)} on codes")
+    source, weight = layer.source, _of_weight(layer)
+    refusal = refusal_of_inputs(None if source is None else source.capability)
+    if refusal is not None:
+        return refusal
+    return NO_INTEGERS if weight.bits is None else _own_gradients(layer, weight)
 
 
-def _own_gradients(quantizer: Quantizer) -> str:
-    return f"the gradients of its weight are those of {quantizer.spec.quantizer!r}"
-
-
-def why_in_float(layer: "QuantWeighted") -> str | None:
+def refusal_to_compute(layer: "QuantWeighted") -> Refusal | None:
     """Return why a layer computes in float in training; None where it computes on codes, if its input has codes."""
     forward = layer.training_arithmetic.forward
     if forward == "float":
-        return "as asked"
+        return AS_ASKED
     if forward == "auto" and not (HAS_INT8 and _has_kernel(layer) and has_kernel_type(layer.weight)):
-        return NO_KERNEL
-    return integer_obstacle(layer)
+        return NO_INT8
+    weight = _of_weight(layer)
+    refusal = refusal_of_weight(layer, weight) or _own_gradients(layer, weight)
+    if refusal is not None:
+        return refusal
+    if not weight.signed:
+        return UNSIGNED
+    return MAY_OVERFLOW if layer.weight.numel() > MOST_TERMS * layer.channels() else None
+
+
+def _of_weight(layer: "QuantWeighted") -> Capability:
+    quantizer = layer.weight_quantizer
+    return NO_CODES if quantizer is None else quantizer.capability
+
+
+def _own_gradients(layer: "QuantWeighted", weight: Capability) -> Refusal | None:
+    if weight.plain or layer.weight_quantizer is None:
+        return None
+    name = layer.weight_quantizer.spec.quantizer
+    return Refusal(Cause.WEIGHT_CODES, f"the gradients of its weight are those of {name!r}")
 
 
 def _has_kernel(layer: "QuantWeighted") -> bool:
@@ -249,22 +261,3 @@ def _has_kernel(layer: "QuantWeighted") -> bool:
         return layer.OP_KIND.layer
     dilation: Any = layer.dilation if layer.weight.dim() == 4 else ()
     return bool(dilation) and groups == 1 and max(dilation) == 1
-
-
-def integer_obstacle(layer: "QuantWeighted") -> str | None:
-    """Return why a layer cannot compute on codes; None where it can, if its input has codes."""
-    quantizer = layer.weight_quantizer
-    known = NO_CODES if quantizer is None else quantizer.capability
-    if quantizer is None or not known.sums:
-        return "its weight is not on a grid of integers of at most 8 bits"
-    if not known.plain:
-        return _own_gradients(quantizer)
-    if known.zero_point:
-        return "its weight has a zero point"
-    if not known.signed:
-        return "its weight has unsigned codes"
-    if not layer.scales_along_outputs():
-        return "its weight's scales do not run along its output channels"
-    if layer.weight.numel() > MOST_TERMS * layer.channels():
-        return "its sums may exceed int32"
-    return None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qtoolkit.nn.hooks import is_ordinary
-from qtoolkit.nn.on_codes import DEFAULT, NO_KERNEL, Source, TrainingArithmetic
+from qtoolkit.nn.on_codes import AS_ASKED, DEFAULT, NO_INT8, Source, TrainingArithmetic
 from qtoolkit.ops.layer import Codes
 from qtoolkit.ops.requantize import centred_codes
 from qtoolkit.ops.sums import exact_matmul
@@ -91,7 +91,7 @@ def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmeti
     if not any(known):
         return "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
     integer = all(known) and arithmetic.forward == "integer"
-    reason = "as asked" if arithmetic.forward == "float" else NO_KERNEL
+    reason = (AS_ASKED if arithmetic.forward == "float" else NO_INT8).text
     reason = reason if all(known) else "an operand is on no grid with codes of one byte and one scale"
     keeps = "codes" if all(known) else "codes of one operand"
     forward = "on codes" if integer else f"float ({reason})"

@@ -16,7 +16,7 @@ from qtoolkit.nn import (
 from qtoolkit.nn.product import described
 from qtoolkit.quantizers.frozen import ShapedActivation
 from qtoolkit.quantizers.quantizer import Quantizer
-from qtoolkit.verdicts import Status, Verdict
+from qtoolkit.verdicts import Cause, Status, Verdict
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class LayerLine:
         quantizers: All quantizers that its config controls: those of its weights, its inputs, and between its internal ops.
         training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`); for
             a batch norm, what is in one op with it, and why no more.
+        in_float: Why a layer does not compute on codes: in training, or where the model was converted with
+            arithmetic="integer" in its runtime. None where it does, and where nothing is known.
     """
 
     name: str
@@ -41,6 +43,7 @@ class LayerLine:
     verdict: Verdict
     quantizers: tuple[str, ...] = ()
     training: str = field(default="", compare=False)  # a converted model has the lines of the prepared one
+    in_float: Cause | None = field(default=None, compare=False)
 
     @property
     def status(self) -> Status:
@@ -136,15 +139,16 @@ def weight_of(layer: nn.Module) -> str:
     return ", ".join(dict.fromkeys(spec_of(quantizer) for quantizer in quantizers))
 
 
-def training_of(layer: nn.Module) -> str:
-    """Return how a layer computes in training, or "" for other modules."""
+def training_of(layer: nn.Module) -> tuple[str, Cause | None]:
+    """Return how a layer computes in training, and why not on codes; "" and None for other modules."""
     if isinstance(layer, QuantWeighted):
         return on_codes.described(layer)
     if isinstance(layer, QuantMatMul):
-        return described(layer.sources, layer.training_arithmetic)
+        return described(layer.sources, layer.training_arithmetic), None
     if isinstance(layer, QuantMultiheadAttention | QuantScaledDotProductAttention):
-        return "; ".join(dict.fromkeys(described(sources, layer.training_arithmetic) for sources in layer.products))
-    return ""
+        how = dict.fromkeys(described(sources, layer.training_arithmetic) for sources in layer.products)
+        return "; ".join(how), None
+    return "", None
 
 
 def spec_of(quantizer: nn.Module | None) -> str:

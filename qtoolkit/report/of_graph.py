@@ -83,6 +83,7 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[Layer
     is_layer = node.op == "call_module" and isinstance(module_of(node), QuantModule)
     own = [quantizer.name for quantizer in held if is_layer and quantizer.layer == node.target]
     weight = ", ".join(spec_of(model.get_submodule(name)) for name in weights)
+    training, in_float = training_of(module_of(node)) if is_layer else (trained, None)
     return LayerLine(
         name_of(node),
         str(kind_of(node)),
@@ -90,7 +91,8 @@ def _layer_line(model: QuantizedGraphModule, node: fx.Node, held: Sequence[Layer
         inputs,
         verdict,
         tuple(dict.fromkeys((*weights, *own, *inputs))),
-        training_of(module_of(node)) if is_layer else trained,
+        training,
+        in_float if how is None else how.cause,
     )
 
 
@@ -131,7 +133,7 @@ def _line_inside(name: str, layer: nn.Module, verdict: Verdict, names: Mapping[n
         verdict = Verdict.put_in(type(layer).__name__)
     inputs = (quantizers[INPUT],) if INPUT in quantizers else ()
     kind = str(kind_of_module(layer))
-    return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()), training_of(layer))
+    return LayerLine(name, kind, weight_of(layer), inputs, verdict, tuple(quantizers.values()), *training_of(layer))
 
 
 def _tensor_lines_of(held: LayerQuantizer, sources: list[str]) -> list[TensorLine]:

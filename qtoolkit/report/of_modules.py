@@ -129,7 +129,7 @@ def _line(name: str, module: nn.Module, verdict: Verdict, recorded: bool, names:
     inputs = tuple(dict.fromkeys(full for path, full in quantizers.items() if path not in _weights_in(module)))
     decided = quantizers.values() if recorded or isinstance(module, QuantModule) else ()
     kind, weight = str(kind_of_module(module)), weight_of(module)
-    return LayerLine(name, kind, weight, inputs, verdict, tuple(decided), training_of(module))
+    return LayerLine(name, kind, weight, inputs, verdict, tuple(decided), *training_of(module))
 
 
 def _verdict(module: nn.Module) -> Verdict:

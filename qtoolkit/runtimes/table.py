@@ -13,10 +13,13 @@ from qtoolkit.errors import check_known, with_article
 from qtoolkit.extras import missing
 from qtoolkit.integer import onnxruntime, openvino, tensorrt, xnnpack
 from qtoolkit.integer.kernels import LayerKernel, OpKernel
+from qtoolkit.nn.refusals import refusal_of
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Execute, Executed
+from qtoolkit.verdicts import Cause, Refusal
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Runtime:
         name: Its name.
         carries: The kinds of op through which codes pass on their way to an integer kernel.
         absorbs: The kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes.
-        layer_kernel: Returns the kernel of a layer (its input's grid and its output's, or None), or why it runs in float.
+        layer_kernel: Returns the kernel of a layer with sums of codes (its input's grid and its output's, or None), or why it
+            runs in float. Callers take `kernel_of`.
         op_kernel: Returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its
             inputs' grids, its output's, or None), or why it runs in float.
         reciprocal: Whether quantizing multiplies by a factor from the range, and adds the zero point before
@@ -42,8 +46,8 @@ class Runtime:
 
     name: str
     carries: tuple[str, ...]
-    layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | str]
-    op_kernel: Callable[[str, fx.Node, Collection[OpKind], Sequence[Grid], Grid | None], type[OpKernel] | str]
+    layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | Refusal]
+    op_kernel: Callable[[str, fx.Node, Collection[OpKind], Sequence[Grid], Grid | None], type[OpKernel] | Refusal]
     absorbs: tuple[str, ...] = ()
     reciprocal: bool = False
     package: str = ""
@@ -51,6 +55,12 @@ class Runtime:
     execute: Execute | None = None
     tie_share: float = 0.0
     rules: str = ""
+
+    def kernel_of(self, layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
+        """Return the kernel of a layer (see `layer_kernel`), or why it runs in float: by the rules of all runtimes first."""
+        weight = NO_CODES if layer.weight_quantizer is None else layer.weight_quantizer.capability_now
+        known = source.capability if source.quantizing else None
+        return refusal_of(layer, weight, known) or self.layer_kernel(layer, source, output)
 
     def runs(self, backend: Backend) -> bool:
         """Return whether a target has this runtime's arithmetic."""
@@ -67,9 +77,9 @@ class Runtime:
             raise missing(what, self.package, self.extra)
 
 
-def _float_op(runtime: str, kind: str, *_: object) -> str:
+def _float_op(runtime: str, kind: str, *_: object) -> Refusal:
     """Return why an op without weights stays float on a runtime that computes it as its float form does."""
-    return f"{runtime} computes {with_article(kind)} in float32 between codes"
+    return Refusal(Cause.NO_KERNEL, f"{runtime} computes {with_article(kind)} in float32 between codes")
 
 
 def _in_onnxruntime(*request: Any) -> Executed:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import qtoolkit as qt
 from qtoolkit.nn import on_codes
 from qtoolkit.nn.on_codes import HAS_INT8
+from qtoolkit.verdicts import Cause
 from tests.cases import leaf
 
 LSQ = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(quantizer="lsq", axis=0, narrow=True))
@@ -452,11 +453,12 @@ def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place
     monkeypatch.setattr(on_codes, "HAS_INT8", True)
     layer = qt.nn.QuantConv2d(3, 8, 3, weight_spec=FIXED.weight).train()
     layer.link_source(on_codes.Source(qt.TensorQuantizer(FIXED.activation)))
-    assert on_codes.described(layer) == "on codes (float for fewer than 2,048 positions), keeps codes"
-    assert on_codes.described(layer.to(**place)) == "float (no int8 kernel), keeps codes"
-    assert on_codes.why_not_on_codes(layer) == "no int8 kernel"
+    assert on_codes.described(layer) == ("on codes (float for fewer than 2,048 positions), keeps codes", None)
+    assert on_codes.described(layer.to(**place)) == ("float (no int8 kernel), keeps codes", Cause.NO_KERNEL)
     qt.nn.set_training_arithmetic(layer, forward="integer")
-    assert on_codes.described(layer) == "on codes, keeps codes"
+    assert on_codes.described(layer) == ("on codes, keeps codes", None)
+    qt.nn.set_training_arithmetic(layer, forward="float")
+    assert on_codes.described(layer) == ("float (as asked), keeps codes", Cause.AS_ASKED)
 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])

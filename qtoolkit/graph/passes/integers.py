@@ -18,6 +18,7 @@ from qtoolkit.graph.nodes import (
     is_weight_quantizer,
     kind_of,
     name_of,
+    quantizes_its_input,
     returns_tuple,
     tensor_inputs,
 )
@@ -28,13 +29,19 @@ from qtoolkit.graph.weighted_functions import bias_node, layer_of, rounding_of, 
 from qtoolkit.integer.functions import FunctionKernel
 from qtoolkit.integer.kernels import Kernel, OpKernel
 from qtoolkit.nn import QuantWeighted
+from qtoolkit.nn.refusals import NO_GRID
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.quantizers.clip_range import saturates
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.table import Runtime
+from qtoolkit.verdicts import Cause, Refusal
 
 HOLDER = "integer_kernels"
+NOT_ALL_QUANTIZED = Refusal(Cause.INPUT_CODES, "one of its inputs is not quantized")
+INSIDE_TOO = Refusal(Cause.CALL, "it is called inside a leaf module too")
+SEVERAL_TIMES = Refusal(Cause.CALL, "it is called more than once")
+IN_PLACE = Refusal(Cause.CALL, "it changes a tensor in place, which another op takes")
 
 
 def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
@@ -44,12 +51,15 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     for node in list(gm.graph.nodes):
         sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
         grids = [grid for grid in sources if grid is not None]
-        if is_quantizer(node) or not grids or kind_of(node).name in runtime.carries:
+        if is_quantizer(node) or kind_of(node).name in runtime.carries:
             continue
-        if weight_node(node) is not None and len(grids) == 1:
+        if not grids:
+            if _has_quantized_weight(node):
+                computed[node.name] = Computed.in_float(INSIDE_TOO if quantizes_its_input(node) else NO_GRID)
+        elif weight_node(node) is not None and len(grids) == 1:
             computed[node.name] = _replace_function(gm, node, grids[0], runtime, holder)
         elif len(grids) < len(sources):
-            computed[node.name] = Computed(None, "one of its inputs is not quantized")
+            computed[node.name] = Computed.in_float(NOT_ALL_QUANTIZED)
         elif isinstance(_module(node), QuantWeighted):
             computed[node.name] = _give_layer(node, grids[0], runtime, calls.of(module_of(node)))
         else:
@@ -77,16 +87,23 @@ def _module(node: fx.Node) -> nn.Module | None:
     return module_of(node) if node.op == "call_module" else None
 
 
+def _has_quantized_weight(node: fx.Node) -> bool:
+    """Return whether a node calls a layer or a function of other inputs than indices whose weight is quantized."""
+    layer = _module(node)
+    of_layer = isinstance(layer, QuantWeighted) and layer.weight_quantizer is not None
+    return (of_layer or weight_node(node) is not None) and not kind_of(node).takes_indices
+
+
 def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: Sequence[fx.Node]) -> Computed:
     layer: Any = module_of(node)
     if layer.input_quantizer is not None:
-        return Computed(None, "it is called inside a leaf module too")
+        return Computed.in_float(INSIDE_TOO)
     if len(calls) > 1 and not number_calls(layer, calls):
-        return Computed(None, "it is called more than once")
+        return Computed.in_float(SEVERAL_TIMES)
     last, output = _output_of(node, runtime)
-    kernel = runtime.layer_kernel(layer, source, output)
-    if isinstance(kernel, str):
-        return Computed(None, kernel)
+    kernel = runtime.kernel_of(layer, source, output)
+    if isinstance(kernel, Refusal):
+        return Computed.in_float(kernel)
     number = number_of(node)
     layer.compute_by(kernel(layer, source, output, number), number if len(calls) > 1 else None)
     return Computed(kernel.NAME, last=last.name)
@@ -95,12 +112,14 @@ def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: Sequence[f
 def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, runtime: Runtime, holder: str) -> Computed:
     layer = layer_of(gm, node)
     if layer is None:
-        computed = f"{with_article(kind_of(node))} whose bias or geometry is computed"
-        return Computed(None, computed if kind_of(node).layer else f"{with_article(kind_of(node))} with a weight")
+        what = with_article(kind_of(node))
+        if not kind_of(node).layer:
+            return Computed.in_float(Refusal(Cause.NO_KERNEL, f"{what} with a weight"))
+        return Computed.in_float(Refusal(Cause.CALL, f"{what} whose bias or geometry is computed"))
     last, output = _output_of(node, runtime)
-    kernel = runtime.layer_kernel(layer, source, output)
-    if isinstance(kernel, str):
-        return Computed(None, kernel)
+    kernel = runtime.kernel_of(layer, source, output)
+    if isinstance(kernel, Refusal):
+        return Computed.in_float(kernel)
     layer.link_input(source if rounding_of(bias_node(node)) is not None else None)
     op = _callable(node)
     _call(gm, node, FunctionKernel(op, kernel(layer, source, output), kind_of(node).name, name_of(node)), holder)
@@ -111,11 +130,11 @@ def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], run
     last, output = _output_of(node, runtime)
     kind, op = kind_of(node).name, _callable(node)
     if _changes_a_tensor(node):
-        return Computed(None, "it changes a tensor in place, which another op takes")
+        return Computed.in_float(IN_PLACE)
     followers = {kind_of(user) for user in node.users}
     kernel = runtime.op_kernel(kind, node, followers, inputs, output)
-    if isinstance(kernel, str):
-        return Computed(None, kernel)
+    if isinstance(kernel, Refusal):
+        return Computed.in_float(kernel)
     _call(gm, node, kernel(op, inputs, output, kind, name_of(node)), holder)
     return Computed(kernel.NAME, last=last.name)
 
@@ -161,13 +180,16 @@ def _picks_with_a_number(node: fx.Node) -> bool:
 def _output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
     """Return the last op that a kernel of this op computes, and the quantizer of its output.
 
-    Activations between the two are computed by saturation, if their bounds are at those of the grid's range or beyond.
+    Activations between the two are computed by saturation, if their bounds are at those of the grid's range or beyond; not by
+    the codes of a grid with several scales or more than 8 bits, which no kernel gives.
     """
     last, bounds = node, [Bounds()]
     while len(last.users) == 1:
         (user,) = last.users
         grid = module_of(user) if is_quantizer(user) else None
         if isinstance(grid, Grid):
+            if not grid.capability_now.codes:
+                return node, grid
             low, high = max(each.low for each in bounds), min(each.high for each in bounds)
             return (last, grid) if saturates(low, high, grid) else (node, None)
         kind = kind_of(user)
