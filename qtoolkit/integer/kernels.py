@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.integer.onednn import Int8Sums, int8_sums
-from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.ops.recording import is_recorded_for_onnx
 from qtoolkit.ops.requantize import centred_codes, requantize
 from qtoolkit.ops.sums import Bounds, exact_sums, may_transform
 from qtoolkit.quantizers.bias import bias_scale, codes_of
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.verdicts import Cause, Refusal
 
 
 @dataclass(frozen=True)
@@ -110,24 +108,6 @@ class Kernel(nn.Module):
     def constant(self, name: str, value: Tensor | None) -> None:
         """Store a tensor that moves with the model, and that a state dict does not hold."""
         self.register_buffer(name, value, persistent=False)
-
-
-NOT_QUANTIZED = Refusal(Cause.OUTPUT_CODES, "its output goes to something else than a quantizer")
-NO_BYTES = Refusal(Cause.OUTPUT_CODES, "its output has no codes of one byte and one scale")
-OTHER_ARGUMENTS = Refusal(Cause.CALL, "it has other arguments than two tensors")
-
-
-def refusal_of_inputs(inputs: Iterable[Grid]) -> Refusal | None:
-    """Return why inputs on these grids have no codes of one byte and one scale; None where all have."""
-    known = (refusals.refusal_of_inputs(grid.capability if grid.quantizing else None) for grid in inputs)
-    return next(filter(None, known), None)
-
-
-def refusal_of_output(output: Grid | None) -> Refusal | None:
-    """Return why an op gives no codes of one byte and one scale; None where the quantizer of its output has them."""
-    if output is None:
-        return NOT_QUANTIZED
-    return None if output.capability_now.codes else NO_BYTES
 
 
 def output_of(kernel: Kernel) -> Side:

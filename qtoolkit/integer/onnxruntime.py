@@ -16,15 +16,8 @@ from torch.nn import functional as F
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import (
-    OTHER_ARGUMENTS,
-    LayerKernel,
-    OpKernel,
-    Side,
-    output_of,
-    refusal_of_inputs,
-    refusal_of_output,
-)
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, Side, output_of
+from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.rules import argument, module_of
@@ -188,8 +181,6 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
     Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
     """
     kind, weight = layer.OP_KIND, layer.weight_quantizer
-    if not kind.layer:
-        return _no_kernel(f"onnxruntime has no integer kernel for {with_article(layer.KIND)}")
     if kind.transposed and not _has_sub_pixel_form(layer):
         return _no_kernel("onnxruntime has no integer kernel for a conv_transpose that is no convolution of sub-pixels")
     if weight is not None and source.spec.qmin < 0 <= weight.spec.qmin:
@@ -205,10 +196,8 @@ def _no_kernel(text: str) -> Refusal:
 
 
 def _refusal_of_output(inputs: Sequence[Grid], output: Grid | None) -> Refusal | None:
-    refusal = refusal_of_output(output)
-    if refusal is not None or output is None:
-        return refusal
-    return None if all((grid.spec.qmin < 0) == (output.spec.qmin < 0) for grid in inputs) else OTHER_TYPE
+    signed = {grid.spec.signed for grid in (*inputs, output) if grid is not None}
+    return refusals.of_output(output) or (OTHER_TYPE if len(signed) > 1 else None)
 
 
 def _has_sub_pixel_form(layer: Any) -> bool:
@@ -226,7 +215,7 @@ def op_kernel(
         return _no_kernel("the runtime's kernel is a table of the codes that the float op gives")
     if kind not in _KERNELS:
         return _no_kernel(f"onnxruntime computes {with_article(kind)} on dequantized values")
-    kernel, refusal = _KERNELS[kind], refusal_of_inputs(inputs)
+    kernel, refusal = _KERNELS[kind], refusals.of_inputs(*(grid.capability_now for grid in inputs))
     if output is None and kernel is QLinearMatMulOfTwo:
         return refusal or kernel
     refusal = refusal or _refusal_of_output(inputs, output)
@@ -234,7 +223,7 @@ def op_kernel(
         return refusal
     if kernel is QLinearAveragePool:
         return _average_pool(node)
-    return OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else kernel
+    return refusals.OTHER_ARGUMENTS if len(inputs) != 2 or len(node.args) != 2 or node.kwargs else kernel
 
 
 def _average_pool(node: fx.Node) -> type[OpKernel] | Refusal:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import FloatOutput, LayerKernel, output_of, refusal_of_output
+from qtoolkit.integer.kernels import FloatOutput, LayerKernel, output_of
+from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.table import CONCATS, MOVES
 from qtoolkit.quantizers.frozen import Grid
@@ -68,10 +68,8 @@ class QuantizedSums(MultipliedSums):
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
     """Return the kernel of a layer with sums of codes, or why OpenVINO computes it in float."""
     kind = layer.OP_KIND
-    if not kind.layer:
-        return Refusal(Cause.NO_KERNEL, f"OpenVINO has no integer kernel for {with_article(layer.KIND)}")
     if kind.transposed and source.zero_point is not None:
         only = "OpenVINO computes a conv_transpose in integers only if the zero point is 0"
         return Refusal(Cause.INPUT_CODES, only)
-    fused = kind.convolves and layer.bias is not None and refusal_of_output(output) is None
+    fused = kind.convolves and layer.bias is not None and refusals.of_output(output) is None
     return QuantizedSums if fused else MultipliedSums

@@ -5,7 +5,6 @@ scale are float32. The documentation does not give the order of these operations
 chooses by its speed: codes may differ by one at rounding ties.
 """
 
-from qtoolkit.errors import with_article
 from qtoolkit.integer.kernels import FloatOutput, LayerKernel
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.table import CONCATS, MOVES
@@ -19,8 +18,6 @@ CARRIES = tuple(kind for kind in (*MOVES, *CONCATS) if kind not in NOT_ON_CODES)
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
     """Return the kernel of a layer with sums of codes, or why TensorRT computes it in float."""
-    if not layer.OP_KIND.layer:
-        return Refusal(Cause.NO_KERNEL, f"TensorRT has no integer kernel for {with_article(layer.KIND)}")
     if source.zero_point is not None:
         return Refusal(Cause.INPUT_CODES, "TensorRT takes no input with a zero point other than 0")
     return FloatOutput

@@ -10,15 +10,9 @@ from torch import Tensor, fx
 
 from qtoolkit.backends import backends
 from qtoolkit.errors import with_article
-from qtoolkit.integer.kernels import (
-    OTHER_ARGUMENTS,
-    LayerKernel,
-    OpKernel,
-    output_of,
-    refusal_of_inputs,
-    refusal_of_output,
-)
+from qtoolkit.integer.kernels import LayerKernel, OpKernel, output_of
 from qtoolkit.integer.onnxruntime import QLinearConv, QLinearMul, requantized
+from qtoolkit.nn import refusals
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import CONCATS, MOVES
@@ -72,21 +66,20 @@ class Multiply(QLinearMul):
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
     """Return the kernel of a layer with sums of codes, or why it runs in float."""
-    if not layer.OP_KIND.layer or layer.weight.dim() > 4:
+    if layer.weight.dim() > 4:
         what = f"{with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
         return Refusal(Cause.NO_KERNEL, f"XNNPACK has no integer kernel for {what}")
-    weight = (Cause.WEIGHT_CODES, layer.weight_quantizer)
-    return _refusal_of_codes([source], output, weight) or Layer
+    unsigned = _unsigned(Cause.INPUT_CODES, source) or _unsigned(Cause.WEIGHT_CODES, layer.weight_quantizer)
+    return unsigned or _refusal_of_output(output) or Layer
 
 
-def _refusal_of_codes(
-    inputs: Sequence[Grid], output: Grid | None, *weight: tuple[Cause, Quantizer | None]
-) -> Refusal | None:
-    """Return why XNNPACK does not compute on codes: they must be signed, and those of the output a byte."""
-    codes = [*((Cause.INPUT_CODES, grid) for grid in inputs), *weight, (Cause.OUTPUT_CODES, output)]
-    unsigned = [cause for cause, grid in codes if grid is not None and grid.spec.qmin >= 0]
-    refusal = refusal_of_output(output)
-    return refusal or (Refusal(unsigned[0], "XNNPACK has no unsigned codes") if unsigned else None)
+def _unsigned(cause: Cause, *quantizers: Quantizer | None) -> Refusal | None:
+    signed = all(quantizer is None or quantizer.spec.signed for quantizer in quantizers)
+    return None if signed else Refusal(cause, "XNNPACK has no unsigned codes")
+
+
+def _refusal_of_output(output: Grid | None) -> Refusal | None:
+    return refusals.of_output(output) or _unsigned(Cause.OUTPUT_CODES, output)
 
 
 def op_kernel(
@@ -97,11 +90,11 @@ def op_kernel(
         how = f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
         return Refusal(Cause.NO_KERNEL, how)
     if len(inputs) != 2 or len(node.args) != 2 or node.kwargs:
-        return OTHER_ARGUMENTS
-    refusal = refusal_of_inputs(inputs) or _refusal_of_codes(inputs, output)
-    if refusal is None and any(kind.clips and not kind.is_relu for kind in followers):
+        return refusals.OTHER_ARGUMENTS
+    if any(kind.clips and not kind.is_relu for kind in followers):
         return Refusal(Cause.NO_KERNEL, "XNNPACK joins a ReLU alone to it")
-    return refusal or _KERNELS[kind]
+    refusal = refusals.of_inputs(*(grid.capability_now for grid in inputs)) or _unsigned(Cause.INPUT_CODES, *inputs)
+    return refusal or _refusal_of_output(output) or _KERNELS[kind]
 
 
 _KERNELS: Mapping[str, type[OpKernel]] = {"add": Add, "mul": Multiply}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.errors import check_known, with_article
+from qtoolkit.nn import refusals
 from qtoolkit.nn.hooks import has_hooks, is_transformed
-from qtoolkit.nn.refusals import NO_INTEGERS, refusal_of_inputs, refusal_of_weight
 from qtoolkit.ops.layer import Geometry, WeightGrid, quant_layer, quant_weight
 from qtoolkit.ops.recording import is_recorded
 from qtoolkit.ops.sums import is_exact
@@ -220,10 +220,10 @@ def refusal_to_keep(layer: "QuantWeighted") -> Refusal | None:
     if not layer.has_geometry():
         return Refusal(Cause.NO_KERNEL, f"no op computes {with_article(type(layer).FLOAT)} on codes")
     source, weight = layer.source, _of_weight(layer)
-    refusal = refusal_of_inputs(None if source is None else source.capability)
+    refusal = refusals.of_inputs(None if source is None else source.capability)
     if refusal is not None:
         return refusal
-    return NO_INTEGERS if weight.bits is None else _own_gradients(layer, weight)
+    return refusals.NO_INTEGERS if weight.bits is None else _own_gradients(layer, weight)
 
 
 def refusal_to_compute(layer: "QuantWeighted") -> Refusal | None:
@@ -234,7 +234,7 @@ def refusal_to_compute(layer: "QuantWeighted") -> Refusal | None:
     if forward == "auto" and not (HAS_INT8 and _has_kernel(layer) and has_kernel_type(layer.weight)):
         return NO_INT8
     weight = _of_weight(layer)
-    refusal = refusal_of_weight(layer, weight) or _own_gradients(layer, weight)
+    refusal = refusals.of_weight(layer, weight) or _own_gradients(layer, weight)
     if refusal is not None:
         return refusal
     if not weight.signed:

@@ -1,8 +1,10 @@
-"""Why a layer cannot compute on the codes of its inputs: the rules that training and the kernels of runtimes share."""
+"""Why a layer or an op cannot compute on the codes of its inputs: the rules that training and runtimes share."""
 
 from typing import TYPE_CHECKING
 
-from qtoolkit.quantizers.capability import Capability
+from qtoolkit.errors import with_article
+from qtoolkit.quantizers.capability import NO_CODES, Capability
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.verdicts import Cause, Refusal
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ NO_BYTES = Refusal(Cause.INPUT_CODES, "its inputs have no codes of one byte and 
 NO_INTEGERS = Refusal(Cause.WEIGHT_CODES, "its weight is not on a grid of integers of at most 8 bits")
 ZERO_POINT = Refusal(Cause.WEIGHT_CODES, "its weight has a zero point")
 OTHER_AXIS = Refusal(Cause.WEIGHT_CODES, "its weight's scales do not run along its output channels")
+FLOAT_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output goes to something else than a quantizer")
+WIDE_OUTPUT = Refusal(Cause.OUTPUT_CODES, "its output has no codes of one byte and one scale")
+OTHER_ARGUMENTS = Refusal(Cause.CALL, "it has other arguments than two tensors")
 
 
 def refusal_of(layer: "QuantWeighted", weight: Capability, source: Capability | None) -> Refusal | None:
@@ -24,22 +29,32 @@ def refusal_of(layer: "QuantWeighted", weight: Capability, source: Capability | 
         weight: What the codes of its weight are.
         source: What the codes of its inputs are; None for inputs on no grid.
     """
-    return refusal_of_inputs(source) or refusal_of_weight(layer, weight)
+    if not layer.OP_KIND.layer:
+        return Refusal(Cause.NO_KERNEL, f"no op computes {with_article(layer.KIND)} on codes")
+    return of_inputs(source) or of_weight(layer, weight)
 
 
-def refusal_of_inputs(source: Capability | None) -> Refusal | None:
-    """Return why inputs have no codes of one byte and one scale; None where they have."""
-    if source is None:
-        return NO_GRID
-    if not source.direct:
-        return NOT_DIRECT
-    return None if source.codes else NO_BYTES
+def of_inputs(*sources: Capability | None) -> Refusal | None:
+    """Return why one of several inputs has no codes of one byte and one scale; None where all have."""
+    for source in sources:
+        if source is None or source is NO_CODES:
+            return NO_GRID
+        if not source.codes:
+            return NO_BYTES if source.direct else NOT_DIRECT
+    return None
 
 
-def refusal_of_weight(layer: "QuantWeighted", weight: Capability) -> Refusal | None:
+def of_weight(layer: "QuantWeighted", weight: Capability) -> Refusal | None:
     """Return why no sums of products with the codes of a layer's weight have one step for each output channel."""
     if not weight.sums:
         return NO_INTEGERS
     if weight.zero_point:
         return ZERO_POINT
     return None if layer.scales_along_outputs() else OTHER_AXIS
+
+
+def of_output(output: Quantizer | None) -> Refusal | None:
+    """Return why an op gives no codes of one byte and one scale; None where the quantizer of its output has them."""
+    if output is None:
+        return FLOAT_OUTPUT
+    return None if output.capability_now.codes else WIDE_OUTPUT

@@ -59,8 +59,7 @@ class Runtime:
     def kernel_of(self, layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
         """Return the kernel of a layer (see `layer_kernel`), or why it runs in float: by the rules of all runtimes first."""
         weight = NO_CODES if layer.weight_quantizer is None else layer.weight_quantizer.capability_now
-        known = source.capability if source.quantizing else None
-        return refusal_of(layer, weight, known) or self.layer_kernel(layer, source, output)
+        return refusal_of(layer, weight, source.capability_now) or self.layer_kernel(layer, source, output)
 
     def runs(self, backend: Backend) -> bool:
         """Return whether a target has this runtime's arithmetic."""

@@ -38,10 +38,6 @@ from qtoolkit.runtimes.table import Runtime
 from qtoolkit.verdicts import Cause, Refusal
 
 HOLDER = "integer_kernels"
-NOT_ALL_QUANTIZED = Refusal(Cause.INPUT_CODES, "one of its inputs is not quantized")
-INSIDE_TOO = Refusal(Cause.CALL, "it is called inside a leaf module too")
-SEVERAL_TIMES = Refusal(Cause.CALL, "it is called more than once")
-IN_PLACE = Refusal(Cause.CALL, "it changes a tensor in place, which another op takes")
 
 
 def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
@@ -51,15 +47,17 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     for node in list(gm.graph.nodes):
         sources = [_grid_behind(source, runtime) for source in tensor_inputs(node)]
         grids = [grid for grid in sources if grid is not None]
-        if is_quantizer(node) or kind_of(node).name in runtime.carries:
+        unknown = is_quantizer(node) or not (grids or _has_quantized_weight(node))
+        if unknown or kind_of(node).name in runtime.carries:
             continue
-        if not grids:
-            if _has_quantized_weight(node):
-                computed[node.name] = Computed.in_float(INSIDE_TOO if quantizes_its_input(node) else NO_GRID)
+        if quantizes_its_input(node):
+            computed[node.name] = _as_called("it is called inside a leaf module too")
+        elif not grids:
+            computed[node.name] = Computed.in_float(NO_GRID)
         elif weight_node(node) is not None and len(grids) == 1:
             computed[node.name] = _replace_function(gm, node, grids[0], runtime, holder)
         elif len(grids) < len(sources):
-            computed[node.name] = Computed.in_float(NOT_ALL_QUANTIZED)
+            computed[node.name] = Computed.in_float(Refusal(Cause.INPUT_CODES, "one of its inputs is not quantized"))
         elif isinstance(_module(node), QuantWeighted):
             computed[node.name] = _give_layer(node, grids[0], runtime, calls.of(module_of(node)))
         else:
@@ -87,6 +85,10 @@ def _module(node: fx.Node) -> nn.Module | None:
     return module_of(node) if node.op == "call_module" else None
 
 
+def _as_called(why: str) -> Computed:
+    return Computed.in_float(Refusal(Cause.CALL, why))
+
+
 def _has_quantized_weight(node: fx.Node) -> bool:
     """Return whether a node calls a layer or a function of other inputs than indices whose weight is quantized."""
     layer = _module(node)
@@ -96,10 +98,8 @@ def _has_quantized_weight(node: fx.Node) -> bool:
 
 def _give_layer(node: fx.Node, source: Grid, runtime: Runtime, calls: Sequence[fx.Node]) -> Computed:
     layer: Any = module_of(node)
-    if layer.input_quantizer is not None:
-        return Computed.in_float(INSIDE_TOO)
     if len(calls) > 1 and not number_calls(layer, calls):
-        return Computed.in_float(SEVERAL_TIMES)
+        return _as_called("it is called more than once")
     last, output = _output_of(node, runtime)
     kernel = runtime.kernel_of(layer, source, output)
     if isinstance(kernel, Refusal):
@@ -113,9 +113,9 @@ def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, run
     layer = layer_of(gm, node)
     if layer is None:
         what = with_article(kind_of(node))
-        if not kind_of(node).layer:
-            return Computed.in_float(Refusal(Cause.NO_KERNEL, f"{what} with a weight"))
-        return Computed.in_float(Refusal(Cause.CALL, f"{what} whose bias or geometry is computed"))
+        if kind_of(node).layer:
+            return _as_called(f"{what} whose bias or geometry is computed")
+        return Computed.in_float(Refusal(Cause.NO_KERNEL, f"{what} with a weight"))
     last, output = _output_of(node, runtime)
     kernel = runtime.kernel_of(layer, source, output)
     if isinstance(kernel, Refusal):
@@ -130,7 +130,7 @@ def _replace_op(gm: QuantizedGraphModule, node: fx.Node, inputs: list[Grid], run
     last, output = _output_of(node, runtime)
     kind, op = kind_of(node).name, _callable(node)
     if _changes_a_tensor(node):
-        return Computed.in_float(IN_PLACE)
+        return _as_called("it changes a tensor in place, which another op takes")
     followers = {kind_of(user) for user in node.users}
     kernel = runtime.op_kernel(kind, node, followers, inputs, output)
     if isinstance(kernel, Refusal):
