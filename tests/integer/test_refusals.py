@@ -4,12 +4,14 @@ import itertools
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import qtoolkit as qt
+from qtoolkit.export import verify
 from qtoolkit.graph.plan import Computed
 from qtoolkit.nn.refusals import NO_GRID, refusal_of
 from qtoolkit.report.lines import LayerLine
@@ -159,6 +161,17 @@ def test_an_output_without_codes_of_a_byte_has_no_kernel_that_gives_them(kind: s
         gives_floats = runtime in ("openvino", "tensorrt") or (runtime, kind) == ("onnxruntime", "linear")
         expected = None if gives_floats else layer.own.get(runtime, Cause.OUTPUT_CODES)
         assert computed.cause is expected, (runtime, computed)
+
+
+def test_onnxruntime_computes_a_layer_with_a_wide_output_in_float(tmp_path: Path) -> None:
+    layer = LAYERS["conv"]
+    model = qt.convert(
+        prepared(layer, config_of(layer, Case()), qt.QuantSpec(bits=16)), "integer", runtime="onnxruntime"
+    )
+    path = qt.export_onnx(model, (IMAGES,), tmp_path / "m.onnx", opset=21, verify=False).path
+    found = verify(path, model, (IMAGES,)).runtimes["onnxruntime"]
+    assert (len(found.layers), found.integer_layers) == (2, ())
+    assert [how.kernel for how in model.plan.computed.values()] == [None, None]
 
 
 def test_the_zero_points_of_grids_are_those_that_capabilities_tell() -> None:
