@@ -32,8 +32,8 @@ class LayerLine:
         quantizers: All quantizers that its config controls: those of its weights, its inputs, and between its internal ops.
         training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`); for
             a batch norm, what is in one op with it, and why no more.
-        in_float: Why a layer does not compute on codes: in training, or where the model was converted with
-            arithmetic="integer" in its runtime. None where it does, and where nothing is known.
+        in_float: Why a layer with one weight does not compute on codes in training; of a model converted with
+            arithmetic="integer", why its runtime computes the layer or op in float. None for others, and where they do.
     """
 
     name: str
