@@ -77,7 +77,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Obstacle:
     """The answer of a function that finds nothing to return.
 
     Attributes:

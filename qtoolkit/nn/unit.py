@@ -308,7 +308,11 @@ def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:
     """Return whether the op computes modules as they are now, for some inputs."""
     if all_watched() or not bn.training or bn.momentum is None or why_batch_norm_not_fused(bn) is not None:
         return False
-    if why_layer_not_fused(layer, bn) is not None or layer.integer_kernel is not None or layer.input_quantizer is not None:
+    if (
+        why_layer_not_fused(layer, bn) is not None
+        or layer.integer_kernel is not None
+        or layer.input_quantizer is not None
+    ):
         return False
     if quantizer is not None and why_quantizer_not_fused(quantizer) is not None:
         return False

@@ -23,7 +23,7 @@ from qtoolkit.report.lines import table
 from qtoolkit.shared_modules import first_names
 from qtoolkit.tuning.layer_runs import LayerRuns
 from qtoolkit.tuning.running import Batches, Forward, tuning
-from qtoolkit.verdicts import Refusal
+from qtoolkit.verdicts import Obstacle
 
 SEVERAL_CALLS = "the model calls it several times"
 
@@ -220,8 +220,8 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
         name = str(node.target)
         if node.op != "call_module" or name not in layers:
             continue
-        mean = _mean_of_input(node) if calls.is_only_one(node) else Refusal(SEVERAL_CALLS)
-        if isinstance(mean, Refusal):
+        mean = _mean_of_input(node) if calls.is_only_one(node) else Obstacle(SEVERAL_CALLS)
+        if isinstance(mean, Obstacle):
             skipped[name] = mean.why
             continue
         layer: Any = layers[name]
@@ -246,7 +246,7 @@ def _for_weight(layer: Any, mean: Tensor, like: Tensor) -> Tensor:
     return grouped.reshape(like.size(0), -1, *kernel).expand_as(like)
 
 
-def _mean_of_input(node: fx.Node) -> Tensor | Refusal:
+def _mean_of_input(node: fx.Node) -> Tensor | Obstacle:
     """Return the mean of each channel of a layer's input by the batch norm that it comes from, or why there is none."""
     low, high, source = -math.inf, math.inf, node.all_input_nodes[0]
     while True:
@@ -254,7 +254,7 @@ def _mean_of_input(node: fx.Node) -> Tensor | Refusal:
         module: Any = module_of(source) if source.op == "call_module" else None
         if isinstance(module, LinkedBatchNorm) or (kind.normalizes_batches and module is not None):
             if module.weight is None:
-                return Refusal("the batch norm before it has no scale")
+                return Obstacle("the batch norm before it has no scale")
             return clipped_mean(module.bias.detach().double(), module.weight.detach().double().abs(), low, high)
         bounds = bounds_of(source) if kind.clips and (low, high) == (-math.inf, math.inf) else None
         if bounds is not None and bounds.known:
@@ -263,7 +263,7 @@ def _mean_of_input(node: fx.Node) -> Tensor | Refusal:
             why = (
                 f"its input comes from {source.name!r} ({kind}), of which no batch norm gives the mean; use 'empirical'"
             )
-            return Refusal(why)
+            return Obstacle(why)
         source = source.all_input_nodes[0]
 
 

@@ -22,7 +22,7 @@ from qtoolkit.progress import note, progress_bar
 from qtoolkit.shared_modules import names_by_module
 from qtoolkit.tuning.channels import LAYERS, ChannelView
 from qtoolkit.tuning.unchanged import largest_change, outputs_of
-from qtoolkit.verdicts import Refusal
+from qtoolkit.verdicts import Obstacle
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -311,10 +311,10 @@ def _links(
         if not _is_layer(node):
             continue
         why = obstacle(node)
-        path = Refusal(why) if why else _path_from(node)
+        path = Obstacle(why) if why else _path_from(node)
         if isinstance(path, list) and (why := obstacle(path[-1])):
-            path = Refusal(why)
-        if isinstance(path, Refusal):
+            path = Obstacle(why)
+        if isinstance(path, Obstacle):
             skipped[str(node.target)] = path.why
         else:
             links.append(_Link(path, backend))
@@ -325,14 +325,14 @@ def _is_layer(node: fx.Node) -> bool:
     return node.op == "call_module" and type(module_of(node)) in LAYERS
 
 
-def _path_from(layer: fx.Node) -> list[fx.Node] | Refusal:
+def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
     """Return the nodes from a layer to the layer that takes its channels, or why there is none."""
     batch_norm: fx.Node | None = None
     path = [layer]
     while True:
         users = list(path[-1].users)
         if len(users) != 1:
-            return Refusal(f"{len(users)} ops take the output of {path[-1].name!r}")
+            return Obstacle(f"{len(users)} ops take the output of {path[-1].name!r}")
         path += users
         (node,) = users
         kind = kind_of(node)
@@ -340,15 +340,15 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | Refusal:
             bn: Any = None if batch_norm is None else module_of(batch_norm)
             count = ChannelView(module_of(node)).inputs_amax().numel()
             if count != ChannelView(module_of(layer)).outputs_amax().numel():
-                return Refusal(f"{node.target!r} takes {count} channels, which are not its own")
-            return path if bn is None or bn.weight is not None else Refusal("its batch norm has no scale")
+                return Obstacle(f"{node.target!r} takes {count} channels, which are not its own")
+            return path if bn is None or bn.weight is not None else Obstacle("its batch norm has no scale")
         if kind.normalizes_batches and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
             bn = module_of(node)
             if not is_batch_norm(bn) or bn.running_var is None:
-                return Refusal("its batch norm has no running statistics")
+                return Obstacle("its batch norm has no running statistics")
             batch_norm = node
         elif not _keeps_channels(node, kind, ChannelView(module_of(layer)).dims):
-            return Refusal(f"{node.name!r} ({kind}) follows it, through which no factor of a channel passes")
+            return Obstacle(f"{node.name!r} ({kind}) follows it, through which no factor of a channel passes")
 
 
 def _keeps_channels(node: fx.Node, kind: OpKind, dims: int) -> bool:
