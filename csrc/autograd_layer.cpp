@@ -39,8 +39,8 @@ struct Source {
   std::string name;
   size_t index = 0;  // of a tensor or another argument among the op's, of a result among its results
   bool copied = false;
-  std::optional<size_t> other = std::nullopt;  // the argument on which it depends whether this one is kept:
-  bool given = false;                          // if that is given, or if not
+  std::optional<size_t> condition = std::nullopt;  // the argument on which it depends whether this one is kept:
+  bool given = false;                              // if that is given, or if not
 };
 
 // What the schemas of an op and of its backward op say.
@@ -76,7 +76,7 @@ class Plan {
         sources.push_back({is_tensor ? Source::tensor : Source::other, name, place(name), copies});
         for (const Condition& condition : spec.conditions) {
           if (name != condition.argument) continue;
-          sources.back().other = place(condition.other);
+          sources.back().condition = place(condition.other);
           sources.back().given = condition.given;
         }
       }
@@ -130,7 +130,7 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     auto& data = ctx->saved_data;  // an entry for each: compiled autograd cannot take lists of them
     for (const Source& source : plan<kSpec>().sources) {
       if (source.from == Source::tensor) {
-        const bool keeps = !source.other.has_value() || given[*source.other].isTensor() == source.given;
+        const bool keeps = !source.condition.has_value() || given[*source.condition].isTensor() == source.given;
         tensors.push_back(keeps ? kept(given[source.index], source.copied) : Tensor());
       }
       if (source.from == Source::result) tensors.emplace_back();

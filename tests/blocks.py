@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
+from qtoolkit.nn import unit
 
 
 @contextmanager
@@ -22,6 +23,22 @@ def called_one_by_one() -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the arguments of each call of `qtoolkit.ops.batch_norm_fake_quant` from here on, alone or as a part of a unit."""
+    found = recorded_calls(monkeypatch, "batch_norm_fake_quant")
+    op = unit._unit
+    names = [argument.name for argument in op._schema.arguments]
+
+    def recorded(*args: Any) -> Any:
+        given = dict(zip(names, args, strict=True))
+        grid = {} if given["y_start"] is None else {"scale": given["y_start"]}
+        found.append({**given, **grid, "divisor": given["variance"]})
+        return op(*args)
+
+    monkeypatch.setattr(unit, "_unit", recorded)
+    return found
 
 
 def recorded_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:

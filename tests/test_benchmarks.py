@@ -155,7 +155,7 @@ def test_every_group_has_the_float_model_first_and_each_other_subject_once(other
     from train_step import groups_of
     from training.trainer import Settings
 
-    subjects = [Settings("fsrcnn", name, "tensorrt", 1, None, quick=True) for name in ("float", *"abcd"[:others])]
+    subjects = [Settings("fsrcnn", name, "tensorrt", 1, None, size=24) for name in ("float", *"abcd"[:others])]
     groups = groups_of(subjects, together)
     assert all(group[0] is subjects[0] for group in groups)
     assert [s for group in groups for s in group[1:]] == subjects[1:]
@@ -184,7 +184,7 @@ def test_a_subject_that_fails_is_listed_with_the_reason(monkeypatch) -> None:
     from training.worker import SubjectError, Worker
 
     monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
-    settings = Settings("fsrcnn", "float", "tensorrt", 1, "no such device", quick=True)
+    settings = Settings("fsrcnn", "float", "tensorrt", 1, "no such device", size=24)
     with pytest.raises(SubjectError, match="RuntimeError: .*no such device"):
         Worker(settings)
 

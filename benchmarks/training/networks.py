@@ -32,26 +32,26 @@ class Network:
     quick_size: int
     upscale: int | None = None
 
-    def model(self, device: str, quick: bool) -> nn.Module:
-        """Return the float model in training mode, the same at each call.
+    def model(self, device: str, size: int) -> nn.Module:
+        """Return the float model in training mode for images of a height, the same at each call.
 
         Its batch norms have the statistics of a batch: tools that calibrate in eval mode then see activations of usual ranges.
         """
         torch.manual_seed(0)
-        model = self.build(self.quick_size if quick else self.size).to(device).train()
+        model = self.build(size).to(device).train()
         norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.momentum = 1.0
         with torch.no_grad():
-            model(self.batch(2, device, quick)[0])
+            model(self.batch(2, device, size)[0])
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         return model
 
-    def batch(self, count: int, device: str, quick: bool) -> tuple[Tensor, Tensor]:
+    def batch(self, count: int, device: str, size: int) -> tuple[Tensor, Tensor]:
         """Return images and targets, the same at each call."""
-        generator, size = torch.Generator().manual_seed(1), self.quick_size if quick else self.size
+        generator = torch.Generator().manual_seed(1)
         if self.upscale is None:
             x = torch.randn(count, 3, size, size, generator=generator)
             return x.to(device), torch.randint(CLASSES, (count,), generator=generator).to(device)

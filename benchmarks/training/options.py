@@ -32,6 +32,7 @@ def parser_of(description: str | None, result: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="batches of 4 small images")
     parser.add_argument("--batch", type=int, default=None, help="8; with --quick 4")
+    parser.add_argument("--size", type=int, default=None, help="the height of all images; by default that of the network")
     parser.add_argument("--out", type=Path, default=RESULTS / result)
     return parser
 
@@ -45,7 +46,8 @@ def settings_of(args: argparse.Namespace, network: str) -> list[Settings]:
     """Return what is trained of a network; the float model, which all else is compared with, comes first."""
     first, *others = names(args.compile, args.peers)
     chosen = [first, *(name for name in others if any(part in name for part in args.only))]
-    return [Settings(network, name, args.backend, count_of(args), args.device, args.quick) for name in chosen]
+    size = args.size or (NETWORKS[network].quick_size if args.quick else NETWORKS[network].size)
+    return [Settings(network, name, args.backend, count_of(args), args.device, size) for name in chosen]
 
 
 @contextmanager

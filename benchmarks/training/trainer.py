@@ -23,14 +23,14 @@ MEMORY_STEPS, PROFILED_STEPS = 3, 7
 
 @dataclass(frozen=True)
 class Settings:
-    """A subject and what it is trained on."""
+    """A subject and what it is trained on: a number of images of a height."""
 
     network: str
     subject: str
     backend: str
     count: int
     device: str
-    quick: bool
+    size: int
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Trainer:
     def __init__(self, settings: Settings) -> None:
         network = NETWORKS[settings.network]
         self.settings, self.loss = settings, network.loss
-        self.batch = network.batch(settings.count, settings.device, settings.quick)
-        model = network.model(settings.device, settings.quick)
+        self.batch = network.batch(settings.count, settings.device, settings.size)
+        model = network.model(settings.device, settings.size)
         expected = self._output(copy.deepcopy(model))
         self.model = builder(settings.subject, settings.backend)(model, self.batch[0])
         self.difference = float((self._output(self.model) - expected).norm() / expected.norm())

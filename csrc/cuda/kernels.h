@@ -8,9 +8,12 @@
 #include "../kernel_list.h"
 #include "../max_pool.h"
 #include "../range_grid.h"
-#include "../unit_scales.h"
 
 namespace qtoolkit {
+
+struct UnitScales;
+struct UnitGradients;
+
 namespace cuda {
 
 // args.scale and args.zero_point are device pointers to the user's values in the type of the arithmetic: the kernels

@@ -5,8 +5,9 @@ conversions at each layer, the convolutions return it, and the model converts it
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,8 +16,12 @@ from qtoolkit.graph.block_calls import map_leaves
 from qtoolkit.graph.nodes import kind_of
 from qtoolkit.nn import QuantConv2d, QuantConvTranspose2d, QuantWeighted, on_codes
 from qtoolkit.nn.conv import is_strided_pointwise
+from qtoolkit.nn.unit import snapshot_of
 from qtoolkit.op_kinds.rules import argument
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+if TYPE_CHECKING:
+    from qtoolkit._snapshot import Snapshot
 
 FLOAT_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)
 STRIDE = 3  # its position among the arguments of a function that is a convolution
@@ -40,7 +45,7 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
             module.returns_channels_last = converts
     if not converts:
         return forward
-    quantized, paths = _quantized_inputs(gm), [name.split(".") for name in names]
+    quantized, choice = _quantized_inputs(gm), _Choice(gm, names)
 
     @functools.wraps(forward)
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -48,14 +53,41 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
         trains = self.training and torch.is_grad_enabled()
         images = [x for x in (*args, *kwargs.values()) if _may_be_in_rows(x)] if trains else []
         pixels = max([x.numel() // x.size(1) for x in images]) if images else 0
-        layers = (functools.reduce(getattr, path, self) for path in paths)  # a quarter of get_submodule's time
-        if not pixels or not any(_computes_on_codes(layer, pixels) for layer in layers):
+        if not pixels or not choice.of(self, pixels):
             return forward(self, *args, **kwargs)
         args = tuple(x if i in quantized else map_leaves(x, _to_channels_last) for i, x in enumerate(args))
         kwargs = {name: x if name in quantized else map_leaves(x, _to_channels_last) for name, x in kwargs.items()}
         return map_leaves(forward(self, *args, **kwargs), _to_rows)
 
     return converted
+
+
+class _Choice:
+    """Whether a layer of a model computes on codes, for images of each number of pixels.
+
+    Args:
+        gm: The model.
+        names: The names of its layers.
+    """
+
+    def __init__(self, gm: fx.GraphModule, names: Sequence[str]) -> None:
+        self.owner, self.names = ref(gm), names
+        self.snapshot: Snapshot | None = None
+        self.known: dict[int, bool] = {}
+
+    def of(self, model: nn.Module, pixels: int) -> bool:
+        """Return it for a model, or a replica of it; it holds while the attributes of the layers are the same objects."""
+        if torch.compiler.is_compiling() or self.owner() is not model:
+            return self._ask(model, pixels)
+        if self.snapshot is None or not self.snapshot.holds():
+            self.snapshot, self.known = snapshot_of(model, self.names), {}
+        if pixels not in self.known:
+            self.known[pixels] = self._ask(model, pixels)
+        return self.known[pixels]
+
+    def _ask(self, model: nn.Module, pixels: int) -> bool:
+        layers = (functools.reduce(getattr, name.split("."), model) for name in self.names)
+        return any(_computes_on_codes(layer, pixels) for layer in layers)
 
 
 def _quantized_inputs(gm: fx.GraphModule) -> frozenset[int | str]:

@@ -69,7 +69,7 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
     code = _compile(whole.write(), "")
     units = _UnitWriter(Whole(gm), ROOT, products)
     if units.units:
-        code = _trained(code, _compile(units.write(), ""), gm)
+        code = _trained(code, units.write(), gm)
     division = Division(gm, calls) if calls else None
     if division is None or not division.parts:
         return code if whole.changed else None
@@ -125,16 +125,25 @@ class _Blocks:
         )
 
 
-def _trained(code: Callable[..., Any], units: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-    """Return a forward that calls the units where their model trains, without a tracer of any kind, and else the code."""
+def _trained(code: Callable[..., Any], graph: fx.Graph, gm: fx.GraphModule) -> Callable[..., Any]:
+    """Return a forward that runs the graph of units where the model trains, without a tracer of any kind, and else the code.
+
+    The graph is compiled by the first step: passes recompile a model many times before.
+    """
     owner = ref(gm)  # replicas of the model share its code
+    units: Callable[..., Any] | None = None
 
     @functools.wraps(code)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the units or the code."""
+        nonlocal units
         if not self.training or torch.compiler.is_compiling() or not torch.is_grad_enabled() or owner() is not self:
             return code(self, *args, **kwargs)
-        traced = is_recorded() or is_transformed() or all_watched()
-        return (code if traced else units)(self, *args, **kwargs)
+        if is_recorded() or is_transformed() or all_watched():
+            return code(self, *args, **kwargs)
+        if units is None:
+            units = _compile(graph, "")
+        return units(self, *args, **kwargs)
 
     return forward
 
@@ -334,9 +343,13 @@ class _UnitWriter(_Writer):
         unit = Unit(self.division.gm, self._names(chain), *_steps(chain), gives)
         sources = layer.all_input_nodes if chain.residual is None else [*layer.all_input_nodes, chain.residual]
         arguments = [each for source in sources for each in (self._value(source), self.handed.get(source))]
-        result = self.graph.call_function(unit.run, tuple(arguments))
-        self.written[chain.last] = self.graph.call_function(operator.getitem, (result, 0))
-        self.handed[chain.last] = self.graph.call_function(operator.getitem, (result, 1))
+        name = layer.name
+        result = self.graph.create_node("call_function", unit.run, tuple(arguments), name=f"{name}_unit")
+        self.written[chain.last] = self._item(result, 0, chain.last.name)
+        self.handed[chain.last] = self._item(result, 1, f"{chain.last.name}_codes")
+
+    def _item(self, result: fx.Node, place: int, name: str) -> fx.Node:
+        return self.graph.create_node("call_function", operator.getitem, (result, place), name=name)
 
     def _names(self, chain: Chain) -> Names:
         activation = chain.activation if chain.bounds is None else None

@@ -5,7 +5,7 @@ as long as the attributes of these modules are the same objects, which `Snapshot
 holds, and where one op may not compute the unit, the functions of `qtoolkit.nn.epilogue` ask the modules at each call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -173,16 +173,10 @@ class Unit:
         root = self.root()
         if root is None:
             raise RuntimeError("the model of this code does not exist any more.")
-        names = [name for name in self.names if name is not None]
         self.modules = tuple(None if name is None else root.get_submodule(name) for name in self.names)
         layer, bn = self.modules[:2]
         self.weight, self.variance = layer.weight, bn.running_var
-        seen = [module for module in self.modules if module is not None]
-        if isinstance(layer, QuantWeighted):
-            weight = layer.weight_quantizer
-            seen += [m for m in (weight, getattr(weight, "observer", None), layer.source) if m is not None]
-        holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in _parents(name)}]
-        self.snapshot, self.plans, self.last = Snapshot((*seen, *holders), IGNORED), {}, None
+        self.snapshot, self.plans, self.last = snapshot_of(root, [n for n in self.names if n is not None]), {}, None
 
     def _plan(self, x: Tensor, residual: Tensor | None) -> Plan | None:
         weight, device = self.weight.dtype, x.device
@@ -295,6 +289,14 @@ class Unit:
         return (grid.scale, None, None, grid.zero_point, *of_codes), NOT_FOLLOWED
 
 
+def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
+    """Return the attributes of submodules now, and of the quantizers on which it depends how they compute."""
+    modules = [root.get_submodule(name) for name in names]
+    seen = [*modules, *(each for m in modules if isinstance(m, QuantWeighted) for each in m.computes_by())]
+    holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in _parents(name)}]
+    return Snapshot((*seen, *holders), IGNORED)
+
+
 def _parents(name: str) -> list[str]:
     """Return the names of the modules on the way to a submodule, with "" for the model."""
     parts = name.split(".")
@@ -306,7 +308,7 @@ def _parents(name: str) -> list[str]:
 
 def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:
     """Return whether the op computes modules as they are now, for some inputs."""
-    if all_watched() or not bn.training or bn.momentum is None or why_batch_norm_not_fused(bn) is not None:
+    if all_watched() or not bn.training or why_batch_norm_not_fused(bn) is not None or bn.momentum is None:
         return False
     if (
         why_layer_not_fused(layer, bn) is not None

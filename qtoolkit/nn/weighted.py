@@ -194,6 +194,15 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         source = _of_call(self._sources, call)
         return None if source is None else source.now()
 
+    def computes_by(self) -> Sequence[nn.Module]:
+        """Return the modules beside it on which it depends how it computes in training."""
+        weight = self.weight_quantizer
+        observer = weight.observer if isinstance(weight, TensorQuantizer) else None
+        sources = [
+            each for source in self._sources if source is not None for each in (source.quantizer, *source.dropouts)
+        ]
+        return [module for module in (weight, observer, *sources) if module is not None]
+
     def has_dropouts(self) -> bool:
         """Return whether an input comes through a dropout, which moves it off its quantizer's grid while it drops."""
         return any(source is not None and source.dropouts for source in self._sources)

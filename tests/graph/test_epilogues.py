@@ -17,7 +17,7 @@ import qtoolkit as qt
 from qtoolkit.nn import epilogue
 from qtoolkit.nn.batch_norm import STRATEGIES, LinkedBatchNorm
 from qtoolkit.quantizers.handed_over import codes_of
-from tests.blocks import called_one_by_one, recorded_calls
+from tests.blocks import called_one_by_one, recorded_norms
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
 
@@ -137,7 +137,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 @pytest.fixture
 def calls(monkeypatch) -> list[dict]:
     """The arguments of each call of the op."""
-    return recorded_calls(monkeypatch, "batch_norm_fake_quant")
+    return recorded_norms(monkeypatch)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:

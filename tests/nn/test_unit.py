@@ -1,15 +1,23 @@
 """A unit in one op is bit for bit what its ops are one by one, and is given up where a module is not what it was."""
 
 import copy
+import gc
+import linecache
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
+from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn.unit import Unit
 
 
@@ -241,3 +249,78 @@ def test_second_derivatives_are_refused() -> None:
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.sum().backward()
+
+
+class Ops(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[op.name()] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def ops_of(units: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the ops of a forward and of a backward of so many units."""
+    layers = [
+        m for _ in range(units) for m in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    ]
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
+    x = torch.randn(2, 8, 4, 4)
+    model = qt.prepare(nn.Sequential(*layers).train(), (x,), backend="academic", qconfig_mapping=mapping)
+    qt.calibrate(model, [x], progress=False)
+    for _ in range(2):
+        model(x).sum().backward()
+    with Ops() as forward:
+        y = model(x).sum()
+    with Ops() as backward:
+        y.backward()
+    return forward.found, backward.found
+
+
+def test_a_unit_is_one_op_in_each_direction() -> None:
+    few, many = ops_of(2), ops_of(3)
+    assert many[0] - few[0] == {"qtoolkit::unit": 1}
+    # The five gradients are those of the weight, of its scales, of the batch norm's two parameters and of the output's scale.
+    assert many[1] - few[1] == {"qtoolkit::unit_backward": 1, "aten::add_.Tensor": 5}
+
+
+def test_the_page_shows_the_code_of_units() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design" / "step.md").read_text()
+    network, code = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
+    scope: dict[str, Any] = {"nn": nn, "torch": torch}
+    exec(network, scope)
+    x = torch.randn(2, 3, 8, 8)
+    model = qt.prepare(scope["Net"]().train(), (x,))
+    qt.calibrate(model, [x], progress=False)
+    model(x)
+    last = [name for name in linecache.cache if name.startswith("<forward of the model>")][-1]
+    lines = [line.split(";  ")[0].rstrip() for line in linecache.getlines(last)]
+    assert [line for line in lines if line.strip()] == code.splitlines()
+
+
+def test_a_snapshot_takes_objects() -> None:
+    with pytest.raises(TypeError, match="must be tuple"):
+        Snapshot(3, frozenset())  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        Snapshot((3,), frozenset())
+    module = nn.Linear(1, 1)
+    module.own = module  # type: ignore[assignment]  # a cycle
+    snapshot, alive = Snapshot((module, {"a": 1}), frozenset({"b"})), ref(module)
+    assert snapshot.holds()
+    module.b = 2  # type: ignore[assignment]
+    assert not snapshot.holds()
+    module.snapshot = snapshot  # type: ignore[assignment]
+    del module, snapshot
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_snapshot_sees_another_type() -> None:
+    module = nn.Linear(1, 1)
+    snapshot = Snapshot((module,), frozenset())
+    module.__class__ = type("Other", (nn.Linear,), {})
+    assert not snapshot.holds()
