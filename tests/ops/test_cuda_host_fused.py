@@ -13,8 +13,13 @@ from tests.cases import FLOATS, assert_same, floats, name_of
 from tests.ops.cuda_host import (
     ORDERS,
     BatchNormArguments,
+    FollowedScale,
     PoolArguments,
+    RatioGradient,
     TrackedStatistics,
+    TrainedScale,
+    UnitGradients,
+    UnitScales,
     compiled,
     dtype_number,
     filled,
@@ -218,3 +223,62 @@ def test_max_pool(kernels, shape, window, last, dtype, kind):
     assert_same(places, offsets)
     kernels.max_pool_backward_on_host(ctypes.byref(filled(PoolArguments, **fields, x=grad, y=dx, offsets=places)))
     assert_same(dx, wanted_dx)
+
+
+def channel_values(f64: bool, *names: str) -> dict[str, Tensor]:
+    """Values of 300 channels: one of zero, one negative, one not finite."""
+    found = {name: torch.rand(300, dtype=torch.float64 if f64 else torch.float32) + 0.1 for name in names}
+    for name in {"gamma", "ratio"} & set(names):
+        found[name][:3] = torch.tensor([0.0, -0.5, torch.nan])
+    return found
+
+
+@pytest.mark.parametrize("f64", [False, True])
+@pytest.mark.parametrize("follows", [False, True])
+def test_scales_of_a_unit(kernels, f64, follows):
+    given = channel_values(f64, "variance", "gamma", "start", "ratio", "factor", "scale", "lo", "hi")
+    variance, gamma = given["variance"], given["gamma"]
+    y_start, y_scale = torch.tensor([0.5]).to(variance), torch.zeros(1).to(variance)
+    rows = torch.randn(300, 9).to(variance)
+    rows[3] = torch.nan
+    low, high = rows.amin(1).double(), rows.amax(1).double()
+    factor = gamma * torch.rsqrt(variance + 1e-5)
+    factor = factor.masked_fill(factor == 0, 1.0)
+    u = filled(UnitScales, f64=f64, channels=300, eps=1e-5, variance=variance, gamma=gamma, factor=given["factor"])
+    ratio = None if follows else given["ratio"]
+    u.weight = filled(TrainedScale, count=300, start=given["start"], ratio=ratio, scale=given["scale"])
+    u.output = filled(TrainedScale, count=1, start=y_start, scale=y_scale)
+    if follows:
+        ends = {"low": low, "high": high, "start": given["start"], "lo": given["lo"], "hi": given["hi"]}
+        u.followed = filled(FollowedScale, **ends, qmin=-127.0, qmax=127.0, symmetric=True)
+        lo, hi = ops.minmax(rows * factor[:, None], axis=0)
+        wanted = ops.grid_of_range(lo, hi, -127, 127)[0]
+    else:
+        wanted = ops.positive_scale(given["start"], given["ratio"])
+    kernels.unit_scales_on_host(ctypes.byref(u))
+    assert_same(given["factor"], factor)
+    assert_same(given["scale"], wanted)
+    assert_same(y_scale, y_start)
+    if follows:
+        assert_same(given["start"], wanted)
+        assert_same(given["lo"], lo)
+        assert_same(given["hi"], hi)
+
+
+@pytest.mark.parametrize("f64", [False, True])
+@pytest.mark.parametrize("rated", [False, True])
+def test_gradients_of_scales_of_a_unit(kernels, f64, rated):
+    given = channel_values(f64, "variance", "gamma", "of_gamma", "of_divisor", "of_factor", "result")
+    scales = channel_values(f64, "grad", "start", "ratio", "result", "rate")
+    rate = scales["rate"] if rated else None
+    u = filled(UnitGradients, f64=f64, channels=300, eps=1e-5, **given)
+    u.weight = filled(RatioGradient, count=300, **{**scales, "rate": rate})
+    variance, gamma = given["variance"], given["gamma"].clone().requires_grad_()
+    factor = gamma * torch.rsqrt(variance + 1e-5)
+    factor = factor.masked_fill(factor == 0, 1.0)
+    factor.backward(given["of_divisor"] + given["of_factor"])
+    ratio = scales["ratio"].clone().requires_grad_()
+    ops.positive_scale(scales["start"], ratio, rate).backward(scales["grad"])
+    kernels.unit_gradients_on_host(ctypes.byref(u))
+    assert_same(given["result"], given["of_gamma"] + gamma.grad)
+    assert_same(scales["result"], ratio.grad)

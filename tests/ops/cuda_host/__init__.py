@@ -113,6 +113,51 @@ class PoolArguments(ctypes.Structure):
     )
 
 
+class TrainedScale(ctypes.Structure):
+    """`TrainedScale` of unit_scales.h."""
+
+    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("start", "ratio", "scale")))
+
+
+class FollowedScale(ctypes.Structure):
+    """`FollowedScale` of unit_scales.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "high", "start", "lo", "hi")),
+        *(("qmin", ctypes.c_double), ("qmax", ctypes.c_double)),
+        *(("symmetric", ctypes.c_bool), ("pow2_scale", ctypes.c_bool)),
+    )
+
+
+class UnitScales(ctypes.Structure):
+    """`UnitScales` of unit_scales.h."""
+
+    _fields_ = (
+        *(("f64", ctypes.c_bool), ("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
+        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "factor")),
+        *(("weight", TrainedScale), ("output", TrainedScale), ("followed", FollowedScale)),
+    )
+
+
+class RatioGradient(ctypes.Structure):
+    """`RatioGradient` of unit_scales.h."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("grad", "start", "ratio", "rate", "result")),
+    )
+
+
+class UnitGradients(ctypes.Structure):
+    """`UnitGradients` of unit_scales.h."""
+
+    _fields_ = (
+        *(("f64", ctypes.c_bool), ("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
+        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "of_gamma", "of_divisor", "of_factor", "result")),
+        *(("weight", RatioGradient), ("output", RatioGradient)),
+    )
+
+
 def filled(structure: type[ctypes.Structure], **fields: Any) -> ctypes.Structure:
     """A structure with tensors as their pointers, tuples as arrays, and absent fields zero."""
     args, types = structure(), dict(structure._fields_)
@@ -138,6 +183,8 @@ def compiled() -> ctypes.CDLL:
     assert kernels.size_of_batch_norm_arguments() == ctypes.sizeof(BatchNormArguments)
     assert kernels.size_of_pool_arguments() == ctypes.sizeof(PoolArguments)
     assert kernels.size_of_tracked_statistics() == ctypes.sizeof(TrackedStatistics)
+    assert kernels.size_of_unit_scales() == ctypes.sizeof(UnitScales)
+    assert kernels.size_of_unit_gradients() == ctypes.sizeof(UnitGradients)
     return kernels
 
 

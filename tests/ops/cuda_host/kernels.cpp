@@ -5,6 +5,7 @@
 #include "cuda/max_pool.cu"
 #include "cuda/observe.cu"
 #include "cuda/quantize.cu"
+#include "cuda/unit_scales.cu"
 
 using namespace qtoolkit;
 
@@ -65,3 +66,8 @@ extern "C" void batch_norm_track_on_host(const TrackedStatistics* statistics) {
 extern "C" void max_pool_forward_on_host(const PoolArgs* args) { cuda::max_pool_forward(*args, nullptr); }
 
 extern "C" void max_pool_backward_on_host(const PoolArgs* args) { cuda::max_pool_backward(*args, nullptr); }
+
+extern "C" int64_t size_of_unit_scales() { return sizeof(UnitScales); }
+extern "C" int64_t size_of_unit_gradients() { return sizeof(UnitGradients); }
+extern "C" void unit_scales_on_host(const UnitScales* u) { cuda::unit_scales(*u, nullptr); }
+extern "C" void unit_gradients_on_host(const UnitGradients* u) { cuda::unit_gradients(*u, nullptr); }
