@@ -1,8 +1,9 @@
 """Writes the results of training into docs/performance.md, and the plot beside it.
 
-python benchmarks/training_page.py    takes train_step.json and memory.json of benchmarks/results
+python benchmarks/training_page.py    takes train_step.json, short_steps.json and memory.json of benchmarks/results
 
-Needs matplotlib. Run it after benchmarks/train_step.py or benchmarks/memory.py.
+Needs matplotlib. Run it after benchmarks/train_step.py or benchmarks/memory.py. short_steps.json is what train_step.py writes
+by `--size 32 --batch 2 --threads 1 --networks resnet18 mobilenet_v2 vit --out benchmarks/results/short_steps.json`.
 """
 
 import argparse
@@ -47,7 +48,18 @@ def _demands(name: str, results: Results) -> list[list[str]]:
 
 
 def _of_steps(results: Results) -> Iterator[str]:
-    yield from ("### Time of a step", "", _where(results), "")
+    return _times("Time of a step", results)
+
+
+def _of_short_steps(results: Results) -> Iterator[str]:
+    return _times(
+        "Time of a step of short ops: small images, of which the interpreter and reading the weights take the most",
+        results,
+    )
+
+
+def _times(title: str, results: Results) -> Iterator[str]:
+    yield from (f"### {title}", "", _where(results), "")
     for threads in sorted({row["threads"] for row in rows_of(results)}):
         rows = [row for row in rows_of(results) if row["threads"] == threads]
         _, names, lines = overview(rows, "ratio", "")
@@ -80,7 +92,7 @@ def _without_figure(results: Results) -> Iterator[str]:
         yield from ("Without a figure:", "", *(f"- {reason}" for reason in reasons), "")
 
 
-PARTS = {"train_step": _of_steps, "memory": _of_memory}
+PARTS = {"train_step": _of_steps, "short_steps": _of_short_steps, "memory": _of_memory}
 
 
 def main() -> None:

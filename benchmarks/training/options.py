@@ -32,7 +32,9 @@ def parser_of(description: str | None, result: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="batches of 4 small images")
     parser.add_argument("--batch", type=int, default=None, help="8; with --quick 4")
-    parser.add_argument("--size", type=int, default=None, help="the height of all images; by default that of the network")
+    parser.add_argument(
+        "--size", type=int, default=None, help="the height of all images; by default that of the network"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / result)
     return parser
 

@@ -184,9 +184,10 @@ class Unit:
         computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
         inputs = (x.shape, x.stride(), x.dtype, device, weight, computed, added)
-        if self.last is None or self.last[0] != inputs:
-            self.last = Inputs(*inputs), self._found(Inputs(*inputs), x, residual)
-        return self.last[1]
+        last = self.last
+        if last is None or last[0] != inputs:
+            last = self.last = Inputs(*inputs), self._found(Inputs(*inputs), x, residual)
+        return last[1]
 
     def _found(self, inputs: Inputs, x: Tensor, residual: Tensor | None) -> Plan | None:
         if inputs not in self.plans:
@@ -208,7 +209,8 @@ class Unit:
         if not integer and (layer.training_arithmetic.save == "float" or on_codes.copies_weight(layer, x)):
             return None
         layer.check_input(x)
-        like = layer.compute(x.to("meta"), layer.weight.detach().to("meta"), None)
+        with torch.no_grad():  # gradient checkpointing counts the tensors that a forward saves
+            like = layer.compute(x.to("meta"), layer.weight.to("meta"), None)
         if not fits(bn, like.shape) or (residual is not None and not _is_added(residual, like, x.device, dtype)):
             return None
         last = integer and layer.returns_channels_last and on_codes.has_kernel_type(x)

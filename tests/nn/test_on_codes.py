@@ -381,11 +381,11 @@ def test_from_how_many_positions_on_auto_computes_on_codes(layer, sizes: tuple, 
     x = torch.zeros(sizes)
     assert on_codes._positions(x, layer.geometry(x)) == positions
     enough = x.repeat(-(-least // positions), *[1] * (x.dim() - 1))
-    assert on_codes._on_integers(layer, enough, layer.geometry(enough))
+    assert on_codes.computes_on_codes(layer, enough, layer.geometry(enough))
     fewer = x[:0]
-    assert not on_codes._on_integers(layer, fewer, layer.geometry(fewer))
+    assert not on_codes.computes_on_codes(layer, fewer, layer.geometry(fewer))
     qt.nn.set_training_arithmetic(layer, forward="integer")
-    assert on_codes._on_integers(layer, fewer, layer.geometry(fewer))
+    assert on_codes.computes_on_codes(layer, fewer, layer.geometry(fewer))
 
 
 def test_a_small_image_is_converted_rather_than_a_large_weight() -> None:
