@@ -1,5 +1,5 @@
-// Autograd of quant_layer, quant_weight and unit. A node keeps the arguments that the backward op shares with the op, found
-// by their names: once, since a small layer takes less time than that.
+// Autograd of quant_layer, quant_weight and unit. A node keeps the arguments that the backward op shares with the op,
+// found by their names: once, since a small layer takes less time than that.
 #include <algorithm>
 #include <unordered_map>
 

@@ -1,9 +1,8 @@
 // The bodies of batch norm in training and its gradients: checks, results, kernel arguments.
-#include "batch_norm_ops.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include "batch_norm_ops.h"
 #include "launch.h"
 #include "layout.h"
 #include "norm_checks.h"

@@ -22,10 +22,12 @@
   ", int[] stride, int[] padding, int[] dilation, int[] output_padding, bool transposed, int groups, bool integer"
 #define QT_LAYER QT_INPUT QT_WEIGHT QT_GEOMETRY
 // What unit is told about its layer, and about what follows its batch norm; unit.cpp reads it in this order.
-#define QT_UNIT_LAYER(start) QT_INPUT " weight, " start ", Tensor? ratio, Tensor? rate, " QT_GRID QT_GEOMETRY
+#define QT_START(start) " weight, " start " start, Tensor? ratio, Tensor? rate, "
+#define QT_UNIT_LAYER QT_INPUT QT_START("Tensor(f!)") QT_GRID QT_GEOMETRY
+#define QT_UNIT_KEPT QT_INPUT QT_START("Tensor?") QT_GRID QT_GEOMETRY
 #define QT_UNIT_FOLLOWED "Tensor(d!)? lo, Tensor(e!)? hi, bool pow2_scale"
 #define QT_UNIT_NORM "Tensor variance, Tensor? gamma, Tensor? beta, float eps"
-#define QT_UNIT_FOLLOWING                                                                                           \
+#define QT_UNIT_FOLLOWING                                                                                            \
   "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float low, float " \
   "high, float slope, Tensor? y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int "      \
   "y_qmax, float y_grad_factor"
@@ -180,25 +182,26 @@ TORCH_LIBRARY(qtoolkit, m) {
         ", ScalarType x_dtype, bool[7] wanted, Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. The scale of the weight is
-  // positive_scale(start, ratio, rate), or start where there is no ratio; so is that of y. factor: gamma / sqrt(variance
-  // + eps), 1 where that is 0. bias: of the layer; the batch norm subtracts it, so that only the running mean has it.
-  // lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are set to that of the
-  // weight. The running statistics, if given, take in the batch, and batches counts it. Returns y and its codes, then what
-  // backward keeps: the scales, the factor, the layer's output and its statistics. Differentiable in x, weight, start,
-  // ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio and y_zero_point. The grids of x and of the
-  // residual must not change before backward.
-  m.def("unit(Tensor x, " QT_UNIT_LAYER("Tensor start") ", " QT_UNIT_FOLLOWED ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM
+  // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. The scale of the weight
+  // is positive_scale(start, ratio, rate), or start without a ratio; so is that of y. The weight's factor is gamma /
+  // sqrt(variance + eps), or 1 where that is 0. bias: of the layer; the batch norm subtracts it, so that only the
+  // running mean has it. lo, hi: the range that a symmetric grid covers, of each output channel; start, lo and hi are
+  // set to that of the weight. The running statistics, if given, take in the batch, and batches counts it. Returns y
+  // and its codes, then what backward keeps: the scales, the factor, the layer's output and its statistics.
+  // Differentiable in x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio and
+  // y_zero_point. The grids of x and of the residual must not change before backward.
+  m.def("unit(Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED
+        ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, " QT_UNIT_NORM
         ", Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float momentum, " QT_UNIT_FOLLOWING
         ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, "
         "Tensor batch_variance)");
 
   // Returns its gradients, in this order; empty where one is not wanted or there is none. start and y_start are needed
   // with their ratios alone.
-  m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, " QT_UNIT_LAYER("Tensor? start") ", Tensor? bias, " QT_UNIT_NORM
-        ", " QT_UNIT_FOLLOWING ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor "
-        "batch_variance, bool[12] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-        "Tensor, Tensor, Tensor)");
+  m.def("unit_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, " QT_UNIT_KEPT ", Tensor? bias, " QT_UNIT_NORM
+        ", " QT_UNIT_FOLLOWING
+        ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, bool[12] "
+        "wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // torch.ops.aten.convolution with a batch and gradients that write inside of their memory; see strided_pointwise.h.
   m.def(

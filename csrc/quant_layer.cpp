@@ -134,8 +134,8 @@ Tensor raw_scale_gradient(const Tensor& dy, const Tensor& weight, const Layer& l
 
 }  // namespace
 
-GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l, at::ScalarType x_dtype,
-                               const WantedOfLayer& wanted, const RawInput& raw) {
+GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l,
+                                      at::ScalarType x_dtype, const WantedOfLayer& wanted, const RawInput& raw) {
   constexpr const char* kOp = "quant_layer_backward";
   check_float(kOp, "grad", grad);
   check_float_dtype(kOp, x_dtype);

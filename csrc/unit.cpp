@@ -1,6 +1,6 @@
-// A unit of a network in training: a layer on grids, its batch norm, a residual add, an activation and a quantizer, with
-// everything of which its grids are made. The steps are those of the single ops, with their bits; what a training step
-// saves is their calls, and a node of autograd for each.
+// A unit of a network in training: a layer on grids, its batch norm, a residual add, an activation and a quantizer,
+// with everything of which its grids are made. The steps are those of the single ops, with their bits; what a training
+// step saves is their calls, and a node of autograd for each.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -118,9 +118,9 @@ struct Made {
 
 void check_like_start(const char* name, const Trained& t) {
   for (const optional<Tensor>* each : {&t.ratio, &t.rate}) {
-    TORCH_CHECK_VALUE(!each->has_value() || (*each)->sym_numel() == t.start->sym_numel(), "unit: the ratio and the rate of ",
-                      name, " must have as many elements as its start, ", t.start->sym_numel(), ", got ",
-                      (*each)->sym_numel(), ".");
+    TORCH_CHECK_VALUE(!each->has_value() || (*each)->sym_numel() == t.start->sym_numel(),
+                      "unit: the ratio and the rate of ", name, " must have as many elements as its start, ",
+                      t.start->sym_numel(), ", got ", (*each)->sym_numel(), ".");
   }
 }
 
@@ -173,8 +173,12 @@ Made made(const Norm& norm, const Trained& weight, const Trained& output, const 
   if (ends.defined()) {
     const double* low = ends.const_data_ptr<double>();
     const CodeRange codes = {double(l.qmin), double(l.qmax), true, followed.pow2_scale};
-    u.followed = {low,  low + u.channels, weight.start->mutable_data_ptr(), followed.lo->mutable_data_ptr(),
-                  followed.hi->mutable_data_ptr(), codes};
+    u.followed = {low,
+                  low + u.channels,
+                  weight.start->mutable_data_ptr(),
+                  followed.lo->mutable_data_ptr(),
+                  followed.hi->mutable_data_ptr(),
+                  codes};
     for (const Tensor& t : {*weight.start, *followed.lo, *followed.hi}) t.unsafeGetTensorImpl()->bump_version();
   }
   on(variance.device()).unit_scales(u, variance.device());
@@ -223,12 +227,26 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // The places of gradients in the results of unit_backward.
-enum { kX, kWeight, kStart, kRatio, kZeroPoint, kBias, kGamma, kBeta, kResidual, kYStart, kYRatio, kYZeroPoint, kCount };
+enum {
+  kX,
+  kWeight,
+  kStart,
+  kRatio,
+  kZeroPoint,
+  kBias,
+  kGamma,
+  kBeta,
+  kResidual,
+  kYStart,
+  kYRatio,
+  kYZeroPoint,
+  kCount
+};
 using Wanted = std::array<bool, kCount>;
 
 // The gradients of what the scales and the factor are made of, from those of the scales and of the factor.
 struct Incoming {
-  Tensor scale, y_scale;                     // undefined where they are not wanted
+  Tensor scale, y_scale;                   // undefined where they are not wanted
   Tensor of_gamma, of_divisor, of_factor;  // of_factor is undefined where the gradient of gamma is not wanted
 };
 
@@ -257,7 +275,7 @@ void through_scales(const Incoming& in, const Norm& norm, const Trained& weight,
   u.eps = norm.eps;
   const auto set = [](RatioGradient& r, const Tensor& grad, const Trained& from, Tensor& to) {
     to = at::empty_like(*from.ratio);
-    r = {to.numel(), grad.const_data_ptr(), from.start->const_data_ptr(), from.ratio->const_data_ptr(),
+    r = {to.numel(),      grad.const_data_ptr(), from.start->const_data_ptr(), from.ratio->const_data_ptr(),
          data(from.rate), to.mutable_data_ptr()};
   };
   if (in_weight) set(u.weight, in.scale, weight, gradients[kRatio]);

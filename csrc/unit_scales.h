@@ -17,8 +17,8 @@ struct TrainedScale {
   void* scale = nullptr;
 };
 
-// The scales of a weight that follow it: start, lo and hi are those of its quantizer, low and high the ends of each output
-// channel of the weight, which the factor multiplies.
+// The scales of a weight that follow it: start, lo and hi are those of its quantizer, low and high the ends of each
+// output channel of the weight, which the factor multiplies.
 struct FollowedScale {
   const double *low = nullptr, *high = nullptr;
   void *start = nullptr, *lo = nullptr, *hi = nullptr;

@@ -1,7 +1,8 @@
 // qtoolkit._snapshot: whether objects still have the attributes that they had, as identities.
 //
 // A decision that reads the attributes of modules holds as long as they are the same objects. Comparing some hundred
-// pointers takes a microsecond, less than a question in Python. Written to Python's stable ABI; nothing of torch is in it.
+// pointers takes a microsecond, less than a question in Python. Written to Python's stable ABI; nothing of torch is in
+// it.
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -163,13 +164,15 @@ PyObject* holds(PyObject* self, PyObject* /*unused*/) {
 
 PyMethodDef methods[] = {
     {"holds", holds, METH_NOARGS,
-     "Return whether each object has the type and the attributes that it had, and each of its dictionaries the entries."},
+     "Return whether each object has the type and the attributes that it had, and each of its dictionaries the "
+     "entries."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyType_Slot slots[] = {
-    {Py_tp_doc, const_cast<char*>("Snapshot(objects, ignored): the attributes of a tuple of objects or dictionaries now,\n"
-                                  "without those whose names are in a frozenset.")},
+    {Py_tp_doc,
+     const_cast<char*>("Snapshot(objects, ignored): the attributes of a tuple of objects or dictionaries now,\n"
+                       "without those whose names are in a frozenset.")},
     {Py_tp_new, reinterpret_cast<void*>(create)},
     {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
     {Py_tp_traverse, reinterpret_cast<void*>(visit)},
@@ -180,8 +183,8 @@ PyType_Slot slots[] = {
 
 PyType_Spec spec = {"qtoolkit._snapshot.Snapshot", sizeof(Snapshot), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "qtoolkit._snapshot", nullptr, -1, nullptr, nullptr, nullptr, nullptr,
-                          nullptr};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "qtoolkit._snapshot", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 

@@ -149,7 +149,8 @@ class Unit:
         """
         if self.snapshot is None or not self.snapshot.holds():
             self._look()
-        plan = self._plan(x, residual) if torch.is_grad_enabled() else None
+        tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
+        plan = self._plan(x, residual) if tensors and self.weight is not None and torch.is_grad_enabled() else None
         codes = None if plan is None else self._handed(x, handed, plan.integer)
         if plan is None or codes is None:
             return self._one_by_one(x, handed, residual, of_residual)
@@ -175,7 +176,10 @@ class Unit:
             raise RuntimeError("the model of this code does not exist any more.")
         self.modules = tuple(None if name is None else root.get_submodule(name) for name in self.names)
         layer, bn = self.modules[:2]
-        self.weight, self.variance = layer.weight, bn.running_var
+        self.weight, self.variance = (
+            layer._parameters.get("weight"),
+            bn.running_var,
+        )  # a computed weight is no parameter
         self.snapshot, self.plans, self.last = snapshot_of(root, [n for n in self.names if n is not None]), {}, None
 
     def _plan(self, x: Tensor, residual: Tensor | None) -> Plan | None:

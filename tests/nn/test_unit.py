@@ -14,10 +14,12 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit._snapshot import Snapshot
+from qtoolkit.nn import unit
 from qtoolkit.nn.unit import Unit
 
 
@@ -194,6 +196,22 @@ def test_a_changed_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -
         same(results, step(other))
 
 
+def test_what_is_no_plain_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = prepared()
+    step(model)
+    for net in (model, other := copy.deepcopy(model)):
+        register_parametrization(net.get_submodule("first.0"), "weight", Scaled())
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found["_one_by_one"] == 2
+    with one_by_one(monkeypatch):
+        same(results, step(other))
+
+
 def test_new_parameters_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared()
     step(model)
@@ -279,6 +297,17 @@ def ops_of(units: int) -> tuple[Counter[str], Counter[str]]:
     with Ops() as backward:
         y.backward()
     return forward.found, backward.found
+
+
+@pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
+def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    model, op = prepared(*SPECS[name]), unit._unit
+    monkeypatch.setattr(unit, "_unit", lambda *args: (calls.append(args), op(*args))[1])
+    model(torch.randn(2, 8, 8, 8))
+    for args in calls[:3]:  # one with a residual among them
+        held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(op, held, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
 def test_a_unit_is_one_op_in_each_direction() -> None:
