@@ -95,6 +95,9 @@ struct Factor {
   }
 };
 
+// Counts a change of a tensor: below autograd nobody else does.
+void note_change(const Tensor& t) { t.unsafeGetTensorImpl()->bump_version(); }
+
 // Whether one launch computes small tensors: they have memory, and lie in one order in a type of the arithmetic.
 bool is_one_launch(const Tensor& like, std::initializer_list<const optional<Tensor>*> tensors) {
   const auto type = like.scalar_type();
@@ -179,7 +182,7 @@ Made made(const Norm& norm, const Trained& weight, const Trained& output, const 
                   followed.lo->mutable_data_ptr(),
                   followed.hi->mutable_data_ptr(),
                   codes};
-    for (const Tensor& t : {*weight.start, *followed.lo, *followed.hi}) t.unsafeGetTensorImpl()->bump_version();
+    for (const Tensor& t : {*weight.start, *followed.lo, *followed.hi}) note_change(t);
   }
   on(variance.device()).unit_scales(u, variance.device());
   return result;
@@ -216,9 +219,14 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
       undivided, norm.gamma, norm.beta, layer.factor, f.residual, f.codes, f.scale, f.zero_point, norm.eps, f.low,
       f.high, f.slope, y_scale, output.zero_point, output.qmin, output.qmax, output.grad_factor);
   if (running_mean.has_value()) {
-    if (batches.has_value()) batches->add_(1);
+    if (batches.has_value()) {
+      batches->add_(1);
+      note_change(*batches);
+    }
     batch_norm_track_(*running_mean, *running_var, mean, variance, layer.factor, bias, momentum,
                       undivided.sym_numel() / undivided.sym_size(1));
+    note_change(*running_mean);
+    note_change(*running_var);
   }
   for (const Tensor& t : {y, codes, y_scale.value_or(at::empty({0}, x.options())), *layer.factor, layer.scale,
                           undivided, mean, variance}) {

@@ -299,6 +299,16 @@ def ops_of(units: int) -> tuple[Counter[str], Counter[str]]:
     return forward.found, backward.found
 
 
+def test_changes_of_buffers_are_counted() -> None:
+    model = prepared(*SPECS["fixed"])
+    step(model)
+    buffers = dict(model.get_submodule("first").named_buffers())
+    before = {name: buffer._version for name, buffer in buffers.items()}
+    model(torch.randn(2, 8, 8, 8))
+    changed = {name.rsplit(".", 1)[-1] for name, buffer in buffers.items() if buffer._version > before[name]}
+    assert changed == {"running_mean", "running_var", "num_batches_tracked", "_scale", "lo", "hi"}
+
+
 @pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
