@@ -91,7 +91,7 @@ def profile_tables(results: Mapping[str, Any]) -> Iterator[Table]:
         whole = sum(float_model.values())
         shares = [{op: seconds / whole for op, seconds in of.items()} for of in (float_model, *others)]
         ops = {op for of in shares for op, share in of.items() if share >= LEAST_SHARE}
-        ordered = sorted(ops, key=lambda op: shares[-1].get(op, 0), reverse=True)
+        ordered = sorted(ops, key=lambda op: (-shares[-1].get(op, 0), op))
         lines = [[op, *(f"{100 * of.get(op, 0):.1f}" for of in shares)] for op in ordered]
         rest = [f"{100 * sum(share for op, share in of.items() if op not in ops):.1f}" for of in shares]
         total = [f"{100 * sum(of.values()):.1f}" for of in shares]
