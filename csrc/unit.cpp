@@ -119,12 +119,24 @@ struct Made {
   optional<Tensor> y_scale;
 };
 
-void check_like_start(const char* name, const Trained& t) {
-  for (const optional<Tensor>* each : {&t.ratio, &t.rate}) {
-    TORCH_CHECK_VALUE(!each->has_value() || (*each)->sym_numel() == t.start->sym_numel(),
-                      "unit: the ratio and the rate of ", name, " must have as many elements as its start, ",
-                      t.start->sym_numel(), ", got ", (*each)->sym_numel(), ".");
+// Of the scale of `name`, where backward has it: a start, which it keeps with a ratio alone.
+void check_trained(const char* op, const char* name, const Trained& t, const c10::SymInt& scales) {
+  TORCH_CHECK_VALUE(t.start.has_value() || !t.ratio.has_value(), op, ": the ratio of ", name,
+                    " requires its start, got None; pass both.");
+  for (const optional<Tensor>* each : {&t.start, &t.ratio, &t.rate}) {
+    TORCH_CHECK_VALUE(!each->has_value() || (*each)->sym_numel() == scales, op,
+                      ": start, ratio and rate must have as many elements as the scale of ", name, ", ", scales,
+                      ", got ", (*each)->sym_numel(), ".");
   }
+}
+
+void check_norm(const char* op, const Norm& n, const c10::SymInt& channels) {
+  TORCH_CHECK_VALUE(n.variance.dim() == 1 && n.variance.sym_numel() == channels, op,
+                    ": variance must have one dimension of ", channels, " elements, one for each output channel, got ",
+                    n.variance.sym_sizes(), ".");
+  TORCH_CHECK_VALUE(!n.gamma.has_value() || n.gamma->sym_sizes() == n.variance.sym_sizes(), op,
+                    ": gamma must have the shape of variance, ", n.variance.sym_sizes(), ", got ", n.gamma->sym_sizes(),
+                    ".");
 }
 
 // The ends of each output channel of a weight, in float64, if its grid follows them; the scale does so in made().
@@ -148,11 +160,9 @@ Tensor followed_ends(const Layer& l, const Trained& weight, const Followed& f, c
 
 Made made(const Norm& norm, const Trained& weight, const Trained& output, const Layer& l, const Followed& followed) {
   const Tensor& variance = norm.variance;
-  TORCH_CHECK_VALUE(!norm.gamma.has_value() || norm.gamma->sym_sizes() == variance.sym_sizes(),
-                    "unit: gamma must have the shape of variance, ", variance.sym_sizes(), ", got ",
-                    norm.gamma->sym_sizes(), ".");
-  check_like_start("the weight", weight);
-  if (output.start.has_value()) check_like_start("y", output);
+  check_norm("unit", norm, output_channels(l.weight, l.geometry));
+  check_trained("unit", "the weight", weight, weight.start->sym_numel());
+  check_trained("unit", "y", output, 1);
   const Tensor ends = variance.is_meta() ? Tensor() : followed_ends(l, weight, followed, norm);
   TORCH_CHECK_VALUE(!ends.defined() || is_one_launch(variance, {&norm.gamma, &output.start, &output.ratio}),
                     "unit: lo requires gamma and the grid of y in the type of variance, float32 or float64.");
@@ -319,6 +329,10 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   read_output(reader, output) >> y_scale >> layer.factor >> layer.scale >> undivided >> mean >> variance >> wanted;
   torch::jit::drop(*stack, count);
 
+  constexpr const char* kOp = "unit_backward";
+  check_norm(kOp, norm, output_channels(layer.weight, layer.geometry));
+  check_trained(kOp, "the weight", weight, layer.scale.sym_numel());
+  check_trained(kOp, "y", output.trained, 1);
   const WithoutAutocast guard;
   std::array<Tensor, kCount> gradients;
   const bool is_quantized = y_scale.has_value() && y_scale->sym_numel() > 0;
@@ -328,7 +342,7 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
       norm.eps, f.low, f.high, f.slope, is_quantized ? y_scale : std::nullopt, output.zero_point, output.qmin,
       output.qmax, output.grad_factor, wanted[kResidual], of_y_scale);
 
-  const bool of_gamma = wanted[kGamma];
+  const bool of_gamma = wanted[kGamma] && norm.gamma.has_value();
   const bool of_scale = wanted[kStart] || wanted[kRatio];
   const GradientsOfLayer in_layer = quant_layer_backward(
       dz, size, layer, x_dtype,
@@ -337,7 +351,7 @@ void unit_backward(const c10::OperatorHandle& op, Stack* stack) {
   if (wanted[kWeight]) gradients[kWeight] = in_layer[1];
   if (wanted[kZeroPoint]) gradients[kZeroPoint] = in_layer[4];
   // The batch norm subtracts the bias: its gradient is zero, not absent.
-  if (wanted[kBias]) gradients[kBias] = at::mul(ddivisor, 0).to(bias->scalar_type());
+  if (wanted[kBias] && bias.has_value()) gradients[kBias] = at::mul(ddivisor, 0).to(bias->scalar_type());
   if (wanted[kBeta]) gradients[kBeta] = dbeta;
   if (wanted[kResidual]) gradients[kResidual] = dresidual;
   if (wanted[kYZeroPoint]) gradients[kYZeroPoint] = dy_zero_point;

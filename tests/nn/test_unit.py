@@ -320,6 +320,35 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.library.opcheck(op, held, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("variance", torch.ones(9), "variance must have one dimension of 8 elements"),
+        ("gamma", torch.ones(7), "gamma must have the shape of variance"),
+        ("ratio", torch.ones(3), "as many elements as the scale of the weight, 8, got 3"),
+        ("y_rate", torch.ones(2), "as many elements as the scale of y, 1, got 2"),
+        ("y_ratio", None, None),
+        ("codes", torch.zeros(1, dtype=torch.int8), "codes"),
+        ("residual", torch.zeros(1), "residual"),
+        ("running_var", torch.ones(5), "running_var"),
+        ("lo", torch.ones(8), "lo requires hi, and a symmetric grid without a ratio"),
+    ],
+)
+def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    model, op = prepared(*SPECS["lsq"]), unit._unit
+    monkeypatch.setattr(unit, "_unit", lambda *args: (calls.append(args), op(*args))[1])
+    model(torch.randn(2, 8, 8, 8))
+    names = [each.name for each in op._schema.arguments]
+    args = dict(zip(names, (a.detach() if isinstance(a, Tensor) else a for a in calls[0]), strict=True))
+    args[argument] = value
+    if error is None:
+        op(**args)
+    else:
+        with pytest.raises((ValueError, TypeError), match=error):
+            op(**args)
+
+
 def test_a_unit_is_one_op_in_each_direction() -> None:
     few, many = ops_of(2), ops_of(3)
     assert many[0] - few[0] == {"qtoolkit::unit": 1}
