@@ -67,7 +67,7 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
     """
     whole = _Writer(Whole(gm), ROOT, products)
     code = _compile(whole.write(), "")
-    units = _UnitWriter(Whole(gm), ROOT, products)
+    units = _UnitWriter(whole)
     if units.units:
         code = _trained(code, units.write(), gm)
     division = Division(gm, calls) if calls else None
@@ -164,6 +164,7 @@ class _Writer:
     Attributes:
         chains: The chains of ops in it that are one call.
         pairs: The pairs of ops that are one call, by their last node.
+        functions: The functions that compute the written chains, by their last node.
         changed: Whether the written code differs from the nodes of the model's graph.
     """
 
@@ -182,6 +183,7 @@ class _Writer:
         self.inner = {node for chain in self.chains for node in chain.nodes}
         self.inner |= {pair.activation for pair in self.pairs.values()}
         self.changed = bool(self.chains or self.pairs)
+        self.functions = dict[fx.Node, Callable[..., Any]]()
 
     def write(self) -> fx.Graph:
         """Return the graph."""
@@ -222,7 +224,8 @@ class _Writer:
         tensors = self._value(source), None if chain.residual is None else self._value(chain.residual)
         modules = [chain.layer, chain.batch_norm, None if function else chain.activation, chain.quantizer]
         called = [None if node is None else self._module(node) for node in modules]
-        self.written[chain.last] = self.graph.call_function(epilogue_of(*_steps(chain)), (*tensors, *called))
+        self.functions[chain.last] = epilogue_of(*_steps(chain))
+        self.written[chain.last] = self.graph.call_function(self.functions[chain.last], (*tensors, *called))
 
     def _write_pair(self, pair: Pair) -> None:
         modules = self._module(pair.activation), self._module(pair.quantizer)
@@ -314,10 +317,15 @@ class _Writer:
 
 
 class _UnitWriter(_Writer):
-    """Writes the graph with one call for each unit: a layer with its chain."""
+    """Writes the graph with one call for each unit: a layer with its chain.
 
-    def __init__(self, division: Whole, index: int, products: Products) -> None:
-        super().__init__(division, index, products)
+    Args:
+        whole: What has written the graph as one part, with the chains and their functions.
+    """
+
+    def __init__(self, whole: _Writer) -> None:
+        vars(self).update(vars(whole))
+        self.graph, self.written = fx.Graph(), {}
         self.handed = dict[fx.Node, fx.Node]()
         self.units = [chain for chain in self.chains if self._is_unit(chain)]
         self.takers = {node for chain in self.units for node in (chain.layer, chain.add)}
@@ -340,7 +348,7 @@ class _UnitWriter(_Writer):
             super()._write_chain(chain)
             return
         gives = any(user not in self.takers for user in chain.last.users)
-        unit = Unit(self.division.gm, self._names(chain), *_steps(chain), gives)
+        unit = Unit(self.division.gm, self._names(chain), self.functions[chain.last], chain.bounds, gives)
         sources = layer.all_input_nodes if chain.residual is None else [*layer.all_input_nodes, chain.residual]
         arguments = [each for source in sources for each in (self._value(source), self.handed.get(source))]
         name = layer.name

@@ -18,7 +18,6 @@ from qtoolkit.nn import on_codes
 from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
 from qtoolkit.nn.epilogue import (
     bounds_now,
-    epilogue_of,
     fits,
     layer_output,
     why_batch_norm_not_fused,
@@ -108,9 +107,8 @@ class Unit:
     Args:
         root: The model.
         names: The names of its modules.
-        add: The function that adds the residual; None where none is added.
-        activate: The function of the activation; None where it is a module, or there is none.
-        bounds: What that function computes.
+        one_by_one: What computes the batch norm and what follows it, of `qtoolkit.nn.epilogue.epilogue_of`.
+        bounds: What the function of the activation computes; None where it is a module, or there is none.
         gives: Whether others than units take the result, which are handed its codes with it.
     """
 
@@ -118,13 +116,12 @@ class Unit:
         self,
         root: nn.Module,
         names: Names,
-        add: Callable[[Tensor, Tensor], Tensor] | None,
-        activate: Callable[[Tensor], Tensor] | None,
+        one_by_one: Callable[..., Tensor],
         bounds: Bounds | None,
         gives: bool,
     ) -> None:
-        self.root, self.names, self.bounds, self.gives = ref(root), names, bounds, gives
-        self.one_by_one = epilogue_of(add, activate, bounds)
+        self.root, self.names, self.one_by_one = ref(root), names, one_by_one
+        self.bounds, self.gives = bounds, gives
         self.snapshot: Snapshot | None = None
         self.modules: tuple[Any, ...] = ()
         self.weight: Any = None
