@@ -94,7 +94,8 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def step(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return the result of two forwards, the gradients of both, and all buffers afterwards."""
     model.zero_grad()
-    x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    device = next(model.parameters()).device
+    x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
     y = torch.zeros(())
     for factor in (1.0, 0.5):  # of one step: both forwards fold with the same statistics
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -140,6 +141,18 @@ def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: py
     assert found == {"_compute": 10, "_one_by_one": 0}
     with one_by_one(monkeypatch):
         same(results, step(other))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", SPECS)
+def test_one_op_has_the_bits_of_its_ops_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(*SPECS[name]).cuda()
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found, torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        results = step(model)
+        assert found["_compute"] > 0
+        with one_by_one(monkeypatch):
+            same(results, step(other))
 
 
 def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
