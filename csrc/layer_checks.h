@@ -36,6 +36,9 @@ inline void check_raw(const char* op, const RawInput& raw, c10::SymIntArrayRef s
 
 inline void check_memory_format(const char* op, std::optional<at::MemoryFormat> format, const Layer& l) {
   if (!format.has_value() || *format == at::MemoryFormat::Contiguous) return;
+  const auto number = static_cast<int>(*format);  // torch cannot print one that it does not know
+  TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int>(at::MemoryFormat::NumOptions), op,
+                    ": memory_format must be a torch.memory_format or None, got the number ", number, ".");
   const bool is_2d = l.geometry.stride.size() == 2;
   TORCH_CHECK_VALUE(is_2d && *format == at::MemoryFormat::ChannelsLast, op,
                     ": memory_format must be None, torch.contiguous_format or, for a 2-d convolution, "

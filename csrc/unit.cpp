@@ -218,6 +218,8 @@ void unit(const c10::OperatorHandle& op, Stack* stack) {
   read_output(reader, output);
   torch::jit::drop(*stack, count);
 
+  TORCH_CHECK_VALUE(running_mean.has_value() == running_var.has_value(),
+                    "unit: running_mean and running_var belong together; pass both, or neither.");
   const WithoutAutocast guard;
   Made scales = made(norm, weight, output.trained, layer, followed);
   layer.factor = std::move(scales.factor);

@@ -23,6 +23,8 @@ def imports_of(module: str) -> Iterator[str]:
             assert node.level == 0, f"{module}: imports are absolute"
             names = [f"{node.module}.{name}" for name in names]
         for name in names:
+            if name.startswith("qtoolkit._snapshot."):  # compiled, and without imports
+                continue
             if name == "qtoolkit" or name.startswith("qtoolkit."):
                 yield name if name in FILES else name.rpartition(".")[0]
 

@@ -52,7 +52,8 @@ def setup(tree: Path, *command: str, **environment: str) -> None:
 def wheel(tree: Path) -> Path:
     """A wheel around the library that is built already, as `pip wheel` packs it after the compiler has run."""
     setup(tree, "build_py", "--build-lib", "built")
-    shutil.copy(_native.FILE, tree / "built" / "qtoolkit")
+    for library in _native.FILE.parent.glob("*.so"):
+        shutil.copy(library, tree / "built" / "qtoolkit")
     (tree / "wheel.cfg").write_text("[build]\nbuild-lib = built\n[bdist_wheel]\nskip-build = 1\n")
     setup(tree, "bdist_wheel", "--dist-dir", "dist", DIST_EXTRA_CONFIG="wheel.cfg")
     (wheel,) = (tree / "dist").glob("*.whl")
@@ -66,7 +67,9 @@ def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (archive.read(n) for n in names if n.endswith("METADATA"))
-    assert {"qtoolkit/_C.abi3.so", "qtoolkit/py.typed", "qtoolkit_command.py"} <= set(names)
+    assert {"qtoolkit/_C.abi3.so", "qtoolkit/_snapshot.abi3.so", "qtoolkit/py.typed", "qtoolkit_command.py"} <= set(
+        names
+    )
     assert not [n for n in names if n.startswith(("tests", "csrc", "benchmarks"))]
     wanted = message_from_bytes(metadata).get_all("Requires-Dist")
     assert f"torch=={MINOR}.*" in wanted

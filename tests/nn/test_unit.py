@@ -1,8 +1,10 @@
 """A unit in one op is bit for bit what its ops are one by one, and is given up where a module is not what it was."""
 
+import contextlib
 import copy
 import gc
 import linecache
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +23,9 @@ import qtoolkit as qt
 from qtoolkit._snapshot import Snapshot
 from qtoolkit.nn import unit
 from qtoolkit.nn.unit import Unit
+from tests import processes
+from tests.cases import floats
+from tests.ops.test_every import sample
 
 
 class Network(nn.Module):
@@ -344,6 +349,8 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("codes", torch.zeros(1, dtype=torch.int8), "codes"),
         ("residual", torch.zeros(1), "residual"),
         ("running_var", torch.ones(5), "running_var"),
+        ("running_var", None, "running_mean and running_var belong together"),
+        ("memory_format", -1, "memory_format must be a torch.memory_format or None, got the number -1"),
         ("lo", torch.ones(8), "lo requires hi, and a symmetric grid without a ratio"),
     ],
 )
@@ -360,6 +367,37 @@ def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch
     else:
         with pytest.raises((ValueError, TypeError), match=error):
             op(**args)
+
+
+WRONG = (
+    *(None, -1, 0, 2**40, 0.5, -0.0, float("nan"), True, [], [0, 0], [1, 2, 3, 4]),
+    *(torch.zeros(0), torch.ones(()), torch.ones(3), torch.ones(8, 8, 8, 8), torch.ones(8, dtype=torch.float16)),
+    *(
+        torch.zeros(2, 8, 8, 8, dtype=torch.int8),
+        torch.ones(8, device="meta"),
+        torch.ones(16)[::2],
+    ),
+)
+
+
+def call_with_wrong_arguments(seed: int, count: int) -> None:
+    """Call both ops with one to three arguments of something else: each call returns or raises an error."""
+    drawn = random.Random(seed)
+    x = floats(torch.float32)(4, 6, 32)
+    for number in range(count):
+        op = ("unit", "unit_backward")[number % 2]
+        given = {name: copy.deepcopy(value) for name, value in sample(op, x).items()}
+        for name in drawn.sample(list(given), drawn.randint(1, 3)):
+            given[name] = drawn.choice(WRONG)
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            getattr(torch.ops.qtoolkit, op)(**given)
+
+
+def test_wrong_arguments_never_crash() -> None:
+    """In a process of its own, so that a crash is a failure and not the end of the suite."""
+    program = "from tests.nn.test_unit import call_with_wrong_arguments; call_with_wrong_arguments(0, 1000)"
+    ran = processes.python("-c", f"import faulthandler; faulthandler.enable(); {program}")
+    assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stderr[-3000:]}"
 
 
 def test_a_unit_is_one_op_in_each_direction() -> None:

@@ -26,7 +26,7 @@ from tests.cases import (
     zero_points,
 )
 from tests.ops.test_every import image, run, sample
-from tests.ops.test_fuzz import NAMES
+from tests.ops.test_fuzz import OURS
 from tests.ops.test_gradients import assert_sum
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -197,7 +197,7 @@ def test_in_place(layout, channels, dtype):
 
 
 # search_range does: it is the end of a calibration, on the CPU.
-@pytest.mark.parametrize("op", [op for op in NAMES if op != "search_range"])
+@pytest.mark.parametrize("op", [op for op in OURS if op != "search_range"])
 def test_nothing_waits_for_the_device(op):
     given = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in sample(op, image()).items()}
     torch.cuda.synchronize()
@@ -222,7 +222,7 @@ def test_no_gradient_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("op", NAMES)
+@pytest.mark.parametrize("op", OURS)
 def test_every_op_on_a_device_that_is_not_the_current_one(op):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

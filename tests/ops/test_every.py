@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.cases import Channels, assert_same, codes, floats, scales, zero_points
-from tests.ops.test_fuzz import EVERY, NAMES, OPS, WRITTEN
+from tests.ops.test_fuzz import EVERY, OPS, OURS, WRITTEN
 
 UPDATED = [op for op in EVERY if WRITTEN[op]]
 ops = pytest.mark.parametrize("op", EVERY)
@@ -78,6 +78,28 @@ def sample(op: str, x: Tensor) -> dict:
         "zero_point": zero_points(1),
         **codes_of,
     }
+    unit = {name: value for name, value in layer.items() if name not in ("factor", "scale")}
+    unit |= {"start": scales(6), "ratio": torch.linspace(-2, 2, 6), "rate": scales(6), "bias": None}
+    unit |= {
+        "variance": torch.linspace(1, 9, 6),
+        "gamma": torch.linspace(-1, 1.5, 6),
+        "beta": torch.zeros(6),
+        "eps": 1e-5,
+    }
+    unit |= {name: norm[name] for name in norm if name.startswith("residual")}
+    unit |= {"residual": torch.ones_like(x), "low": 0.0, "high": 6.0, "slope": 0.0}
+    unit |= {"y_start": scales(1), "y_ratio": torch.ones(1), "y_rate": None, "y_zero_point": None}
+    unit |= {"y_qmin": -128, "y_qmax": 127, "y_grad_factor": 0.5}
+    tracked = {
+        "running_mean": torch.zeros(6),
+        "running_var": torch.ones(6),
+        "batches": torch.tensor(3),
+        "momentum": 0.1,
+    }
+    forward = {"lo": None, "hi": None, "pow2_scale": False, "dtype": None, "memory_format": None}
+    kept = {"y_scale": scales(1), "factor": scales(6), "scale": scales(6), "undivided": x * 3}
+    kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "wanted": [True, True, False, True, *[False] * 2]}
+    kept["wanted"] += [True, True, True, False, True, False]
     statistics = {"mean": torch.linspace(-1, 1, 6), "variance": torch.linspace(1, 90, 6)}
     window = {"kernel_size": [3], "stride": [2], "padding": [1], "dilation": [1]}
     return {
@@ -159,6 +181,8 @@ def sample(op: str, x: Tensor) -> dict:
             "x_dtype": x.dtype,
             "wanted": [True] * 7,
         },
+        "unit": {"x": x, **unit, **forward, **tracked},
+        "unit_backward": {"grad": x * 2, "size": list(x.shape), "x_dtype": x.dtype, **unit, **kept},
         "convolution": {
             "x": x,
             "weight": floats(x.dtype, 3)(6, 6, 3),
@@ -235,7 +259,7 @@ def test_every_op_exports(strict: bool) -> None:
     program = torch.export.export(module, (image(),), strict=strict)
     for exported in (program, program.run_decompositions()):
         assert_all_same(exported.module()(x), module(x))
-        for op in NAMES:  # the others become ops of torch
+        for op in OURS:  # the others become ops of torch
             assert f"qtoolkit.{op}" in str(exported.graph)
 
 
