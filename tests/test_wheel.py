@@ -67,9 +67,13 @@ def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (archive.read(n) for n in names if n.endswith("METADATA"))
-    assert {"qtoolkit/_C.abi3.so", "qtoolkit/_snapshot.abi3.so", "qtoolkit/py.typed", "qtoolkit_command.py"} <= set(
-        names
-    )
+    assert {
+        "qtoolkit/_C.abi3.so",
+        "qtoolkit/_snapshot.abi3.so",
+        "qtoolkit/_snapshot.pyi",
+        "qtoolkit/py.typed",
+        "qtoolkit_command.py",
+    } <= set(names)
     assert not [n for n in names if n.startswith(("tests", "csrc", "benchmarks"))]
     wanted = message_from_bytes(metadata).get_all("Requires-Dist")
     assert f"torch=={MINOR}.*" in wanted
