@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
+SECONDS_OF_RANKS = 300  # the longest test with ranks takes less than 30
 IMPORTED = ["qtoolkit", "torch._dynamo"]  # prepare imports torch._dynamo
 
 
@@ -31,9 +33,15 @@ def context() -> ForkServerContext:
 
 
 def spawn(work: Callable[..., None], args: tuple[Any, ...], count: int) -> None:
-    """Call `work(rank, *args)` in `count` processes; if one of them fails, end the others and raise its error."""
+    """Call `work(rank, *args)` in `count` processes; if one of them fails or hangs, end the others and raise an error."""
     context()
-    torch.multiprocessing.start_processes(work, args, count, start_method="forkserver")
+    ranks = torch.multiprocessing.start_processes(work, args, count, join=False, start_method="forkserver")
+    end = time.monotonic() + SECONDS_OF_RANKS
+    while not ranks.join(timeout=max(end - time.monotonic(), 0)):
+        if time.monotonic() > end:
+            for rank in ranks.processes:
+                rank.kill()
+            raise TimeoutError(f"a rank has not ended after {SECONDS_OF_RANKS} s.")
 
 
 def python(
