@@ -15,6 +15,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
+// Backward keeps an argument only if another one is given, or only if it is not.
 struct Condition {
   const char *argument, *other;
   bool given;
@@ -27,7 +28,6 @@ struct Differentiated {
   std::vector<const char*> constant;        // arguments that must not require grad
   // Replaces the arguments of the backward op by its results, by differentiable ops; false where there are none.
   bool (*differentiably)(Stack& stack) = nullptr;
-  // Arguments that backward keeps only if another one is given, or only if it is not.
   std::vector<Condition> conditions = {};
   // Scales and zero points that nobody changes before backward; others without gradients are copied.
   std::vector<const char*> unchanged = {};

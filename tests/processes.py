@@ -41,7 +41,7 @@ def spawn(work: Callable[..., None], args: tuple[Any, ...], count: int) -> None:
         if time.monotonic() > end:
             for rank in ranks.processes:
                 rank.kill()
-            raise TimeoutError(f"a rank has not ended after {SECONDS_OF_RANKS} s.")
+            raise TimeoutError(f"{work.__name__} hangs: a rank runs for more than {SECONDS_OF_RANKS} s; it was ended.")
 
 
 def python(

@@ -1,8 +1,7 @@
 // qtoolkit._snapshot: whether objects still have the attributes that they had, as identities.
 //
 // A decision that reads the attributes of modules holds as long as they are the same objects. Comparing some hundred
-// pointers takes a microsecond, less than a question in Python. Written to Python's stable ABI; nothing of torch is in
-// it.
+// pointers takes some microseconds, less than the questions in Python. Written to Python's stable ABI, without torch.
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -133,7 +133,7 @@ def epilogue_of(
     def epilogue(value: Any, residual: Any, layer: Any, bn: Any, activation: Any, quantizer: Any) -> Tensor:
         """Compute the ops by one op as far as it can, and the others one by one."""
         x, factor = (value, None) if layer is None else value
-        adds = residual is None or _is_like(x, residual)
+        adds = residual is None or is_added(residual, x.shape, x.dtype, x.device)
         ours = bounds_now(activation, bounds) if adds else None
         quantizes = ours is not None and quantizer is not None and why_quantizer_not_fused(quantizer) is None
         trains_here = factor is not None or (quantizes and not all_watched() and trains(bn))  # layer_output has asked
@@ -194,10 +194,9 @@ def fits(bn: Any, size: torch.Size) -> bool:
     return len(size) in DIMENSIONS[type(bn)] and size[1] == bn.num_features and size.numel() > size[1]
 
 
-def _is_like(x: Tensor, residual: Any) -> bool:
-    if not is_ordinary(residual):
-        return False
-    return bool(residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device)
+def is_added(residual: Any, size: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the op adds a residual to an output of this size and type."""
+    return is_ordinary(residual) and (residual.shape, residual.dtype, residual.device) == (size, dtype, device)
 
 
 def bounds_now(activation: nn.Module | None, bounds: Bounds | None) -> Bounds | None:

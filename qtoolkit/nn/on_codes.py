@@ -117,15 +117,23 @@ def run(
     grid = weight_grid(layer, factor)
     if grid is None:
         return None
-    device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+    dtype, memory_format = computed_type(layer.weight, x), computed_format(layer, x, integer)
     bias = layer.bias_in_sums(bias, call)  # after the weight's range, on whose steps it lies
-    last = integer and layer.returns_channels_last and has_kernel_type(x)
-    memory_format = torch.channels_last if last else None
-    raw = raw_of(x) if autocast == x.dtype and reads_image(layer, x, geometry) else None
+    raw = raw_of(x) if dtype == x.dtype and reads_image(layer, x, geometry) else None
     if raw is None and not integer and copies_weight(layer, x):
         x, codes = x.contiguous(), replace(codes, codes=codes.codes.contiguous())
-    return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, autocast, memory_format, raw)
+    return quant_layer(x, codes, layer.weight, grid, geometry, bias, factor, integer, dtype, memory_format, raw)
+
+
+def computed_type(weight: Tensor, x: Tensor) -> torch.dtype:
+    """Return the type in which a layer of a weight computes: autocast's, or that of the weight."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def computed_format(layer: "QuantWeighted", x: Tensor, integer: bool) -> torch.memory_format | None:
+    """Return the memory format of a layer's output; None for the one that torch's layer returns."""
+    return torch.channels_last if integer and layer.returns_channels_last and has_kernel_type(x) else None
 
 
 def copies_weight(layer: "QuantWeighted", x: Tensor) -> bool:

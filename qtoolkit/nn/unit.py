@@ -1,8 +1,8 @@
 """A layer with all that follows it up to a quantizer, in one op, while its modules are as they were when that was decided.
 
 What a unit computes depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided once, and holds
-as long as the attributes of these modules are the same objects, which `Snapshot` compares in a microsecond. While no decision
-holds, and where one op may not compute the unit, the functions of `qtoolkit.nn.epilogue` ask the modules at each call.
+as long as the attributes of these modules are the same objects, which `Snapshot` compares in some microseconds. While no
+decision holds, and where one op may not compute the unit, the functions of `qtoolkit.nn.epilogue` ask the modules at each call.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,17 @@ from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
 from qtoolkit.nn.epilogue import (
     bounds_now,
     fits,
+    grid_now,
+    is_added,
     layer_output,
-    why_batch_norm_not_fused,
+    trains,
     why_layer_not_fused,
     why_quantizer_not_fused,
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.op_kinds.bounds import Bounds
-from qtoolkit.quantizers.handed_over import Handed, codes_in, grid_with_codes, handed_as, handed_with, keep
+from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_as, handed_with, keep
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
 _unit = library.unit.default
@@ -71,8 +73,7 @@ class Plan(NamedTuple):
     """The arguments of the op for some inputs, in its order.
 
     Attributes:
-        weight: The weight.
-        grid: Its scale and its grid, and the range that it follows; None where they are computed at each call.
+        grid: The weight's scale and grid, and the range that it follows; None where they are computed at each call.
         geometry: What the layer computes, and whether on codes.
         computed: The type and the memory format of its output, and the bias that its batch norm subtracts.
         norm: The batch norm, without the variance with which the weight is folded, and the running statistics.
@@ -83,10 +84,8 @@ class Plan(NamedTuple):
         last: Whether the layer's output is in channels_last.
         changing: The parameters whose changes end a step.
         gives_codes: Whether the output has codes for other layers.
-        follows: Whether the weight's range follows it.
     """
 
-    weight: Tensor
     grid: tuple[tuple[Any, ...], tuple[Any, ...]] | None
     geometry: tuple[Any, ...]
     computed: tuple[Any, ...]
@@ -98,7 +97,6 @@ class Plan(NamedTuple):
     last: bool
     changing: tuple[Tensor, ...]
     gives_codes: bool
-    follows: bool
 
 
 class Unit:
@@ -148,7 +146,7 @@ class Unit:
             self._look()
         tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
         plan = self._plan(x, residual) if tensors and self.weight is not None and torch.is_grad_enabled() else None
-        codes = None if plan is None else self._handed(x, handed, plan.integer)
+        codes = None if plan is None else grid_with_codes(x, self.modules[0].source, plan.integer, handed)
         if plan is None or codes is None:
             return self._one_by_one(x, handed, residual, of_residual)
         return self._compute(plan, x, codes, residual, of_residual)
@@ -173,18 +171,14 @@ class Unit:
             raise RuntimeError("the model of this code does not exist any more.")
         self.modules = tuple(None if name is None else root.get_submodule(name) for name in self.names)
         layer, bn = self.modules[:2]
-        self.weight, self.variance = (
-            layer._parameters.get("weight"),
-            bn.running_var,
-        )  # a computed weight is no parameter
+        self.weight = layer._parameters.get("weight")  # None for a weight that is computed
+        self.variance = bn.running_var
         self.snapshot, self.plans, self.last = snapshot_of(root, [n for n in self.names if n is not None]), {}, None
 
     def _plan(self, x: Tensor, residual: Tensor | None) -> Plan | None:
-        weight, device = self.weight.dtype, x.device
-        kind = device.type
-        computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight
+        computed = on_codes.computed_type(self.weight, x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
-        inputs = (x.shape, x.stride(), x.dtype, device, weight, computed, added)
+        inputs = (x.shape, x.stride(), x.dtype, x.device, self.weight.dtype, computed, added)
         last = self.last
         if last is None or last[0] != inputs:
             last = self.last = Inputs(*inputs), self._found(Inputs(*inputs), x, residual)
@@ -212,14 +206,12 @@ class Unit:
         layer.check_input(x)
         with torch.no_grad():  # gradient checkpointing counts the tensors that a forward saves
             like = layer.compute(x.to("meta"), layer.weight.to("meta"), None)
-        if not fits(bn, like.shape) or (residual is not None and not _is_added(residual, like, x.device, dtype)):
+        if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
             return None
-        last = integer and layer.returns_channels_last and on_codes.has_kernel_type(x)
-        g, memory_format = geometry, torch.channels_last if last else None
+        g, memory_format = geometry, on_codes.computed_format(layer, x, integer)
         sizes = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
         tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
         return Plan(
-            layer.weight,
             _grid_of_weight(layer),
             (*sizes, integer),
             (dtype, memory_format, layer.bias),
@@ -228,31 +220,22 @@ class Unit:
             NOT_QUANTIZED if quantizer is None else _grid_of_output(quantizer, like),
             like,
             integer,
-            last or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
+            memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
             tuple(p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None),
             quantizer is not None and quantizer.capability.codes,
-            layer.weight_quantizer.follows,
         )
 
     # ---- the op
-
-    def _handed(self, x: Tensor, handed: Handed | None, integer: bool) -> Handed | None:
-        """Return the codes of the input; None where it has none."""
-        if handed is None or handed.version != x._version:
-            return grid_with_codes(x, self.modules[0].source, integer)
-        if handed.codes is None or integer:
-            codes_in(x, handed, integer)
-        return handed
 
     def _compute(
         self, plan: Plan, x: Tensor, codes: Handed, residual: Tensor | None, of_residual: Handed | None
     ) -> tuple[Tensor, Handed | None]:
         layer, bn, _, quantizer = self.modules
         variance = variance_of_step(bn, self.variance, plan.changing)
-        grid, followed = plan.grid or self._grid_of_weight(variance)
-        if plan.follows:
+        grid, followed = plan.grid or self._grid_now(variance)
+        if followed is not NOT_FOLLOWED:
             vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
-        output = plan.output or _grid_now(quantizer, plan.like)
+        output = plan.output or _output_now(quantizer, plan.like)
         y, y_codes, y_scale, *_ = _unit(
             x,
             codes.codes,
@@ -260,7 +243,7 @@ class Unit:
             codes.zero_point,
             codes.qmin,
             codes.qmax,
-            plan.weight,
+            self.weight,
             *grid,
             *plan.geometry,
             *followed,
@@ -274,13 +257,13 @@ class Unit:
         )
         if not (plan.gives_codes and y.requires_grad):
             return y, None
-        is_positive = output[1] is not None
-        handed = handed_as(y, y_codes, y_scale if is_positive else y_scale.abs(), output[3], quantizer)
+        scale = y_scale if output[1] is not None else y_scale.abs()  # with a ratio it is positive
+        handed = handed_as(scale, output[3], quantizer, y_codes, y._version)
         if self.gives:
             keep(y, handed)
         return y, handed
 
-    def _grid_of_weight(self, variance: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _grid_now(self, variance: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
         layer, bn = self.modules[:2]
         with torch.no_grad():
@@ -311,21 +294,14 @@ def _parents(name: str) -> list[str]:
 
 def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:
     """Return whether the op computes modules as they are now, for some inputs."""
-    if all_watched() or not bn.training or why_batch_norm_not_fused(bn) is not None or bn.momentum is None:
+    if all_watched() or not trains(bn) or bn.momentum is None or why_layer_not_fused(layer, bn) is not None:
         return False
-    if (
-        why_layer_not_fused(layer, bn) is not None
-        or layer.integer_kernel is not None
-        or layer.input_quantizer is not None
-    ):
+    if layer.integer_kernel is not None or layer.input_quantizer is not None or layer.has_dropouts():
         return False
     if quantizer is not None and why_quantizer_not_fused(quantizer) is not None:
         return False
-    parameters = (layer._parameters.get("weight"), layer.bias, bn.weight, bn.bias)
-    plain = all(type(p) is nn.Parameter for p in parameters[:1]) and all(
-        p is None or type(p) is nn.Parameter for p in parameters
-    )
-    return plain and _gives_grid(layer.weight_quantizer) and not layer.has_dropouts()
+    parameters = (p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None)
+    return _gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
 
 
 def _gives_grid(quantizer: Any) -> bool:
@@ -333,12 +309,6 @@ def _gives_grid(quantizer: Any) -> bool:
     if not isinstance(quantizer, TensorQuantizer) or quantizer.stopping or not quantizer.ready:
         return False
     return quantizer.gives_grid()
-
-
-def _is_added(residual: Tensor, like: Tensor, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the op adds a residual."""
-    same = residual.shape == like.shape and residual.dtype == dtype and residual.device == device
-    return same and is_ordinary(residual)
 
 
 # ---- scales and grids
@@ -376,19 +346,15 @@ def _grid_of_output(quantizer: TensorQuantizer, like: Tensor) -> tuple[Any, ...]
     return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
 
 
-def _grid_now(quantizer: TensorQuantizer, like: Tensor) -> tuple[Any, ...]:
+def _output_now(quantizer: TensorQuantizer, like: Tensor) -> tuple[Any, ...]:
     """Return the scale and the grid of an output whose quantizer makes them anew at each call."""
-    kind, spec = quantizer.kind, quantizer.spec
-    scale, zero_point = kind.grid(quantizer)
-    return scale, None, None, zero_point, spec.qmin, spec.qmax, kind.grad_factor(quantizer, like)
+    grid = grid_now(quantizer, like)
+    return grid.pop("scale"), None, None, *(grid[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
 
 
 def _codes_added(residual: Tensor, handed: Handed | None, channels_last: bool) -> tuple[Tensor | None, ...]:
     """Return the codes of a residual, one a byte, with its scale and zero point."""
-    if handed is None or handed.version != residual._version:
-        handed = grid_with_codes(residual, None, channels_last)
-    elif handed.codes is None or channels_last:
-        codes_in(residual, handed, channels_last)
-    if handed is None or handed.codes is None or handed.codes.shape != residual.shape:
+    found = grid_with_codes(residual, None, channels_last, handed)
+    if found is None or found.codes is None or found.codes.shape != residual.shape:
         return NO_CODES
-    return handed.codes, handed.scale, handed.zero_point
+    return found.codes, found.scale, found.zero_point

@@ -54,11 +54,11 @@ def hand_over(
     """
     if torch.compiler.is_compiling() or y.is_inference():
         return
-    _handed[y] = _grid(scale, zero_point, quantizer, codes, y._version, raw)
+    _handed[y] = handed_as(_own(scale), zero_point, quantizer, codes, y._version, raw)
 
 
 def handed_with(y: Tensor) -> Handed | None:
-    """Return what was handed over with a tensor, if it has not changed since."""
+    """Return the grid and the codes that were kept with a tensor; None without any, or for a tensor that has changed since."""
     found: Handed | None = _handed.get(y)  # type: ignore[no-untyped-call]
     return found if found is not None and found.version == y._version else None
 
@@ -69,14 +69,7 @@ def keep(y: Tensor, handed: Handed) -> None:
         _handed[y] = handed
 
 
-def handed_as(y: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer) -> Handed:
-    """Return what is handed over with the result of an op, which has made its scale, positive, and its codes."""
-    zero = None if zero_point is None else zero_point.detach().round()
-    spec, packed = quantizer.spec, quantizer.capability.packed
-    return Handed(scale, zero, spec.qmin, spec.qmax, packed, None if packed else codes, y._version)
-
-
-def _grid(
+def handed_as(
     scale: Tensor,
     zero_point: Tensor | None,
     quantizer: Quantizer,
@@ -84,12 +77,12 @@ def _grid(
     version: int,
     raw: RawInput | None = None,
 ) -> Handed:
-    """Return a grid with tensors of its own: an observer may change those of its quantizer."""
-    code_of_zero = None if zero_point is None else zero_point.detach().round()
+    """Return what is handed over with a tensor of this version, whose scale is positive and belongs to nobody else."""
+    zero = None if zero_point is None else zero_point.detach().round()
     spec, packed = quantizer.spec, quantizer.capability.packed
     known = None if packed else codes
     raw_version = 0 if raw is None else raw.values._version
-    return Handed(scale.detach().abs(), code_of_zero, spec.qmin, spec.qmax, packed, known, version, raw, raw_version)
+    return Handed(scale, zero, spec.qmin, spec.qmax, packed, known, version, raw, raw_version)
 
 
 def hand_on(x: Tensor, y: Tensor) -> None:
@@ -111,30 +104,43 @@ def codes_of(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Cod
         The codes, two per byte for at most 4 bits; None where the grid is not known or has no codes of a byte.
     """
     found = grid_with_codes(y, quantizer, channels_last)
-    return None if found is None else codes_in(y, found, channels_last)
+    if found is None or found.codes is None:
+        return None
+    return Codes(found.codes, found.scale, found.zero_point, found.qmin, found.qmax)
 
 
-def grid_with_codes(y: Tensor, quantizer: Quantizer | None, channels_last: bool) -> Handed | None:
-    """Return what was handed over with a tensor, with its codes; the arguments are those of `codes_of`."""
+def grid_with_codes(
+    y: Tensor, quantizer: Quantizer | None, channels_last: bool, handed: Handed | None = None
+) -> Handed | None:
+    """Return what was handed over with a tensor, with its codes; the other arguments are those of `codes_of`.
+
+    `handed` is what came with the tensor itself. It counts if the tensor has not changed since.
+    """
+    if handed is not None and handed.version == y._version:
+        _complete(y, handed, channels_last)
+        return handed
     found = _grid_of(y, quantizer)
     if found is None:
         return None
     known = found.codes
-    codes_in(y, found, channels_last)
+    _complete(y, found, channels_last)
     if found.codes is not known and not torch.compiler.is_compiling() and not y.is_inference():
         _handed[y] = found
     return found
 
 
-def codes_in(y: Tensor, handed: Handed, channels_last: bool) -> Codes:
-    """Return the codes of a tensor that was handed over, as `codes_of` does, and keep them there."""
+def _complete(y: Tensor, handed: Handed, channels_last: bool) -> None:
     codes = handed.codes
     if codes is None:
         codes = _computed(y, handed)
     if channels_last and codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
     handed.codes = codes
-    return Codes(codes, handed.scale, handed.zero_point, handed.qmin, handed.qmax)
+
+
+def _own(scale: Tensor) -> Tensor:
+    """Return the magnitude of a scale in a tensor of its own: an observer may change that of its quantizer."""
+    return scale.detach().abs()
 
 
 def raw_of(y: Tensor) -> RawInput | None:
@@ -173,7 +179,7 @@ def _grid_now(y: Tensor, quantizer: Quantizer | None) -> Handed | None:
     if quantizer is None or not quantizer.capability_now.codes:
         return None
     version = 0 if torch.compiler.is_compiling() or y.is_inference() else y._version
-    return _grid(quantizer.scale, quantizer.zero_point, quantizer, None, version)
+    return handed_as(_own(quantizer.scale), quantizer.zero_point, quantizer, None, version)
 
 
 def _computed(y: Tensor, grid: Handed) -> Tensor:

@@ -392,17 +392,12 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
             RuntimeError: There is no range.
         """
         self.check_ready()
-        kind, spec = self.kind, self.spec
-        if not self.capability.plain:
-            y = kind.quantize(self, x)
-            gives_codes = not self.of_weight and self.capability.codes and isinstance(y, Tensor) and y.requires_grad
-            grid = kind.grid(self) if gives_codes else None
-        else:
-            grid = kind.grid(self)
-            y = fake_quant(spec, x, *grid, self.group, spec.block_size, kind.grad_factor(self, x))
-            gives_codes = not self.of_weight and self.capability.codes and y.requires_grad
-        if gives_codes and grid is not None:
-            hand_over(y, None, *grid, self, self._raw(x, *grid))
+        kind = self.kind
+        grid = kind.grid(self) if self.capability.plain else None
+        y = kind.quantize(self, x) if grid is None else kind.quantize_on(self, x, *grid)
+        if not self.of_weight and self.capability.codes and isinstance(y, Tensor) and y.requires_grad:
+            scale, zero_point = grid or kind.grid(self)
+            hand_over(y, None, scale, zero_point, self, self._raw(x, scale, zero_point))
         return y
 
     def _raw(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> RawInput | None:

@@ -26,7 +26,7 @@ class QuantizerKind:
         PLAIN: Whether `quantize` is `qtoolkit.ops.fake_quant` with `grid` and `grad_factor`, so that an op that computes more
             may do it in its place.
         LEARNED: Whether the range is trained.
-        POWERS: Whether scales are powers of two, whatever the spec says.
+        POWERS: Whether its scales are powers of two, also where the spec's pow2_scale is False.
         KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
             is not folded into it: its scales would be lost.
     """
@@ -127,9 +127,12 @@ class QuantizerKind:
 
     def quantize(self, quantizer: "TensorQuantizer", x: Tensor) -> Tensor:
         """Return x quantized with the present grid."""
-        spec = quantizer.spec
-        grad_factor = self.grad_factor(quantizer, x)
-        return fake_quant(spec, x, *self.grid(quantizer), quantizer.group, spec.block_size, grad_factor)
+        return self.quantize_on(quantizer, x, *self.grid(quantizer))
+
+    def quantize_on(self, quantizer: "TensorQuantizer", x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """Return x quantized with a grid that `grid` has returned."""
+        spec, grad_factor = quantizer.spec, self.grad_factor(quantizer, x)
+        return fake_quant(spec, x, scale, zero_point, quantizer.group, spec.block_size, grad_factor)
 
     def grad_factor(self, quantizer: "TensorQuantizer", x: Tensor) -> float:
         """Return the factor of the gradients of scale and zero point, for the input x."""
