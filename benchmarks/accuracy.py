@@ -61,6 +61,7 @@ class Training:
         optimizer: A name in OPTIMIZERS.
         network: A name in NETWORKS.
         labels: Whether it learns the labels, which count as much as the float model's classes.
+        decay: Of weights; None for the optimizer's.
     """
 
     subject: str
@@ -74,6 +75,7 @@ class Training:
     optimizer: str = "sgd"
     network: str = "resnet20"
     labels: bool = True
+    decay: float | None = None
 
     @property
     def name(self) -> str:
@@ -90,6 +92,7 @@ class Training:
             list(OPTIMIZERS).index(self.optimizer),
             self.rate,
             self.clip or 0,
+            -1 if self.decay is None else self.decay,
         )
 
     @property
@@ -99,9 +102,8 @@ class Training:
 
     def schedule(self, images: int) -> Schedule:
         """Return how it is trained on this number of images."""
-        return Schedule(
-            images, self.epochs, rate=self.rate, clip=self.clip, optimizer=self.optimizer, labels=self.labels
-        )
+        kind = {"optimizer": self.optimizer, "labels": self.labels, "decay": self.decay}
+        return Schedule(images, self.epochs, rate=self.rate, clip=self.clip, **kind)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
         name = training.subject + ("" if training.forward == "auto" else f", {training.forward} forward")
         rate = f"{training.rate:g}" + ("" if training.optimizer == "sgd" else f", {training.optimizer}")
         taught = ("yes" if training.labels else "alone") if training.teacher else ""
+        rate += "" if training.decay is None else f", decay {training.decay:g}"
         head = [str(training.epochs), taught, rate]
         head += ["" if training.clip is None else f"{training.clip:g}", str(training.bits), name]
         trained = [row.trained for row in line if row.trained is not None]
@@ -245,7 +248,7 @@ def wanted(args: argparse.Namespace) -> Iterator[Training]:
     """Yield the trainings that the arguments ask for."""
     usual = [name for name in SUBJECTS if name not in PEERS or NETWORKS[args.network].with_peers]
     rate = OPTIMIZERS[args.optimizer].rate if args.rate is None else args.rate
-    options = rate, args.clip, args.optimizer, args.network, args.teacher != "alone"
+    options = rate, args.clip, args.optimizer, args.network, args.teacher != "alone", args.decay
     for seed, subject in itertools.product(args.seeds, args.only or usual):
         for bits, forward in itertools.product(bits_of(subject, args.bits), args.forward):
             yield Training(subject, bits, seed, args.epochs, args.teacher is not None, forward, *options)
@@ -270,6 +273,7 @@ def main() -> None:
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--rate", type=float, default=None, help="the first learning rate (default: the optimizer's)")
+    parser.add_argument("--decay", type=float, default=None, help="the decay of weights (default: the optimizer's)")
     parser.add_argument("--clip", type=float, default=None, help="the largest norm of the gradient (default: any)")
     parser.add_argument("--forward", nargs="+", choices=("auto", "float", "integer"), default=["auto"])
     add_options(parser, Path("build/accuracy"), RESULTS)

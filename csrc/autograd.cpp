@@ -124,7 +124,16 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 16> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 19> kWithoutGradient = {{
+    {"unit_backward",
+     "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
+     "forward='float' and save='float'."},
+    {"layer_fake_quant_backward",
+     "layer_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
+     "prepare with forward='float' and save='float'."},
+    {"function_fake_quant_backward",
+     "function_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
+     "use torch's function and fake_quant."},
     {"fake_quant_learned_backward",
      "fake_quant: double backward through a scale or zero_point that requires grad is not supported; pass "
      "scale.detach() "

@@ -1,5 +1,5 @@
-// Autograd of quant_layer, quant_weight and unit. A node keeps the arguments that the backward op shares with the op,
-// found by their names: once, since a small layer takes less time than that.
+// Autograd of quant_layer, quant_weight and the units. A node keeps the arguments that the backward op shares with the
+// op, found by their names: once, since a small layer takes less time than that.
 #include <algorithm>
 #include <unordered_map>
 
@@ -15,7 +15,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// Backward keeps an argument only if another one is given, or only if it is not.
+// Backward keeps an argument only if another one is given (or True), or only if it is not.
 struct Condition {
   const char *argument, *other;
   bool given;
@@ -35,7 +35,7 @@ struct Differentiated {
 
 // Where an argument of a backward op comes from.
 struct Source {
-  enum { grad, wanted, size, x_dtype, tensor, result, other } from;
+  enum { grad, wanted, size, x_dtype, order, tensor, result, other } from;
   std::string name;
   size_t index = 0;  // of a tensor or another argument among the op's, of a result among its results
   bool copied = false;
@@ -67,6 +67,8 @@ class Plan {
         sources.push_back({Source::size, name});
       } else if (name == "x_dtype") {
         sources.push_back({Source::x_dtype, name});
+      } else if (name == "order") {
+        sources.push_back({Source::order, name});
       } else if (const auto found = results.find(name); found != results.end()) {
         sources.push_back({Source::result, name, found->second});
       } else {
@@ -107,6 +109,8 @@ Tensor kept(const IValue& value, bool copied) {
   return copied && !t.requires_grad() ? t.clone() : t;
 }
 
+bool is_given(const IValue& value) { return value.isBool() ? value.toBool() : value.isTensor(); }
+
 void call_below(const c10::OperatorHandle& op, Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   op.callBoxed(stack);
@@ -130,7 +134,7 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     auto& data = ctx->saved_data;  // an entry for each: compiled autograd cannot take lists of them
     for (const Source& source : plan<kSpec>().sources) {
       if (source.from == Source::tensor) {
-        const bool keeps = !source.condition.has_value() || given[*source.condition].isTensor() == source.given;
+        const bool keeps = !source.condition.has_value() || is_given(given[*source.condition]) == source.given;
         tensors.push_back(keeps ? kept(given[source.index], source.copied) : Tensor());
       }
       if (source.from == Source::result) tensors.emplace_back();
@@ -147,6 +151,7 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     size_t place = 0;
     for (const Source& source : plan<kSpec>().sources) {
       if (source.from == Source::result) tensors[place] = results[source.index].toTensor();
+      if (source.from == Source::order) data[source.name] = memory_order(results[0].toTensor());
       place += source.from == Source::result || source.from == Source::tensor;
     }
     ctx->save_for_backward(tensors);
@@ -250,6 +255,21 @@ const Differentiated kUnit = {
     {{"residual", "residual_codes", false}, {"start", "ratio", true}, {"y_start", "y_ratio", true}},
     {"x_scale", "x_zero_point", "residual_scale", "residual_zero_point"}};
 
+const Differentiated kLayerFakeQuant = {
+    "layer_fake_quant",
+    "qtoolkit::layer_fake_quant_backward",
+    {"x", "weight", "start", "ratio", "zero_point", "bias", "y_start", "y_ratio", "y_zero_point"},
+    {"codes", "x_scale", "x_zero_point", "rate", "y_rate"},
+    nullptr,
+    {{"start", "ratio", true}, {"y_start", "y_ratio", true}},
+    {"x_scale", "x_zero_point"}};
+const Differentiated kFunctionFakeQuant = {"function_fake_quant",
+                                           "qtoolkit::function_fake_quant_backward",
+                                           {"x", "weight", "bias", "y_start", "y_ratio", "y_zero_point"},
+                                           {"y_rate"},
+                                           nullptr,
+                                           {{"x", "keeps_x", true}, {"y_start", "y_ratio", true}}};
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
@@ -257,6 +277,8 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("quant_layer", CppFunction::makeFromBoxedFunction<&recorded<kQuantLayer>>());
   m.impl("quant_weight", CppFunction::makeFromBoxedFunction<&recorded<kQuantWeight>>());
   m.impl("unit", CppFunction::makeFromBoxedFunction<&recorded<kUnit>>());
+  m.impl("layer_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kLayerFakeQuant>>());
+  m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kFunctionFakeQuant>>());
 }
 
 }  // namespace qtoolkit

@@ -27,10 +27,15 @@
 #define QT_UNIT_KEPT QT_INPUT QT_START("Tensor?") QT_GRID QT_GEOMETRY
 #define QT_UNIT_FOLLOWED "Tensor(d!)? lo, Tensor(e!)? hi, bool pow2_scale"
 #define QT_UNIT_NORM "Tensor variance, Tensor? gamma, Tensor? beta, float eps"
+#define QT_UNIT_OUTPUT(start) \
+  start " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor"
 #define QT_UNIT_FOLLOWING                                                                                            \
   "Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, Tensor? residual_zero_point, float low, float " \
-  "high, float slope, Tensor? y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int "      \
-  "y_qmax, float y_grad_factor"
+  "high, float slope, " QT_UNIT_OUTPUT("Tensor?")
+// What other units are told about their quantizer: whether backward keeps the values before it, whether its codes are
+// wanted.
+#define QT_UNIT_QUANTIZED(start) QT_UNIT_OUTPUT(start) ", bool learned, bool with_codes"
+#define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 
 TORCH_LIBRARY(qtoolkit, m) {
   // Returns values on the grid and the packed in-range mask (empty unless mask is set or x requires grad).
@@ -202,6 +207,32 @@ TORCH_LIBRARY(qtoolkit, m) {
         ", " QT_UNIT_FOLLOWING
         ", Tensor y_scale, Tensor factor, Tensor scale, Tensor undivided, Tensor mean, Tensor batch_variance, bool[12] "
         "wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
+  // rounds_bias: puts the bias on the grid of the sums of products of codes, as quantizers/bias.py says. learned: the
+  // grid of y is trained, so that backward keeps the layer's output; else it keeps the packed mask. with_codes: returns
+  // the codes of y too (int8 if y_qmin is negative, else uint8). Returns y and its codes, then what backward keeps.
+  // Differentiable in x, weight, start, ratio, zero_point, bias, y_start, y_ratio and y_zero_point.
+  m.def("layer_fake_quant(Tensor x, " QT_UNIT_LAYER ", " QT_UNIT_FOLLOWED
+        ", ScalarType? dtype, MemoryFormat? memory_format, Tensor? bias, bool rounds_bias, " QT_UNIT_QUANTIZED(
+            "Tensor?") ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor scale, Tensor kept)");
+
+  // Returns its gradients, in this order; empty where one is not wanted or there is none. order: the memory order of y.
+  m.def("layer_fake_quant_backward(Tensor grad, SymInt[] size, ScalarType x_dtype, int[] order, " QT_UNIT_KEPT
+        ", " QT_UNIT_QUANTIZED("Tensor?") ", Tensor y_scale, Tensor scale, Tensor kept, bool[9] wanted) -> (Tensor, "
+        "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // Returns fake_quant of a function of x: "none", "relu", "gelu", "gelu_tanh", "silu" or "layer_norm", which shape,
+  // weight, bias and eps are for. keeps_x: backward computes the function again from x; False only for "none" with a
+  // grid that is not learned. learned, with_codes: as above. Returns y and its codes, then what backward keeps.
+  // Differentiable in x, weight, bias, y_start, y_ratio and y_zero_point.
+  m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, " QT_UNIT_QUANTIZED(
+      "Tensor") ") -> (Tensor y, Tensor y_codes, Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd)");
+
+  // Returns its gradients, in this order; empty where one is not wanted or there is none.
+  m.def("function_fake_quant_backward(Tensor grad, int[] order, Tensor? x, " QT_FUNCTION ", " QT_UNIT_QUANTIZED(
+      "Tensor?") ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[6] wanted) -> (Tensor, Tensor, Tensor, "
+                 "Tensor, Tensor, Tensor)");
 
   // torch.ops.aten.convolution with a batch and gradients that write inside of their memory; see strided_pointwise.h.
   m.def(

@@ -96,10 +96,13 @@ QT_FN void followed_scale(const FollowedScale& f, A factor, int64_t i) {
 template <class A>
 QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   if (i < u.channels) {
-    const A inverse = inverse_deviation(of<A>(u.variance)[i], u.eps);
-    const A folded = u.gamma == nullptr ? inverse : of<A>(u.gamma)[i] * inverse;
-    const A factor = folded == 0 ? A(1) : folded;
-    static_cast<A*>(u.factor)[i] = factor;
+    A factor = A(1);  // of a layer without a batch norm
+    if (u.variance != nullptr) {
+      const A inverse = inverse_deviation(of<A>(u.variance)[i], u.eps);
+      const A folded = u.gamma == nullptr ? inverse : of<A>(u.gamma)[i] * inverse;
+      if (folded != 0) factor = folded;
+      static_cast<A*>(u.factor)[i] = factor;
+    }
     if (u.followed.low != nullptr) followed_scale<A>(u.followed, factor, i);
   }
   trained_scale<A>(u.weight, i);

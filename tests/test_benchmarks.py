@@ -236,7 +236,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
         assert (row["failure"] != "") if missing else (row["trained"] > 60)
     assert rows["float"]["training"]["bits"] == 32
     assert "accuracy.py" in results["commands"][0]
-    longer = ["--rate", "0.03", "--clip", "5", *options]
+    longer = ["--rate", "0.03", "--decay", "5e-5", "--clip", "5", *options]
     results, _ = run_training("accuracy.py", "--only", "lsq", "--forward", "float", "integer", "--teacher", *longer)
     assert results["rows"][: len(rows)] == list(rows.values())  # nothing is trained twice
     assert [row["training"]["forward"] for row in results["rows"][len(rows) :]] == ["float", "integer"]
@@ -247,7 +247,7 @@ def test_accuracy_of_quantizers_and_its_page(tmp_path) -> None:
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| 1 |  | 0.01 |  | 4 | lsq | 1 |" in text
-    assert "| 1 | yes | 0.03 | 5 | 4 | lsq, integer forward | 1 |" in text
+    assert "| 1 | yes | 0.03, decay 5e-05 | 5 | 4 | lsq, integer forward | 1 |" in text
     assert "learnable" in (tmp_path / "qat_resnet20.svg").read_text()
 
 
@@ -263,7 +263,7 @@ def test_accuracy_of_two_networks_in_one_file_and_on_one_page(tmp_path) -> None:
     assert {(t["network"], t["optimizer"], t["rate"]) for t in trainings} == {("resnet8", "adam", 1e-3)}
     assert results["float_weights"]["resnet8"] > 15  # after 30 steps
     assert "ResNet-8 on raw pixels, CIFAR-10: accuracy on 100 images" in printed
-    ending = "0_1_False_auto_0.001_None_adam_resnet8_True"
+    ending = "0_1_False_auto_0.001_None_adam_resnet8_True_None"
     trained = ("resnet8_float_weights", *(f"{name}_{ending}" for name in ("float_32", "lsq_4")))
     assert {path.name for path in (tmp_path / "quick").iterdir()} == {f"{name}.pt" for name in trained}
     gone = {**trainings[0], "subject": "lsq, histogram"}

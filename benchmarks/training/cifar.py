@@ -48,7 +48,7 @@ class Schedule:
     """How a model is trained: each learning rate falls from its first value (`rate` for weights) to 0 along a cosine.
 
     Where the norm of the gradient, over all parameters, is above `clip`, it is scaled down to it. Without `labels` a teacher's
-    classes alone are learned.
+    classes alone are learned. Weights decay by `decay`, or as the optimizer's do.
     """
 
     images: int
@@ -58,6 +58,7 @@ class Schedule:
     clip: float | None = None
     optimizer: str = "sgd"
     labels: bool = True
+    decay: float | None = None
 
     @property
     def steps(self) -> int:
@@ -105,7 +106,8 @@ class Run:
         self.step = 0
         kind = OPTIMIZERS[schedule.optimizer]
         scale_rate = schedule.rate * kind.scale_share
-        groups = qt.parameter_groups(model, schedule.rate, kind.weight_decay, scale_lr=scale_rate)
+        decay = kind.weight_decay if schedule.decay is None else schedule.decay
+        groups = qt.parameter_groups(model, schedule.rate, decay, scale_lr=scale_rate)
         self.rates = [group["lr"] for group in groups]
         self.optimizer = kind.build(groups)
         if checkpoint.exists():
