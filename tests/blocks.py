@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
-from qtoolkit.nn import unit
+from qtoolkit.nn.units import batch_norm
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def called_one_by_one() -> Iterator[None]:
 def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return the arguments of each call of `qtoolkit.ops.batch_norm_fake_quant` from here on, alone or as a part of a unit."""
     found = recorded_calls(monkeypatch, "batch_norm_fake_quant")
-    op = unit._unit
+    op = batch_norm._unit
     names = [argument.name for argument in op._schema.arguments]
 
     def recorded(*args: Any) -> Any:
@@ -37,7 +37,7 @@ def recorded_norms(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({**given, **grid, "divisor": given["variance"]})
         return op(*args)
 
-    monkeypatch.setattr(unit, "_unit", recorded)
+    monkeypatch.setattr(batch_norm, "_unit", recorded)
     return found
 
 

@@ -129,7 +129,7 @@ def find_pairs(nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> list[P
     return [
         pair
         for pair in pairs
-        if pair.quantizer in inside and pair.activation not in results and _is_activation_quantizer(pair.quantizer)
+        if pair.quantizer in inside and pair.activation not in results and is_activation_quantizer(pair.quantizer)
     ]
 
 
@@ -160,7 +160,7 @@ class _Finder:
             node_after = self._after(chain)
         if node_after is not None and self._activates(chain, node_after):
             node_after = self._after(chain)
-        if node_after is not None and _is_activation_quantizer(node_after):
+        if node_after is not None and is_activation_quantizer(node_after):
             chain.quantizer, chain.end = node_after, ""
         elif node_after is not None:
             chain.end = f"{node_after.name!r} follows, which it does not compute"
@@ -197,7 +197,7 @@ class _Finder:
 
     def _runs_next(self, node: fx.Node, user: fx.Node) -> bool:
         between = list(self.order)[self.order[node] + 1 : self.order[user]]
-        return all(_is_activation_quantizer(other) for other in between)
+        return all(is_activation_quantizer(other) for other in between)
 
     def _adds(self, chain: Chain, node: fx.Node) -> bool:
         operands = [node.args[0], node.args[1]] if len(node.args) == 2 else []
@@ -264,5 +264,12 @@ def is_max_pool_call(node: fx.Node) -> bool:
     return len(node.args) <= len(SIZES) and set(node.kwargs) <= {*SIZES, "return_indices"} and not gives_indices
 
 
-def _is_activation_quantizer(node: fx.Node) -> bool:
+def is_weighted_call(node: fx.Node) -> bool:
+    """Return whether a node calls a QAT layer with its input alone."""
+    one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+    return node.op == "call_module" and one_input and isinstance(module_of(node), QuantWeighted)
+
+
+def is_activation_quantizer(node: fx.Node) -> bool:
+    """Return whether a node calls a quantizer of an activation that a pass inserted."""
     return is_quantizer(node) and not is_weight_quantizer(node)

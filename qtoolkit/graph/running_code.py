@@ -9,7 +9,7 @@ import functools
 import linecache
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 from weakref import finalize, ref
@@ -19,7 +19,15 @@ from torch import fx, nn
 
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Path, leaves
 from qtoolkit.graph.block_code import Division, Part, free_nodes
-from qtoolkit.graph.chains import Chain, Pair, find_chains, find_pairs, is_max_pool_call
+from qtoolkit.graph.chains import (
+    Chain,
+    Pair,
+    find_chains,
+    find_pairs,
+    is_activation_quantizer,
+    is_max_pool_call,
+    is_weighted_call,
+)
 from qtoolkit.graph.nodes import is_quantizer
 from qtoolkit.graph.products import function_of
 from qtoolkit.graph.traced_blocks import TracedBlock, find_block, node_name
@@ -27,9 +35,11 @@ from qtoolkit.nn.epilogue import epilogue_of, layer_output, max_pool, max_pool2d
 from qtoolkit.nn.hooks import all_watched, has_hooks, is_transformed
 from qtoolkit.nn.prelu import prelu
 from qtoolkit.nn.product import Product
-from qtoolkit.nn.unit import Names, Unit
+from qtoolkit.nn.units import BatchNormUnit, FunctionUnit, LayerUnit, Names
+from qtoolkit.nn.units.function import NONE, OF_FUNCTION, Function, function_of_module
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.op_kinds.recorded import check_argument
+from qtoolkit.op_kinds.rules import module_of
 from qtoolkit.ops.recording import is_recorded
 
 Products = Mapping[str, Product] | None
@@ -68,15 +78,17 @@ def compile_forward(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: 
     whole = _Writer(Whole(gm), ROOT, products)
     code = _compile(whole.write(), "")
     units = _UnitWriter(whole)
-    if units.units:
+    has_units = bool(units.in_chains or units.units)
+    if has_units:
         code = _trained(code, units.write(), gm)
+    changed = whole.changed or has_units
     division = Division(gm, calls) if calls else None
     if division is None or not division.parts:
-        return code if whole.changed else None
+        return code if changed else None
     for index, part in division.parts.items():
         part.block.set_block_code(_compile(_Writer(division, index, products).write(), part.call.block), gm)
     divided = _compile(_Writer(division, ROOT, products).write(), "")
-    return _chosen(code, divided, _Blocks(gm, division)) if whole.changed else divided
+    return _chosen(code, divided, _Blocks(gm, division)) if changed else divided
 
 
 def calls_now(gm: fx.GraphModule, calls: tuple[BlockCall, ...], products: Products) -> list[Chain | Pair]:
@@ -174,7 +186,9 @@ class _Writer:
         self.graph, self.written = fx.Graph(), dict[fx.Node, Any]()
         self.items = list(division.items(index))
         part = division.parts.get(index)
-        results = {leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)}
+        self.results = results = {
+            leaf for _, leaf in leaves(() if part is None else part.result) if isinstance(leaf, fx.Node)
+        }
         nodes = [] if products is None else [item for item in self.items if isinstance(item, fx.Node)]
         self.chains = find_chains(nodes, results)
         self.layers = {chain.layer: chain for chain in self.chains if chain.layer is not None}
@@ -206,12 +220,15 @@ class _Writer:
             elif self.products is not None and item.name in self.products:
                 self._write_product(item, self.products[item.name])
             elif item not in self.inner:
-                self._copy(item)
+                self._write_op(item)
         if part is not None:
             self.graph.output(self._built(part.result, self._value))
         return self.graph
 
     # ---- ops in other words
+
+    def _write_op(self, node: fx.Node) -> None:
+        self._copy(node)
 
     def _write_layer(self, layer: fx.Node, batch_norm: fx.Node) -> None:
         args, kwargs = self._built((layer.args, layer.kwargs), self._value)
@@ -317,44 +334,115 @@ class _Writer:
 
 
 class _UnitWriter(_Writer):
-    """Writes the graph with one call for each unit: a layer with its chain.
+    """Writes the graph with one call for each unit.
+
+    A layer with its chain is one; a layer without a batch norm, with a quantizer right behind it; and any other quantizer, with
+    an activation or a layer norm right before it.
 
     Args:
         whole: What has written the graph as one part, with the chains and their functions.
+
+    Attributes:
+        units: The units that are no chains, by their last nodes: the node of the layer or of the function before the
+            quantizer, if there is one.
     """
 
     def __init__(self, whole: _Writer) -> None:
         vars(self).update(vars(whole))
         self.graph, self.written = fx.Graph(), {}
         self.handed = dict[fx.Node, fx.Node]()
-        self.units = [chain for chain in self.chains if self._is_unit(chain)]
-        self.takers = {node for chain in self.units for node in (chain.layer, chain.add)}
+        self.order = {item: place for place, item in enumerate(self.items) if isinstance(item, fx.Node)}
+        self.in_chains = [chain for chain in self.chains if self._is_unit(chain)]
+        taken = self.inner | set(self.layers) | set(self.ends) | set(self.pairs)
+        self.units = {} if self.products is None else self._found(taken)
+        self.inner = self.inner | {before for last, before in self.units.items() if before not in (None, last)}
+        takers = [node for chain in self.in_chains for node in (chain.layer, chain.add)]
+        self.takers = {*takers, *(node for node in self.units.values() if node is not None and is_weighted_call(node))}
 
     def _is_unit(self, chain: Chain) -> bool:
         """Return whether the layer of a chain may run where the chain ends: no op in between changes its input in place."""
-        layer = chain.layer
-        if layer is None or len(layer.args) != 1 or layer.kwargs or not isinstance(layer.args[0], fx.Node):
-            return False
-        between = self.items[self.items.index(layer) + 1 : self.items.index(chain.last)]
+        return (
+            chain.layer is not None and is_weighted_call(chain.layer) and self._nothing_between(chain.layer, chain.last)
+        )
+
+    def _nothing_between(self, first: fx.Node, last: fx.Node) -> bool:
+        between = self.items[self.order[first] + 1 : self.order[last]]
         return all(isinstance(node, fx.Node) and (node in self.inner or is_quantizer(node)) for node in between)
+
+    def _found(self, taken: Collection[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+        """Return the units that are no chains."""
+        found: dict[fx.Node, fx.Node | None] = {}
+        for node in self.order:
+            if node in taken or not (is_weighted_call(node) or is_activation_quantizer(node)):
+                continue
+            before = node if is_weighted_call(node) else self._joined(node, taken)
+            if before is not node and before is not None:
+                found.pop(before, None)  # a layer with its quantizer
+            found[node] = before
+        return found
+
+    def _joined(self, quantizer: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
+        """Return the op before a quantizer that is computed with it."""
+        before = quantizer.args[0]
+        if not isinstance(before, fx.Node) or before in taken or before in self.results or before not in self.order:
+            return None
+        joins = is_weighted_call(before) or self._function(before) is not None
+        return before if joins and len(before.users) == 1 and self._nothing_between(before, quantizer) else None
+
+    def _function(self, node: fx.Node) -> Function | None:
+        """Return what an op before a quantizer computes; None where it is not computed with it."""
+        if len(node.args) != 1 or not isinstance(node.args[0], fx.Node) or node.kwargs:
+            return None
+        return function_of_module(module_of(node)) if node.op == "call_module" else OF_FUNCTION.get(node.target)
 
     def _write_layer(self, layer: fx.Node, batch_norm: fx.Node) -> None:
         if layer not in self.takers:
             super()._write_layer(layer, batch_norm)
 
     def _write_chain(self, chain: Chain) -> None:
-        layer = chain.layer
-        if layer is None or layer not in self.takers:
+        if chain not in self.in_chains or chain.layer is None:
             super()._write_chain(chain)
             return
-        gives = any(user not in self.takers for user in chain.last.users)
-        unit = Unit(self.division.gm, self._names(chain), self.functions[chain.last], chain.bounds, gives)
-        sources = layer.all_input_nodes if chain.residual is None else [*layer.all_input_nodes, chain.residual]
-        arguments = [each for source in sources for each in (self._value(source), self.handed.get(source))]
-        name = layer.name
-        result = self.graph.create_node("call_function", unit.run, tuple(arguments), name=f"{name}_unit")
-        self.written[chain.last] = self._item(result, 0, chain.last.name)
-        self.handed[chain.last] = self._item(result, 1, f"{chain.last.name}_codes")
+        unit = BatchNormUnit(
+            self.division.gm, self._names(chain), self.functions[chain.last], chain.bounds, self._gives(chain.last)
+        )
+        sources = [chain.layer.args[0], *([] if chain.residual is None else [chain.residual])]
+        self._write_unit(unit.run, sources, chain.layer.name, chain.last)
+
+    def _write_op(self, node: fx.Node) -> None:
+        if node not in self.units:
+            super()._write_op(node)
+            return
+        before, gm, codes = self.units[node], self.division.gm, self._hands_on(node)
+        if before is not None and is_weighted_call(before):
+            quantizer = None if before is node else self._target(str(node.target))
+            of_layer = LayerUnit(gm, self._target(str(before.target)), quantizer, codes, self._gives(node))
+            self._write_unit(of_layer.run, before.args, before.name, node)
+            return
+        module = before is not None and before.op == "call_module"
+        called = None if before is None or module else _function_of(before, before.all_input_nodes)
+        function = NONE if before is None or module else OF_FUNCTION[before.target]
+        name = self._target(str(before.target)) if before is not None and module else None
+        unit = FunctionUnit(gm, name, self._target(str(node.target)), called, function, codes, self._gives(node))
+        source = node if before is None else before
+        self._write_unit(unit.run, source.args, source.name, node)
+
+    def _write_unit(self, run: Callable[..., Any], sources: Sequence[Any], name: str, last: fx.Node) -> None:
+        """Write the call of a unit, which takes tensors with their codes if a layer is in it."""
+        takes_codes = not isinstance(getattr(run, "__self__", None), FunctionUnit)
+        arguments = [each for x in sources for each in (self._value(x), self.handed.get(x))[: 1 + takes_codes]]
+        result = self.graph.create_node("call_function", run, tuple(arguments), name=f"{name}_unit")
+        self.written[last] = self._item(result, 0, last.name)
+        if self._hands_on(last):
+            self.handed[last] = self._item(result, 1, f"{last.name}_codes")
+
+    def _hands_on(self, node: fx.Node) -> bool:
+        """Return whether a unit takes a result, with its codes."""
+        return any(user in self.takers for user in node.users)
+
+    def _gives(self, node: fx.Node) -> bool:
+        """Return whether others than units take a result."""
+        return any(user not in self.takers for user in node.users)
 
     def _item(self, result: fx.Node, place: int, name: str) -> fx.Node:
         return self.graph.create_node("call_function", operator.getitem, (result, place), name=name)

@@ -203,10 +203,6 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
         ]
         return [module for module in (weight, observer, *sources) if module is not None]
 
-    def has_dropouts(self) -> bool:
-        """Return whether an input comes through a dropout, which moves it off its quantizer's grid while it drops."""
-        return any(source is not None and source.dropouts for source in self._sources)
-
     def sum_steps(self, call: int = 0) -> Tensor | None:
         """Return the steps of the integer sums of a call: one, or one per output channel. None without a linked input."""
         weight, source = self.weight_quantizer, _of_call(self._sums_over, call)

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit._snapshot import Snapshot
-from qtoolkit.nn import unit
-from qtoolkit.nn.unit import Unit
+from qtoolkit.nn.units import BatchNormUnit, batch_norm
 from tests import processes
 from tests.cases import floats
 from tests.ops.test_every import sample
+from tests.ops.test_fuzz import UNITS
 
 
 class Network(nn.Module):
@@ -70,9 +70,9 @@ def prepared(
 
 
 def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
-    call = getattr(Unit, name)
+    call = getattr(BatchNormUnit, name)
 
-    def count(self: Unit, *args: Any) -> Any:
+    def count(self: BatchNormUnit, *args: Any) -> Any:
         found[name] += 1
         return call(self, *args)
 
@@ -82,17 +82,17 @@ def counting(found: dict[str, int], name: str) -> Callable[..., Any]:
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Count the units that run as one op, and those whose ops run one by one."""
-    found = {"_compute": 0, "_one_by_one": 0}
+    found = {"compute": 0, "_one_by_one": 0}
     with monkeypatch.context() as patch:
         for name in found:
-            patch.setattr(Unit, name, counting(found, name))
+            patch.setattr(BatchNormUnit, name, counting(found, name))
         yield found
 
 
 @contextmanager
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(Unit, "_plan", lambda self, x, residual: None)
+        patch.setattr(BatchNormUnit, "plan_of", lambda self, x, residual: None)
         yield
 
 
@@ -143,7 +143,7 @@ def test_one_op_has_the_bits_of_its_ops(name: str, forward: str, monkeypatch: py
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found:
         results = step(model)
-    assert found == {"_compute": 10, "_one_by_one": 0}
+    assert found == {"compute": 10, "_one_by_one": 0}
     with one_by_one(monkeypatch):
         same(results, step(other))
 
@@ -155,7 +155,7 @@ def test_one_op_has_the_bits_of_its_ops_on_a_gpu(name: str, monkeypatch: pytest.
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found, torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         results = step(model)
-        assert found["_compute"] > 0
+        assert found["compute"] > 0
         with one_by_one(monkeypatch):
             same(results, step(other))
 
@@ -165,7 +165,7 @@ def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     other = copy.deepcopy(model)
     with counted(monkeypatch) as found:
         results = step(model, torch.bfloat16)
-    assert found["_compute"] > 0
+    assert found["compute"] > 0
     with one_by_one(monkeypatch):
         same(results, step(other, torch.bfloat16))
 
@@ -177,7 +177,7 @@ def test_in_other_types(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
     x = torch.randn(4, 8, 8, 8, dtype=dtype)
     with counted(monkeypatch) as found:
         y = model(x)
-    assert found["_compute"] == 5
+    assert found["compute"] == 5
     with one_by_one(monkeypatch):
         wanted = other(x)
     for result, net in ((y, model), (wanted, other)):
@@ -271,7 +271,7 @@ def test_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared()
     with torch.no_grad(), counted(monkeypatch) as found:
         model(torch.randn(2, 8, 8, 8))
-    assert found["_compute"] == 0
+    assert found["compute"] == 0
     model.requires_grad_(False)
     assert not model(torch.randn(2, 8, 8, 8)).requires_grad
     x = torch.randn(2, 8, 8, 8, requires_grad=True)
@@ -330,8 +330,8 @@ def test_changes_of_buffers_are_counted() -> None:
 @pytest.mark.parametrize("name", ["fixed", "lsq", "affine weights"])
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    model, op = prepared(*SPECS[name]), unit._unit
-    monkeypatch.setattr(unit, "_unit", lambda *args: (calls.append(args), op(*args))[1])
+    model, op = prepared(*SPECS[name]), batch_norm._unit
+    monkeypatch.setattr(batch_norm, "_unit", lambda *args: (calls.append(args), op(*args))[1])
     model(torch.randn(2, 8, 8, 8))
     for args in calls[:3]:  # one with a residual among them
         held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
@@ -356,8 +356,8 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bad_arguments(argument: str, value: Any, error: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    model, op = prepared(*SPECS["lsq"]), unit._unit
-    monkeypatch.setattr(unit, "_unit", lambda *args: (calls.append(args), op(*args))[1])
+    model, op = prepared(*SPECS["lsq"]), batch_norm._unit
+    monkeypatch.setattr(batch_norm, "_unit", lambda *args: (calls.append(args), op(*args))[1])
     model(torch.randn(2, 8, 8, 8))
     names = [each.name for each in op._schema.arguments]
     args = dict(zip(names, (a.detach() if isinstance(a, Tensor) else a for a in calls[0]), strict=True))
@@ -381,11 +381,11 @@ WRONG = (
 
 
 def call_with_wrong_arguments(seed: int, count: int) -> None:
-    """Call both ops with one to three arguments of something else: each call returns or raises an error."""
+    """Call the ops of units with one to three arguments of something else: each call returns or raises an error."""
     drawn = random.Random(seed)
     x = floats(torch.float32)(4, 6, 32)
     for number in range(count):
-        op = ("unit", "unit_backward")[number % 2]
+        op = UNITS[number % len(UNITS)]
         given = {name: copy.deepcopy(value) for name, value in sample(op, x).items()}
         for name in drawn.sample(list(given), drawn.randint(1, 3)):
             given[name] = drawn.choice(WRONG)
@@ -395,7 +395,7 @@ def call_with_wrong_arguments(seed: int, count: int) -> None:
 
 def test_wrong_arguments_never_crash() -> None:
     """In a process of its own, so that a crash is a failure and not the end of the suite."""
-    program = "from tests.nn.test_unit import call_with_wrong_arguments; call_with_wrong_arguments(0, 1000)"
+    program = "from tests.nn.test_unit import call_with_wrong_arguments; call_with_wrong_arguments(0, 3000)"
     ran = processes.python("-c", f"import faulthandler; faulthandler.enable(); {program}")
     assert ran.returncode == 0, f"exit status {ran.returncode}\n{ran.stderr[-3000:]}"
 

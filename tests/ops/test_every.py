@@ -100,6 +100,10 @@ def sample(op: str, x: Tensor) -> dict:
     kept = {"y_scale": scales(1), "factor": scales(6), "scale": scales(6), "undivided": x * 3}
     kept |= {"mean": torch.zeros(6), "batch_variance": torch.ones(6), "wanted": [True, True, False, True, *[False] * 2]}
     kept["wanted"] += [True, True, True, False, True, False]
+    quantized = {name: value for name, value in unit.items() if name.startswith("y_")}
+    quantized |= {"learned": True, "with_codes": True}
+    plain = {name: value for name, value in unit.items() if name in layer or name in ("start", "ratio", "rate")}
+    gelu = {"function": "gelu", "shape": [], "weight": None, "bias": None, "eps": 0.0}
     statistics = {"mean": torch.linspace(-1, 1, 6), "variance": torch.linspace(1, 90, 6)}
     window = {"kernel_size": [3], "stride": [2], "padding": [1], "dilation": [1]}
     return {
@@ -183,6 +187,16 @@ def sample(op: str, x: Tensor) -> dict:
         },
         "unit": {"x": x, **unit, **forward, **tracked},
         "unit_backward": {"grad": x * 2, "size": list(x.shape), "x_dtype": x.dtype, **unit, **kept},
+        "layer_fake_quant": {"x": x, **plain, **forward, "bias": scales(6), "rounds_bias": True, **quantized},
+        "layer_fake_quant_backward": {
+            "grad": x * 2, "size": list(x.shape), "x_dtype": x.dtype, "order": [0, 1, 2], **plain, **quantized,
+            "y_scale": scales(1), "scale": scales(6), "kept": x * 3, "wanted": [True] * 9,
+        },
+        "function_fake_quant": {"x": x, **gelu, "keeps_x": True, **quantized},
+        "function_fake_quant_backward": {
+            "grad": x * 2, "order": [0, 1, 2], "x": x, **gelu, **quantized, "y_scale": scales(1),
+            "mask": torch.zeros(0), "mean": torch.zeros(0), "rstd": torch.zeros(0), "wanted": [True] * 6,
+        },
         "convolution": {
             "x": x,
             "weight": floats(x.dtype, 3)(6, 6, 3),

@@ -1,0 +1,227 @@
+"""What all units share: the decision how a unit computes, made once and kept while its modules are as they were.
+
+What a unit computes depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided once, and holds
+as long as the attributes of these modules are the same objects, which `Snapshot` compares in some microseconds. While no
+decision holds, and where one op may not compute the unit, its ops are called one by one.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit._snapshot import Snapshot
+from qtoolkit.nn import on_codes
+from qtoolkit.nn.epilogue import grid_now
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.handed_over import Handed, handed_as, keep
+from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
+
+WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CHANGING = ("_seen", "stale", "steps", "seen_in_step", "looked", "warned", "_range_of")  # in training
+IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
+"""Attributes on which it does not depend what a unit is."""
+
+MOST_PLANS = 64
+"""Of one unit, for inputs of different sizes."""
+
+NOT_QUANTIZED = (None, None, None, None, -128, 127, 1.0)
+NOT_FOLLOWED = (None, None, False)
+
+Grid = tuple[Any, ...]
+"""The arguments of an op for a scale and its grid."""
+
+
+class Decided:
+    """A unit of a prepared model, and how one op computes it for each kind of input.
+
+    Args:
+        root: The model.
+        names: The names of its modules; None stands for those that there are not.
+
+    Attributes:
+        modules: The modules, as they were when it was last decided.
+    """
+
+    def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
+        self.root, self.names = ref(root), tuple(names)
+        self.snapshot: Snapshot | None = None
+        self.modules: tuple[Any, ...] = ()
+        self.plans: dict[Hashable, Any] = {}
+        self.last: tuple[Hashable, Any] | None = None
+
+    def look(self) -> None:
+        """Take the modules as they are now, if that may be other ones than before."""
+        if self.snapshot is not None and self.snapshot.holds():
+            return
+        root = self.root()
+        if root is None:
+            raise RuntimeError("the model of this code does not exist any more.")
+        self.modules = tuple(None if name is None else root.get_submodule(name) for name in self.names)
+        self.snapshot, self.plans, self.last = snapshot_of(root, [n for n in self.names if n is not None]), {}, None
+
+    def plan(self, kind: Hashable, *inputs: Any) -> Any:
+        """Return how one op computes the unit for inputs of a kind; None where it may not.
+
+        Args:
+            kind: What a plan depends on besides the modules.
+            inputs: Inputs of this kind, for `planned`.
+        """
+        last = self.last
+        if last is None or last[0] != kind:
+            if kind not in self.plans:
+                if len(self.plans) == MOST_PLANS:
+                    self.plans.clear()
+                self.plans[kind] = self.planned(*inputs)
+            last = self.last = kind, self.plans[kind]
+        return last[1]
+
+    def planned(self, *inputs: Any) -> Any:
+        """Ask the modules for the plan."""
+        raise NotImplementedError
+
+
+def snapshot_of(root: nn.Module, names: Sequence[str]) -> Snapshot:
+    """Return the attributes of submodules now, and of the quantizers on which it depends how they compute."""
+    modules = [root.get_submodule(name) for name in names]
+    seen = [*modules, *(each for m in modules if isinstance(m, QuantWeighted) for each in m.computes_by())]
+    holders = [root.get_submodule(parent)._modules for parent in {p for name in names for p in _parents(name)}]
+    return Snapshot((*seen, *holders), IGNORED)
+
+
+def _parents(name: str) -> list[str]:
+    """Return the names of the modules on the way to a submodule, with "" for the model."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+# ---- what may be one op
+
+
+def layer_is_plain(layer: Any) -> bool:
+    """Return whether an op may compute a layer, and quantize its weight, as its modules are now."""
+    if layer.integer_kernel is not None or layer.input_quantizer is not None:
+        return False
+    parameters = (p for p in (layer.weight, layer.bias) if p is not None)
+    return _gives_grid(layer.weight_quantizer) and all(type(p) is nn.Parameter for p in parameters)
+
+
+def _gives_grid(quantizer: Any) -> bool:
+    """Return whether the quantizer of a weight leaves it to an op to quantize it."""
+    if not isinstance(quantizer, TensorQuantizer) or quantizer.stopping or not quantizer.ready:
+        return False
+    return quantizer.gives_grid()
+
+
+class LayerArguments(NamedTuple):
+    """What an op is told about a layer, for inputs of a kind, in its order.
+
+    Attributes:
+        grid: The weight's scale and grid, and the range that it follows; None where they are computed at each call.
+        geometry: What the layer computes, and whether on codes.
+        computed: The type and the memory format of its output.
+        like: A tensor of the output's shape, without memory.
+    """
+
+    grid: tuple[Grid, Grid] | None
+    geometry: tuple[Any, ...]
+    computed: tuple[Any, ...]
+    like: Tensor
+
+    @property
+    def integer(self) -> bool:
+        """Whether the layer computes on codes."""
+        return bool(self.geometry[-1])
+
+
+def layer_arguments(layer: Any, x: Tensor, dtype: torch.dtype) -> LayerArguments | None:
+    """Return what an op is told about a layer of an input like x, in a type; None where it may not compute it."""
+    g = layer.geometry(x)
+    if g is None or on_codes.reads_image(layer, x, g):
+        return None
+    integer = on_codes.computes_on_codes(layer, x, g)
+    if not integer and (layer.training_arithmetic.save == "float" or on_codes.copies_weight(layer, x)):
+        return None
+    layer.check_input(x)
+    with torch.no_grad():  # gradient checkpointing counts the tensors that a forward saves
+        like = layer.compute(x.to("meta"), layer.weight.to("meta"), None)
+    sizes = (g.stride, g.padding, g.dilation, g.output_padding, g.transposed, g.groups)
+    computed = dtype, on_codes.computed_format(layer, x, integer)
+    return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like)
+
+
+# ---- scales and grids
+
+
+def _grid_of_weight(layer: Any) -> tuple[Grid, Grid] | None:
+    """Return the scale and the grid of a weight, and the range that the op sets."""
+    quantizer = layer.weight_quantizer
+    start = quantizer.kind.start(quantizer)
+    followed = _followed(layer) if quantizer.training and quantizer.follows else NOT_FOLLOWED
+    if start is None or followed is None:
+        return None
+    spec, factor = quantizer.spec, quantizer.kind.grad_factor(quantizer, layer.weight)
+    of_codes = (spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size, factor)
+    return (*start, quantizer._zero_point, *of_codes), followed
+
+
+def _followed(layer: Any) -> Grid | None:
+    """Return the range that the op sets to that of a weight, and the grid with it; None where the quantizer sets it."""
+    quantizer, bn = layer.weight_quantizer, layer.batch_norm
+    spec, observer, scale = quantizer.spec, quantizer.observer, quantizer._scale
+    along_outputs = spec.axis is not None and spec.axis % layer.weight.dim() == 0 == layer.OUTPUT_AXIS
+    plain = along_outputs and spec.symmetric and spec.group_size is None and not layer.weight_groups()[0]
+    others = (observer.lo, observer.hi, *(() if bn is None else (bn.weight, bn.running_var)))
+    if not plain or any(t is not None and (t.dtype, t.device) != (scale.dtype, scale.device) for t in others):
+        return None
+    return observer.lo, observer.hi, spec.pow2_scale
+
+
+def weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tuple[Grid, Grid]:
+    """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
+    grid = on_codes.weight_grid(layer, factor)
+    if grid is None:
+        raise RuntimeError(f"the weight quantizer of {name!r} changed while its layer ran.")
+    of_codes = (grid.qmin, grid.qmax, grid.axis, grid.group, grid.block_size, grid.grad_factor)
+    return (grid.scale, None, None, grid.zero_point, *of_codes), NOT_FOLLOWED
+
+
+def output_grid(quantizer: TensorQuantizer | None, like: Tensor) -> Grid | None:
+    """Return the scale and the grid of an output; None where its quantizer makes them anew at each call."""
+    if quantizer is None:
+        return NOT_QUANTIZED
+    start = quantizer.kind.start(quantizer)
+    if start is None:
+        return None
+    factor = quantizer.kind.grad_factor(quantizer, like)
+    return (*start, quantizer._zero_point, quantizer.spec.qmin, quantizer.spec.qmax, factor)
+
+
+def output_grid_now(quantizer: TensorQuantizer, like: Tensor) -> Grid:
+    """Return the scale and the grid of an output whose quantizer makes them anew at each call."""
+    grid = grid_now(quantizer, like)
+    return grid.pop("scale"), None, None, *(grid[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
+
+
+def handed_output(
+    y: Tensor, codes: Tensor | None, scale: Tensor, output: Grid, quantizer: Any, others_take_it: bool
+) -> Handed | None:
+    """Return what a unit hands over with its output, whose scale the op has made; None without codes or a gradient.
+
+    Args:
+        y: The output.
+        codes: Its codes; None where they are not known yet.
+        scale: The scale that the op has returned.
+        output: What the op was told about the output's grid.
+        quantizer: The output's quantizer, if it has one.
+        others_take_it: Whether others than units take the output, which find what is kept with it.
+    """
+    if quantizer is None or not (y.requires_grad and quantizer.capability.codes):
+        return None
+    positive = scale if output[1] is not None else scale.abs()  # with a ratio it is positive
+    handed = handed_as(positive, output[3], quantizer, codes, y._version)
+    if others_take_it:
+        keep(y, handed)
+    return handed

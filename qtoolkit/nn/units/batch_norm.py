@@ -1,0 +1,209 @@
+"""A layer with its batch norm and all that follows it up to a quantizer, in one op."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit._native import library
+from qtoolkit.nn import on_codes
+from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
+from qtoolkit.nn.epilogue import (
+    bounds_now,
+    fits,
+    is_added,
+    layer_output,
+    trains,
+    why_layer_not_fused,
+    why_quantizer_not_fused,
+)
+from qtoolkit.nn.hooks import all_watched, is_ordinary
+from qtoolkit.nn.units.base import (
+    NOT_FOLLOWED,
+    Decided,
+    Grid,
+    LayerArguments,
+    handed_output,
+    layer_arguments,
+    layer_is_plain,
+    output_grid,
+    output_grid_now,
+    weight_grid_now,
+)
+from qtoolkit.op_kinds.bounds import Bounds
+from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
+
+_unit = library.unit.default
+
+NO_CODES = (None, None, None)
+NOT_TRACKED = (None, None, None, 0.0)
+
+
+class Names(NamedTuple):
+    """The names of the modules of a unit."""
+
+    layer: str
+    batch_norm: str
+    activation: str | None
+    quantizer: str | None
+
+
+class Plan(NamedTuple):
+    """The arguments of the op for some inputs, in its order.
+
+    Attributes:
+        layer: The layer.
+        norm: The batch norm, without the variance with which the weight is folded, and the running statistics.
+        activation: Its bounds.
+        output: The output's scale and grid; None where they are computed at each call.
+        last: Whether the layer's output is in channels_last.
+        changing: The parameters whose changes end a step.
+    """
+
+    layer: LayerArguments
+    norm: tuple[Any, ...]
+    activation: tuple[float, float, float]
+    output: Grid | None
+    last: bool
+    changing: tuple[Tensor, ...]
+
+
+class BatchNormUnit(Decided):
+    """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
+
+    Args:
+        root: The model.
+        names: The names of its modules.
+        one_by_one: What computes the batch norm and what follows it, of `qtoolkit.nn.epilogue.epilogue_of`.
+        bounds: What the function of the activation computes; None where it is a module, or there is none.
+        gives: Whether others than units take the result, which are handed its codes with it.
+    """
+
+    def __init__(
+        self, root: nn.Module, names: Names, one_by_one: Callable[..., Tensor], bounds: Bounds | None, gives: bool
+    ) -> None:
+        super().__init__(root, names)
+        self.one_by_one, self.bounds, self.gives = one_by_one, bounds, gives
+
+    def run(
+        self,
+        x: Tensor,
+        handed: Handed | None = None,
+        residual: Tensor | None = None,
+        of_residual: Handed | None = None,
+    ) -> tuple[Tensor, Handed | None]:
+        """Return the unit's output, with its codes.
+
+        Args:
+            x: The input of the layer.
+            handed: Its codes, if a unit returned it.
+            residual: What is added after the batch norm.
+            of_residual: Its codes, if a unit returned it.
+        """
+        self.look()
+        tensors = type(x) is Tensor and (residual is None or type(residual) is Tensor)
+        plan = self.plan_of(x, residual) if tensors and torch.is_grad_enabled() else None
+        codes = None if plan is None else grid_with_codes(x, self.modules[0].source, plan.layer.integer, handed)
+        if plan is None or codes is None:
+            return self._one_by_one(x, handed, residual, of_residual)
+        return self.compute(plan, x, codes, residual, of_residual)
+
+    def _one_by_one(
+        self, x: Tensor, handed: Handed | None, residual: Tensor | None, of_residual: Handed | None
+    ) -> tuple[Tensor, Handed | None]:
+        """Call the functions that ask the modules."""
+        for tensor, known in ((x, handed), (residual, of_residual)):
+            if tensor is not None and known is not None:
+                keep(tensor, known)
+        layer, bn, activation, quantizer = self.modules
+        y = self.one_by_one(layer_output(layer, bn, x), residual, layer, bn, activation, quantizer)
+        return y, handed_with(y)
+
+    def plan_of(self, x: Tensor, residual: Tensor | None) -> Plan | None:
+        """Return the plan for inputs; None where one op may not compute the unit."""
+        weight = self.modules[0]._parameters.get("weight")
+        if weight is None:  # it is computed
+            return None
+        dtype = on_codes.computed_type(weight, x)
+        added = None if residual is None else (residual.shape, residual.dtype, residual.device)
+        kind = (x.shape, x.stride(), x.dtype, x.device, weight.dtype, dtype, added)
+        found: Plan | None = self.plan(kind, x, residual, dtype)
+        return found
+
+    def planned(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Plan | None:
+        """Ask the modules for the plan."""
+        layer, bn, activation, quantizer = self.modules
+        bounds = bounds_now(activation, self.bounds)
+        if bounds is None or bn.running_var is None or not is_ordinary(x) or not _is_one_op(layer, bn, quantizer):
+            return None
+        of_layer = layer_arguments(layer, x, dtype)
+        if of_layer is None:
+            return None
+        like, (_, memory_format) = of_layer.like, of_layer.computed
+        if not fits(bn, like.shape) or not (residual is None or is_added(residual, like.shape, dtype, x.device)):
+            return None
+        tracked = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.momentum)
+        return Plan(
+            of_layer,
+            (bn.weight, bn.bias, bn.eps, *(tracked if bn.track_running_stats else NOT_TRACKED)),
+            bounds,
+            output_grid(quantizer, like),
+            memory_format is not None or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)),
+            tuple(p for p in (layer.weight, layer.bias, bn.weight, bn.bias) if p is not None),
+        )
+
+    def compute(
+        self, plan: Plan, x: Tensor, codes: Handed, residual: Tensor | None, of_residual: Handed | None
+    ) -> tuple[Tensor, Handed | None]:
+        """Compute the unit by the op."""
+        layer, bn, _, quantizer = self.modules
+        variance = variance_of_step(bn, bn.running_var, plan.changing)
+        grid, followed = plan.layer.grid or self._weight_grid_now(variance)
+        if followed is not NOT_FOLLOWED:
+            vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
+        output = plan.output or output_grid_now(quantizer, plan.layer.like)
+        y, y_codes, y_scale, *_ = _unit(
+            x,
+            codes.codes,
+            codes.scale,
+            codes.zero_point,
+            codes.qmin,
+            codes.qmax,
+            layer.weight,
+            *grid,
+            *plan.layer.geometry,
+            *followed,
+            *plan.layer.computed,
+            layer.bias,
+            variance,
+            *plan.norm,
+            residual,
+            *(NO_CODES if residual is None else _codes_added(residual, of_residual, plan.last)),
+            *plan.activation,
+            *output,
+        )
+        return y, handed_output(y, y_codes, y_scale, output, quantizer, self.gives)
+
+    def _weight_grid_now(self, variance: Tensor) -> tuple[Grid, Grid]:
+        layer, bn = self.modules[:2]
+        with torch.no_grad():
+            factor = divisor_of(bn, variance)
+        return weight_grid_now(layer, factor, self.names[0])
+
+
+def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:
+    """Return whether the op computes modules as they are now, for some inputs."""
+    if all_watched() or not trains(bn) or bn.momentum is None or why_layer_not_fused(layer, bn) is not None:
+        return False
+    if quantizer is not None and why_quantizer_not_fused(quantizer) is not None:
+        return False
+    return layer_is_plain(layer) and all(type(p) is nn.Parameter for p in (bn.weight, bn.bias) if p is not None)
+
+
+def _codes_added(residual: Tensor, handed: Handed | None, channels_last: bool) -> tuple[Tensor | None, ...]:
+    """Return the codes of a residual, one a byte, with its scale and zero point."""
+    found = grid_with_codes(residual, None, channels_last, handed)
+    if found is None or found.codes is None or found.codes.shape != residual.shape:
+        return NO_CODES
+    return found.codes, found.scale, found.zero_point

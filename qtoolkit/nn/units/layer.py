@@ -1,0 +1,138 @@
+"""A layer without a batch norm, with a quantizer right behind it, in one op."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtoolkit._native import library
+from qtoolkit.nn import on_codes
+from qtoolkit.nn.epilogue import why_quantizer_not_fused
+from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
+from qtoolkit.nn.units.base import (
+    NOT_FOLLOWED,
+    Decided,
+    Grid,
+    LayerArguments,
+    handed_output,
+    layer_arguments,
+    layer_is_plain,
+    output_grid,
+    output_grid_now,
+    weight_grid_now,
+)
+from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
+
+_layer_fake_quant = library.layer_fake_quant.default
+
+
+class Plan(NamedTuple):
+    """The arguments of the op for some inputs, in its order.
+
+    Attributes:
+        layer: The layer.
+        rounds_bias: Whether its bias is put on the grid of its sums.
+        output: The output's scale and grid; None where they are computed at each call.
+    """
+
+    layer: LayerArguments
+    rounds_bias: bool
+    output: Grid | None
+
+
+class LayerUnit(Decided):
+    """A layer and a quantizer; the code of a prepared model calls `run`.
+
+    Args:
+        root: The model.
+        layer: The name of the layer.
+        quantizer: The name of the quantizer that takes the layer's output, and nobody else does; None without one.
+        with_codes: Whether a unit takes the codes of the result.
+        gives: Whether others than units take the result, which are handed its grid with it.
+    """
+
+    def __init__(self, root: nn.Module, layer: str, quantizer: str | None, with_codes: bool, gives: bool) -> None:
+        super().__init__(root, (layer, quantizer))
+        self.with_codes, self.gives = with_codes, gives
+
+    def run(self, x: Tensor, handed: Handed | None = None) -> tuple[Tensor, Handed | None]:
+        """Return the unit's output, with its codes.
+
+        Args:
+            x: The input of the layer.
+            handed: Its codes, if a unit returned it.
+        """
+        self.look()
+        layer, quantizer = self.modules
+        plan = self.plan_of(x) if type(x) is Tensor and torch.is_grad_enabled() else None
+        codes = None if plan is None else grid_with_codes(x, layer.source, plan.layer.integer, handed)
+        if plan is not None and codes is not None:
+            return self.compute(plan, x, codes)
+        if handed is not None:
+            keep(x, handed)
+        y = layer(x)
+        y = y if quantizer is None else quantizer(y)
+        return y, handed_with(y)
+
+    def plan_of(self, x: Tensor) -> Plan | None:
+        """Return the plan for an input; None where one op may not compute the unit."""
+        weight = self.modules[0]._parameters.get("weight")
+        if weight is None:  # it is computed
+            return None
+        dtype = on_codes.computed_type(weight, x)
+        found: Plan | None = self.plan((x.shape, x.stride(), x.dtype, x.device, weight.dtype, dtype), x, dtype)
+        return found
+
+    def planned(self, x: Tensor, dtype: torch.dtype) -> Plan | None:
+        """Ask the modules for the plan."""
+        layer, quantizer = self.modules
+        if all_watched() or is_watched(layer) or not is_ordinary(x) or type(layer).forward is not QuantWeighted.forward:
+            return None
+        if not (layer.training and layer.batch_norm is None and layer_is_plain(layer)):
+            return None
+        if quantizer is not None and why_quantizer_not_fused(quantizer) is not None:
+            return None
+        of_layer = layer_arguments(layer, x, dtype)
+        if of_layer is None:
+            return None
+        return Plan(of_layer, layer.sum_steps() is not None, output_grid(quantizer, of_layer.like))
+
+    def compute(self, plan: Plan, x: Tensor, codes: Handed) -> tuple[Tensor, Handed | None]:
+        """Compute the unit by the op."""
+        layer, quantizer = self.modules
+        grid, followed = plan.layer.grid or weight_grid_now(layer, None, self.names[0])
+        if followed is not NOT_FOLLOWED:
+            vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
+        output = plan.output or output_grid_now(quantizer, plan.layer.like)
+        with_codes = self.with_codes and gives_codes(quantizer)
+        y, y_codes, y_scale, *_ = _layer_fake_quant(
+            x,
+            codes.codes,
+            codes.scale,
+            codes.zero_point,
+            codes.qmin,
+            codes.qmax,
+            layer.weight,
+            *grid,
+            *plan.layer.geometry,
+            *followed,
+            *plan.layer.computed,
+            layer.bias,
+            plan.rounds_bias,
+            *output,
+            is_learned(output),
+            with_codes,
+        )
+        return y, handed_output(y, y_codes if with_codes else None, y_scale, output, quantizer, self.gives)
+
+
+def gives_codes(quantizer: Any) -> bool:
+    """Return whether the codes of a quantizer's output are a byte each."""
+    return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
+
+
+def is_learned(output: Grid) -> bool:
+    """Return whether a grid, as an op takes it, has a gradient."""
+    start, ratio, _, zero_point, *_ = output
+    return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))

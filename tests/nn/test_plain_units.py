@@ -1,0 +1,245 @@
+"""Units without a batch norm have the bits of their ops, keep less for backward, and are given up where a module changes."""
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.nn.units import FunctionUnit, LayerUnit, function, layer
+from qtoolkit.nn.units.base import Decided
+from tests.nn.test_unit import LSQ, SPECS, Ops, same
+
+
+class Block(nn.Module):
+    """A convolution with an activation, a transposed convolution, and a small transformer's linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2, groups=2)
+        self.silu = nn.SiLU()
+        self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.0)
+        self.first, self.gelu, self.second = nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6, bias=False)
+        self.after = nn.LayerNorm((6,), elementwise_affine=False)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.silu(self.up(self.act(self.conv(x)))).flatten(2).transpose(1, 2)
+        y = self.second(self.drop(self.gelu(self.first(self.norm(x)))))
+        y = F.gelu(self.after(x + y))
+        return self.last(torch.relu(y))
+
+
+def prepared(name: str = "lsq", forward: str = "float", backend: str = "onnxruntime") -> nn.Module:
+    torch.manual_seed(0)
+    model, x = Block().train(), torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(1))
+    weight, activation = SPECS[name]
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    model = qt.prepare(model, (x,), backend=backend, qconfig_mapping=mapping, forward=forward)
+    qt.calibrate(model, [x], progress=False)
+    for module in model.modules():
+        if hasattr(module, "count_steps"):
+            module.count_steps(-1)  # behind the first steps, in which quantizers look at their inputs
+    return model.train()
+
+
+def step(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the result, the gradients and all buffers of a step of two forwards."""
+    model.zero_grad()
+    x = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(2)).to(next(model.parameters()).dtype)
+    x.requires_grad_()
+    for factor in (1.0, 0.5):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            y = model(x * factor)
+        y.float().pow(2).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **gradients, **dict(model.named_buffers())}
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count the calls of the ops of units."""
+    found = Counter[str]()
+    with monkeypatch.context() as patch:
+        for kind in (LayerUnit, FunctionUnit):
+            compute = kind.compute
+
+            def count(self: Any, *args: Any, compute: Callable[..., Any] = compute, name: str = kind.__name__) -> Any:
+                found[name] += 1
+                return compute(self, *args)
+
+            patch.setattr(kind, "compute", count)
+        yield found
+
+
+@contextmanager
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(Decided, "plan", lambda self, kind, *inputs: None)
+        yield
+
+
+@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "academic"])
+@pytest.mark.parametrize("name", SPECS)
+def test_units_have_the_bits_of_their_ops(
+    name: str, backend: str, forward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepared(name, forward, backend)
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found["LayerUnit"] == 2 * 5
+    assert found["FunctionUnit"] >= 2 * 5
+    with one_by_one(monkeypatch):
+        same(results, step(other))
+
+
+@pytest.mark.parametrize("name", ["fixed", "lsq"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_in_other_types(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(name).to(dtype)
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model)
+    assert found["LayerUnit"] == 10
+    with one_by_one(monkeypatch):
+        same(results, step(other))
+
+
+@pytest.mark.parametrize("name", ["fixed", "lsq"])
+def test_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(name)
+    other = copy.deepcopy(model)
+    with counted(monkeypatch) as found:
+        results = step(model, torch.bfloat16)
+    assert found["LayerUnit"] == 10
+    with one_by_one(monkeypatch):
+        same(results, step(other, torch.bfloat16))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook of a layer": lambda m: m.get_submodule("first").register_forward_hook(lambda *a: None),
+    "hook of an activation": lambda m: m.get_submodule("gelu").register_forward_hook(lambda *a: None),
+    "hook of a quantizer": lambda m: m.get_submodule("activation_quantizers.norm").register_forward_hook(
+        lambda *a: None
+    ),
+    "another approximation": lambda m: setattr(m.get_submodule("gelu"), "approximate", "tanh"),
+    "another activation": lambda m: m.set_submodule("gelu", nn.Tanh()),
+    "a dropout that drops": lambda m: setattr(m.get_submodule("drop"), "p", 0.5),
+    "a layer in eval mode": lambda m: m.get_submodule("first").eval(),
+    "quantizers off": lambda m: qt.disable_quantization(m).apply(),
+    "observing": lambda m: setattr(m.get_submodule("first").weight_quantizer, "observing", True),
+    "frozen scales": lambda m: m.get_submodule("activation_quantizers").requires_grad_(requires_grad=False),
+    "another layer norm": lambda m: setattr(m.get_submodule("norm"), "weight", nn.Parameter(torch.full((6,), 2.0))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["fixed", "lsq"])
+def test_a_changed_module_is_asked(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(name)
+    step(model)
+    other = copy.deepcopy(model)
+    for net in (model, other):
+        CHANGES[change](net)
+    torch.manual_seed(3)
+    results = step(model)
+    torch.manual_seed(3)
+    with one_by_one(monkeypatch):
+        same(results, step(other))
+
+
+def test_a_unit_is_one_op_in_each_direction() -> None:
+    def ops_of(blocks: int) -> tuple[Counter[str], Counter[str]]:
+        kinds = nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)
+        layers = [copy.deepcopy(module) for _ in range(blocks) for module in kinds]
+        mapping, x = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0])), torch.randn(4, 8)
+        model = qt.prepare(nn.Sequential(*layers).train(), (x,), qconfig_mapping=mapping)
+        qt.calibrate(model, [x], progress=False)
+        for _ in range(2):
+            model(x).sum().backward()
+        with Ops() as forward:
+            y = model(x).sum()
+        with Ops() as backward:
+            y.backward()
+        return forward.found, backward.found
+
+    few, many = ops_of(2), ops_of(3)
+    assert many[0] - few[0] == {"qtoolkit::layer_fake_quant": 2, "qtoolkit::function_fake_quant": 2}
+    ours = {name: count for name, count in (many[1] - few[1]).items() if name.startswith("qtoolkit")}
+    assert ours == {"qtoolkit::layer_fake_quant_backward": 2, "qtoolkit::function_fake_quant_backward": 2}
+
+
+@pytest.mark.parametrize("of", [nn.GELU(), nn.LayerNorm(64), nn.SiLU()])
+def test_the_function_is_kept_once(of: nn.Module) -> None:
+    """Op by op, the function keeps its input and a learned quantizer its output."""
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(LSQ, SPECS["lsq"][0]))
+    x = torch.randn(256, 64)
+    model = qt.prepare(nn.Sequential(nn.Linear(64, 64), of, nn.Linear(64, 64)).train(), (x,), qconfig_mapping=mapping)
+    qt.calibrate(model, [x], progress=False)
+    model(x).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    floats = sum(size for size in kept.values() if size == 4 * x.numel())
+    assert floats <= 2 * 4 * x.numel()  # the input of the function, and that of the quantizer behind the last layer
+
+
+@pytest.mark.parametrize("name", ["fixed", "lsq"])
+def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    model = prepared(name)
+    for module, attribute in ((layer, "_layer_fake_quant"), (function, "_function_fake_quant")):
+        op = getattr(module, attribute)
+        monkeypatch.setattr(module, attribute, lambda *args, op=op: (calls.append((op, args)), op(*args))[1])
+    model(torch.randn(2, 8, 4, 4, requires_grad=True))
+    assert len(calls) >= 10
+    for op, args in calls:
+        held = tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(op, held, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+def test_second_derivatives_are_refused() -> None:
+    model = prepared()
+    x = torch.randn(2, 8, 4, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises((RuntimeError, NotImplementedError), match="double backward is not supported"):
+        gradient.sum().backward()
+
+
+def test_random_chains_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = random.Random(0)
+    kinds: list[Callable[[], nn.Module]] = [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, lambda: nn.LayerNorm(6)]
+    kinds += [lambda: nn.ReLU(inplace=True), lambda: nn.GELU("tanh"), lambda: nn.Linear(6, 6), lambda: nn.Dropout(0.0)]
+    for seed in range(12):
+        torch.manual_seed(seed)
+        modules = [nn.Linear(6, 6), *(drawn.choice(kinds)() for _ in range(6)), nn.Linear(6, 2)]
+        x = torch.randn(5, 6)
+        mapping = qt.QConfigMapping().set_global(qt.QConfig(*SPECS[drawn.choice(["fixed", "affine", "lsq"])][::-1]))
+        backend = drawn.choice(["onnxruntime", "tensorrt", "academic"])
+        model = qt.prepare(nn.Sequential(*modules).train(), (x,), backend=backend, qconfig_mapping=mapping)
+        qt.calibrate(model, [x], progress=False)
+        other = copy.deepcopy(model)
+        results = []
+        for net in (model, other):
+            x.requires_grad_().grad = None
+            if net is other:
+                monkeypatch.setattr(Decided, "plan", lambda self, kind, *inputs: None)
+            net(x).square().sum().backward()
+            results.append({"x": x.grad, **{n: p.grad for n, p in net.named_parameters() if p.grad is not None}})
+        monkeypatch.undo()
+        same(*results)
