@@ -67,7 +67,7 @@ def _learned(backend: str) -> qt.Backend:
 
 
 def _ours(model: nn.Module, x: Tensor, backend: str | qt.Backend, forward: str, save: str) -> nn.Module:
-    prepared = qt.prepare(model, (x,), backend=backend, forward=forward, save=save)
+    prepared = qt.prepare(model, (x,), backend=backend, training_arithmetic=forward, save=save)
     qt.calibrate(prepared, [x], progress=False)
     return prepared
 
