@@ -66,7 +66,7 @@ def work(rank: int, folder: str, network: str, size: int, rounds: int) -> None:
     for forward in ("auto", "float"):
         prepared = qt.prepare(model, images, backend="tensorrt", training_arithmetic=forward)
         qt.calibrate(prepared, [images], progress=False)
-        steps[f"forward={forward!r}"] = step_of(prepared, images, labels)
+        steps[f"training_arithmetic={forward!r}"] = step_of(prepared, images, labels)
     seconds = seconds_of(steps, rounds)
     for quantizer in qt.quantizers_of(prepared).values():
         quantizer.observing = not quantizer.of_weight

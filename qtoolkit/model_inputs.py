@@ -37,7 +37,11 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class MisfitError(TypeError, RuntimeError):
-    """Inputs are of a type, dtype or shape, or on a device, that a model does not take. torch raises either base class."""
+    """Inputs are of a type or dtype, or on a device, that a model does not take. torch raises either of the base classes."""
+
+
+class ShapeMisfitError(MisfitError, ValueError):
+    """Inputs are of a shape that a model does not take. torch raises either of the base classes."""
 
 
 @contextmanager
@@ -50,7 +54,7 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
         what: How the error begins.
 
     Raises:
-        MisfitError: The block raised an error, and such an input explains it.
+        MisfitError: The block raised an error, and such an input explains it; a ShapeMisfitError for a shape.
 
     Example:
         >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.float64)
@@ -63,11 +67,16 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        reason = _misfit(model, inputs, in_lookup="indices" in str(error)) or _wrong_shape(model, inputs, error)
-        if reason is None or isinstance(error, MisfitError):
+        if isinstance(error, MisfitError):
             raise
         said = f"{type(error).__name__}: {first_line(error)}"
-        raise MisfitError(f"{what} not fit the model: {reason} ({said}).") from error
+        reason = _misfit(model, inputs, in_lookup="indices" in str(error))
+        if reason is not None:
+            raise MisfitError(f"{what} not fit the model: {reason} ({said}).") from error
+        reason = _wrong_shape(model, inputs, error)
+        if reason is not None:
+            raise ShapeMisfitError(f"{what} not fit the model: {reason} ({said}).") from error
+        raise
 
 
 def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:

@@ -237,7 +237,7 @@ def test_an_example_of_another_shape_names_it_and_the_layer(case: str, tmp_path:
         qt.export_onnx(calibrated(), x, tmp_path / "model.onnx", progress=False)
     with pytest.raises(RuntimeError, match=f"^calibrate: a batch does {words}"):
         qt.calibrate(qt.quant_modules.replace(Net()), [x], progress=False)
-    with pytest.raises(RuntimeError, match=f"^calibrate: a batch does not fit the model: 'x' has the shape {given}, "):
+    with pytest.raises(ValueError, match=f"^calibrate: a batch does not fit the model: 'x' has the shape {given}, "):
         qt.calibrate(qt.prepare(Net()), [x], progress=False)
     assert list(tmp_path.iterdir()) == []
 
