@@ -239,6 +239,13 @@ def test_an_example_of_another_shape_names_it_and_the_layer(case: str, tmp_path:
         qt.calibrate(qt.quant_modules.replace(Net()), [x], progress=False)
     with pytest.raises(ValueError, match=f"^calibrate: a batch does not fit the model: 'x' has the shape {given}, "):
         qt.calibrate(qt.prepare(Net()), [x], progress=False)
+    with pytest.raises(ValueError, match=f"^report: inputs do {words}"):
+        qt.debug.report(calibrated(), x, tmp_path / "report.html", progress=False)
+    for quantize in (qt.prepare, qt.quant_modules.replace):
+        model = quantize(Net().eval())
+        qt.calibrate(model, [IMAGES], progress=False)
+        with pytest.raises(ValueError, match=f"^compare: inputs do not fit the model: 'x' has the shape {given}, "):
+            qt.debug.compare(Net().eval(), model, x, progress=False)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +52,15 @@ class TrainingArithmetic:
         ValueError: A value is not known.
     """
 
+    FORWARDS: ClassVar[tuple[str, ...]] = get_args(Arithmetic)
+    SAVES: ClassVar[tuple[str, ...]] = get_args(Saved)
+
     forward: Arithmetic = "auto"
     save: Saved = "codes"
 
     def __post_init__(self) -> None:
-        check_known("training_arithmetic", self.forward, get_args(Arithmetic))
-        check_known("save", self.save, get_args(Saved))
+        check_known("training_arithmetic", self.forward, self.FORWARDS)
+        check_known("save", self.save, self.SAVES)
 
 
 DEFAULT = TrainingArithmetic()
