@@ -23,6 +23,7 @@ from qtoolkit.eager.fuse import _check_rows, fuse_modules
 from qtoolkit.eager.record import EagerRecord
 from qtoolkit.export import ExportResult, export_onnx
 from qtoolkit.graph.capture.untraceable import UntraceableError
+from qtoolkit.instead import of_attribute
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.parameter_groups import parameter_groups
 from qtoolkit.prepare import convert, prepare
@@ -88,7 +89,7 @@ def __getattr__(name: str) -> ModuleType:
     # Only scripts that come from other tools need it.
     if name == "compat":
         return import_module("qtoolkit.compat")
-    raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}")
+    raise AttributeError(of_attribute(name, sys.modules[__name__], ("export", "debug", "tuning", "nn", "graph", "ops")))
 
 
 def __dir__() -> list[str]:
