@@ -27,6 +27,7 @@ from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.parameter_groups import parameter_groups
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.public import publish
+from qtoolkit.quantize import QuantizeResult, quantize
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.switches import (
     disable_quantization,
@@ -48,6 +49,7 @@ __all__ = [
     "QConfigMapping",
     "QuantSpec",
     "QuantizationReport",
+    "QuantizeResult",
     "TensorQuantizer",
     "UntraceableError",
     "backends",
@@ -71,6 +73,7 @@ __all__ = [
     "prepare",
     "quant_modules",
     "quantization_report",
+    "quantize",
     "quantizers_of",
     "save_checkpoint",
     "stop_on_nonfinite",
@@ -80,7 +83,7 @@ __all__ = [
 ]
 ObservingQuantizer = TensorQuantizer  # the name that pickles have
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)
-publish(__name__, CalibrationReport, Checkpoint, ExportResult, QuantizationReport)
+publish(__name__, CalibrationReport, Checkpoint, ExportResult, QuantizationReport, QuantizeResult)
 publish(__name__, EagerRecord, _check_rows)  # what fuse_modules and replace leave on a model
 
 
