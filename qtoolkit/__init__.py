@@ -9,6 +9,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:
     import qtoolkit_command
 
     qtoolkit_command.end_on_interrupt()
+    qtoolkit_command.parser().parse_args(sys.argv[1:])  # help ends here, before torch is imported
 
 # The first import: its tables have the names by which a QuantSpec checks itself.
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
