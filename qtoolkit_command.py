@@ -23,11 +23,22 @@ EXIT_CODES = (
 )
 
 
+OTHER_PROJECT = (
+    "The distribution 'qtoolkit' on the package index is another project, with a package of the same name. Type: pip uninstall "
+    "qtoolkit torch-qtoolkit, and install torch-qtoolkit again. To use both, give each an environment of its own."
+)
+
+
 def main() -> int:
     """Run the command line of `qtoolkit.cli`; return its exit code."""
     end_on_interrupt()
     arguments = parser().parse_args()
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
+    import qtoolkit
+
+    if not hasattr(qtoolkit, "prepare"):
+        sys.stderr.write(f"qtoolkit: {qtoolkit.__file__!r} is not torch-qtoolkit's package. {OTHER_PROJECT}\n")
+        return 2
     from qtoolkit.cli import run
 
     if signal.getsignal(signal.SIGINT) is _end:

@@ -23,6 +23,7 @@ from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.fuse import _check_rows, fuse_modules
 from qtoolkit.eager.record import EagerRecord
 from qtoolkit.export import ExportResult, export_onnx
+from qtoolkit.extras import warn_of_other_project
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.parameter_groups import parameter_groups
@@ -82,6 +83,7 @@ __all__ = [
     "tuning",
     "unfreeze_batch_norm",
 ]
+warn_of_other_project()
 ObservingQuantizer = TensorQuantizer  # the name that pickles have
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)
 publish(__name__, CalibrationReport, Checkpoint, ExportResult, QuantizationReport, QuantizeResult)
