@@ -37,7 +37,8 @@ def main() -> int:
     import qtoolkit
 
     if not hasattr(qtoolkit, "prepare"):
-        sys.stderr.write(f"qtoolkit: {qtoolkit.__file__!r} is not torch-qtoolkit's package. {OTHER_PROJECT}\n")
+        place = next(iter(qtoolkit.__path__))
+        sys.stderr.write(f"qtoolkit: the package in {place} is not torch-qtoolkit's. {OTHER_PROJECT}\n")
         return 2
     from qtoolkit.cli import run
 

@@ -75,14 +75,16 @@ def test_the_other_project_in_the_same_folder_is_a_warning_with_the_remedy(tmp_p
     assert ("Type: pip uninstall qtoolkit torch-qtoolkit, and install torch-qtoolkit again." in done.stderr) is warns
 
 
-def test_the_command_says_that_python_imports_the_other_project(tmp_path) -> None:
-    """Where the other project was installed last: its package replaces ours, and nothing of ours runs on an import."""
+@pytest.mark.parametrize("uninstalled", [False, True])
+def test_the_command_says_that_python_imports_the_other_project(tmp_path, uninstalled: bool) -> None:
+    """Where the other project was installed last, its package replaces ours; uninstalled, it takes our __init__.py along."""
     other = tmp_path / "other"
     other.mkdir()
-    (other / "__init__.py").write_text("__version__ = '0.1.7'\n")
+    (other / ("manager.py" if uninstalled else "__init__.py")).write_text("__version__ = '0.1.7'\n")
     folder = tmp_path / "site"
     folder.mkdir()
     done = run(site(folder, COLLIDES, other), "import sys, qtoolkit_command; sys.exit(qtoolkit_command.main())")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "is not torch-qtoolkit's package. The distribution 'qtoolkit' on the package index is another" in done.stderr
+    assert f"the package in {folder / 'qtoolkit'}" in done.stderr
+    assert "is not torch-qtoolkit's. The distribution 'qtoolkit' on the package index is another" in done.stderr
     assert done.stderr.count("\n") == 1
