@@ -70,7 +70,7 @@ def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, 
         (tensor([1.]),)
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    handle = model.register_forward_hook(lambda _, args, kwargs, __: calls.append((args, kwargs)), with_kwargs=True)
     try:
         with torch.no_grad():
             run_batch(model, batch, what) if forward is None else forward(model, batch)

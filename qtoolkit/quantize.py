@@ -39,6 +39,13 @@ class QuantizeResult:
         export: The file, and the comparison of its codes layer by layer.
         verification: The comparison of all codes end to end, in the runtime of the backend; None where there is none.
         notes: What was done in another way than for most models, and what was left out: a sentence for each.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.quantize(torch.nn.Linear(4, 2), [torch.rand(8, 4)], path=folder + "/model.onnx")
+        >>> result.verdict, result.notes  # TensorRT does not run here
+        (None, ("Codes were compared layer by layer, not end to end: no runtime of the backend 'tensorrt' runs ONNX files here.",))
     """
 
     prepared: nn.Module
