@@ -1,10 +1,9 @@
-"""Help, the version, completions and wrong arguments need no torch, and take no time."""
+"""Help, the version, completions and wrong arguments need no torch."""
 
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,16 +52,6 @@ def test_wrong_arguments(poisoned: Path, way: tuple[str, str], argv: list[str]) 
     done = run(poisoned, way, *argv)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: qtoolkit")
-
-
-def test_help_takes_a_fraction_of_the_time_of_torch(poisoned: Path) -> None:
-    """Not a promise of milliseconds: of less than torch's import, which a CI machine under load takes seconds for."""
-    begin = time.perf_counter()
-    run(poisoned, WAYS[0], "--help")
-    help_takes = time.perf_counter() - begin
-    begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    assert help_takes < (time.perf_counter() - begin) / 2
 
 
 def test_a_command_does_import_it(poisoned: Path) -> None:
