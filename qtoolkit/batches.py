@@ -3,9 +3,10 @@
 import inspect
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from qtoolkit.model_inputs import bind, naming_misfits, split
@@ -55,6 +56,38 @@ class Caller:
             remedy = f"; pass forward=lambda model, batch: model(batch[{first}]) with the items that the model takes"
             bind(model, inputs, f"{self.what}: a batch does", remedy)
             raise
+
+
+def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None, what: str) -> Any:
+    """Run a model on a batch, without gradients; return what its forward got, as example inputs.
+
+    Args:
+        model: The model.
+        batch: The batch.
+        forward: forward(model, batch), which calls the model; None calls it as `Caller` does.
+        what: The public function, for errors.
+
+    Raises:
+        TypeError: The batch does not match the signature of forward.
+        ValueError: `forward` does not call the model.
+
+    Example:
+        >>> recorded_inputs(nn.Linear(1, 2), {"image": torch.ones(1), "label": 3}, lambda m, b: m(b["image"]), "quantize")
+        (tensor([1.]),)
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = model.register_forward_hook(lambda _, args, kwargs, __: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            (Caller(what) if forward is None else forward)(model, batch)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ValueError(f"{what}: forward must call model(...) with what the model takes of the batch.")
+    args, kwargs = calls[0]
+    if not args or not kwargs:
+        return args or kwargs
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def _without_labels(model: nn.Module, inputs: Any) -> Any:

@@ -246,12 +246,17 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
         )
 
 
-def _check(batches: object, max_batches: object, forward: object) -> None:
+def check_batches(what: str, batches: object) -> None:
+    """Raise TypeError, which begins with `what`, unless a value is an iterable of batches."""
     if isinstance(batches, torch.Tensor | str | Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
-            f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}; write "
+            f"{what}: batches must be an iterable of batches, such as a list, got {type(batches).__name__}; write "
             f"[batch] for a single one."
         )
+
+
+def _check(batches: object, max_batches: object, forward: object) -> None:
+    check_batches("calibrate", batches)
     if max_batches is not None and not isinstance(max_batches, int):
         raise TypeError(f"calibrate: max_batches must be a whole number or None, got {max_batches!r}.")
     if max_batches is not None and max_batches < 1:

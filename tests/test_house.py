@@ -48,7 +48,7 @@ FLOORS = (
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules", "layer_costs",
     "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "export",
-    "debug", "tuning", "checkpoint", "__init__", "cli", "__main__", "compat",
+    "quantize", "debug", "tuning", "checkpoint", "__init__", "cli", "__main__", "compat",
 )  # fmt: skip
 UPWARD = {
     # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.
