@@ -12,7 +12,7 @@ SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
   $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep)))
 
-.PHONY: demo test test-all lint unit docs build environments second second-environment sanitize fuzz browser clean
+.PHONY: demo test test-all lint unit docs build wheel environments second second-environment sanitize fuzz browser clean
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
@@ -64,6 +64,12 @@ fuzz: $(VENV)/built          ## a million calls of ops, and many damaged files, 
 	  tests/cli/test_hostile_files.py tests/export/test_hostile_backend_files.py
 
 build: $(VENV)/built         ## compile again what has changed
+
+# Torch's own libraries come with torch. The tag names the oldest glibc that the wheel loads with: that of this machine's compiler.
+wheel: $(VENV)/ready         ## a wheel for Linux without CUDA, which installs without a compiler, in build/wheels
+	QTOOLKIT_CUDA=0 $(RUN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/unrepaired .
+	PATH=$(CURDIR)/$(RUN):$$PATH auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir build/wheels \
+	  build/unrepaired/*.whl
 
 $(VENV)/built: $(VENV)/ready $(SOURCES)
 	@echo "== compile what has changed of csrc (all of it: some minutes on two cores, twice as long with CUDA)"

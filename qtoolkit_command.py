@@ -1,19 +1,50 @@
-"""The command `qtoolkit`. Outside of the package, so that Ctrl-C while torch is imported ends it like any later one."""
+"""The command `qtoolkit` and its arguments. Outside of the package: help needs no torch, and Ctrl-C ends its import."""
 
+import argparse
 import os
+import runpy
 import signal
 import sys
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+# What the tables of the package have, which imports torch; tests compare them.
+BACKENDS = (
+    "academic", "academic-nlp", "nnie", "onnxruntime", "openvino", "ppl", "ppl-w8a16", "qnn", "snpe", "stpu", "tengine",
+    "tensorrt", "tensorrt-nlp", "tensorrt8", "tvm", "vitis", "xnnpack",
+)  # fmt: skip
+RUNTIMES = ("onnxruntime", "openvino")
+EXPORTERS = ("dynamo", "torchscript")
+SHELLS = ("bash", "fish", "tcsh", "zsh")
+EXIT_CODES = (
+    "Exit codes: 0: nothing found; 1: findings, or codes that differ; 2: bad arguments or a bad file, with a sentence."
+)
+
+
+OTHER_PROJECT = (
+    "The distribution 'qtoolkit' on the package index is another project, with a package of the same name. Type: pip uninstall "
+    "qtoolkit torch-qtoolkit, and install torch-qtoolkit again. To use both, give each an environment of its own."
+)
 
 
 def main() -> int:
     """Run the command line of `qtoolkit.cli`; return its exit code."""
     end_on_interrupt()
-    from qtoolkit.cli import main as run
+    arguments = parser().parse_args()
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
+    import qtoolkit
+
+    if not hasattr(qtoolkit, "prepare"):
+        place = next(iter(qtoolkit.__path__))
+        sys.stderr.write(f"qtoolkit: the package in {place} is not torch-qtoolkit's. {OTHER_PROJECT}\n")
+        return 2
+    from qtoolkit.cli import run
 
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run()
+    return run(arguments)
 
 
 def end_on_interrupt() -> None:
@@ -26,3 +57,132 @@ def _end(*_: Any) -> None:
     """End the process at once: an exception might be caught by code that tries an import."""
     sys.stderr.write("qtoolkit: interrupted.\n")
     os._exit(130)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the arguments.
+
+    Example:
+        >>> parser().parse_args(["lint", "a.onnx", "b.onnx", "--backend", "tensorrt"]).files
+        ['a.onnx', 'b.onnx']
+    """
+    parser = argparse.ArgumentParser(
+        "qtoolkit",
+        description="Quantizes models into ONNX files, and checks quantized ONNX files of any tool.",
+        epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Prints, text=_version, nargs=0, help="print the version")
+    parser.add_argument(
+        "--print-completion", action=_Prints, text=_completion, choices=SHELLS, help="print completions for a shell"
+    )
+    parser.set_defaults(command="info", files=[], json=False)  # without a command
+    commands = parser.add_subparsers(metavar="command")
+    for add in (_add_quantize, _add_lint, _add_verify, _add_info):
+        command = add(commands)
+        command.add_argument("--json", action="store_true", help="print JSON, as docs/command_line.md describes it")
+    return parser
+
+
+Commands = Any  # argparse has no public name for what add_subparsers returns
+
+
+def _add(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
+    command.set_defaults(command=name)
+    return command
+
+
+def _add_quantize(commands: Commands) -> argparse.ArgumentParser:
+    command = _add(commands, "quantize", "quantize a model of a Python file, without training, and write an ONNX file")
+    command.add_argument(
+        "model", metavar="MODULE:NAME", help="a model, or a function that returns one; also path/file.py:name"
+    )
+    command.add_argument(
+        "--data", required=True, metavar="MODULE:NAME", help="batches, or a function that returns them, to calibrate on"
+    )
+    _add_backend(command)
+    command.add_argument("--out", default="model.onnx", metavar="FILE", help="the file to write (default: model.onnx)")
+    command.add_argument("--max-batches", type=int, metavar="N", help="the number of batches to run (default: all)")
+    command.add_argument("--method", help="how ranges are chosen: minmax, mse, entropy, percentile, ... (docs/ptq.md)")
+    command.add_argument("--exporter", default="dynamo", choices=EXPORTERS, help="torch's exporter (default: dynamo)")
+    command.add_argument("--constant-batch", action="store_true", help="fix the size of the batch in the file")
+    return command
+
+
+def _add_lint(commands: Commands) -> argparse.ArgumentParser:
+    command = _add(commands, "lint", "check the Q/DQ nodes of files against the rules of a target")
+    _add_files(command, "+", "ONNX files with QuantizeLinear and DequantizeLinear nodes")
+    _add_backend(command)
+    command.add_argument("--advice", action="store_true", help="also list what is quantized and gains nothing")
+    return command
+
+
+def _add_verify(commands: Commands) -> argparse.ArgumentParser:
+    command = _add(commands, "verify", "compare the codes that runtimes compute from files")
+    _add_files(command, "+", "ONNX files with QuantizeLinear and DequantizeLinear nodes")
+    command.add_argument(
+        "--runtime", action="append", choices=RUNTIMES, help="a runtime; may be repeated (default: those installed)"
+    )
+    command.add_argument(
+        "--inputs", metavar="NPZ", help="arrays by the names of the file's inputs (default: random ones)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    command.add_argument("--model", metavar="PT2", help="a program of torch.export, whose outputs are compared too")
+    command.add_argument(
+        "--allow", type=float, default=0.0, metavar="SHARE", help="the share of the codes that may differ (default: 0)"
+    )
+    return command
+
+
+def _add_info(commands: Commands) -> argparse.ArgumentParser:
+    command = _add(commands, "info", "describe files; without one, this installation")
+    _add_files(command, "*", "ONNX files")
+    return command
+
+
+def _add_files(command: argparse.ArgumentParser, count: str, text: str) -> None:
+    command.add_argument("files", nargs=count, metavar="FILE", help=text)
+
+
+def _add_backend(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--backend", required=True, choices=BACKENDS, metavar="NAME", help=", ".join(BACKENDS))
+
+
+class _Prints(argparse.Action):
+    """An option that prints a text and ends the command."""
+
+    def __init__(self, *args: Any, text: Callable[[argparse.ArgumentParser, Any], str], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.text = text
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        """Print the text, and end the process."""
+        print(self.text(parser, values))
+        parser.exit()
+
+
+def _version(parser: argparse.ArgumentParser, _: object) -> str:
+    file = Path(__file__).with_name("qtoolkit") / "version.py"
+    return f"{parser.prog} {runpy.run_path(str(file))['__version__']}"
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    try:
+        import shtab
+    except ImportError:
+        from qtoolkit.extras import missing
+
+        parser.exit(2, f"qtoolkit: {missing('--print-completion', 'shtab', 'cli')}\n")
+    commands = next(action for action in parser._actions if isinstance(action.choices, dict))
+    for command in commands.choices.values():  # type: ignore[union-attr]
+        for action in command._actions:
+            if action.metavar in ("FILE", "NPZ", "PT2", "MODULE:NAME"):
+                action.complete = shtab.FILE
+    return str(shtab.complete(parser, shell))

@@ -79,7 +79,8 @@ def extension(cuda: bool) -> object:
     common = {"depends": headers, "py_limited_api": True}
     # No contraction into fused multiply-adds: every back end computes the same bits (csrc/grid.h). ATen's parallel_for runs
     # on one thread unless the compiler has OpenMP on; its library is torch's own, so it is not linked again.
-    flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-fopenmp"]}
+    flags = {"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall"]}
+    flags["cxx"] += [] if sys.platform == "darwin" else ["-fopenmp"]  # Apple's compiler has no OpenMP
     if "QTOOLKIT_SANITIZE" in os.environ:
         return sanitized(sources, flags["cxx"])
     if not cuda:

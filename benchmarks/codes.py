@@ -87,7 +87,7 @@ def rows_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Iter
         forms = [qt.convert(prepared), qt.convert(prepared, arithmetic="integer")]
         with tempfile.TemporaryDirectory() as folder:
             path = qt.export_onnx(forms[0], (x,), Path(folder) / "model.onnx", verify=False).path
-            found = [qt.export.verify(path, form, (x,), runtimes=(runtime,)).runtimes[runtime] for form in forms]
+            found = [qt.export.verify(form, (x,), path, runtimes=(runtime,)).runtimes[runtime] for form in forms]
         ours, integer = (result.codes for result in found)
         begun = found[1].layer_codes
         counts = (ours.differing, ours.steps, integer.differing, integer.steps, begun.differing, begun.steps)

@@ -64,9 +64,9 @@ def work(rank: int, folder: str, network: str, size: int, rounds: int) -> None:
     images, labels = torch.randn(BATCH, 3, size, size), torch.randint(1000, (BATCH,))
     steps = {"float": step_of(model, images, labels)}
     for forward in ("auto", "float"):
-        prepared = qt.prepare(model, images, backend="tensorrt", forward=forward)
+        prepared = qt.prepare(model, images, backend="tensorrt", training_arithmetic=forward)
         qt.calibrate(prepared, [images], progress=False)
-        steps[f"forward={forward!r}"] = step_of(prepared, images, labels)
+        steps[f"training_arithmetic={forward!r}"] = step_of(prepared, images, labels)
     seconds = seconds_of(steps, rounds)
     for quantizer in qt.quantizers_of(prepared).values():
         quantizer.observing = not quantizer.of_weight
@@ -118,8 +118,8 @@ def row_of_checkpoints(network: str, rounds: int) -> dict[str, Any]:
                 safetensors.torch.load_file(theirs)
             ),
             "read, safetensors load_model": lambda: safetensors.torch.load_model(model, theirs),
-            "read, file": lambda: qt.load_checkpoint(ours, model),
-            "read, folder": lambda: qt.load_checkpoint(parts, model),
+            "read, file": lambda: qt.load_checkpoint(model, ours),
+            "read, folder": lambda: qt.load_checkpoint(model, parts),
         }
         seconds = seconds_of(work, rounds)
         sizes = {"theirs": theirs.stat().st_size, "file": ours.stat().st_size}

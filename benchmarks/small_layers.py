@@ -76,7 +76,7 @@ def step_of(layer: Layer, images: int, size: int, forward: str) -> tuple[Callabl
     ends = nn.Conv2d(layer.channels, layer.channels, 1), nn.Conv2d(layer.outputs, 8, 1)
     model = nn.Sequential(ends[0], nn.ReLU(), layer.module(), nn.BatchNorm2d(layer.outputs), nn.ReLU(), ends[1])
     x = torch.randn(images, layer.channels, size, size)
-    prepared = qt.prepare(model, (x,), forward=forward)
+    prepared = qt.prepare(model, (x,), training_arithmetic=forward)
     qt.calibrate(prepared.eval(), [x], progress=False)
     prepared.train()
 

@@ -152,7 +152,7 @@ def run(data: Path, backend: str, out: Path, images: int | None = None, bits: in
         accuracy(ours, y),
         accuracy(theirs, y),
         100 * (ours.argmax(1) == theirs.argmax(1)).float().mean().item(),
-        qt.export.verify_onnx(converted, out, (x,)),
+        qt.export.verify_onnx(converted, (x,), out),
     )
 
 

@@ -61,7 +61,7 @@ def train(model: nn.Module, epochs: int, every: int, out: Path) -> Iterator[int]
     rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     checkpoint, step = out / "checkpoint", 0
     if checkpoint.exists():
-        step = qt.load_checkpoint(checkpoint, wrapped, optimizer, {"rate": rate}).state["step"]
+        step = qt.load_checkpoint(wrapped, checkpoint, optimizer, {"rate": rate}).state["step"]
         print(f"rank {rank}: goes on from the checkpoint of step {step}", flush=True)
     else:
         shard = DataLoader(data, BATCH, sampler=DistributedSampler(data))

@@ -9,6 +9,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:
     import qtoolkit_command
 
     qtoolkit_command.end_on_interrupt()
+    qtoolkit_command.parser().parse_args(sys.argv[1:])  # help ends here, before torch is imported
 
 # The first import: its tables have the names by which a QuantSpec checks itself.
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer, quantizers_of
@@ -22,11 +23,14 @@ from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.fuse import _check_rows, fuse_modules
 from qtoolkit.eager.record import EagerRecord
 from qtoolkit.export import ExportResult, export_onnx
+from qtoolkit.extras import warn_of_other_project
 from qtoolkit.graph.capture.untraceable import UntraceableError
+from qtoolkit.instead import of_attribute
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.parameter_groups import parameter_groups
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.public import publish
+from qtoolkit.quantize import QuantizeResult, quantize
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.switches import (
     disable_quantization,
@@ -48,6 +52,7 @@ __all__ = [
     "QConfigMapping",
     "QuantSpec",
     "QuantizationReport",
+    "QuantizeResult",
     "TensorQuantizer",
     "UntraceableError",
     "backends",
@@ -71,6 +76,7 @@ __all__ = [
     "prepare",
     "quant_modules",
     "quantization_report",
+    "quantize",
     "quantizers_of",
     "save_checkpoint",
     "stop_on_nonfinite",
@@ -78,9 +84,10 @@ __all__ = [
     "tuning",
     "unfreeze_batch_norm",
 ]
+warn_of_other_project()
 ObservingQuantizer = TensorQuantizer  # the name that pickles have
 publish(__name__, Backend, Grid, QConfig, QConfigMapping, QuantSpec, TensorQuantizer, UntraceableError)
-publish(__name__, CalibrationReport, Checkpoint, ExportResult, QuantizationReport)
+publish(__name__, CalibrationReport, Checkpoint, ExportResult, QuantizationReport, QuantizeResult)
 publish(__name__, EagerRecord, _check_rows)  # what fuse_modules and replace leave on a model
 
 
@@ -88,7 +95,7 @@ def __getattr__(name: str) -> ModuleType:
     # Only scripts that come from other tools need it.
     if name == "compat":
         return import_module("qtoolkit.compat")
-    raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}")
+    raise AttributeError(of_attribute(name, sys.modules[__name__], ("export", "debug", "tuning", "nn", "graph", "ops")))
 
 
 def __dir__() -> list[str]:

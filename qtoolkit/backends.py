@@ -102,7 +102,7 @@ class Backend:
     quantize_graph_inputs: bool = True
     quantize_graph_outputs: bool = False
     end_bits: int | None = None
-    batch_norm: str = "unscale"
+    batch_norm: Literal["unscale", "frozen", "two_convolutions", "std_correction"] = "unscale"
 
     def __post_init__(self) -> None:
         for kind, role in self.roles.items():

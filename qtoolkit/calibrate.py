@@ -10,10 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from qtoolkit.batches import Caller
 from qtoolkit.eager.record import check_links
 from qtoolkit.errors import check_known, some
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
-from qtoolkit.model_inputs import run_batch
 from qtoolkit.model_state import check_module, evaluating, unchanged_on_error
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import batch_statistics
@@ -103,9 +103,10 @@ def calibrate(
         prepared: A model with quantizers, prepared, replaced or the user's own. Of one in DistributedDataParallel, the model
             inside is run.
         batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
-            mapping, else model(batch).
+            mapping, else model(batch). Labels that the model's forward cannot take are left out, with a warning: the last item
+            of a tuple or list, such as a data loader's (images, labels), or the entries of a mapping with the names of labels.
         max_batches: The number of batches to run; None runs all.
-        forward: forward(model, batch), for other batches, such as a data loader's (images, labels).
+        forward: forward(model, batch), which calls the model, for other batches.
         progress: Show a progress bar.
         synchronize: In a process group, merge the ranges of all ranks; every rank must then call this. False merges nothing.
         method: How the ranges of all activations are chosen: an observer with its default options, such as "minmax" or
@@ -116,7 +117,7 @@ def calibrate(
         The ranges, and the quantizers that saw no data.
 
     Warns:
-        UserWarning: A range clips more than a few per cent of the values that its quantizer saw.
+        UserWarning: A range clips more than a few per cent of the values that its quantizer saw, or labels are left out.
 
     Raises:
         ValueError: The model has no quantizer, there is no batch, the method is unknown or does not support a quantizer's
@@ -136,7 +137,7 @@ def calibrate(
     _check_any(prepared, quantizers, "calibrate")
     _check(batches, max_batches, forward)
     check_links(prepared)
-    run = forward or run_batch
+    run = forward or Caller("calibrate")
     model = without_ddp(prepared)  # DistributedDataParallel replaces ranges by those of rank 0
     count = 0
     with unchanged_on_error(nn.ModuleList(quantizers.values()), parameters=True):
@@ -251,11 +252,17 @@ def _warn_of_unreached(names: Sequence[str]) -> None:
         )
 
 
-def _check(batches: object, max_batches: object, forward: object) -> None:
+def check_batches(what: str, batches: object) -> None:
+    """Raise TypeError, which begins with `what`, unless a value is an iterable of batches."""
     if isinstance(batches, torch.Tensor | str | Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
-            f"calibrate: batches must be an iterable of batches, such as a list, got {type(batches).__name__}."
+            f"{what}: batches must be an iterable of batches, such as a list, got {type(batches).__name__}; write "
+            f"[batch] for a single one."
         )
+
+
+def _check(batches: object, max_batches: object, forward: object) -> None:
+    check_batches("calibrate", batches)
     if max_batches is not None and not isinstance(max_batches, int):
         raise TypeError(f"calibrate: max_batches must be a whole number or None, got {max_batches!r}.")
     if max_batches is not None and max_batches < 1:

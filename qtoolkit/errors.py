@@ -1,6 +1,7 @@
 """Checks of arguments, and the words of errors: for unknown names the nearest known one, the article of a name."""
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -137,6 +138,33 @@ class PlacedError(ValueError):
 
 
 T = TypeVar("T")
+
+
+def renamed(what: str, old: str, given: T | None, new: str, value: T, default: object) -> T:
+    """Return the value of an argument of the public function `what`, which may be given under its earlier name.
+
+    Args:
+        what: The function, which calls this one itself.
+        old: The earlier name.
+        given: The value under that name; None if there is none.
+        new: The name.
+        value: The value under the name.
+        default: Its default.
+
+    Warns:
+        DeprecationWarning: It is given under the earlier name.
+
+    Raises:
+        TypeError: It is given under both.
+    """
+    if given is None:
+        return value
+    if value != default:
+        raise TypeError(f"{what}: {old!r} is the earlier name of {new!r}; pass {new} alone.")
+    warnings.warn(
+        f"{what}: the argument {old!r} is now called {new!r}; write {new}=.", DeprecationWarning, stacklevel=3
+    )
+    return given
 
 
 def present(value: T | None, what: str) -> T:

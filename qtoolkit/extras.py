@@ -1,6 +1,8 @@
-"""The extras: packages that parts of qtoolkit need beyond torch, and the command that installs them."""
+"""Installations: the packages of extras with the command that installs them, and another project of the same name."""
 
-from importlib.metadata import PackageNotFoundError, requires
+import warnings
+from importlib.metadata import PackageNotFoundError, distributions, requires
+from pathlib import Path
 
 DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package index is another project
 
@@ -31,3 +33,18 @@ def install_command(extra: str) -> str:
         package.strip() for package, marker in split if marker.replace("'", '"').strip() == f'extra == "{extra}"'
     ]
     return " ".join(["pip install", *(f'"{package}"' for package in packages)])
+
+
+def warn_of_other_project(package: Path = Path(__file__).parent) -> None:
+    """Warn if the distribution `qtoolkit`, another project, is installed over this package's folder, or under it.
+
+    Warns:
+        UserWarning: Its files are there. Those of the same name are of the one that was installed last.
+    """
+    for other in distributions(name="qtoolkit", path=[str(package.parent)]):  # no other folder is looked at: 0.1 ms
+        if "qtoolkit/__init__.py," in (other.read_text("RECORD") or ""):
+            from qtoolkit_command import OTHER_PROJECT
+
+            warnings.warn(
+                f"qtoolkit {other.version} is installed in {str(package)!r} too. {OTHER_PROJECT}", stacklevel=3
+            )

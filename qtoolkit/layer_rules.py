@@ -62,9 +62,10 @@ class LayerDecision:
 class LayerRules:
     """Which config holds for each layer and op of a model.
 
-    The first rule in this order applies: by name, by regular expression, by type, global, the backend default. A rule by name,
-    regular expression or type for a module applies to all layers and ops in it. The nearest module comes first, and the layer
-    or op itself comes before the modules around it. A module with several names takes the most exact of their rules.
+    The first rule in this order applies: an exclusion, by name, by regular expression, by type, global, the backend default. A
+    rule by name, regular expression or type for a module applies to all layers and ops in it. The nearest module comes first,
+    and the layer or op itself comes before the modules around it. A module with several names takes the most exact of their
+    rules.
 
     Attributes:
         backend: The target.
@@ -201,7 +202,8 @@ class LayerRules:
                 f"qconfig_mapping: {', '.join(map(repr, names))} are names of one module, and the mapping has different "
                 f"configs for them; give them the same config."
             )
-        return Rule(best.qconfig, best.source, best.depth)
+        left = Verdict.left_float(Cause.IGNORED, f"excluded by {best.excluded_by}") if best.excluded_by else BY_CONFIG
+        return Rule(best.qconfig, best.source, best.depth, left)
 
     def _around(self, name: str, scope: str | None) -> Iterator[tuple[str, type[nn.Module]]]:
         """Yield the names and types of the modules around a module of this name, or around an op in this scope."""

@@ -1,15 +1,22 @@
 """What models take and return: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
 
 import inspect
+import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import check_known, first_line
+from qtoolkit.errors import check_known, first_line, with_article
 
+OWN_FOLDER = str(Path(__file__).parent)
+# What torch says of a tensor of another shape than an op takes.
+OF_SHAPES = re.compile(r"\b(shapes?|sizes?|channels|elements|dimensions?|[2-5]D)\b")
 # Types of defaults that Python branches on. Other defaults, such as a tensor or a tuple, stay inputs of the graph.
 FIXED_TYPES = (bool, int, float, str, type(None))
 
@@ -29,36 +36,17 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
 
 
-def run_batch(model: nn.Module, batch: Any, what: str = "calibrate") -> Any:
-    """Run a model on a batch: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
-
-    Args:
-        model: The model.
-        batch: The batch.
-        what: The public function, for the error.
-
-    Raises:
-        TypeError: The batch does not match the signature of forward, such as a data loader's (images, labels).
-    """
-    inputs = tuple(batch) if isinstance(batch, list) else batch
-    args, kwargs = split(inputs)
-    try:
-        with naming_misfits(model, inputs, f"{what}: a batch does"):
-            return model(*args, **kwargs)
-    except TypeError:  # not checked before: hooks may change the inputs
-        first = repr(next(iter(kwargs), 0))
-        remedy = f"; pass forward=lambda model, batch: model(batch[{first}]) with the items that the model takes"
-        bind(model, inputs, f"{what}: a batch does", remedy)
-        raise
-
-
 class MisfitError(TypeError, RuntimeError):
     """Inputs are of a type or dtype, or on a device, that a model does not take. torch raises either of the base classes."""
 
 
+class ShapeMisfitError(MisfitError, ValueError):
+    """Inputs are of a shape that a model does not take. torch raises either of the base classes."""
+
+
 @contextmanager
 def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
-    """Let an error of a run say which input is of a type or dtype, or on a device, that the model does not take.
+    """Let an error of a run say which input is of a type, dtype or shape, or on a device, that the model does not take.
 
     Args:
         model: The model that the block runs.
@@ -66,7 +54,7 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
         what: How the error begins.
 
     Raises:
-        MisfitError: The block raised an error, and such an input explains it.
+        MisfitError: The block raised an error, and such an input explains it; a ShapeMisfitError for a shape.
 
     Example:
         >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.float64)
@@ -79,11 +67,16 @@ def naming_misfits(model: nn.Module, inputs: Any, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        reason = _misfit(model, inputs, in_lookup="indices" in str(error))
-        if reason is None or isinstance(error, MisfitError):
+        if isinstance(error, MisfitError):
             raise
         said = f"{type(error).__name__}: {first_line(error)}"
-        raise MisfitError(f"{what} not fit the model: {reason} ({said}).") from error
+        reason = _misfit(model, inputs, in_lookup="indices" in str(error))
+        if reason is not None:
+            raise MisfitError(f"{what} not fit the model: {reason} ({said}).") from error
+        reason = _wrong_shape(model, inputs, error)
+        if reason is not None:
+            raise ShapeMisfitError(f"{what} not fit the model: {reason} ({said}).") from error
+        raise
 
 
 def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
@@ -99,6 +92,35 @@ def _misfit(model: nn.Module, inputs: Any, in_lookup: bool) -> str | None:
     leaves = [(name, leaf) for name, value in arguments.items() for leaf in _leaves(value)]
     found = (_misfit_of(f"{name!r}", leaf, model, in_lookup) for name, leaf in leaves)
     return next((reason for reason in found if reason is not None), None)
+
+
+def _wrong_shape(model: nn.Module, inputs: Any, error: Exception) -> str | None:
+    """Return what is said of inputs whose shapes a layer of the model, or an op, does not take; None for any other error."""
+    if type(error) not in (RuntimeError, ValueError) or not OF_SHAPES.search(str(error)):
+        return None
+    raised_here = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN_FOLDER)
+    if isinstance(error, ValueError) and (raised_here or "more than 1 value per channel" in str(error)):
+        return None
+    args, kwargs = split(inputs)
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    shapes = [f"{name!r} has the shape {_shape(leaf)}" for name, value in given.items() for leaf in tensors_of(value)]
+    taken = _failing_layer(model, error.__traceback__)
+    return f"{', '.join(shapes)}, {taken}; pass inputs of the shapes that the model takes in use"
+
+
+def _failing_layer(model: nn.Module, trace: TracebackType | None) -> str:
+    """Return in words which layer of a model raised an error, and the shapes that it got."""
+    calls = [frame.f_locals for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_name == "_call_impl"]
+    names = {module: name for name, module in model.named_modules() if name}
+    called = [values for values in calls if values.get("self") in names]
+    if not called:
+        return "which its forward cannot take"
+    layer, shapes = called[-1]["self"], [_shape(tensor) for tensor in tensors_of(called[-1].get("args", ()))]
+    return f"from which layer {names[layer]!r}, {with_article(type(layer))}, gets {', '.join(shapes)}, which it cannot take"
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
 
 
 def _misfit_of(name: str, value: Any, model: nn.Module, in_lookup: bool) -> str | None:

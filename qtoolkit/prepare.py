@@ -11,9 +11,15 @@ from torch import Tensor, nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping
-from qtoolkit.config.mapping import check_qconfig_mapping, warn_of_unused_types
+from qtoolkit.config.mapping import (
+    Exclude,
+    check_qconfig_mapping,
+    types_by_option,
+    warn_of_unused_types,
+    with_excluded,
+)
 from qtoolkit.eager.record import check_links, plan_of, record_of
-from qtoolkit.errors import check_known, some, with_article
+from qtoolkit.errors import check_known, renamed, some, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.graph import passes
@@ -25,11 +31,11 @@ from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
-from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
-from qtoolkit.runtimes.table import RUNTIMES, Runtime, runtime_named
+from qtoolkit.runtimes.table import RUNTIMES, Runtime, RuntimeName, runtime_named
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,14 +48,18 @@ def prepare(
     backend: str | Backend = "tensorrt",
     qconfig_mapping: QConfigMapping | None = None,
     leaf_modules: Sequence[type[nn.Module]] = (),
-    skip: Sequence[str] = (),
+    untraced: Sequence[str] = (),
     concrete_args: Mapping[str, Any] | None = None,
     preserve_attributes: Sequence[str] | None = None,
     qat_modules: QatModules | None = None,
     fuse_patterns: FusePatterns | None = None,
     inplace: bool = False,
-    forward: str = "auto",
-    save: str = "codes",
+    training_arithmetic: Arithmetic = "auto",
+    save: Saved = "codes",
+    *,
+    exclude: Exclude | None = None,
+    skip: Sequence[str] | None = None,
+    forward: Arithmetic | None = None,
 ) -> QuantizedGraphModule:
     """Turn a float model into one that can be calibrated and trained with quantization.
 
@@ -66,7 +76,8 @@ def prepare(
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
             with a quantizer of its input; batch norms in them do not change.
-        skip: Dotted names of submodules that are not traced, as `leaf_modules`.
+        untraced: Dotted names of submodules that are not traced, as `leaf_modules`. They are quantized too: what stays in float
+            is named in `exclude`.
         concrete_args: Values of forward's arguments that are fixed at tracing.
         preserve_attributes: Dotted names of attributes and methods of the model, or of a submodule ("layer1.stride"), that the
             result, its copies and the converted model keep.
@@ -76,8 +87,13 @@ def prepare(
             of an op, is replaced by the module that `fuser(*modules)` returns, under the name of the first module. For a
             function the fuser gets None.
         inplace: Change the model itself, which must not be used afterwards. If prepare fails, the model is unchanged.
-        forward: How layers compute in training: "auto", "float" or "integer"; see `qtoolkit.nn.set_training_arithmetic`.
+        training_arithmetic: How layers compute in training: "auto", "float" or "integer"; see
+            `qtoolkit.nn.set_training_arithmetic`.
         save: What layers keep of their inputs for backward: "codes" or "float"; see there.
+        exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, module
+            types and functions, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
+        skip: The earlier name of `untraced`.
+        forward: The earlier name of `training_arithmetic`.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -93,10 +109,17 @@ def prepare(
         >>> prepared = prepare(model, (torch.zeros(1, 3, 8, 8),), backend="onnxruntime")
         >>> [name for name, _ in prepared.named_modules() if "quantizers." in name and "observer" not in name]
         ['activation_quantizers.input_1']
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> [type(layer).__name__ for layer in prepare(model, exclude="2").children()][:3]
+        ['QuantLinear', 'ReLU', 'Linear']
     """
+    _check_example_inputs(example_inputs)
     target = backend_of(backend)
-    TrainingArithmetic(forward, save)  # raises an error for what it does not know, before anything is done
+    untraced = renamed("prepare", "skip", skip, "untraced", untraced, ())
+    arithmetic = renamed("prepare", "forward", forward, "training_arithmetic", training_arithmetic, "auto")
+    TrainingArithmetic(arithmetic, save)  # raises an error for what it does not know, before anything is done
     _check_model(model, qconfig_mapping)
+    qconfig_mapping = with_excluded(qconfig_mapping, exclude)
     custom, patterns = qat_modules or {}, fuse_patterns or {}
     check_table(custom)
     passes.fuse_patterns.check(patterns)
@@ -107,10 +130,10 @@ def prepare(
         table = {**QAT_MODULES, **custom}
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
-        gm = trace.run(own, leaves, skip, concrete_args, preserve_attributes, example_inputs)
+        gm = trace.run(own, leaves, untraced, concrete_args, preserve_attributes, example_inputs)
         branches, calls = gm.meta.pop(trace.BRANCHES), gm.meta.pop(trace.CALLS)
         measured = example_inputs is not None
-        tracing = Tracing(leaves, tuple(skip), concrete_args, measured, branches, model.training)
+        tracing = Tracing(leaves, tuple(untraced), concrete_args, measured, branches, model.training)
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
@@ -122,7 +145,7 @@ def prepare(
         gm = passes.insert.run(gm, rules)
         gm.note_weights()
         gm = passes.link_inputs.run(gm, target)
-        set_training_arithmetic(gm, forward, save)
+        set_training_arithmetic(gm, arithmetic, save)
         gm = passes.record.run(gm, rules)
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
@@ -136,7 +159,7 @@ def convert(
     prepared: M,
     arithmetic: Literal["float", "integer"] = "float",
     state_dict: Mapping[str, Tensor] | None = None,
-    runtime: str | None = None,
+    runtime: RuntimeName | None = None,
 ) -> M:
     """Turn a calibrated (and trained) model into its reference form: batch norms folded, scales frozen, in eval mode.
 
@@ -220,8 +243,8 @@ def _check_branches(model: nn.Module) -> None:
             raise ValueError(
                 f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the branch "
                 f"of training mode alone, since that of eval mode has other ops. Move the branch into a module without "
-                f"parameters, which becomes a leaf module; or name the submodule in `skip` of prepare; or prepare the model in "
-                f"eval mode."
+                f"parameters, which becomes a leaf module; or name the submodule in `untraced` of prepare; or prepare "
+                f"the model in eval mode."
             )
 
 
@@ -277,8 +300,8 @@ def _warn_of_types(
     types = {type(module) for module in model.modules()}
     ops = types | {object_type_of(node) for node in gm.graph.nodes if node.op.startswith("call")}
     bases = {base for kind in types for base in kind.__mro__}
-    ruled = {} if mapping is None else mapping.rules["object_type"]
-    warn_of_unused_types("prepare: qconfig_mapping has a rule for", ruled, ops)
+    for option, kinds in types_by_option(mapping).items():
+        warn_of_unused_types(f"prepare: {option}", kinds, ops)
     warn_of_unused_types("prepare: leaf_modules names", leaf_modules, bases)
     warn_of_unused_types("prepare: qat_modules names", qat_modules, types)
 
@@ -310,6 +333,16 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
     trace.check_model(model)
     _check_not_replaced(model)
     check_qconfig_mapping("prepare", mapping)
+
+
+def _check_example_inputs(example_inputs: Any) -> None:
+    """Raise TypeError for an argument that other tools have in the place of the example inputs."""
+    if isinstance(example_inputs, str | Backend | QConfigMapping):
+        name = "qconfig_mapping" if isinstance(example_inputs, QConfigMapping) else "backend"
+        raise TypeError(
+            f"prepare: example_inputs must be what the model takes, got {with_article(type(example_inputs))}; write "
+            f"prepare(model, example_inputs, {name}=...)."
+        )
 
 
 def _check_not_replaced(model: nn.Module) -> None:

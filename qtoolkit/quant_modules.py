@@ -1,7 +1,8 @@
 """Module replacement, for models that cannot be traced: layers quantize their own inputs and weights."""
 
 import copy
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -12,7 +13,14 @@ from torch import nn
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.computed_weights import put_parametrizations, take_parametrizations
 from qtoolkit.config import QConfigMapping, QuantSpec
-from qtoolkit.config.mapping import check_qconfig_mapping, warn_of_unused_types
+from qtoolkit.config.mapping import (
+    PLAIN_NAME,
+    Exclude,
+    check_qconfig_mapping,
+    types_by_option,
+    warn_of_unused_types,
+    with_excluded,
+)
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import link_chains, quantize_outputs
 from qtoolkit.eager.record import chains_of, update_record
@@ -22,9 +30,9 @@ from qtoolkit.eager.rules import (
     ReplacementRules,
     decide_all,
     entries_of,
-    ignored_in,
+    names_ignored,
 )
-from qtoolkit.errors import check_known, unknown
+from qtoolkit.errors import check_known, renamed, unknown
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, kind_of_module
@@ -34,10 +42,10 @@ from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import replaced_modules, set_training_arithmetic
 from qtoolkit.nn.batch_norm import is_batch_norm
-from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
 from qtoolkit.nn.registry import QatModules, check_table, weighted_types
 from qtoolkit.nn.replacement import replace_layers
-from qtoolkit.shared_modules import first_names, modules_by_name
+from qtoolkit.shared_modules import modules_by_name
 from qtoolkit.verdicts import Status
 
 QUANTIZE = ("inputs", "outputs")
@@ -50,11 +58,13 @@ def replace(
     ignore: Ignore | None = None,
     inplace: bool = False,
     *,
+    exclude: Exclude | None = None,
     custom: QatModules | None = None,
     backend: str | Backend = "tensorrt",
     quantize: Literal["inputs", "outputs"] = "inputs",
-    forward: str = "auto",
-    save: str = "codes",
+    training_arithmetic: Arithmetic = "auto",
+    save: Saved = "codes",
+    forward: Arithmetic | None = None,
 ) -> nn.Module:
     """Replace the layers of a float model by layers that quantize their own inputs and weights, without tracing it.
 
@@ -77,9 +87,11 @@ def replace(
         qconfig_mapping: Which layers get which config. A rule for a module around a layer applies to the layer too: see
             `QConfigMapping`. Layers without a rule get the backend's default. Rules for functions have no effect here and
             raise a warning.
-        ignore: Modules that stay in float, with their submodules: a dotted name or a pattern of `fnmatch` ("decoder.*"), a
-            list of these, or a callable that is called with each name and module.
+        ignore: The same as `exclude` in its earlier form: a dotted name or a pattern of `fnmatch` ("decoder.*"), a list of
+            these, or a callable that is called with each name and module.
         inplace: Change the model itself. If the call fails, the model is unchanged.
+        exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, and
+            module types, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
         custom: Float type -> QAT type, in addition to `qtoolkit.nn.REPLACED_MODULES`. A QAT type has a class method
             `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
         backend: A name from `qtoolkit.backends`, or a Backend. It gives the default config and the kinds of layers that are
@@ -88,8 +100,10 @@ def replace(
             before all others; a layer with several outputs quantizes the first. A chain of `qtoolkit.fuse_modules` quantizes
             the output of its last module. QuantStub and FloatFunctional quantize their outputs too, as in torch.ao's eager
             mode.
-        forward: How layers compute in training: "auto", "float" or "integer"; see `qtoolkit.nn.set_training_arithmetic`.
+        training_arithmetic: How layers compute in training: "auto", "float" or "integer"; see
+            `qtoolkit.nn.set_training_arithmetic`.
         save: What layers keep of their inputs for backward: "codes" or "float"; see there.
+        forward: The earlier name of `training_arithmetic`.
 
     Returns:
         The model, or its copy, with QAT layers.
@@ -101,7 +115,7 @@ def replace(
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> replaced = replace(model, ignore="2")
+        >>> replaced = replace(model, exclude="2")
         >>> [type(layer).__name__ for layer in replaced]
         ['QuantLinear', 'ReLU', 'Linear']
         >>> report = qt.calibrate(replaced, [torch.ones(1, 4)], progress=False)
@@ -110,21 +124,20 @@ def replace(
     """
     target = backend_of(backend)
     check_known("quantize", quantize, QUANTIZE)
-    TrainingArithmetic(forward, save)  # raises an error for what it does not know, before anything is done
+    arithmetic = renamed("replace", "forward", forward, "training_arithmetic", training_arithmetic, "auto")
+    TrainingArithmetic(arithmetic, save)  # raises an error for what it does not know, before anything is done
     _check(model, qconfig_mapping, custom)
     table = {**replaced_modules(), **(custom or {})}
-    names = first_names(model)
-    ignored = {names[module]: reason for module, reason in ignored_in(model, ignore).items()}
+    mapping = with_excluded(qconfig_mapping, exclude)
+    mapping = with_excluded(mapping, map(_as_excluded, names_ignored(model, ignore)))
     with unchanged_on_error(model) if inplace else nullcontext():
         own = model if inplace else deepcopy_model(model, what="replace")
         parametrizations = take_parametrizations(own, weighted_types(table))
-        configs = LayerRules.of(own, target, qconfig_mapping, table, custom or ())
+        configs = LayerRules.of(own, target, mapping, table, custom or ())
         configs.check_names()
-        own_modules = modules_by_name(own)
-        rules = ReplacementRules(configs, {own_modules[name]: reason for name, reason in ignored.items()})
-        _warn_of_types(own, qconfig_mapping, custom or {})
-        _replace(own, rules, quantize)
-        set_training_arithmetic(own, forward, save)
+        _warn_of_types(own, mapping, custom or {})
+        _replace(own, ReplacementRules(configs), quantize)
+        set_training_arithmetic(own, arithmetic, save)
         put_parametrizations(own, parametrizations)
     return own
 
@@ -134,6 +147,7 @@ def initialize(
     ignore: Ignore | None = None,
     custom: QatModules | None = None,
     *,
+    exclude: Exclude | None = None,
     backend: str | Backend = "tensorrt",
 ) -> "Active":
     """Make the constructors of torch's layers build layers that quantize their inputs and weights, from now on.
@@ -152,6 +166,7 @@ def initialize(
         ignore: Types that stay in float: class names or patterns of `fnmatch` ("Conv*"), or a callable that is called with ""
             and each layer.
         custom: Float type -> QAT type, as `replace` takes it.
+        exclude: Types that stay in float.
         backend: As `replace` takes it.
 
     Returns:
@@ -162,7 +177,7 @@ def initialize(
         TypeError: An argument has a wrong type.
 
     Example:
-        >>> with initialize(ignore="Conv2d"):
+        >>> with initialize(exclude=torch.nn.Conv2d):
         ...     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
         >>> [type(layer).__name__ for layer in model]
         ['Conv2d', 'Flatten', 'QuantLinear']
@@ -172,9 +187,12 @@ def initialize(
     target = backend_of(backend)
     _check_rules("initialize", qconfig_mapping, custom)
     table = {**replaced_modules(), **(custom or {})}
-    _check_has_no_names(qconfig_mapping)
-    rules = LayerRules(target, copy.deepcopy(qconfig_mapping), table, frozenset(custom or ()))
-    return Active(Settings(ReplacementRules(rules), _ignored_types(ignore, table)))
+    mapping = with_excluded(copy.deepcopy(qconfig_mapping), exclude)
+    _check_has_no_names(mapping)
+    called = ignore if callable(ignore) and not isinstance(ignore, type) else None
+    if called is None:
+        mapping = with_excluded(mapping, _ignored_types(ignore, table))
+    return Active(Settings(ReplacementRules(LayerRules(target, mapping, table, frozenset(custom or ()))), called))
 
 
 def deactivate() -> None:
@@ -256,10 +274,10 @@ def _check_rules(what: str, mapping: QConfigMapping | None, custom: QatModules |
 def _warn_of_types(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules) -> None:
     """Warn of types that are not in the model, and of functions, which module replacement does not see."""
     types = {float_type(module) for module in model.modules()}
-    ruled = [] if mapping is None else mapping.rules["object_type"]
-    rule, functions = "replace: qconfig_mapping has a rule for", [kind for kind in ruled if not isinstance(kind, type)]
-    warn_of_unused_types(rule, [kind for kind in ruled if isinstance(kind, type)], types)
-    warn_of_unused_types(rule, functions, (), "is a function (replace quantizes modules only)")
+    for option, kinds in types_by_option(mapping).items():
+        functions = [kind for kind in kinds if not isinstance(kind, type)]
+        warn_of_unused_types(f"replace: {option}", [kind for kind in kinds if isinstance(kind, type)], types)
+        warn_of_unused_types(f"replace: {option}", functions, (), "is a function (replace quantizes modules only)")
     warn_of_unused_types("replace: custom names", custom, types)
 
 
@@ -276,23 +294,25 @@ def _output_specs(
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
+def _as_excluded(name: str) -> str:
+    """Return the name of a module as `exclude` takes it."""
+    return name if PLAIN_NAME.fullmatch(name) else re.escape(name)
+
+
 def _check_has_no_names(mapping: QConfigMapping | None) -> None:
-    rules = {} if mapping is None else mapping.rules
-    for name in (*rules.get("module_name", ()), *rules.get("module_name_regex", ())):
-        raise ValueError(
-            f"initialize: the qconfig_mapping has a rule for the name {name!r}, but layers have no names when they are built; "
-            f"use rules for types, or build the model and call qtoolkit.quant_modules.replace."
-        )
+    of = {"qconfig_mapping has a rule for": mapping, "exclude has": None if mapping is None else mapping.excluded}
+    for option, rules in ((option, rules.rules) for option, rules in of.items() if rules is not None):
+        for name in (*rules["module_name"], *rules["module_name_regex"]):
+            raise ValueError(
+                f"initialize: {option} the name {name!r}, but layers have no names when they are built; use types, or build "
+                f"the model and call qtoolkit.quant_modules.replace."
+            )
 
 
-def _ignored_types(ignore: Ignore | None, table: QatModules) -> tuple[str, ...] | Callable[[str, nn.Module], bool]:
-    if ignore is None:
-        return ()
-    if callable(ignore) and not isinstance(ignore, type):
-        return ignore
+def _ignored_types(ignore: Ignore | None, table: QatModules) -> Iterable[type[nn.Module]]:
+    """Return the types of layers that `initialize` leaves in float, by the names and patterns of its `ignore`."""
     names = [kind.__name__ for kind in table]
-    entries = entries_of(ignore, "initialize")
-    for entry in entries:
+    for entry in () if ignore is None else entries_of(ignore, "initialize"):
         if not any(fnmatchcase(name, entry) for name in names):
             raise ValueError("initialize: ignore: " + unknown("layer type", entry, names))
-    return tuple(entries)
+        yield from (kind for kind in table if fnmatchcase(kind.__name__, entry))

@@ -49,8 +49,8 @@ def test_what_is_no_module_is_named(start: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"skip": None}, r"prepare: skip must be a sequence of names, got None; write skip=\[\]"),
-        ({"skip": 5}, "prepare: skip must be a sequence of names, got 5"),
+        ({"untraced": None}, r"prepare: untraced must be a sequence of names, got None; write untraced=\[\]"),
+        ({"untraced": 5}, "prepare: untraced must be a sequence of names, got 5"),
         ({"leaf_modules": None}, r"leaf_modules must be a sequence of module types, got None; write leaf_modules=\[\]"),
         ({"leaf_modules": nn.Linear}, "prepare: leaf_modules must be a sequence of module types, got <class"),
         ({"preserve_attributes": "training"}, r"got the string 'training'; write preserve_attributes=\['training'\]"),
@@ -138,8 +138,10 @@ def test_a_list_of_inputs_is_one_argument() -> None:
         qt.prepare(conv_net(), [IMAGES])
 
 
-def test_inputs_of_another_shape_keep_the_error_of_torch() -> None:
-    with pytest.raises(RuntimeError, match="^Given groups=1, weight of size"):
+def test_inputs_of_another_shape_are_named_with_the_error_of_torch() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"^prepare: .*'input' has the shape \(2, 5, 8, 8\), .*Error: Given groups=1"
+    ):
         qt.prepare(conv_net(), torch.ones(2, 5, 8, 8))
 
 

@@ -61,13 +61,13 @@ def test_a_batch_is_passed_by_its_type(batches: list[object], forward: object) -
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ((torch.ones(SHAPE), torch.zeros(4)), r"too many positional arguments; .* model\(batch\[0\]\)"),
-        ([torch.ones(SHAPE), torch.zeros(4)], r"too many positional arguments; .* model\(batch\[0\]\)"),
+        ((torch.ones(SHAPE), torch.zeros(4), torch.zeros(4)), r"too many positional arguments; .* model\(batch\[0\]\)"),
+        ([torch.ones(SHAPE), torch.zeros(4), torch.zeros(4)], r"too many positional arguments; .* model\(batch\[0\]\)"),
         ({"image": torch.ones(SHAPE)}, r"missing a required argument: 'x'; .* model\(batch\['image'\]\)"),
     ],
 )
 @pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
-def test_a_batch_with_labels_says_what_to_pass(road, batch: object, words: str) -> None:
+def test_a_batch_with_more_than_labels_says_what_to_pass(road, batch: object, words: str) -> None:
     model = road(nets.trained(nets.ConvNet(), *SHAPE))
     match = rf"calibrate: a batch does not match ConvNet\.forward\(.*x.*\).*: {words}"
     with pytest.raises(TypeError, match=match):
@@ -154,7 +154,7 @@ def state_of(model: nn.Module) -> dict[str, object]:
 
 @pytest.mark.parametrize("qconfig", [qt.backends["tensorrt"].qconfig, LEARNED, HISTOGRAM])
 @pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("bad", [torch.ones(1, 2, 8, 8), torch.full(SHAPE, torch.nan), (torch.ones(SHAPE), 5)])
+@pytest.mark.parametrize("bad", [torch.ones(1, 2, 8, 8), torch.full(SHAPE, torch.nan), (torch.ones(SHAPE), 5, 5)])
 def test_an_error_leaves_all_ranges_and_switches(qconfig: qt.QConfig, calibrated: bool, bad: object) -> None:
     mapping = qt.QConfigMapping().set_global(qconfig).set_module_name("up", None)
     model = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), qconfig_mapping=mapping)

@@ -1,5 +1,8 @@
-"""What an error says of packages that are missing: a command that installs them, however qtoolkit was installed."""
+"""Missing packages, and a package of the same name: each is said with the command that helps."""
 
+import os
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -36,3 +39,52 @@ def test_in_a_source_folder_it_names_the_file_of_requirements(monkeypatch) -> No
 
 def test_the_distribution_has_the_name_that_the_project_declares() -> None:
     assert f'name = "{extras.DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+# ---- the other project of this name
+
+
+def site(folder: Path, record: str | None, package: Path) -> Path:
+    """A folder of installed packages: a `qtoolkit`, the command, and, with a record, the other project's distribution."""
+    (folder / "qtoolkit").symlink_to(package)
+    (folder / "qtoolkit_command.py").symlink_to(ROOT / "qtoolkit_command.py")
+    if record is not None:
+        info = folder / "qtoolkit-0.1.7.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qtoolkit\nVersion: 0.1.7\n")
+        (info / "RECORD").write_text(record)
+    return folder
+
+
+def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", program, "info"]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+
+
+COLLIDES = "qtoolkit/__init__.py,sha256=abc,127\nqtoolkit/manager.py,sha256=abc,9\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "warns"), [(COLLIDES, True), ("qtoolkit_other/__init__.py,sha256=abc,127\n", False), (None, False)]
+)
+def test_the_other_project_in_the_same_folder_is_a_warning_with_the_remedy(tmp_path, record, warns: bool) -> None:
+    done = run(site(tmp_path, record, ROOT / "qtoolkit"), "import qtoolkit; print(qtoolkit.__file__)")
+    assert done.stdout == f"{tmp_path / 'qtoolkit' / '__init__.py'}\n", done.stderr
+    assert ("UserWarning: qtoolkit 0.1.7 is installed in" in done.stderr) is warns
+    assert ("Type: pip uninstall qtoolkit torch-qtoolkit, and install torch-qtoolkit again." in done.stderr) is warns
+
+
+@pytest.mark.parametrize("uninstalled", [False, True])
+def test_the_command_says_that_python_imports_the_other_project(tmp_path, uninstalled: bool) -> None:
+    """Where the other project was installed last, its package replaces ours; uninstalled, it takes our __init__.py along."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ("manager.py" if uninstalled else "__init__.py")).write_text("__version__ = '0.1.7'\n")
+    folder = tmp_path / "site"
+    folder.mkdir()
+    done = run(site(folder, COLLIDES, other), "import sys, qtoolkit_command; sys.exit(qtoolkit_command.main())")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"the package in {folder / 'qtoolkit'}" in done.stderr
+    assert "is not torch-qtoolkit's. The distribution 'qtoolkit' on the package index is another" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -42,12 +42,13 @@ def test_the_core_imports_nothing_of_compat() -> None:
 
 # From the lowest floor up: a module imports from its own floor and from those below it alone.
 FLOORS = (
-    "_native", "errors", "extras", "files", "public", "random_state", "sharding", "shared_modules", "sub_pixel", "version",
+    "_native", "errors", "argument_order", "instead", "extras", "files", "public",
+    "random_state", "sharding", "shared_modules", "sub_pixel", "version",
     "model_inputs", "model_state", "computed_weights", "processes", "progress", "verdicts", "foreign_quantizers",
-    "ops", "config", "quantizers", "finite", "op_kinds", "backends", "nn", "integer", "runtimes", "lint",
+    "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules", "layer_costs",
     "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "export",
-    "debug", "tuning", "checkpoint", "__init__", "cli", "__main__", "compat",
+    "quantize", "debug", "tuning", "checkpoint", "__init__", "cli", "__main__", "compat",
 )  # fmt: skip
 UPWARD = {
     # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.

@@ -47,7 +47,7 @@ class Net(nn.Module):
 LAYERS = ("block.fc", "block.inner.fc", "block.inner.conv", "shared", "last")
 ROADS: dict[str, Callable[[qt.QConfigMapping], nn.Module]] = {
     "traced": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping),
-    "block is a leaf module": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, skip=["block"]),
+    "block is a leaf module": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"]),
     "replaced": lambda mapping: qt.quant_modules.replace(Net(), mapping),
 }
 over_roads = pytest.mark.parametrize("road", ROADS.values(), ids=ROADS)

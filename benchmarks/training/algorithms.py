@@ -67,7 +67,9 @@ def build(subject: str, model: nn.Module, batches: Sequence[Tensor], bits: int, 
     weights = replace(LEARNED_8_BITS, axis=0)
     mapping.set_module_name(first, qt.QConfig(replace(LEARNED_8_BITS, signed=_signed(batches)), weights))
     mapping.set_module_name(last, qt.QConfig(LEARNED_8_BITS, weights))
-    prepared = qt.prepare(model, (batches[0][:2],), backend="academic", qconfig_mapping=mapping, forward=forward)
+    prepared = qt.prepare(
+        model, (batches[0][:2],), backend="academic", qconfig_mapping=mapping, training_arithmetic=forward
+    )
     qt.calibrate(prepared, batches, progress=False)
     return prepared
 

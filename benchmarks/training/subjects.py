@@ -15,11 +15,11 @@ FLOAT, COMPILED_FLOAT = "float", "float, compiled"
 PLAIN, CODES, INTEGER = "ours, plain", "ours, codes", "ours, integer"
 COMPILED, FIXED, OFF = "ours, compiled", "ours, fixed scales", "ours, quantizers off"
 MEANING = {
-    PLAIN: 'learned scales, forward="float", save="float"',
-    CODES: 'learned scales, forward="float", save="codes"',
-    INTEGER: 'learned scales, forward="integer", save="codes"',
-    FIXED: 'scales as calibrated, forward="float", save="codes"',
-    OFF: 'every quantizer off, forward="float", save="codes"',
+    PLAIN: 'learned scales, training_arithmetic="float", save="float"',
+    CODES: 'learned scales, training_arithmetic="float", save="codes"',
+    INTEGER: 'learned scales, training_arithmetic="integer", save="codes"',
+    FIXED: 'scales as calibrated, training_arithmetic="float", save="codes"',
+    OFF: 'every quantizer off, training_arithmetic="float", save="codes"',
     COMPILED: "integer, under torch.compile(fullgraph=True)",
 }
 
@@ -67,7 +67,7 @@ def _learned(backend: str) -> qt.Backend:
 
 
 def _ours(model: nn.Module, x: Tensor, backend: str | qt.Backend, forward: str, save: str) -> nn.Module:
-    prepared = qt.prepare(model, (x,), backend=backend, forward=forward, save=save)
+    prepared = qt.prepare(model, (x,), backend=backend, training_arithmetic=forward, save=save)
     qt.calibrate(prepared, [x], progress=False)
     return prepared
 

@@ -39,7 +39,7 @@ models and keeps the other results; models of packages that are not installed ar
 - **trace**: processor seconds to trace the graph; **rest of prepare**: processor seconds of `prepare` minus those of
   tracing. A first trace in the same process is not counted.
 - **notes**: submodules that are prepared separately because the model's forward cannot be traced; leaf modules, named
-  by `skip`; use of torch's older exporter, or of gradient clipping, with the reason.
+  by `untraced`; use of torch's older exporter, or of gradient clipping, with the reason.
 
 """
 

@@ -157,7 +157,7 @@ class _Steps:
 
     def prepare(self, part: Part, mapping: qt.QConfigMapping | None = None) -> Any:
         return qt.prepare(
-            part.module.train(self.recipe.training), _example(part), self.backend, mapping, skip=self.skip(part)
+            part.module.train(self.recipe.training), _example(part), self.backend, mapping, untraced=self.skip(part)
         )
 
     def norms_kept(self, part: Part) -> Any:

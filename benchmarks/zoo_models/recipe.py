@@ -17,7 +17,7 @@ class Recipe:
         family: The section of the table that lists it.
         build: Builds it with random weights.
         inputs: Creates the arguments of its forward.
-        skip: The `skip` argument of `prepare`, as fnmatch patterns: "blocks.*.attn".
+        skip: The `untraced` argument of `prepare`, as fnmatch patterns: "blocks.*.attn".
         parts: Submodules to prepare separately if the model's forward cannot be traced; () prepares the model.
         note: A remark for the table.
         exporter: The exporter of torch that writes the ONNX file.

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from qtoolkit.argument_order import in_any_order
 from qtoolkit.checkpoint.contents import contents_of
 from qtoolkit.checkpoint.file import write_file
 from qtoolkit.checkpoint.loading import SUFFIX, Loading, opened
@@ -97,7 +98,7 @@ def save_checkpoint(
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     qt.save_checkpoint(model, folder + "/last.safetensors", optimizer, state={"epoch": 3})
-        ...     loaded = qt.load_checkpoint(folder + "/last.safetensors", model, optimizer)
+        ...     loaded = qt.load_checkpoint(model, folder + "/last.safetensors", optimizer)
         >>> loaded.state["epoch"]
         3
     """
@@ -114,9 +115,10 @@ def save_checkpoint(
     write_folder(tensors, record, Path(path))
 
 
+@in_any_order(model="model", path="path")
 def load_checkpoint(
-    path: str | os.PathLike[str],
     model: nn.Module,
+    path: str | os.PathLike[str],
     optimizer: Optimizer | None = None,
     state: Mapping[str, Any] | None = None,
     strict: bool = True,
@@ -127,11 +129,11 @@ def load_checkpoint(
     objects are as before. A training that loads its checkpoint goes on bit for bit on the same number of processes.
 
     Args:
+        model: The model, as `save_checkpoint` takes it. Into a prepared model the state dict of its float model can be loaded,
+            whose weights give the weights' ranges; calibrate afterwards.
         path: A file or a folder of `save_checkpoint`, also of another number of processes. Or a state dict, of this model or of
             its float model, in a file of safetensors or of torch.save (a dict with it as "state_dict", "model_state_dict" or
             "model" is accepted). Files of torch.save are read with weights_only=True: no code in them runs.
-        model: The model, as `save_checkpoint` takes it. Into a prepared model the state dict of its float model can be loaded,
-            whose weights give the weights' ranges; calibrate afterwards.
         optimizer: Load its state too, and the random number generators of each process.
         state: The objects of `save_checkpoint` to load, by name.
         strict: Raise an error for entries that only the model or only the checkpoint has; False loads the others.

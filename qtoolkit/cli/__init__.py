@@ -1,5 +1,5 @@
-"""The command line: qtoolkit lint, verify and info. Arguments and tables only; `qtoolkit.export` does the work."""
+"""The command line: qtoolkit quantize, lint, verify and info. What it runs and prints; the package does the work."""
 
-from qtoolkit.cli.arguments import main
+from qtoolkit.cli.running import main, run
 
-__all__ = ["main"]
+__all__ = ["main", "run"]

@@ -1,4 +1,4 @@
-"""What each command finds, as JSON and as tables."""
+"""What the commands on files find, as JSON and as tables."""
 
 import argparse
 import json

@@ -1,15 +1,39 @@
-"""Tables for people. Needs the extra [cli]."""
+"""What commands print for people: tables on a terminal, by rich; elsewhere a line for each row, for grep and cut."""
 
+import importlib.util
 import io
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from qtoolkit.extras import missing
+SHOWN = 20  # rows of quantizers that differ, on a terminal
 
-WIDTH = 120  # where the output is no terminal
-SHOWN = 20  # rows of quantizers that differ
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells.
+
+    Attributes:
+        columns: Their names, or "" for none; not printed where there is no terminal.
+        rows: The rows.
+        file: The file that they are about, the first cell of each line where there is no terminal; "" for none.
+        spaced: Whether a line divides the rows, whose cells are sentences.
+        most: How many rows a terminal shows.
+    """
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Any]]
+    file: str = ""
+    spaced: bool = False
+    most: int = sys.maxsize
+
+    def lines(self) -> Iterable[str]:
+        """Return a line for each row: its cells, with tabs between them."""
+        for row in self.rows:
+            yield "\t".join(" ".join(str(cell).split()) for cell in ((self.file, *row) if self.file else row))
 
 
 def findings(data: dict[str, Any]) -> str:
@@ -20,32 +44,37 @@ def findings(data: dict[str, Any]) -> str:
     counted = (
         f"{data['file']}: {_count(len(rows), 'finding')} for {data['backend']}; {_count(len(data['rules']), 'rule')}."
     )
-    return counted if not rows else _rendered(_table(("node", "rule", "what, and what to do", "source"), rows), counted)
+    table = Table(("node", "rule", "what, and what to do", "source"), rows, data["file"], spaced=True)
+    return _rendered(table, counted)
 
 
 def codes(data: dict[str, Any]) -> str:
     """Return the comparison of codes as tables, one for each runtime."""
-    parts: list[Any] = []
-    for run in data["runtimes"]:
-        rows = [
-            (q["quantizer"], q["differing"], q["compared"], q["steps"]) for q in run["quantizers"] if q["differing"]
-        ]
-        parts.append(
-            f"{run['version']}: {run['differing']} of {run['compared']} codes differ, by at most {run['steps']} steps"
-        )
-        parts.append(f"  layers in integers: {len(run['integer_layers'])}, in float: {len(run['float_layers'])}")
-        parts.append(f"  outputs: largest difference {run['output_difference']:.3g}")
-        if run["program_difference"] is not None:
-            parts.append(f"  outputs: largest difference from the program {run['program_difference']:.3g}")
-        if run["remark"]:
-            parts.append(f"  {run['remark']}")
-        if run["not_compared"]:
-            parts.append(f"  not compared, as the runtime merged their nodes: {', '.join(run['not_compared'])}")
-        if rows:
-            parts.append(f"  first difference: {run['first_difference']}")
-            parts.append(_table(("quantizer", "differing", "of", "steps"), rows[:SHOWN]))
-            parts += [f"  and {len(rows) - SHOWN} more quantizers"] if len(rows) > SHOWN else []
-    return _rendered(*parts)
+    file = data["file"]
+    return _rendered(*(part for run in data["runtimes"] for part in _codes_of_runtime(file, run)))
+
+
+def _codes_of_runtime(file: str, run: dict[str, Any]) -> list[str | Table]:
+    head = f"{file}: {run['version']}:"
+    rows = [(q["quantizer"], q["differing"], q["compared"], q["steps"]) for q in run["quantizers"] if q["differing"]]
+    facts = {
+        "layers in integers": str(len(run["integer_layers"])),
+        "layers in float": str(len(run["float_layers"])),
+        "outputs, largest difference": f"{run['output_difference']:.3g}",
+    }
+    if run["program_difference"] is not None:
+        facts["outputs, largest difference from the program"] = f"{run['program_difference']:.3g}"
+    if run["remark"]:
+        facts["remark"] = run["remark"]
+    if run["not_compared"]:
+        facts["not compared, as the runtime merged their nodes"] = ", ".join(run["not_compared"])
+    if rows:
+        facts["first difference"] = run["first_difference"]
+    return [
+        f"{head} {run['differing']} of {run['compared']} codes differ, by at most {run['steps']} steps",
+        *(f"{head} {name}: {value}" for name, value in facts.items()),
+        Table(("quantizer", "differing", "of", "steps"), rows, file, most=SHOWN),
+    ]
 
 
 def description(data: dict[str, Any]) -> str:
@@ -63,8 +92,23 @@ def description(data: dict[str, Any]) -> str:
         ("layers", f"{quantized} quantized, {len(data['layers']) - quantized} float"),
     ]
     floats = [(layer["layer"], layer["op"], layer["reason"]) for layer in data["layers"] if not layer["quantized"]]
-    tables = [_table(("float layer", "op", "why"), floats)] if floats else []
-    return _rendered(_table(("", ""), rows), *tables)
+    return _rendered(Table(("", ""), rows, data["file"]), Table(("float layer", "op", "why"), floats, data["file"]))
+
+
+def quantized(data: dict[str, Any]) -> str:
+    """Return what `quantize` did, and the layers that it left in float."""
+    file, codes, ranges = data["file"], data["codes"], data["ranges"]
+    floats = [(each["layer"], each["kind"], each["reason"]) for each in data["layers"] if each["status"] == "float"]
+    count = sum(each["status"] == "quantized" for each in data["layers"])
+    return _rendered(
+        f"{file}: {data['bytes'] / 1024:.1f} KiB, opset {data['opset']}, for {data['backend']}",
+        f"{file}: {count} layers and ops quantized, {len(floats)} left in float",
+        Table(("float layer", "kind", "why"), floats, file),
+        f"{file}: {_count(ranges['quantizers'], 'range')} from {ranges['batches']} batches of data",
+        *(f"{file}: {name}: {each['differing']} of {each['compared']} codes differ" for name, each in codes.items()),
+        f"{file}: verdict: {data['verdict'] or 'none'}",
+        *(f"{file}: {note}" for note in data["notes"]),
+    )
 
 
 def environment(data: dict[str, Any]) -> str:
@@ -78,7 +122,7 @@ def environment(data: dict[str, Any]) -> str:
         ("CUDA", f"{cuda['torch'] or 'not in this torch'}; devices: {', '.join(cuda['devices']) or 'none'}"),
         *((name, version or "not installed") for name, version in data["packages"].items()),
     ]
-    return _rendered(_table(("", ""), rows))
+    return _rendered(Table(("", ""), rows))
 
 
 def _tensor(tensor: dict[str, Any]) -> str:
@@ -94,34 +138,36 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
-    _check_rich()
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=any(columns), show_lines=len(columns) == 4 and "source" in columns)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    return table
+def _rendered(*parts: str | Table) -> str:
+    """Return tables where stdout is a terminal and rich is installed, else lines, of which none is cut or broken."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        return _on_terminal(parts)
+    return "\n".join(line for part in parts for line in ([part] if isinstance(part, str) else part.lines()))
 
 
-def _rendered(*parts: Any) -> str:
-    _check_rich()
+def _on_terminal(parts: Iterable[str | Table]) -> str:
     from rich.console import Console
     from rich.text import Text
 
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else WIDTH
-    console = Console(file=io.StringIO(), width=width, force_terminal=terminal)
+    styled = not os.environ.get("NO_COLOR")
+    console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns, force_terminal=styled)
     for part in parts:
-        console.print(Text(part) if isinstance(part, str) else part)
+        if isinstance(part, str):
+            console.print(Text(part))
+        elif part.rows:
+            console.print(_rich(part))
+            if len(part.rows) > part.most:
+                console.print(Text(f"and {len(part.rows) - part.most} more"))
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def _check_rich() -> None:
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        raise missing("a table (without --json)", "rich", "cli") from None
+def _rich(table: Table) -> Any:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(show_header=any(table.columns), show_lines=table.spaced)
+    for column in table.columns:
+        drawn.add_column(column, overflow="fold")
+    for row in table.rows[: table.most]:
+        drawn.add_row(*(Text(str(cell)) for cell in row))
+    return drawn

@@ -1,6 +1,7 @@
 """The formats of small floats that a QuantSpec may have."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 # The largest number of each small float format of `qtoolkit.ops.fake_quant_float`.
 LARGEST = {"e4m3": 448, "e5m2": 57344, "e2m1": 6}
@@ -18,7 +19,7 @@ class BlockFormat:
 
     element: str
     size: int
-    scale_format: str
+    scale_format: Literal["e8m0", "e4m3"]
 
     @property
     def largest(self) -> int:

@@ -4,8 +4,8 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from torch import nn
 
@@ -17,20 +17,29 @@ from qtoolkit.errors import check_known, check_mapping, check_sequence, type_bes
 
 @dataclass(frozen=True)
 class QConfig:
-    """How a layer is quantized: its input activations and its weight; None leaves them in float.
+    """How a layer is quantized: its input activations and its weight. None leaves them in float, and so does leaving one out.
 
     Raises:
         ValueError: The activation's spec has a group_size.
+        TypeError: A value is no QuantSpec.
 
     Example:
         >>> QConfig(activation=QuantSpec(), weight=QuantSpec(axis=0)).describe()
         'activation int8, weight int8 per-channel(0)'
+        >>> QConfig(weight=QuantSpec(bits=4, axis=0)).describe()  # weights alone
+        'activation float, weight int4 per-channel(0)'
     """
 
-    activation: QuantSpec | None
-    weight: QuantSpec | None
+    activation: QuantSpec | None = None
+    weight: QuantSpec | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, QuantSpec | None):
+                raise TypeError(
+                    f"QConfig: {name} must be a QuantSpec or None, which leaves it in float, got {value!r}; write "
+                    f"{name}=qtoolkit.QuantSpec(bits=8)."
+                )
         spec = self.activation
         if spec is not None and spec.group_size is not None and spec.format not in BLOCKS:
             raise ValueError(
@@ -64,6 +73,16 @@ class QConfig:
 
 
 Source = Literal["module_name", "module_name_regex", "object_type", "global"]
+Exclude = str | Kind | Iterable[str | Kind]
+PLAIN_NAME = re.compile(r"[\w.]*")  # any other text of `exclude` is a regular expression
+
+
+class _Found(NamedTuple):
+    """A rule that names a layer or a module around it: its kind, its name, regular expression or type, and how far out."""
+
+    source: Source
+    key: Any
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -74,16 +93,18 @@ class Match:
         qconfig: The config; None leaves the layer in float.
         source: The kind of rule.
         depth: 0 for a rule for the layer itself, 1 for the nearest module around it, and so on.
+        excluded_by: The name, the regular expression or the type by which the layer is excluded, as text; "" if it is not.
     """
 
     qconfig: QConfig | None
     source: Source
     depth: int = 0
+    excluded_by: str = field(default="", repr=False)
 
     @property
     def rank(self) -> tuple[int, int]:
         """How exact the rule is: the less, the more exact."""
-        return QConfigMapping.SOURCES.index(self.source), self.depth
+        return -1 if self.excluded_by else QConfigMapping.SOURCES.index(self.source), self.depth
 
 
 class QConfigMapping:
@@ -92,7 +113,8 @@ class QConfigMapping:
     A rule for a module by name, regex or type holds for all layers in it; a rule of the same kind for a nearer module, or for
     the layer itself, comes first.
 
-    A config of None leaves the layer in float. A layer without a rule has the backend's default config.
+    A config of None leaves the layer in float. A layer without a rule has the backend's default config. What `exclude` names
+    stays in float, whatever the other rules say.
 
     Example:
         >>> w4 = QConfig(QuantSpec(bits=4), QuantSpec(bits=4, axis=0))
@@ -101,11 +123,14 @@ class QConfigMapping:
         True
         >>> mapping.match("fc", torch.nn.Linear)
         Match(qconfig=None, source='module_name', depth=0)
+        >>> mapping.exclude(r"layer1\\..*", torch.nn.Linear).match("layer1.0.conv1", torch.nn.Conv2d).qconfig is None
+        True
         >>> QConfigMapping.from_json(mapping.to_json()) == mapping
         True
     """
 
     SOURCES: tuple[Source, ...] = ("module_name", "module_name_regex", "object_type", "global")
+    excluded: "QConfigMapping | None" = None  # rules with None, which come before all others
 
     def __init__(self) -> None:
         self.rules: dict[Source, dict[Any, QConfig | None]] = {source: {} for source in self.SOURCES}
@@ -129,12 +154,42 @@ class QConfigMapping:
         try:
             re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"set_module_name_regex: {regex!r} is not a regular expression: {error}.") from None
+            raise ValueError(
+                f"set_module_name_regex: {regex!r} is not a regular expression: {error} ('.*' stands for any "
+                f"characters)."
+            ) from None
         return self._set("module_name_regex", regex, qconfig)
 
     def set_module_name(self, name: str, qconfig: QConfig | None) -> Self:
         """Set the config of the layer with this dotted name."""
         return self._set("module_name", name, qconfig)
+
+    def exclude(self, *layers: str | Kind) -> Self:
+        """Leave layers and ops in float, with all that is in them. These rules come before all others.
+
+        Args:
+            *layers: Dotted names of layers, or of modules around them; regular expressions for whole dotted names, told by
+                characters that names do not have; types of modules; and functions. As for the other rules, a type stands for
+                itself and not for its subclasses.
+
+        Raises:
+            TypeError: One of them is something else.
+            ValueError: A text is neither a name nor a regular expression.
+        """
+        excluded = self.excluded or QConfigMapping()
+        for layer in layers:
+            if not isinstance(layer, str):
+                if not callable(layer):
+                    raise TypeError(
+                        f"exclude must contain names, regular expressions, module types and functions, got {layer!r}."
+                    )
+                excluded.set_object_type(layer, None)
+            elif PLAIN_NAME.fullmatch(layer):
+                excluded.set_module_name(layer, None)
+            else:
+                excluded.set_module_name_regex(layer, None)
+        self.excluded = excluded
+        return self
 
     def _set(self, source: Source, key: object, qconfig: QConfig | None) -> Self:
         if qconfig is not None and not isinstance(qconfig, QConfig):
@@ -158,6 +213,7 @@ class QConfigMapping:
         """Return a mapping with the same rules; changes to it leave this one unchanged."""
         new = QConfigMapping()
         new.rules = {source: dict(rules) for source, rules in self.rules.items()}
+        new.excluded = None if self.excluded is None else self.excluded.copy()
         return new
 
     def match(
@@ -172,12 +228,22 @@ class QConfigMapping:
                 holds for the layer, unless a nearer one has a rule of the same kind.
         """
         path = [(name, object_type), *around]
+        excluded = None if self.excluded is None else self.excluded._find(path)
+        if excluded is not None:
+            return Match(None, excluded.source, excluded.depth, getattr(excluded.key, "__name__", repr(excluded.key)))
+        found = self._find(path)
+        if found is not None:
+            return Match(self.rules[found.source][found.key], found.source, found.depth)
+        return Match(self.rules["global"][""], "global") if "" in self.rules["global"] else None
+
+    def _find(self, path: Iterable[tuple[str, Kind | None]]) -> _Found | None:
+        """Return the first rule that names a module of a path, by precedence."""
         for source in self.SOURCES[:-1]:
             for depth, (part, kind) in enumerate(path):
                 key = self._key(source, part, kind)
                 if key is not None:
-                    return Match(self.rules[source][key], source, depth)
-        return Match(self.rules["global"][""], "global") if "" in self.rules["global"] else None
+                    return _Found(source, key, depth)
+        return None
 
     def _key(self, source: Source, name: str, object_type: Kind | None) -> Any:
         """Return the key of the rule of one kind that names a module; None where there is none."""
@@ -189,27 +255,34 @@ class QConfigMapping:
 
     def check_names(self, names: list[str]) -> None:
         """Raise ValueError for a name or a regex that matches none of a model's layers."""
+        self._check_names(names, "QConfigMapping")
+        if self.excluded is not None:
+            self.excluded._check_names([*names, ""], "exclude")
+
+    def _check_names(self, names: list[str], what: str) -> None:
         for name in self.rules["module_name"]:
             if name not in names:
-                raise ValueError("QConfigMapping: " + unknown("layer", name, names))
+                raise ValueError(f"{what}: " + unknown("layer", name, filter(None, names)))
         for regex in self.rules["module_name_regex"]:
             if not any(re.fullmatch(regex, name) for name in names):
                 raise ValueError(
-                    f"QConfigMapping: the regular expression {regex!r} matches no layer's full name. "
-                    f"Known: {', '.join(names)}."
+                    f"{what}: the regular expression {regex!r} matches no layer's full name. "
+                    f"Known: {', '.join(filter(None, names))}."
                 )
 
     def to_json(self) -> str:
         """Return the mapping as JSON, with types and functions as import paths."""
-        return json.dumps(
-            {
-                source: [
-                    [path_of(key) if source == "object_type" else key, q and q.to_dict()] for key, q in rules.items()
-                ]
-                for source, rules in self.rules.items()
-            },
-            indent=2,
-        )
+        rules: dict[str, Any] = {
+            source: [[text, q and q.to_dict()] for text, q in zip(self._texts(source), of.values(), strict=True)]
+            for source, of in self.rules.items()
+        }
+        if self.excluded is not None:
+            excluded = self.excluded
+            rules["exclude"] = [[source, text] for source in self.SOURCES for text in excluded._texts(source)]
+        return json.dumps(rules, indent=2)
+
+    def _texts(self, source: Source) -> list[str]:
+        return [path_of(key) if source == "object_type" else key for key in self.rules[source]]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], types: Iterable[Kind] = ()) -> Self:
@@ -226,7 +299,7 @@ class QConfigMapping:
         check_sequence(types, "QConfigMapping.from_dict", "types", "module types and functions")
         mapping, types = cls(), tuple(types)
         for key in values:
-            check_known("key of QConfigMapping", key, cls.SOURCES)
+            check_known("key of QConfigMapping", key, (*cls.SOURCES, "exclude"))
         for source in cls.SOURCES:
             rules = values.get(source, ())
             if not isinstance(rules, list | tuple):
@@ -234,6 +307,12 @@ class QConfigMapping:
             for index, rule in enumerate(rules):
                 with within(f"{source}[{index}]"):
                     mapping._add(source, rule, types)
+        excluded = values.get("exclude", ())
+        if not isinstance(excluded, list | tuple):
+            raise ValueError(f"exclude must be a list of layers, got {type(excluded).__name__}.")
+        for index, layer in enumerate(excluded):
+            with within(f"exclude[{index}]"):
+                mapping._add_excluded(layer, types)
         return mapping
 
     def _add(self, source: Source, rule: Any, types: Iterable[Kind]) -> None:
@@ -249,6 +328,15 @@ class QConfigMapping:
             raise ValueError(f"QConfigMapping: the global rule has the name '', got {rule[0]!r}.")
         else:
             self._set(source, rule[0], qconfig)
+
+    def _add_excluded(self, layer: Any, types: Iterable[Kind]) -> None:
+        """Add an excluded layer of the parsed JSON: a list of the kind of its rule and a text."""
+        if not (isinstance(layer, list | tuple) and len(layer) == 2):
+            raise ValueError("QConfigMapping: an excluded layer must be a list of the kind of its rule and a text.")
+        check_known("kind of rule", layer[0], self.SOURCES[:-1])
+        excluded = self.excluded or QConfigMapping()
+        excluded._add(layer[0], [layer[1], None], types)
+        self.excluded = excluded
 
     @classmethod
     def from_json(cls, text: str, types: Iterable[Kind] = ()) -> Self:
@@ -267,13 +355,16 @@ class QConfigMapping:
             raise ValueError("QConfigMapping: the JSON is nested too deeply.") from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, QConfigMapping) and self.rules == other.rules
+        return isinstance(other, QConfigMapping) and (self.rules, self.excluded) == (other.rules, other.excluded)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         rules = [f"{source} {key}: {q and q.describe()}" for source, of in self.rules.items() for key, q in of.items()]
-        return f"QConfigMapping({'; '.join(rules)})"
+        excluded = (
+            [] if self.excluded is None else [f"exclude {key}" for of in self.excluded.rules.values() for key in of]
+        )
+        return f"QConfigMapping({'; '.join(rules + excluded)})"
 
 
 def warn_of_unused_types(
@@ -291,6 +382,25 @@ def warn_of_unused_types(
         if kind not in known:
             message = f"{option} {getattr(kind, '__name__', kind)}, which {fact} and has no effect."
             warnings.warn(message, stacklevel=4)  # the caller of the public function, which calls by its own helper
+
+
+def with_excluded(mapping: QConfigMapping | None, exclude: Exclude | None) -> QConfigMapping | None:
+    """Return a mapping, or its copy that excludes the layers of the `exclude` argument of a public function.
+
+    Raises:
+        TypeError, ValueError: As `QConfigMapping.exclude`.
+    """
+    if exclude is None:
+        return mapping
+    several = isinstance(exclude, Iterable) and not isinstance(exclude, str | type)
+    layers: list[Any] = list(exclude) if several else [exclude]  # type: ignore[arg-type]  # an Iterable
+    return (QConfigMapping() if mapping is None else mapping.copy()).exclude(*layers) if layers else mapping
+
+
+def types_by_option(mapping: QConfigMapping | None) -> dict[str, list[Kind]]:
+    """Return the types and functions that a mapping and its exclusions name, by what a warning calls each of them."""
+    of = {"qconfig_mapping has a rule for": mapping, "exclude names": None if mapping is None else mapping.excluded}
+    return {option: list(rules.rules["object_type"]) for option, rules in of.items() if rules is not None}
 
 
 def check_qconfig_mapping(what: str, mapping: object) -> None:

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from qtoolkit.config.formats import BLOCKS, LARGEST
 from qtoolkit.config.registry import REGISTRY
 from qtoolkit.errors import check_known, check_mapping, unknown
+from qtoolkit.instead import FORMATS as MEANT
+from qtoolkit.instead import RENAMED, check_arguments
 
 FORMATS = ("int", *LARGEST, *BLOCKS, "nnie")
-# What other tools' names of formats mean here.
-MEANT = {
-    **dict.fromkeys(("fp8", "float8", "float8_e4m3", "float8_e4m3fn", "e4m3fn"), "e4m3"),
-    **dict.fromkeys(("float8_e5m2", "bf8"), "e5m2"),
-    **dict.fromkeys(("fp4", "float4", "float4_e2m1fn_x2"), "e2m1"),
-}
 # The fields that a format other than "int" fixes.
 FIXED: dict[str, dict[str, Any]] = {
     format: {
@@ -74,6 +70,7 @@ class QuantSpec:
 
     Raises:
         ValueError: A value is out of its range, or a name is unknown.
+        TypeError: An argument is unknown. For other tools' names, such as num_bits, the error says what to write.
 
     Example:
         >>> spec = QuantSpec(bits=4, narrow=True)
@@ -98,6 +95,13 @@ class QuantSpec:
     quantizer: str = "fixed"
     quantizer_args: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool = False
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+            """Check the names of the arguments."""
+            check_arguments("QuantSpec", kwargs, [f.name for f in fields(cls)])
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 16:
@@ -263,7 +267,7 @@ class QuantSpec:
         """
         check_mapping("QuantSpec", values)
         for key in values:
-            check_known("key of QuantSpec", key, [f.name for f in fields(cls)])
+            check_known("key of QuantSpec", key, [f.name for f in fields(cls)], RENAMED)
         try:
             return cls(**values)
         except RecursionError:

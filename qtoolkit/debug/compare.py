@@ -23,7 +23,7 @@ from qtoolkit.graph.passes import split_silu
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
 from qtoolkit.graph.passes.record import verdict_now
 from qtoolkit.graph.plan import Tracing
-from qtoolkit.model_inputs import call_arguments, clone_tensors
+from qtoolkit.model_inputs import call_arguments, clone_tensors, naming_misfits
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn import LinkedBatchNorm
 from qtoolkit.progress import note, progress_bar
@@ -75,7 +75,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: Any, progress:
     inside = quantized_inside(quantized)
     with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
-        with watching(traced, inside) as float_calls:
+        with naming_misfits(quantized, inputs, "compare: inputs do"), watching(traced, inside) as float_calls:
             expected = reference.run(*values)
         counterparts = _counterparts(traced, quantized)
         with (

@@ -9,7 +9,7 @@ from qtoolkit.debug.inside import Calls, watching
 from qtoolkit.debug.similarity import Comparison, LayerComparison, compare_calls, similarity_of
 from qtoolkit.eager.record import chains_of
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_inputs import call_arguments
+from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating
 from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.progress import note, progress_bar
@@ -24,7 +24,10 @@ def compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: Any, p
     names = _layers(float_model, quantized)
     followers = _batch_norms(float_model, quantized)
     with torch.no_grad(), evaluating(float_model), evaluating(quantized), freeze_ranges(quantized):
-        with watching(float_model, [*names, *followers.values()]) as float_calls:
+        with (
+            naming_misfits(float_model, inputs, "compare: inputs do"),
+            watching(float_model, [*names, *followers.values()]) as float_calls,
+        ):
             expected = float_model(*args, **kwargs)
         with watching(quantized, names) as calls:
             result = quantized(*args, **kwargs)

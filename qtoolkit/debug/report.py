@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qtoolkit.argument_order import in_any_order
 from qtoolkit.debug.compare import compare
 from qtoolkit.debug.page import charts, details, facts, picture, summary, tables
 from qtoolkit.debug.sensitivity import Sensitivity
@@ -29,11 +30,12 @@ Accuracy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Verified = ExportResult | Verification | DeployedVerification
 
 
+@in_any_order(model="model", inputs="inputs", path="path")
 def report(
     model: nn.Module,
-    path: str | os.PathLike[str],
-    *,
     inputs: Any = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
     float_model: nn.Module | None = None,
     accuracy: Accuracy | None = None,
     sensitivity: Sensitivity | None = None,
@@ -50,9 +52,10 @@ def report(
     Args:
         model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. One without a graph
             gets a tree of its modules in place of the graph.
-        path: The file to write; its folder is created. If a step fails, nothing is written.
         inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor, such as a batch of real data: for histograms
-            with the share that each range clips, and for multiplications and bit operations.
+            with the share that each range clips, and for multiplications and bit operations. None, or `report(model, path)`,
+            leaves them out.
+        path: The file to write; its folder is created. If a step fails, nothing is written.
         float_model: The model that was quantized: with `inputs`, for the error of each layer (see `compare`).
         accuracy: A table to show: a dict of scores, or a list of dicts with the same keys.
         sensitivity: The result of `sensitivity`.
@@ -69,12 +72,14 @@ def report(
         >>> prepared, x = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1))), torch.rand(8, 4)
         >>> _ = qt.calibrate(prepared, [x], progress=False)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     qt.debug.report(prepared, folder + "/report.html", inputs=x, accuracy={"float": 0.91, "int8": 0.909})
+        ...     qt.debug.report(prepared, x, folder + "/report.html", accuracy={"float": 0.91, "int8": 0.909})
         ...     page = open(folder + "/report.html").read()
         >>> "a softmax, which tensorrt computes in float" in page, "0.909" in page
         (True, True)
     """
     check_module(model, "report")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f'report: path must be the file to write, got {path!r}; write path="report.html".')
     found = verification.verification if isinstance(verification, ExportResult) else verification
     _check(model, inputs, float_model, accuracy, sensitivity, found)
     exported = str(replace(verification, verification=None)) if isinstance(verification, ExportResult) else ""

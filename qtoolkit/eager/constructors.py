@@ -4,7 +4,6 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -23,15 +22,15 @@ class Settings:
 
     Attributes:
         rules: How each type is quantized.
-        ignore: Names of types that stay in float, or a callable that is called with "" and each layer.
+        ignore: A callable that is called with "" and each layer; those for which it is true stay in float.
     """
 
     rules: ReplacementRules
-    ignore: tuple[str, ...] | Callable[[str, nn.Module], bool] = ()
+    ignore: Callable[[str, nn.Module], bool] | None = None
 
     def finish(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Quantize a module after the constructor of `cls` ran, unless the module is an instance of a subclass."""
-        if type(module) is cls and cls in self.rules.rules.table and not self._ignores(module):
+        if type(module) is cls and cls in self.rules.rules.table and not (self.ignore and self.ignore("", module)):
             qconfig = self.rules.decide(module).qconfig
             if qconfig is not None:
                 qat_type = self.rules.rules.table[cls]
@@ -39,11 +38,6 @@ class Settings:
                 link_own_inputs(module, self.rules.rules.backend)
         if isinstance(module, TRANSFORMERS):
             keep_off_fast_paths(module, [part for part in module.modules() if isinstance(part, QuantModule)])
-
-    def _ignores(self, module: nn.Module) -> bool:
-        if callable(self.ignore):
-            return bool(self.ignore("", module))
-        return any(fnmatchcase(type(module).__name__, name) for name in self.ignore)
 
 
 class Construction:

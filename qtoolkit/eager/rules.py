@@ -1,7 +1,7 @@
 """Which layers module replacement quantizes, how, and why others stay float."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +18,7 @@ from qtoolkit.nn.batch_norm import is_batch_norm
 from qtoolkit.nn.registry import QatModules
 from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.shared_modules import modules_by_name
-from qtoolkit.verdicts import BY_CONFIG, Cause, Status, Verdict
+from qtoolkit.verdicts import Cause, Status, Verdict
 
 Ignore = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
@@ -35,11 +35,9 @@ class ReplacementRules:
 
     Attributes:
         rules: The configs.
-        ignored: Modules that stay float, with the reason.
     """
 
     rules: LayerRules
-    ignored: Mapping[nn.Module, str] = field(default_factory=dict)
 
     def decide(self, module: nn.Module) -> LayerDecision:
         """Return how a float layer is quantized.
@@ -47,8 +45,6 @@ class ReplacementRules:
         Raises:
             ValueError: The layer has several names, and the mapping has different configs for them.
         """
-        if module in self.ignored:
-            return LayerDecision(None, self._ignores(module))
         if type(module) not in self.rules.table:
             return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, self._why_no_type(module)))
         if "forward" in vars(module):
@@ -58,17 +54,13 @@ class ReplacementRules:
 
     def output_spec(self, module: nn.Module) -> QuantSpec | None:
         """Return the spec of the output of a module whose type is not in the table; None leaves it in float."""
-        qconfig = None if module in self.ignored else self.rules.of_module(module).qconfig
+        qconfig = self.rules.of_module(module).qconfig
         return None if qconfig is None else qconfig.activation
 
     def verdict_not_linked(self, batch_norm: nn.Module) -> Verdict | None:
         """Return the verdict on a batch norm that is not linked to the layer before it; None if it is."""
-        if batch_norm in self.ignored:
-            return self._ignores(batch_norm)
-        return BY_CONFIG if self.rules.of_module(batch_norm).qconfig is None else None
-
-    def _ignores(self, module: nn.Module) -> Verdict:
-        return Verdict.left_float(Cause.IGNORED, self.ignored[module])
+        rule = self.rules.of_module(batch_norm)
+        return rule.left if rule.qconfig is None else None
 
     def _why_no_type(self, module: nn.Module) -> str:
         kind = type(module)
@@ -89,22 +81,25 @@ class ReplacementRules:
         return f"no QAT type for {kind.__name__}"
 
 
-def ignored_in(model: nn.Module, ignore: Ignore | None) -> dict[nn.Module, str]:
-    """Return the modules that `ignore` leaves in float, and their submodules, each with the reason.
+def names_ignored(model: nn.Module, ignore: Ignore | None) -> list[str]:
+    """Return the names of the modules that `ignore` leaves in float with all that is in them.
 
     Raises:
         ValueError: A name or pattern matches no module.
         TypeError: An entry is not a string.
     """
+    modules = modules_by_name(model)
     if ignore is None:
-        return {}
+        return []
     if callable(ignore) and not isinstance(ignore, type):
-        hits = [module for name, module in modules_by_name(model).items() if ignore(name, module)]
-        return _with_parts(hits, "ignored by the callable")
-    reasons: dict[nn.Module, str] = {}
+        return [name for name, module in modules.items() if ignore(name, module)]
+    names: list[str] = []
     for entry in entries_of(ignore, "replace"):
-        reasons = {**_with_parts(_matches(model, entry), f"ignored by {entry!r}"), **reasons}
-    return reasons
+        found = [name for name in modules if name == entry or fnmatchcase(name, entry)]
+        if not found:
+            raise ValueError("replace: ignore: " + unknown("module", entry, filter(None, modules)))
+        names += found
+    return names
 
 
 def entries_of(ignore: object, what: str) -> list[str]:
@@ -118,21 +113,10 @@ def entries_of(ignore: object, what: str) -> list[str]:
     for entry in entries:
         if not isinstance(entry, str):
             raise TypeError(
-                f"{what}: ignore must be a name, a list of names, or a callable(name, module), got {entry!r} in it."
+                f"{what}: ignore must be a name, a list of names, or a callable(name, module), got {entry!r} in it; name types "
+                f"in exclude."
             )
     return entries
-
-
-def _matches(model: nn.Module, entry: str) -> list[nn.Module]:
-    modules = modules_by_name(model)
-    found = [module for name, module in modules.items() if name == entry or fnmatchcase(name, entry)]
-    if not found:
-        raise ValueError("replace: ignore: " + unknown("module", entry, filter(None, modules)))
-    return found
-
-
-def _with_parts(modules: Iterable[nn.Module], reason: str) -> dict[nn.Module, str]:
-    return {part: reason for module in modules for part in module.modules()}
 
 
 def decide_all(model: nn.Module, rules: ReplacementRules) -> dict[str, LayerDecision]:

@@ -11,6 +11,7 @@ from qtoolkit.export.program import export_program
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes, Verdict
 from qtoolkit.export.verification.verify import Verification, verify, verify_onnx
+from qtoolkit.instead import say_when_called
 
 __all__ = [
     "BackendFiles",
@@ -36,3 +37,7 @@ __all__ = [
     "verify",
     "verify_onnx",
 ]
+say_when_called(
+    __name__,
+    "qtoolkit.export_onnx(model, example_inputs, path) for an ONNX file, or a function of qtoolkit.export for another one",
+)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from qtoolkit.argument_order import in_any_order
 from qtoolkit.export.onnx import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
 from qtoolkit.export.verification.codes import largest_difference
@@ -57,6 +58,7 @@ class ExecutorchResult:
         return "\n".join(str(part) for part in parts if part is not None)
 
 
+@in_any_order(model="model", inputs="example_inputs", path="path")
 def export_executorch(
     model: nn.Module,
     example_inputs: Any,

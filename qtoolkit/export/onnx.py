@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from qtoolkit.argument_order import in_any_order
 from qtoolkit.backends import Backend, backends
 from qtoolkit.eager.record import plan_of
 from qtoolkit.errors import check_known
@@ -89,6 +90,7 @@ class ExportResult:
         return "\n".join(map(str, [head, *self.weights, *verification]))
 
 
+@in_any_order(model="model", inputs="example_inputs", path="path")
 def export_onnx(
     model: nn.Module,
     example_inputs: Any,
@@ -198,7 +200,7 @@ def export_onnx(
         check_file(file, chosen, "export_onnx")
         step(bar, "comparing codes with onnxruntime")
         with in_float(converted):  # the comparison is of layers alone, without the runtime's optimizations
-            verification = verify_onnx(converted, file, example_inputs, progress) if verify else None
+            verification = verify_onnx(converted, example_inputs, file, progress) if verify else None
         if verification is not None:
             verification.check()
         replace_model(file, weights, Path(path), old)
@@ -266,7 +268,7 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
         warnings.warn(
             f"export_onnx: {', '.join(map(repr, names))} came into the model after it was quantized and is float in the file; "
             f"make that change in the float model, and quantize it again.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

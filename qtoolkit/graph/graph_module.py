@@ -206,7 +206,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             warnings.warn(
                 f"train: Python branches on self.training in {', '.join(names)}; the model was prepared in eval mode, and its "
                 f"graph computes that branch in training mode too. Prepare it in training mode, or name the submodule in "
-                f"`skip`.",
+                f"`untraced`.",
                 stacklevel=3,  # the caller of train
             )
 

@@ -71,7 +71,7 @@ class Tracing:
 
     Attributes:
         leaf_modules: Types of leaf modules.
-        skip: Dotted names of leaf modules.
+        skip: Dotted names of leaf modules, the `untraced` of prepare.
         concrete_args: Values of arguments of forward that were fixed.
         measured: Whether example inputs decided on sizes.
         branches: Submodules whose Python branches on their mode where the graph has the branch of `training` in both modes.

@@ -36,8 +36,8 @@ class TracedBlock(nn.Module):
 
     Where the model calls the block once, and takes from it only what it returns, the block runs its part of the graph: it can
     be called with the arguments that the model gives it, and hooks, activation checkpointing and sharding work on it. Other
-    blocks raise RuntimeError that says why; `qtoolkit.prepare(..., skip=["its name"])` keeps a block that is a module of its
-    own.
+    blocks raise RuntimeError that says why; `qtoolkit.prepare(..., untraced=["its name"])` keeps a block that is a module of
+    its own.
 
     Attributes:
         block_type: The name of the block's type.
@@ -100,7 +100,7 @@ class TracedBlock(nn.Module):
     def _refuse(self, what: str, why: str) -> NoReturn:
         raise RuntimeError(
             f"{with_article(self.block_type)} of a prepared model cannot be {what}: {why}. Do so with the whole model or with "
-            f"single layers, or call qtoolkit.prepare(..., skip=[its name]), which keeps it as a module."
+            f"single layers, or call qtoolkit.prepare(..., untraced=[its name]), which keeps it as a module."
         )
 
 

@@ -36,7 +36,7 @@ def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
 
     def sums(codes: Tensor, zero_point: int) -> Tensor:
         y: Tensor = packed.sums(codes, zero_point)
-        return y
+        return y if layer.returns_channels_last else y.contiguous()  # torch returns images in channels_last
 
     return sums
 

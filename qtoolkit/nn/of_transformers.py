@@ -13,7 +13,7 @@ class QuantTransformersConv1D(QuantWeighted, Conv1D):  # type: ignore[misc]  # i
     """The class Conv1D of the package transformers with quantizers: GPT-2's linear layer, whose weight is (in, out).
 
     Despite its name it is no convolution. Axis 1 of the weight, and so of `weight_spec`, runs along the output features. In
-    training the layer computes the float simulation, also in a model that `qtoolkit.prepare` gave `forward="integer"`.
+    training the layer computes the float simulation, also in a model that was prepared with `training_arithmetic="integer"`.
 
     Example:
         >>> layer = QuantTransformersConv1D(2, 4, weight_spec=qt.QuantSpec(axis=1))  # 2 outputs, 4 inputs

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from qtoolkit.verdicts import Cause, Refusal
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
 
+Arithmetic = Literal["auto", "float", "integer"]
+Saved = Literal["codes", "float"]
 HAS_INT8 = is_exact()
 AS_ASKED = Refusal(Cause.AS_ASKED, "as asked")
 NO_INT8 = Refusal(Cause.NO_KERNEL, "no int8 kernel")
@@ -54,14 +56,14 @@ class TrainingArithmetic:
         TrainingArithmetic(forward='integer', save='float')
     """
 
-    FORWARDS: ClassVar[tuple[str, ...]] = ("auto", "float", "integer")
-    SAVES: ClassVar[tuple[str, ...]] = ("codes", "float")
+    FORWARDS: ClassVar[tuple[str, ...]] = get_args(Arithmetic)
+    SAVES: ClassVar[tuple[str, ...]] = get_args(Saved)
 
-    forward: str = "auto"
-    save: str = "codes"
+    forward: Arithmetic = "auto"
+    save: Saved = "codes"
 
     def __post_init__(self) -> None:
-        check_known("forward", self.forward, self.FORWARDS)
+        check_known("training_arithmetic", self.forward, self.FORWARDS)
         check_known("save", self.save, self.SAVES)
 
 

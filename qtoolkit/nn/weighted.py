@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qtoolkit.computed_weights import bake, mask
 from qtoolkit.config import QuantSpec
+from qtoolkit.errors import renamed
 from qtoolkit.nn import batch_norm, on_codes
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.module import QuantModule, activation_quantizer, quantized
@@ -379,32 +380,40 @@ def _of_call(linked: Sequence[T | None], call: int) -> T | None:
     return linked[min(call, len(linked) - 1)] if linked else None
 
 
-def set_training_arithmetic(model: nn.Module, forward: str = "auto", save: str = "codes") -> None:
+def set_training_arithmetic(
+    model: nn.Module,
+    arithmetic: on_codes.Arithmetic = "auto",
+    save: on_codes.Saved = "codes",
+    *,
+    forward: on_codes.Arithmetic | None = None,
+) -> None:
     """Set how a prepared or replaced model computes in training, at any time.
 
-    With forward="float" and save="float" training calls torch's own ops and fake quantization alone, which can be
+    With arithmetic="float" and save="float" training calls torch's own ops and fake quantization alone, which can be
     differentiated twice.
 
     Args:
         model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it, for the layers in it: the
             ops between the layers of a traced model follow the setting of the whole model.
-        forward: How convolutions, linear layers and products of two activations compute whose operands are on integer grids.
+        arithmetic: How convolutions, linear layers and products of two activations compute whose operands are on integer grids.
             "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has
             exact int8 kernels for the op on this processor and its input is large enough for them to be faster (see
             `benchmarks/small_layers.py`), else in float. Gradients are the straight-through ones in any case.
         save: What such an op keeps of its operands for backward. "codes": a byte an element, half a byte for at most 4 bits.
             "float": the values.
+        forward: The earlier name of `arithmetic`.
 
     Raises:
         ValueError: A value is not known.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)))
-        >>> set_training_arithmetic(prepared, forward="float")
+        >>> set_training_arithmetic(prepared, "float")
         >>> prepared.get_submodule("0").training_arithmetic
         TrainingArithmetic(forward='float', save='codes')
     """
-    arithmetic = on_codes.TrainingArithmetic(forward, save)
+    chosen = renamed("set_training_arithmetic", "forward", forward, "arithmetic", arithmetic, "auto")
+    of_each = on_codes.TrainingArithmetic(chosen, save)
     for module in model.modules():
         if isinstance(module, on_codes.TrainsOnCodes):
-            module.training_arithmetic = arithmetic
+            module.training_arithmetic = of_each

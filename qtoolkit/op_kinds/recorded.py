@@ -32,7 +32,7 @@ def check_size(value: Any, expected: Any, where: str) -> None:
             f"the model was prepared for inputs of other sizes: a value that Python uses is {value!r} now and was "
             f"{expected!r} for the example inputs, at {where}. Call qtoolkit.prepare with example_inputs of these sizes; or "
             f"with the optional tensors that forward otherwise makes itself, such as position_ids or attention_mask of a "
-            f"language model, which then takes any batch; or make that submodule a leaf module with skip."
+            f"language model, which then takes any batch; or make that submodule a leaf module with untraced."
         )
 
 

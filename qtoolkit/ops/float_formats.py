@@ -1,5 +1,7 @@
 """Small float formats and a logarithmic format, with a scale per tensor, per channel or per block."""
 
+from typing import Literal
+
 from torch import Tensor
 
 from qtoolkit._native import library
@@ -56,7 +58,11 @@ def fake_quant_float(
 
 
 def fake_quant_block(
-    x: Tensor, format: str, block_size: int = 32, scale_format: str = "e8m0", tensor_scale: Tensor | None = None
+    x: Tensor,
+    format: str,
+    block_size: int = 32,
+    scale_format: Literal["e8m0", "e4m3"] = "e8m0",
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """Round x to a small float format and back, with a scale for each block of neighbours in the last dimension.
 

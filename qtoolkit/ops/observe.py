@@ -1,6 +1,7 @@
 """Ranges and histograms of tensors, the range to quantize for a histogram, and the grid for a range."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ _observe_fake_quant = library.observe_fake_quant.default
 _observe_histogram_ = library.observe_histogram_.default
 _observe_minmax_ = library.observe_minmax_.default
 _search_range = library.search_range.default
+
+RangeMethod = Literal["mse", "l2", "entropy", "percentile"]
 
 
 def minmax(x: Tensor, axis: int | None = None, group: int = 1, block_size: int = 0) -> tuple[Tensor, Tensor]:
@@ -213,7 +216,7 @@ def search_range(
     hi: Tensor,
     qmin: int = -128,
     qmax: int = 127,
-    method: str = "mse",
+    method: RangeMethod = "mse",
     percentile: float = 99.99,
     symmetric: bool = True,
     candidates: Sequence[int] = (),

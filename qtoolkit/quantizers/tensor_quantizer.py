@@ -477,8 +477,10 @@ class TensorQuantizer(Quantizer, LoadsFloatCheckpoints):
     def check_ready(self) -> None:
         """Raise RuntimeError if there is no range to quantize with."""
         if not self.ready:
+            way = "qtoolkit.tuning.QuantizationSchedule(model, observe=100)"
+            steps = f", or find it in the first steps of the training with {way}" if self.training else ""
             raise RuntimeError(
-                f"quantizer {self.name!r} has no range yet: call qtoolkit.calibrate(model, batches) first, or switch it "
+                f"quantizer {self.name!r} has no range yet: call qtoolkit.calibrate(model, batches) first{steps}, or switch it "
                 f"off with qtoolkit.disable_quantization(model)."
             )
 

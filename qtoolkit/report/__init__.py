@@ -5,6 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.instead import say_when_called
 from qtoolkit.model_state import check_module
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 from qtoolkit.report.lines import LayerLine, QuantizationReport, TensorLine
@@ -40,3 +41,8 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     report = report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)
     of_weights = {name: quantizer for name, quantizer in quantizers_of(model).items() if quantizer.of_weight}
     return replace(report, following={name: quantizer.follows for name, quantizer in of_weights.items()})
+
+
+say_when_called(
+    __name__, "qtoolkit.debug.report(model, inputs, path) for a page, or print(qtoolkit.quantization_report(model))"
+)

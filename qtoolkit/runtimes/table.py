@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -20,6 +20,9 @@ from qtoolkit.quantizers.capability import NO_CODES
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Execute, Executed
 from qtoolkit.verdicts import Cause, Refusal
+
+RuntimeName = Literal["onnxruntime", "openvino", "tensorrt", "xnnpack"]
+ExecutingRuntime = Literal["onnxruntime", "openvino"]  # those that run an ONNX file here
 
 
 @dataclass(frozen=True)

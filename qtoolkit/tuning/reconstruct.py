@@ -119,7 +119,7 @@ class Reconstruction:
 def reconstruct(
     prepared: QuantizedGraphModule,
     batches: Iterable[Any],
-    method: str = "adaround",
+    method: Literal["adaround", "brecq", "qdrop"] = "adaround",
     granularity: Literal["layer", "block"] | None = None,
     steps: int = 2000,
     layers: Sequence[str] | None = None,

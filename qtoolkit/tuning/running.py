@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.batches import Caller
 from qtoolkit.eager.record import check_links
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.model_inputs import clone_tensors, run_batch
+from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import evaluating, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.on_codes import TrainingArithmetic
+from qtoolkit.op_kinds.recorded import check_none
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of, take_names
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -42,7 +44,7 @@ class Batches:
         if forward is not None and not callable(forward):
             raise TypeError(f"{what}: forward must be a function of a model and a batch, or None, got {forward!r}.")
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
-        self.forward, self.what = forward, what
+        self.forward, self.what, self._call = forward, what, forward or Caller(what)
         self.count: int | None = None  # of batches, once they were read
 
     def __iter__(self) -> Iterator[Any]:
@@ -102,7 +104,7 @@ class Batches:
             RuntimeError: A quantizer has no range yet.
         """
         with self.explaining(model, up_to):
-            return run_batch(model, batch, self.what) if self.forward is None else self.forward(model, batch)
+            return self._call(model, batch)
 
     @contextmanager
     def explaining(self, model: nn.Module, up_to: str = "") -> Iterator[None]:
@@ -144,6 +146,8 @@ def arguments_part(gm: QuantizedGraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.set_codegen(gm.graph._codegen)
     inputs = [graph.node_copy(node) for node in gm.graph.nodes if node.op == "placeholder"]
+    for node in gm.graph.find_nodes(op="call_function", target=check_none):  # an argument that is fixed takes nothing
+        graph.node_copy(node, dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)).__getitem__)
     graph.output(tuple(graph.call_function(clone_tensors, (node,)) for node in inputs))
     return fx.GraphModule(gm, graph, type(gm).__name__)
 

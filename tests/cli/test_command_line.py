@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
@@ -188,11 +189,15 @@ def test_wrong_arguments_exit_with_2(argv: list[str], capsys) -> None:
     assert "usage: qtoolkit" in capsys.readouterr().err
 
 
-def test_tables_need_rich_and_json_does_not(tmp_path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_needs_rich(terminal: bool, tmp_path, capsys, monkeypatch) -> None:
+    """Without it, a terminal gets the lines that a pipe gets."""
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert install_command("cli") in refused(capsys, "info")
-    assert main(["info", "--json"]) == 0
-    assert main(["lint", clean().save(tmp_path), "--backend", "tensorrt"]) == 0
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert main(["info"]) == 0
+    assert f"torch\t{torch.__version__}, library built for" in capsys.readouterr().out
+    assert main(["lint", two_quantizers().save(tmp_path), "--backend", "tensorrt"]) == 1
+    assert "\tone-quantizer\t" in capsys.readouterr().out
 
 
 def test_without_onnx_it_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
@@ -211,10 +216,10 @@ def test_a_closed_pipe_leaves_no_traceback(tmp_path) -> None:
 
 def test_ctrl_c_leaves_no_traceback() -> None:
     code = (
-        "import signal, sys, time; from qtoolkit.cli import arguments\n"
+        "import signal, sys, time; from qtoolkit.cli import running\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background starts without it
-        "arguments.info = lambda given: (print('ready', flush=True), time.sleep(60))\n"
-        "sys.exit(arguments.main(['info']))"
+        "running.COMMANDS['info'] = lambda given: (print('ready', flush=True), time.sleep(60))\n"
+        "sys.exit(running.main(['info', 'a.onnx', 'b.onnx']))"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout.readline() == "ready\n"
@@ -254,14 +259,105 @@ def test_the_command_is_the_command_line(capsys, monkeypatch) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+# ---- several files, pipes and terminals
+
+
+def test_several_files_and_the_highest_exit_code(tmp_path, capsys) -> None:
+    (tmp_path / "bad").mkdir()
+    good, bad = clean().save(tmp_path), two_quantizers().save(tmp_path / "bad")
+    assert main(["lint", good, bad, "--backend", "tensorrt"]) == 1
+    out = capsys.readouterr().out
+    assert f"{good}: 0 findings" in out
+    assert f"{bad}: 1 finding for" in out
+    missing = str(tmp_path / "none.onnx")
+    assert main(["lint", missing, bad, "--backend", "tensorrt"]) == 2
+    out, err = capsys.readouterr()
+    assert f"{bad}: 1 finding for" in out, "the files behind a bad one are checked"
+    assert "does not exist" in err
+    assert main(["verify", good, good, "--runtime", "onnxruntime"]) == 0
+    assert capsys.readouterr().out.count("0 of 2048 codes differ") == 2
+
+
+def test_several_files_as_json(tmp_path, capsys) -> None:
+    """An object for each, one behind the other, as jq reads them."""
+    (tmp_path / "b").mkdir()
+    paths = [clean().save(tmp_path), signed_in_and_unsigned_out().save(tmp_path / "b")]
+    assert main(["info", *paths, "--json"]) == 0
+    out, found = capsys.readouterr().out.strip(), []
+    while out:
+        value, end = json.JSONDecoder().raw_decode(out)
+        found, out = [*found, value["file"]], out[end:].lstrip()
+    assert found == paths
+
+
+LONG = "a_layer_with_a_name_of_more_than_a_hundred_and_twenty_characters." * 3 + "conv"
+
+
+def renamed(folder: Path) -> str:
+    """A file with a finding at a node of a long name."""
+    model = two_quantizers().model()
+    for node in model.graph.node:
+        if node.name == "relu":
+            node.name = LONG
+    onnx.save(model, folder / "long.onnx")
+    return str(folder / "long.onnx")
+
+
+def test_a_pipe_gets_a_line_for_each_row_and_no_name_is_broken(tmp_path, capsys) -> None:
+    path = renamed(tmp_path)
+    assert main(["lint", path, "--backend", "tensorrt"]) == 1
+    finding, counted = capsys.readouterr().out.splitlines()
+    assert finding.split("\t")[:3] == [path, LONG, "one-quantizer"]
+    assert len(finding.split("\t")) == 5
+    assert counted.startswith(f"{path}: 1 finding for tensorrt; ")
+    assert main(["info", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(f"{path}\t") for line in lines)
+    assert any(line.startswith(f"{path}\tinput\tx: FLOAT [") for line in lines)
+
+
+def on_a_terminal(*argv: str, **env: str) -> str:
+    """Run the command on a terminal of 80 columns, and return all that it writes."""
+    reader, writer = pty.openpty()
+    run = subprocess.Popen(
+        [*RUN, *argv], stdin=writer, stdout=writer, stderr=writer, env={**os.environ, "COLUMNS": "80", **env}
+    )
+    os.close(writer)
+    written = b""
+    while True:
+        try:
+            part = os.read(reader, 1 << 16)
+        except OSError:  # Linux says so at the end
+            break
+        if not part:
+            break
+        written += part
+    os.close(reader)
+    assert run.wait() in (0, 1), written
+    return written.decode()
+
+
+def test_a_terminal_gets_a_table_and_no_color_where_it_is_not_wanted(tmp_path) -> None:
+    pytest.importorskip("rich")
+    path = renamed(tmp_path)
+    drawn = on_a_terminal("lint", path, "--backend", "tensorrt", TERM="xterm-256color", NO_COLOR="")
+    assert "\x1b[" in drawn
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in drawn.splitlines()) <= 80
+    plain = on_a_terminal("lint", path, "--backend", "tensorrt", TERM="xterm-256color", NO_COLOR="1")
+    assert "\x1b" not in plain
+    assert plain.splitlines() == re.sub(r"\x1b\[[\d;]*m", "", drawn).splitlines()
+
+
 # ---- the documentation
 
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("onnxscript")
     monkeypatch.chdir(tmp_path)
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    program, first = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     exec(compile(program, "docs/command_line.md", "exec"), {})
+    Path("first.py").write_text(first)
     commands = 0
     for block in re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL):
         for command, _, shown in (part.partition("\n") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]):
@@ -273,7 +369,15 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys) -> None:
             out = capsys.readouterr().out
             assert out.startswith(shown), (command, out)
             commands += 1
-    assert commands == PAGE.count("$ qtoolkit ") >= 5
+    monkeypatch.delitem(sys.modules, "first")
+    assert commands == PAGE.count("$ qtoolkit ") >= 6
+
+
+def test_the_page_names_every_command_and_option() -> None:
+    parser = qtoolkit_command.parser()
+    (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    options = {o for command in (parser, *commands.values()) for a in command._actions for o in a.option_strings}
+    assert [name for name in (*commands, *options - {"-h"}) if name not in PAGE] == []
 
 
 def test_the_page_names_every_rule() -> None:

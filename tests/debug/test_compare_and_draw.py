@@ -127,9 +127,9 @@ class Around(nn.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        {"skip": ["block"], "concrete_args": {"twice": True}},
+        {"untraced": ["block"], "concrete_args": {"twice": True}},
         {"leaf_modules": [Whole], "example_inputs": torch.randn(2, 3, 6, 6)},
-        {"skip": ["block"], "example_inputs": torch.randn(2, 3, 6, 6)},
+        {"untraced": ["block"], "example_inputs": torch.randn(2, 3, 6, 6)},
     ],
     ids=["concrete_args", "leaf", "skip"],
 )

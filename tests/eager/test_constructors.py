@@ -97,7 +97,7 @@ def test_a_model_that_is_built_computes_by_the_formula() -> None:
         reference.fake_quant(weight, weight.abs().amax(1) / 127, None, -128, 127, 0),
         model[0].bias,
     )
-    qt.nn.set_training_arithmetic(model, forward="float")
+    qt.nn.set_training_arithmetic(model, arithmetic="float")
     assert torch.equal(model(x), expected)
 
 

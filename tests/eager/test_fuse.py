@@ -219,7 +219,7 @@ def test_the_plan_has_the_status_of_batch_norms_in_chains() -> None:
     assert [type(replaced.get_submodule(f"{n}.bn")).__name__ for n in "abc"] == ["QuantBatchNorm2d"] + [
         "BatchNorm2d"
     ] * 2
-    assert verdicts(replace(model, ignore="a.bn"))["a.bn"] == ("float", "float: ignored by 'a.bn'")
+    assert verdicts(replace(model, ignore="a.bn"))["a.bn"] == ("float", "float: excluded by 'a.bn'")
     again = copy.deepcopy(replaced)
     replace(again, mapping, inplace=True)
     assert plan_of(again) == plan_of(replaced)

@@ -133,7 +133,7 @@ class Calls(nn.Module):
 
 
 def test_fewer_nodes_than_calls_in_a_leaf_module(tmp_path) -> None:
-    prepared = qt.prepare(nn.Sequential(Calls(), nn.ReLU(), nn.Linear(8, 2)).eval(), X, skip=["0"])
+    prepared = qt.prepare(nn.Sequential(Calls(), nn.ReLU(), nn.Linear(8, 2)).eval(), X, untraced=["0"])
     qt.calibrate(prepared, [X], progress=False)
     result = qt.export_onnx(prepared, X, tmp_path / "model.onnx")
     names = [node.name for node in onnx.load(str(result.path)).graph.node if node.op_type == "QuantizeLinear"]

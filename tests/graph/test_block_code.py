@@ -132,7 +132,7 @@ class MakesPair(nn.Module):
 
 def prepared_of(model: nn.Module, inputs: object = (X,), **options: object) -> nn.Module:
     """In one memory format, on any processor: a model that computes on codes converts its inputs as a whole."""
-    prepared = qt.prepare(model, inputs, forward="float", **options)
+    prepared = qt.prepare(model, inputs, training_arithmetic="float", **options)
     mode = prepared.training
     qt.calibrate(
         prepared.eval(), [inputs], progress=False

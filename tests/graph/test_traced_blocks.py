@@ -88,7 +88,7 @@ WHY = {
 def test_a_block_without_a_part_of_its_own_cannot_be_called(name: str) -> None:
     kind, why = WHY[name]
     with pytest.raises(
-        RuntimeError, match=rf"a {kind} of a .* cannot be called on its own: {why}.*prepare\(\.\.\., skip="
+        RuntimeError, match=rf"a {kind} of a .* cannot be called on its own: {why}.*prepare\(\.\.\., untraced="
     ):
         qt.prepare(Twice()).get_submodule(name)(X)
 
@@ -248,7 +248,7 @@ def test_a_sequential_model_is_read_by_index() -> None:
 
 def test_the_remedy_works() -> None:
     model = Stages().train()
-    prepared = qt.prepare(model, (X,), "onnxruntime", skip=["blocks.0", "blocks.1"])
+    prepared = qt.prepare(model, (X,), "onnxruntime", untraced=["blocks.0", "blocks.1"])
     qt.calibrate(prepared, [X], progress=False)
     expected = prepared(X)
     apply_activation_checkpointing(prepared, check_fn=lambda module: isinstance(module, Block))

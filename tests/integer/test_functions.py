@@ -83,7 +83,7 @@ def test_functions_compute_the_bits_of_layers(backend: str, runtime: str | None)
 def test_training_rounds_the_biases_of_functions() -> None:
     gradients = []
     for model in layer_and_function():
-        prepared = qt.prepare(model.train(), (X,), backend="onnxruntime", forward="float")  # functions have no other
+        prepared = qt.prepare(model.train(), (X,), backend="onnxruntime", training_arithmetic="float")
         qt.calibrate(prepared, [X], progress=False)
         prepared.train()(X).square().sum().backward()
         parameters = dict(model.named_parameters())

@@ -122,6 +122,22 @@ def test_means_of_the_whole_map(tmp_path, mean: nn.Module) -> None:
     assert_equal_codes(model, X, tmp_path / "m.onnx")
 
 
+class Viewed(nn.Module):
+    """The head of many a first network: `view` takes rows alone, and int8 convolutions return channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(6, 8, 3), nn.Linear(8 * 36, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv(x)), 2)
+        return self.fc(x.view(x.size(0), -1))
+
+
+def test_a_view_behind_a_convolution(tmp_path) -> None:
+    assert_equal_codes(converted(Viewed(), X), X, tmp_path / "m.onnx", exporter="torchscript")
+
+
 class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.matmul(x, x.transpose(1, 2))

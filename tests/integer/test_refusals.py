@@ -95,7 +95,9 @@ def prepared(layer: Layer, config: qt.QConfig, output: qt.QuantSpec = INT8) -> n
     last = nn.Linear(8, 4) if layer.inputs is ROWS else nn.Conv2d(8, 4, 1)
     mapping = qt.QConfigMapping().set_module_name("0", config)
     mapping.set_module_name("1", qt.QConfig(output, qt.QuantSpec(axis=0)))
-    model = qt.prepare(nn.Sequential(layer.make(), last), layer.inputs, "academic", mapping, forward="integer")
+    model = qt.prepare(
+        nn.Sequential(layer.make(), last), layer.inputs, "academic", mapping, training_arithmetic="integer"
+    )
     qt.calibrate(model, [layer.inputs], progress=False)
     return model.train()
 

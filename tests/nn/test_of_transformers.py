@@ -74,7 +74,7 @@ def test_a_rule_by_type_says_the_axis_of_the_weight_itself() -> None:
 
 @pytest.mark.parametrize("forward", ["auto", "integer"])
 def test_the_report_says_that_it_trains_in_float(forward: str) -> None:
-    replaced = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8)), forward=forward)
+    replaced = qt.quant_modules.replace(nn.Sequential(Conv1D(6, 8)), training_arithmetic=forward)
     (line,) = qt.quantization_report(replaced).layers
     assert line.kind == "linear"
     assert line.training == "float, keeps floats: no op computes a Conv1D on codes"

@@ -93,10 +93,10 @@ def bytes_kept(model: nn.Module, x: Tensor) -> int:
 @configs
 @roads
 def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None:
-    plain, codes = (quantized(road, config, forward="float", save="codes") for _ in range(2))
+    plain, codes = (quantized(road, config, training_arithmetic="float", save="codes") for _ in range(2))
     for layer in plain.modules():  # the batch norms between them are the same ops in both
         if isinstance(layer, qt.nn.QuantWeighted):
-            qt.nn.set_training_arithmetic(layer, forward="float", save="float")
+            qt.nn.set_training_arithmetic(layer, arithmetic="float", save="float")
     for _ in range(2):
         assert_equal(step(codes), step(plain))
 
@@ -105,7 +105,7 @@ def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None
 @roads
 def test_the_integer_forward_is_the_simulation_but_for_rounding(road: str, config: qt.QConfig) -> None:
     """In float64, where no rounding flips: the float simulation of each layer on the input that the integer one has."""
-    integer = quantized(road, config, forward="integer")
+    integer = quantized(road, config, training_arithmetic="integer")
     seen = {}
     for name, layer in integer.named_modules():
         if isinstance(layer, qt.nn.QuantWeighted) and layer.batch_norm is None and name != "shared":
@@ -123,7 +123,8 @@ def test_the_integer_forward_is_the_simulation_but_for_rounding(road: str, confi
 def test_gradients_of_the_integer_forward_are_the_straight_through_ones(road: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(1), nn.Linear(800, 5))
     integer, plain = (
-        quantized(road, model=model, **o) for o in ({"forward": "integer"}, {"forward": "float", "save": "float"})
+        quantized(road, model=model, **o)
+        for o in ({"training_arithmetic": "integer"}, {"training_arithmetic": "float", "save": "float"})
     )
     found, wanted = step(integer), step(plain)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5)
@@ -135,7 +136,9 @@ def test_gradients_of_the_integer_forward_are_the_straight_through_ones(road: st
 def test_sums_are_those_of_the_deployed_kernels(road: str) -> None:
     """The codes of the sums: integers, the same as of int64 arithmetic."""
     layer = nn.Conv2d(16, 4, 3, bias=False)
-    integer = quantized(road, FIXED, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer), forward="integer")
+    integer = quantized(
+        road, FIXED, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer), training_arithmetic="integer"
+    )
     seen = {}
     conv = integer.get_submodule("2")
     conv.register_forward_hook(lambda m, args, y: seen.update(x=args[0], y=y))
@@ -168,9 +171,9 @@ def test_a_code_takes_a_byte_or_less_and_is_kept_once(road: str) -> None:
         config = qt.QConfig(qt.QuantSpec(bits=bits), qt.QuantSpec(bits=bits, axis=0))
         mapping = qt.QConfigMapping().set_global(config)
         if road == "graph":
-            model = qt.prepare(Twice().train(), (x,), qconfig_mapping=mapping, forward="float")
+            model = qt.prepare(Twice().train(), (x,), qconfig_mapping=mapping, training_arithmetic="float")
         else:
-            model = qt.quant_modules.replace(Twice().train(), mapping, forward="float")
+            model = qt.quant_modules.replace(Twice().train(), mapping, training_arithmetic="float")
         qt.calibrate(model.eval(), [x], progress=False)
         consumers = 1 if road == "graph" else 2  # by modules each layer quantizes its own input
         assert bytes_kept(model.train(), x) <= consumers * size * per_element + 4096
@@ -189,7 +192,7 @@ def test_checkpointing_and_state_dicts() -> None:
 @roads
 def test_what_backward_saw_may_change_before_it(road: str) -> None:
     """An observer moves the scales between two forwards and their backward."""
-    model = quantized(road, FIXED, forward="float")
+    model = quantized(road, FIXED, training_arithmetic="float")
     for quantizer in model.modules():
         if isinstance(quantizer, qt.TensorQuantizer) and not quantizer.of_weight:
             quantizer.observing = True
@@ -208,7 +211,9 @@ def test_a_tensor_changed_in_place_is_quantized_anew() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.conv(x)
 
-    models = [quantized("graph", FIXED, Doubles(), forward="float", save=save) for save in ("codes", "float")]
+    models = [
+        quantized("graph", FIXED, Doubles(), training_arithmetic="float", save=save) for save in ("codes", "float")
+    ]
     for model in models:
         quantizer = model.get_submodule("conv").source
         quantizer.register_forward_hook(lambda m, args, y: y.mul_(0))
@@ -224,7 +229,10 @@ class Halves(nn.Module):
 def test_an_op_that_is_put_before_a_layer_later_takes_its_codes(by: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Identity(), nn.Conv2d(8, 4, 1))
     found = []
-    for options in ({"forward": "float", "save": "codes"}, {"forward": "float", "save": "float"}):
+    for options in (
+        {"training_arithmetic": "float", "save": "codes"},
+        {"training_arithmetic": "float", "save": "float"},
+    ):
         prepared = quantized("graph", LSQ, copy.deepcopy(model), **options)
         if by == "module":
             prepared.set_submodule("2", Halves())
@@ -237,7 +245,7 @@ def test_an_op_that_is_put_before_a_layer_later_takes_its_codes(by: str) -> None
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("options", [{"forward": "int"}, {"save": "nothing"}])
+@pytest.mark.parametrize("options", [{"training_arithmetic": "int"}, {"save": "nothing"}])
 @roads
 def test_unknown_options_are_named(road: str, options: dict) -> None:
     ((name, value),) = options.items()
@@ -249,7 +257,7 @@ def test_dropout_moves_values_off_the_grid() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(8, 4, 1))
     found = []
     for save in ("codes", "float"):
-        prepared = quantized("graph", LSQ, copy.deepcopy(model), forward="float", save=save)
+        prepared = quantized("graph", LSQ, copy.deepcopy(model), training_arithmetic="float", save=save)
         torch.manual_seed(3)
         found.append(step(prepared))
     assert_equal(*found)
@@ -260,9 +268,9 @@ def test_a_dropout_that_drops_nothing_leaves_values_on_their_grid_until_it_does(
     """The flattened tensor comes with no codes, so that the layer has to know the quantizer."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.0), nn.Flatten(), nn.Linear(800, 5))
     found, kept = [], []
-    for options in ({"forward": forward}, {"forward": "float", "save": "float"}):
+    for options in ({"training_arithmetic": forward}, {"training_arithmetic": "float", "save": "float"}):
         prepared = quantized("graph", LSQ, copy.deepcopy(model), **options)
-        if options == {"forward": forward}:
+        if options == {"training_arithmetic": forward}:
             keeps = {line.name: line.training for line in qt.quantization_report(prepared).layers}["4"]
             assert keeps == ("on codes" if forward == "integer" else "float (as asked)") + ", keeps codes"
         kept.append(bytes_kept(prepared, images()))
@@ -278,7 +286,7 @@ def test_a_dropout_that_drops_nothing_leaves_values_on_their_grid_until_it_does(
 def test_layers_compute_in_channels_last_without_a_copy_of_the_batch() -> None:
     """The learned quantizer keeps its input for backward: the batch itself, in either memory format."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2))
-    prepared = quantized("graph", LSQ, model, forward="integer")
+    prepared = quantized("graph", LSQ, model, training_arithmetic="integer")
     in_channels_last = []
     for name in ("0", "2"):
         prepared.get_submodule(name).register_forward_hook(
@@ -301,7 +309,7 @@ def test_the_scale_of_a_batch_is_trained_without_the_gradient_of_the_batch(
     road: str, forward: str, watched: str
 ) -> None:
     """Unless somebody may see that gradient; both ways give the same sum, in another order."""
-    ours, other = (quantized(road, forward=forward) for _ in range(2))
+    ours, other = (quantized(road, training_arithmetic=forward) for _ in range(2))
     end = "input_quantizer" if road == "modules" else "activation_quantizers.x"
     name = next(n for n, _ in ours.named_modules() if n.endswith(end))
     gradients = []
@@ -339,23 +347,29 @@ def test_a_batch_that_changes_behind_its_quantizer_is_an_error() -> None:
 )
 def test_an_output_has_the_memory_format_of_a_batch_with_other_strides(x: Tensor) -> None:
     model = nn.Sequential(nn.Conv2d(x.size(1), 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    prepared = qt.prepare(model, (x,), qconfig_mapping=qt.QConfigMapping().set_global(LSQ), forward="integer")
+    prepared = qt.prepare(
+        model, (x,), qconfig_mapping=qt.QConfigMapping().set_global(LSQ), training_arithmetic="integer"
+    )
     qt.calibrate(prepared, [x], progress=False)
     assert prepared(x).is_contiguous()
 
 
 @pytest.mark.skipif(not HAS_INT8, reason="torch has no exact int8 kernels on this processor")
 def test_auto_computes_on_codes_where_torch_has_kernels() -> None:
-    auto, integer = quantized("graph"), quantized("graph", forward="integer")
+    auto, integer = quantized("graph"), quantized("graph", training_arithmetic="integer")
     conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    auto, integer = (quantized("graph", model=copy.deepcopy(conv), **o) for o in ({}, {"forward": "integer"}))
+    auto, integer = (
+        quantized("graph", model=copy.deepcopy(conv), **o) for o in ({}, {"training_arithmetic": "integer"})
+    )
     large = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))
     assert_equal(step(auto, leaf(large)), step(integer, leaf(large)))
 
 
 @pytest.mark.skipif(not HAS_INT8, reason="torch has no exact int8 kernels on this processor")
 def test_auto_computes_small_inputs_in_float() -> None:
-    auto, plain, integer = (quantized("graph", **o) for o in ({}, {"forward": "float"}, {"forward": "integer"}))
+    auto, plain, integer = (
+        quantized("graph", **o) for o in ({}, {"training_arithmetic": "float"}, {"training_arithmetic": "integer"})
+    )
     assert_equal(step(auto), step(plain))
     assert not torch.equal(step(auto)[0], step(integer)[0])
 
@@ -384,7 +398,7 @@ def test_from_how_many_positions_on_auto_computes_on_codes(layer, sizes: tuple, 
     assert on_codes.computes_on_codes(layer, enough, layer.geometry(enough))
     fewer = x[:0]
     assert not on_codes.computes_on_codes(layer, fewer, layer.geometry(fewer))
-    qt.nn.set_training_arithmetic(layer, forward="integer")
+    qt.nn.set_training_arithmetic(layer, arithmetic="integer")
     assert on_codes.computes_on_codes(layer, fewer, layer.geometry(fewer))
 
 
@@ -392,7 +406,9 @@ def test_a_small_image_is_converted_rather_than_a_large_weight() -> None:
     """Values and gradients are those of the same image in rows."""
     x = torch.randn(1, 8, 6, 6, generator=torch.Generator().manual_seed(0))
     mapping = qt.QConfigMapping().set_global(LSQ)
-    prepared = qt.prepare(nn.Sequential(nn.Conv2d(8, 64, 5)), (x,), qconfig_mapping=mapping, forward="float")
+    prepared = qt.prepare(
+        nn.Sequential(nn.Conv2d(8, 64, 5)), (x,), qconfig_mapping=mapping, training_arithmetic="float"
+    )
     qt.calibrate(prepared.eval(), [x], progress=False)
     models = copy.deepcopy(prepared).train(), prepared.train()
     in_channels_last = x.contiguous(memory_format=torch.channels_last)
@@ -406,7 +422,7 @@ def test_a_small_image_is_converted_rather_than_a_large_weight() -> None:
 def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> None:
     torch._dynamo.reset()
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.ConvTranspose2d(8, 4, 2), nn.Linear(9, 5)
-    model = quantized("graph", config, nn.Sequential(*layers), forward=forward)
+    model = quantized("graph", config, nn.Sequential(*layers), training_arithmetic=forward)
     copied = copy.deepcopy(model)
     compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
     for seed in (0, 1):
@@ -417,18 +433,20 @@ def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> 
 
 
 def test_the_report_says_how_each_layer_computes_in_training() -> None:
-    report = qt.quantization_report(quantized("graph", forward="integer"))
+    report = qt.quantization_report(quantized("graph", training_arithmetic="integer"))
     lines = {line.name: line.training for line in report.layers if line.training}
     assert lines["stem.0"] == lines["up"] == lines["head"] == "on codes, keeps codes"
     assert "in training" in str(report)
     assert "on codes, keeps codes" in str(report)
-    report = qt.quantization_report(quantized("modules", save="float", forward="float"))
+    report = qt.quantization_report(quantized("modules", save="float", training_arithmetic="float"))
     assert {line.training for line in report.layers if line.training} == {"float (as asked), keeps floats"}
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
     report = qt.quantization_report(quantized("graph", wide))
     assert "float, keeps floats: its inputs have no codes of one byte and one scale" in str(report)
     scales = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))
-    report = qt.quantization_report(quantized("modules", scales, nn.Sequential(nn.Linear(12, 4)), forward="integer"))
+    report = qt.quantization_report(
+        quantized("modules", scales, nn.Sequential(nn.Linear(12, 4)), training_arithmetic="integer")
+    )
     assert report.layers[0].training == (
         "float (its weight's scales do not run along its output channels), keeps codes"
     )
@@ -439,7 +457,7 @@ def test_the_report_says_that_a_weight_with_gradients_of_its_own_keeps_floats() 
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 4, 3))
     kept = {}
     for name, config in {"pact": pact, "fixed": FIXED}.items():
-        prepared = quantized("graph", config, copy.deepcopy(model), forward="float")
+        prepared = quantized("graph", config, copy.deepcopy(model), training_arithmetic="float")
         kept[name] = bytes_kept(prepared, leaf(images()))
         lines = [line.training for line in qt.quantization_report(prepared).layers]
         own = "float, keeps floats: the gradients of its weight are those of 'pact'"
@@ -455,16 +473,16 @@ def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place
     layer.link_source(on_codes.Source(qt.TensorQuantizer(FIXED.activation)))
     assert on_codes.described(layer) == ("on codes (float for fewer than 2,048 positions), keeps codes", None)
     assert on_codes.described(layer.to(**place)) == ("float (no int8 kernel), keeps codes", Cause.NO_KERNEL)
-    qt.nn.set_training_arithmetic(layer, forward="integer")
+    qt.nn.set_training_arithmetic(layer, arithmetic="integer")
     assert on_codes.described(layer) == ("on codes, keeps codes", None)
-    qt.nn.set_training_arithmetic(layer, forward="float")
+    qt.nn.set_training_arithmetic(layer, arithmetic="float")
     assert on_codes.described(layer) == ("float (as asked), keeps codes", Cause.AS_ASKED)
 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])
 def test_an_empty_batch_and_a_single_image(forward: str) -> None:
     layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten(), nn.Linear(2 * 11 * 11, 3)
-    model = quantized("graph", model=nn.Sequential(*layers), forward=forward)
+    model = quantized("graph", model=nn.Sequential(*layers), training_arithmetic=forward)
     y = model(leaf(torch.empty(0, 3, 12, 12)))
     y.sum().backward()
     assert y.shape == (0, 3)
@@ -474,7 +492,7 @@ def test_an_empty_batch_and_a_single_image(forward: str) -> None:
 
 def test_sums_that_int32_may_not_hold_are_computed_in_float() -> None:
     model = nn.Sequential(nn.Linear(80_000, 2))
-    prepared = qt.quant_modules.replace(model, forward="integer")
+    prepared = qt.quant_modules.replace(model, training_arithmetic="integer")
     qt.calibrate(prepared, [torch.ones(1, 80_000)], progress=False)
     (line,) = qt.quantization_report(prepared).layers
     assert line.training == "float (its sums may exceed int32), keeps codes"
@@ -486,9 +504,14 @@ def test_sums_that_int32_may_not_hold_are_computed_in_float() -> None:
 
 @pytest.mark.parametrize("forward", ["float", "integer"])
 def test_autocast_computes_in_its_type(forward: str) -> None:
-    model = quantized("graph", model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), forward=forward)
+    model = quantized(
+        "graph", model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), training_arithmetic=forward
+    )
     plain = quantized(
-        "graph", model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), save="float", forward="float"
+        "graph",
+        model=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)),
+        save="float",
+        training_arithmetic="float",
     )
     plain.load_state_dict(model.state_dict())
     with torch.autocast("cpu", torch.bfloat16):

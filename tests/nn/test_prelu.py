@@ -78,7 +78,7 @@ def test_a_step_is_that_of_the_modules_one_by_one(
 
 
 def test_float32_output_is_that_of_the_modules_bit_for_bit(calls: list[dict]) -> None:
-    prepared = prepared_of(forward="float")
+    prepared = prepared_of(training_arithmetic="float")
     prepared.norm.eval()  # whose op rounds elsewhere in training
     with torch.no_grad():
         ours = prepared(X)
@@ -167,14 +167,16 @@ def test_the_report_tells_it() -> None:
         "one op with activation_quantizers.second_1",
         "one op with activation_quantizers.third",
     }
-    assert set(trained(prepared_of(forward="float", save="float")).values()) == {"by torch: as asked"}
+    assert set(trained(prepared_of(training_arithmetic="float", save="float")).values()) == {"by torch: as asked"}
     assert trained(prepared_of("lsq_plus", symmetric=False))["first"] == "by torch: its quantizer trains a zero point"
     with called_one_by_one():
         assert set(trained(prepared_of()).values()) == {"by torch: hooks of all modules are registered"}
 
 
 @pytest.mark.parametrize(
-    "options", [{"quantizer": "lsq_plus", "symmetric": False}, {"forward": "float", "save": "float"}], ids=str
+    "options",
+    [{"quantizer": "lsq_plus", "symmetric": False}, {"training_arithmetic": "float", "save": "float"}],
+    ids=str,
 )
 def test_trained_zero_points_and_floats_for_backward_stay_with_torch(options: dict, calls: list[dict]) -> None:
     step(prepared_of(**options))

@@ -15,7 +15,7 @@ from tests.cases import leaf
 from tests.nn.test_on_codes import AFFINE, FIXED, FOUR_BITS, LSQ, assert_equal, bytes_kept, configs, roads
 
 BATCH, HEADS, LENGTH, FEATURES = 3, 2, 5, 8
-PLAIN = {"forward": "float", "save": "float"}
+PLAIN = {"training_arithmetic": "float", "save": "float"}
 
 
 class Attention(nn.Module):
@@ -88,14 +88,14 @@ def test_codes_for_backward_change_no_bit(model: type[nn.Module], road: str, con
     net = model()
     target = {"backend": "openvino"} if road == "graph" else {}  # TensorRT takes attention that is one op in float
     plain = quantized(road, config, copy.deepcopy(net), **target, **PLAIN)
-    codes = quantized(road, config, net, **target, forward="float")
+    codes = quantized(road, config, net, **target, training_arithmetic="float")
     assert_equal(step(codes), step(plain))
 
 
 @roads
 def test_operands_that_dropout_moved_off_their_grid_are_kept_in_float(road: str) -> None:
     net, found = Attention(0.5), []
-    for options in ({"forward": "float"}, PLAIN):
+    for options in ({"training_arithmetic": "float"}, PLAIN):
         model = quantized(road, LSQ, copy.deepcopy(net), **options)
         torch.manual_seed(3)
         found.append(step(model))
@@ -130,7 +130,7 @@ def product_of(road: str, config: qt.QConfig, given: tuple[Tensor, Tensor], **op
 @roads
 def test_a_code_takes_a_byte_or_less(road: str, bits: int, per_element: float) -> None:
     x, other = leaf(torch.randn(8, 64, 128)), leaf(torch.randn(8, 128, 64))
-    model = product_of(road, qt.QConfig(qt.QuantSpec(bits=bits), None), (x, other), forward="float")
+    model = product_of(road, qt.QConfig(qt.QuantSpec(bits=bits), None), (x, other), training_arithmetic="float")
     bits_of_masks = (x.numel() + other.numel()) / 8
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(
@@ -148,7 +148,7 @@ def test_other_products_are_those_of_torch(shapes: tuple[tuple[int, ...], ...]) 
     given = tuple(torch.randn(shape) for shape in shapes)
     calibration = tuple(torch.randn([max(size, 1) for size in shape]) for shape in shapes)
     found = []
-    for options in ({"forward": "integer"}, PLAIN):
+    for options in ({"training_arithmetic": "integer"}, PLAIN):
         model = product_of("graph", FIXED, calibration, **options)
         x, other = map(leaf, given)
         model(x, other).square().sum().backward()
@@ -160,7 +160,7 @@ def test_other_products_are_those_of_torch(shapes: tuple[tuple[int, ...], ...]) 
 @roads
 def test_the_integer_forward_has_the_sums_of_integers(road: str, config: qt.QConfig) -> None:
     x, other = map(leaf, operands())
-    model = product_of(road, config, (x, other), forward="integer")
+    model = product_of(road, config, (x, other), training_arithmetic="integer")
     y = model(x, other)
     grids = list(model.activation_quantizers.children() if road == "graph" else model.product.sources)
     codes = [
@@ -176,7 +176,7 @@ def test_the_integer_forward_has_the_sums_of_integers(road: str, config: qt.QCon
 
 def test_the_integer_forward_is_the_deployed_kernel() -> None:
     x, other = operands()
-    prepared = qt.prepare(Product(), (x, other), backend="onnxruntime", forward="integer")
+    prepared = qt.prepare(Product(), (x, other), backend="onnxruntime", training_arithmetic="integer")
     qt.calibrate(prepared, [(x, other)], progress=False)
     deployed = qt.convert(prepared, arithmetic="integer")
     found = prepared.train()(leaf(x), leaf(other))
@@ -187,7 +187,7 @@ def test_the_integer_forward_is_the_deployed_kernel() -> None:
 @roads
 def test_nan_stays(road: str) -> None:
     x, other = operands()
-    model = product_of(road, FIXED, (x, other), forward="integer")
+    model = product_of(road, FIXED, (x, other), training_arithmetic="integer")
     x[0, 0, 0] = torch.nan
     y = model(leaf(x), leaf(other))
     assert y[0, 0].isnan().all()
@@ -197,7 +197,7 @@ def test_nan_stays(road: str) -> None:
 @roads
 @pytest.mark.parametrize("forward", ["float", "integer"])
 def test_autocast_computes_in_its_type(road: str, forward: str) -> None:
-    model, plain = quantized(road, forward=forward), quantized(road, **PLAIN)
+    model, plain = quantized(road, training_arithmetic=forward), quantized(road, **PLAIN)
     found = []
     for each in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):
@@ -213,7 +213,7 @@ def test_autocast_computes_in_its_type(road: str, forward: str) -> None:
 @pytest.mark.parametrize("config", [LSQ, FOUR_BITS], ids=["lsq", "four bits"])
 def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> None:
     torch._dynamo.reset()
-    model = quantized("graph", config, forward=forward)
+    model = quantized("graph", config, training_arithmetic=forward)
     copied = copy.deepcopy(model)
     compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
     for seed in (0, 1):
@@ -225,7 +225,7 @@ def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])
 def test_checkpoints_copies_and_pickles(forward: str) -> None:
-    model = quantized("graph", forward=forward)
+    model = quantized("graph", training_arithmetic=forward)
     wanted = step(model)
     assert_equal(step(model, lambda x: checkpoint(model, x, use_reentrant=False)), wanted)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -240,7 +240,7 @@ def test_an_op_that_is_put_before_a_product_later_moves_its_values_off_the_grid(
             return x * 0.4771
 
     found = []
-    for options in ({"forward": "integer"}, {"forward": "float"}, PLAIN):
+    for options in ({"training_arithmetic": "integer"}, {"training_arithmetic": "float"}, PLAIN):
         model = quantized("graph", **options)
         model.set_submodule("drop", Halves())
         found.append(step(model.train()))
@@ -253,14 +253,14 @@ def test_the_report_says_how_each_product_computes_in_training() -> None:
         return [line.training for line in qt.quantization_report(model).layers if line.kind in ("matmul", "attention")]
 
     for road in ("graph", "modules"):
-        model = quantized(road, forward="integer")
+        model = quantized(road, training_arithmetic="integer")
         assert lines(model) == ["on codes, keeps codes"] * 2
         qt.nn.set_training_arithmetic(model)
         assert lines(model) == ["float (no int8 kernel), keeps codes"] * 2
-        qt.nn.set_training_arithmetic(model, **PLAIN)
+        qt.nn.set_training_arithmetic(model, "float", "float")
         assert lines(model) == ["float (as asked), keeps floats"] * 2
     one = "float (an operand is on no grid with codes of one byte and one scale), keeps codes of one operand"
-    dropped = quantized("modules", LSQ, Fused(0.5), forward="integer")
+    dropped = quantized("modules", LSQ, Fused(0.5), training_arithmetic="integer")
     assert lines(dropped) == [f"on codes, keeps codes; {one}"]
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
     none = "float, keeps floats: its operands are on no grids with codes of one byte and one scale"
@@ -285,7 +285,7 @@ class TorchAttention(nn.Module):
 def test_fused_attention_keeps_codes_and_changes_no_bit(config: qt.QConfig, is_causal: bool) -> None:
     net = TorchAttention(is_causal)
     plain = quantized("graph", config, copy.deepcopy(net), backend="openvino", **PLAIN)
-    codes = quantized("graph", config, net, backend="openvino", forward="float")
+    codes = quantized("graph", config, net, backend="openvino", training_arithmetic="float")
     assert_equal(step(codes), step(plain))
     for seed in (0, 1):
         assert_equal(

@@ -519,7 +519,7 @@ def test_codes_in_onnxruntime(tmp_path: Path, qat_type: type, exporter: str, op:
     """A float state exports ONNX's LSTM or GRU op; a quantized state exports a Q/DQ pair per step."""
     x = torch.randn(B, T, F)
     mapping = qt.QConfigMapping().set_object_type(qat_type.FLOAT, qt.QConfig(ACTIVATION, WEIGHT))
-    how = {"skip": ["tagger"], "qat_modules": {qat_type.FLOAT: qat_type}, "qconfig_mapping": mapping}
+    how = {"untraced": ["tagger"], "qat_modules": {qat_type.FLOAT: qat_type}, "qconfig_mapping": mapping}
     prepared = qt.prepare(Kept(qat_type.FLOAT).eval(), x, backend="onnxruntime", **how)
     assert type(prepared.tagger.rnn) is qat_type
     qt.calibrate(prepared, [x], progress=False)

@@ -61,7 +61,7 @@ def prepared(
     x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(1))
     weight, activation = weight or qt.QuantSpec(axis=0), activation or qt.QuantSpec(signed=False, symmetric=False)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    model = qt.prepare(network(), (x,), backend="academic", qconfig_mapping=mapping, forward=forward)
+    model = qt.prepare(network(), (x,), backend="academic", qconfig_mapping=mapping, training_arithmetic=forward)
     qt.calibrate(model, [x], progress=False)
     for module in model.modules():
         if hasattr(module, "count_steps"):

@@ -75,9 +75,11 @@ def quantized(name: str, road: str, axis: int | None = 0) -> nn.Module:
     torch.manual_seed(0)
     net = Net().train()
     if road == "prepare":
-        model = qt.prepare(net, X, backend="onnxruntime", qconfig_mapping=mapping_of(name, axis), forward="float")
+        model = qt.prepare(
+            net, X, backend="onnxruntime", qconfig_mapping=mapping_of(name, axis), training_arithmetic="float"
+        )
     else:
-        model = qt.quant_modules.replace(net, qconfig_mapping=mapping_of(name, axis), forward="float")
+        model = qt.quant_modules.replace(net, qconfig_mapping=mapping_of(name, axis), training_arithmetic="float")
     qt.calibrate(model, [X], progress=False)
     return model.train()
 
@@ -186,7 +188,7 @@ def test_the_integer_road_is_the_float_one_up_to_rounding(name: str) -> None:
     torch.testing.assert_close(converted(X), y, rtol=0.2, atol=0.3 * float(y.abs().max()))
     codes = copy.deepcopy(model).train()
     plain = copy.deepcopy(model).train()
-    qt.nn.set_training_arithmetic(codes, forward="integer")
+    qt.nn.set_training_arithmetic(codes, arithmetic="integer")
     torch.testing.assert_close(codes(X), plain(X), rtol=0.02, atol=0.05 * float(y.abs().max()))
     report = str(qt.quantization_report(codes))
     assert ("its inputs are shaped before they are rounded" in report) == (name in ("apot", "qil"))

@@ -26,7 +26,9 @@ def test_training_converges_with_the_factor_and_not_without_it(monkeypatch: pyte
     for name in ("lsq", "lsq_without_factor"):
         activation = qt.QuantSpec(bits=2, signed=False, symmetric=False, quantizer=name)
         mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(bits=2, quantizer=name)))
-        prepared = qt.prepare(model.train(), backend="onnxruntime", qconfig_mapping=mapping, forward="float")
+        prepared = qt.prepare(
+            model.train(), backend="onnxruntime", qconfig_mapping=mapping, training_arithmetic="float"
+        )
         qt.calibrate(prepared, [x[:1200]], progress=False)
         torch.manual_seed(0)
         train(prepared, x[:1200], y[:1200], 4, 0.1)

@@ -154,7 +154,7 @@ def two_bits_after(observer: str, args: dict, seed: int) -> float:
     activation = lsq(signed=False, symmetric=False, observer=observer, observer_args=args)
     config = qt.QConfig(activation, lsq(axis=0, observer=observer, observer_args=args))
     mapping = qt.QConfigMapping().set_global(config)
-    prepared = qt.prepare(model, backend="onnxruntime", qconfig_mapping=mapping, forward="float")
+    prepared = qt.prepare(model, backend="onnxruntime", qconfig_mapping=mapping, training_arithmetic="float")
     qt.calibrate(prepared, [x[:1200]], progress=False)
     torch.manual_seed(seed)
     train(prepared, x[:1200], y[:1200], 3, 0.01)

@@ -1,4 +1,4 @@
-"""Gradients of gradients, as penalties on them take: with forward="float" and save="float"."""
+"""Gradients of gradients, as penalties on them take: with training_arithmetic="float" and save="float"."""
 
 import copy
 
@@ -69,7 +69,7 @@ def test_penalties_are_those_of_the_float_model_with_quantizers_off(road: str, h
     options = {"forward": "float", "save": "float"} if how == "prepare" else {}
     prepared = quantized(road, copy.deepcopy(model).float(), **options).double()
     if how == "set":
-        qt.nn.set_training_arithmetic(prepared, forward="float", save="float")
+        qt.nn.set_training_arithmetic(prepared, arithmetic="float", save="float")
     x = leaf(images().double())
     wanted = penalty(model.train(), x)
     with qt.disable_quantization(prepared):
@@ -85,19 +85,19 @@ def test_penalties_are_those_of_the_float_model_with_quantizers_off(road: str, h
 @pytest.mark.parametrize("road", ["graph", "modules"])
 def test_gradgradcheck(road: str) -> None:
     torch.manual_seed(0)
-    prepared = quantized(road, Net(), forward="float", save="float").double()
+    prepared = quantized(road, Net(), training_arithmetic="float", save="float").double()
     with qt.disable_quantization(prepared):
         assert torch.autograd.gradgradcheck(prepared, (leaf(images()[:2, :, :4, :4].double()),), atol=1e-4)
 
 
 def test_learned_scales_have_an_error_that_says_what_to_do() -> None:
-    prepared = quantized("graph", Net(), "lsq", forward="float", save="float")
+    prepared = quantized("graph", Net(), "lsq", training_arithmetic="float", save="float")
     with pytest.raises(NotImplementedError, match="double backward through a scale"):
         penalty(prepared, leaf(images()))
 
 
 def test_the_setting_goes_with_copies_and_back() -> None:
-    prepared = quantized("graph", Net(), forward="float", save="float")
+    prepared = quantized("graph", Net(), training_arithmetic="float", save="float")
     assert "by torch: as asked" in str(qt.quantization_report(prepared))
     copied = copy.deepcopy(prepared)
     assert copied.training_arithmetic == PLAIN

@@ -94,9 +94,9 @@ def quantized(kind: str, bits: int, observer: str, road: str, model: nn.Module, 
     weights = spec(OF_WEIGHTS.get(kind, kind), bits, observer, axis=0)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec(kind, bits, observer), weights))
     if road == "prepare":
-        made = qt.prepare(model, (x[:2],), backend="academic", qconfig_mapping=mapping, forward="float")
+        made = qt.prepare(model, (x[:2],), backend="academic", qconfig_mapping=mapping, training_arithmetic="float")
     else:
-        made = qt.quant_modules.replace(model, qconfig_mapping=mapping, forward="float")
+        made = qt.quant_modules.replace(model, qconfig_mapping=mapping, training_arithmetic="float")
     qt.calibrate(made, x.split(8), progress=False)
     return made.train()
 

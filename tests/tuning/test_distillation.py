@@ -148,7 +148,7 @@ def test_it_trains_without_labels() -> None:
         optimizer.step()
     spec = qt.QuantSpec(bits=2, signed=False, symmetric=False, quantizer="lsq")
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, qt.QuantSpec(bits=2, axis=0, quantizer="lsq")))
-    prepared = qt.prepare(model.train(), qconfig_mapping=mapping, forward="float")
+    prepared = qt.prepare(model.train(), qconfig_mapping=mapping, training_arithmetic="float")
     qt.calibrate(prepared, [x], progress=False)
     with torch.no_grad():
         before = float((prepared(x).argmax(1) == model(x).argmax(1)).float().mean())

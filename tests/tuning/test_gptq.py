@@ -145,7 +145,7 @@ def test_dead_inputs_and_errors_change_nothing() -> None:
         ),
         ({"layers": ["2"]}, ValueError, "unknown layer of gptq '2'"),
         ({"batches": []}, ValueError, "gptq: batches must hold at least one batch"),
-        ({"batches": [x[:, :3]]}, ValueError, "gptq: the model does not run on a batch"),
+        ({"batches": [x[:, :3]]}, ValueError, "gptq: a batch does not fit the model: 'input' has the shape"),
     ):
         with pytest.raises(error, match=words):
             qt.tuning.gptq(prepared, **{"batches": [x], "progress": False, **arguments})

@@ -432,7 +432,7 @@ def test_nothing_to_learn() -> None:
             ValueError,
             "the model does not run on a batch up to '0': .*qtoolkit.calibrate",
         ),
-        ({"batches": [(torch.ones(2, 4), 1)]}, TypeError, "reconstruct: a batch does not match"),
+        ({"batches": [(torch.ones(2, 4), 1, 1)]}, TypeError, "reconstruct: a batch does not match"),
         ({"forward": lambda model, batch: batch}, ValueError, r"forward\(model, batch\) must call the model"),
     ],
 )

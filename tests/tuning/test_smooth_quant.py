@@ -130,7 +130,11 @@ def test_bad_arguments() -> None:
         ({"alpha": 1.5}, ValueError, r"alpha must be in \[0, 1\], got 1.5"),
         ({"skip": ["ln3"]}, ValueError, "unknown norm in skip of smooth_quant 'ln3'; did you mean"),
         ({"batches": []}, ValueError, "smooth_quant: batches must hold at least one batch"),
-        ({"batches": [torch.ones(2, 5, 3)]}, ValueError, "smooth_quant: the model does not run on a batch"),
+        (
+            {"batches": [torch.ones(2, 5, 3)]},
+            ValueError,
+            "smooth_quant: a batch does not fit the model: 'x' has the shape",
+        ),
     ):
         with pytest.raises(error, match=words):
             qt.tuning.smooth_quant(model, **{"batches": [x], "progress": False, **arguments})

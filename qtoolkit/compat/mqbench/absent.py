@@ -44,6 +44,8 @@ class Absent(ModuleType):
 
 
 def add_absent(package: str) -> None:
-    """Let imports from the modules that have no adapter raise these errors."""
+    """Let imports from the modules that have no adapter raise these errors, and what is read of them."""
     for name in WAYS:
-        sys.modules.setdefault(f"{package}.{name}", Absent(package, name))
+        module = sys.modules.setdefault(f"{package}.{name}", Absent(package, name))
+        home, _, own_name = module.__name__.rpartition(".")
+        setattr(sys.modules[home], own_name, module)

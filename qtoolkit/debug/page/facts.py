@@ -13,7 +13,7 @@ from qtoolkit.debug.similarity import Comparison, LayerComparison
 from qtoolkit.eager.record import plan_of
 from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_costs import bit_product, count_macs, layers_of, stored_bytes
-from qtoolkit.model_inputs import call_arguments
+from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating, removing
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.weighted import QuantWeighted
@@ -171,7 +171,12 @@ def _values_of(model: nn.Module, quantizers: Mapping[str, Quantizer], inputs: An
     listeners = {name: _Listener(quantizer) for name, quantizer in quantizers.items() if not quantizer.of_weight}
     args, kwargs = call_arguments(model, inputs, "report: inputs do")
     handles = [each.quantizer.register_forward_pre_hook(each.hear) for each in listeners.values()]
-    with removing(handles), torch.no_grad(), evaluating(model):
+    with (
+        removing(handles),
+        naming_misfits(model, inputs, "report: inputs do"),
+        torch.no_grad(),
+        evaluating(model),
+    ):
         model(*args, **kwargs)
     return {name: each.read() for name, each in listeners.items() if each.all.seen() and each.all.finite()}
 

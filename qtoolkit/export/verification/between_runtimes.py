@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qtoolkit.argument_order import in_any_order
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, first_line
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, pairs
@@ -21,7 +22,7 @@ from qtoolkit.model_inputs import tensors_of
 from qtoolkit.progress import progress_bar, step
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Executed
-from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
+from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime
 
 LARGEST_INPUT = 1 << 25  # values: 256 MiB while they are made
 INTEGERS = (np.int8, np.uint8, np.int16, np.uint16)
@@ -61,10 +62,11 @@ class RuntimeComparison:
         return "\n".join(lines)
 
 
+@in_any_order(path="path", inputs="inputs")
 def compare_runtimes(
     path: str | os.PathLike[str],
     inputs: Mapping[str, Any] | None = None,
-    runtimes: Sequence[str] = ("onnxruntime",),
+    runtimes: Sequence[ExecutingRuntime] = ("onnxruntime",),
     program: Any = None,
     seed: int = 0,
     progress: bool = True,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qtoolkit.errors import check_known
+from qtoolkit.argument_order import in_any_order
+from qtoolkit.errors import check_known, renamed
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.kinds import ops_where
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, quantizer_nodes
@@ -29,7 +30,7 @@ from qtoolkit.export.verification.positions import ChosenMaxima
 from qtoolkit.model_inputs import call_arguments, tensors_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.table import EXECUTES, RUNTIMES
+from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime
 
 if TYPE_CHECKING:
     import os
@@ -135,8 +136,14 @@ class Verification:
         return "\n".join(lines)
 
 
+@in_any_order(model="converted", inputs="inputs", path="path")
 def verify_onnx(
-    converted: nn.Module, model: "onnx.ModelProto | str | os.PathLike[str]", inputs: Any, progress: bool = True
+    converted: nn.Module,
+    inputs: Any,
+    path: "onnx.ModelProto | str | os.PathLike[str] | None" = None,
+    progress: bool = True,
+    *,
+    model: "onnx.ModelProto | str | os.PathLike[str] | None" = None,
 ) -> Verification:
     """Run a file in onnxruntime without graph optimizations, and compare all its integer codes with the model's.
 
@@ -144,9 +151,10 @@ def verify_onnx(
 
     Args:
         converted: What `qtoolkit.convert` returned.
-        model: The exported ModelProto, or the path of its file.
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
+        path: The path of the exported file, or its ModelProto.
         progress: Show a progress bar.
+        model: The earlier name of `path`.
 
     Returns:
         Counts of differing codes; call `check()` to raise an error where rounding ties do not explain them.
@@ -167,8 +175,9 @@ def verify_onnx(
         >>> found.weight_codes.differing, found.quantizer_codes.differing
         (0, 0)
     """
+    path = renamed("verify_onnx", "model", model, "path", path, None)
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
-    file = _opened(model)
+    file = _opened(path, "verify_onnx")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
     file.check_inputs(tensors_of((args, kwargs)), "verify_onnx")
     positions = _positions_of_maxima(file.proto.graph)
@@ -236,11 +245,12 @@ def _positions_of_maxima(graph: Any) -> list[str]:
     return [node.output[1] for node in pools if node.output[1] in taken]
 
 
+@in_any_order(model="model", inputs="inputs", path="path")
 def verify(
-    path: "str | os.PathLike[str]",
     model: nn.Module,
     inputs: Any,
-    runtimes: Sequence[str] = ("onnxruntime",),
+    path: "str | os.PathLike[str]",
+    runtimes: Sequence[ExecutingRuntime] = ("onnxruntime",),
     optimized: bool = True,
     progress: bool = True,
 ) -> DeployedVerification:
@@ -259,9 +269,9 @@ def verify(
     further outputs, which may keep it from fusing some ops: `changed_by_reading` is the difference this makes.
 
     Args:
-        path: The exported file.
         model: What `qtoolkit.convert` returned, in eval mode.
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
+        path: The exported file.
         runtimes: "onnxruntime", "openvino" or both, on the CPU.
         optimized: False runs onnxruntime without graph optimizations: every op in float between its Q/DQ nodes.
         progress: Show a progress bar.
@@ -285,7 +295,7 @@ def verify(
         >>> converted = qt.convert(prepared)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = qt.export_onnx(converted, x, folder + "/model.onnx")
-        ...     found = qt.export.verify(result.path, converted, x)
+        ...     found = qt.export.verify(converted, x, result.path)
         >>> found.runtimes["onnxruntime"].codes.differing
         0
     """
@@ -295,7 +305,7 @@ def verify(
         if not optimized and runtime != "onnxruntime":
             raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
-    file = _opened(path)
+    file = _opened(path, "verify")
     nodes = _nodes_of(file.proto.graph, model, "verify")
     grids = {node.quantizer: grid_named(model, node.quantizer) for node in nodes}
     tensors = tensors_of((args, kwargs))
@@ -316,10 +326,12 @@ def verify(
     return DeployedVerification(found)
 
 
-def _opened(model: "onnx.ModelProto | str | os.PathLike[str]") -> OpenedFile:
+def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> OpenedFile:
     """Open a model, or a file, which anybody may have written."""
     if isinstance(model, str | PathLike):
         open_model(model)
+    elif model is None or not hasattr(model, "graph"):
+        raise TypeError(f"{what}: path must be the path of the exported file, got {model!r}.")
     return OpenedFile.of(model)
 
 

@@ -87,7 +87,7 @@ def _check_in_place(node: fx.Node, model: nn.Module, inside: Collection[fx.Node]
         return
     raise ValueError(
         f"prepare: {node.name!r} changes {changed.name!r} in place under torch.no_grad, {LOST}. Use the out-of-place op, or "
-        f"make that submodule a leaf module with skip."
+        f"make that submodule a leaf module with untraced."
     )
 
 
@@ -99,7 +99,7 @@ def _detach(node: fx.Node, users: Collection[fx.Node], value: Any) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(
             f"prepare: {node.name!r} is computed under torch.no_grad and used outside, and the example inputs do not tell that "
-            f"it is a tensor. Make that submodule a leaf module with skip."
+            f"it is a tensor. Make that submodule a leaf module with untraced."
         )
     with node.graph.inserting_after(node):
         detached = node.graph.call_method("detach", (node,))

@@ -44,7 +44,7 @@ WRAPPERS: Mapping[str, str] = {
 def run(
     model: nn.Module,
     leaf_modules: Sequence[type[nn.Module]] = (),
-    skip: Sequence[str] = (),
+    untraced: Sequence[str] = (),
     concrete_args: Mapping[str, Any] | None = None,
     preserve_attributes: Sequence[str] | None = None,
     example_inputs: Any = None,
@@ -59,22 +59,22 @@ def run(
     Args:
         model: The model; its submodules become those of the result.
         leaf_modules: Types of leaf modules, which are not traced.
-        skip: Dotted names of submodules that are leaf modules.
+        untraced: Dotted names of submodules that are leaf modules.
         concrete_args: Values of arguments of forward that are fixed at tracing.
         preserve_attributes: Dotted names of attributes and methods that the result keeps.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. Their values are not used.
 
     Raises:
         UntraceableError: The model's Python cannot be traced.
-        ValueError: A name in `skip`, `concrete_args` or `preserve_attributes` is unknown; or a tensor is changed in place and
-            a view of it is read later, which a quantizer between them would break.
+        ValueError: A name in `untraced`, `concrete_args` or `preserve_attributes` is unknown; or a tensor is changed in place
+            and a view of it is read later, which a quantizer between them would break.
         TypeError: An entry of `leaf_modules` is not a module type, or `example_inputs` do not match forward.
     """
     check_model(model)
     check_leaf_modules(leaf_modules)
     check_sequence(preserve_attributes or (), "prepare", "preserve_attributes")
     kept = {name: _find_attribute(model, name) for name in preserve_attributes or ()}
-    leaf_submodules = _find_submodules(model, skip)
+    leaf_submodules = _find_submodules(model, untraced)
     fixed = fixed_arguments(model, concrete_args, example_inputs)
     call = Call.find(model, example_inputs, fixed, concrete_args or {})
 
@@ -174,7 +174,7 @@ def _warn_of_checkpoint(model: nn.Module) -> None:
     warnings.warn(
         f"prepare: {type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
         f"stores the activations instead of recomputing them. To recompute them, checkpoint blocks of the prepared model, as "
-        f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `skip`.",
+        f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `untraced`.",
         stacklevel=4,  # the caller of prepare
     )
 
@@ -183,7 +183,7 @@ def _warn_of_modes(branches: Sequence[str]) -> None:
     if branches:
         warnings.warn(
             f"prepare: Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
-            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `skip`.",
+            f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `untraced`.",
             stacklevel=4,  # the caller of prepare
         )
 
@@ -222,18 +222,18 @@ def check_leaf_modules(leaf_modules: Sequence[type[nn.Module]]) -> None:
     for kind in leaf_modules:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(
-                f"prepare: leaf_modules must contain subclasses of torch.nn.Module, got {kind!r}; name a submodule in skip."
+                f"prepare: leaf_modules must contain subclasses of torch.nn.Module, got {kind!r}; name a submodule in untraced."
             )
 
 
 def _find_submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    check_sequence(names, "prepare", "skip")
+    check_sequence(names, "prepare", "untraced")
     known = modules_by_name(model)
     for name in names:
         if not name:
-            raise ValueError('prepare: skip must name submodules, got "", which is the model itself.')
+            raise ValueError('prepare: untraced must name submodules, got "", which is the model itself.')
         if name not in known:
-            raise ValueError("prepare: skip: " + unknown("submodule", name, filter(None, known)))
+            raise ValueError("prepare: untraced: " + unknown("submodule", name, filter(None, known)))
     return [known[name] for name in names]
 
 

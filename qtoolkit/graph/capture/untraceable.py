@@ -24,7 +24,7 @@ class UntraceableError(RuntimeError):
     """A model whose Python cannot be turned into a graph.
 
     Attributes:
-        skip: Dotted name of the submodule that can be a leaf module instead; "" if the model's own forward is at fault.
+        untraced: Dotted name of the submodule that can be a leaf module instead; "" if the model's own forward is at fault.
 
     Example:
         >>> class Branch(torch.nn.Module):
@@ -33,13 +33,18 @@ class UntraceableError(RuntimeError):
         >>> try:
         ...     qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), Branch()))
         ... except qt.UntraceableError as error:
-        ...     print(error.skip)
+        ...     print(error.untraced)
         1
     """
 
-    def __init__(self, message: str, skip: str = "") -> None:
+    def __init__(self, message: str, untraced: str = "") -> None:
         super().__init__(message)
-        self.skip = skip
+        self.untraced = untraced
+
+    @property
+    def skip(self) -> str:
+        """The earlier name of `untraced`."""
+        return self.untraced
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -93,9 +98,9 @@ def untraceable(
 
 def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
     if name:
-        yield f"make that submodule a leaf module with skip=[{name!r}] or leaf_modules=[{kind}]"
+        yield f"make that submodule a leaf module with untraced=[{name!r}] or leaf_modules=[{kind}]"
     else:
-        yield "move that code into a submodule and make it a leaf module with skip or leaf_modules"
+        yield "move that code into a submodule and make it a leaf module with untraced or leaf_modules"
         children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in _children_with_layers(model)]
         if children:
             yield f"prepare submodules on their own: {', '.join(children)}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known
+from qtoolkit.ops.observe import RangeMethod
 from qtoolkit.quantizers.observers.base import Observer
 
 METHODS = ("percentile", "mse", "l2", "entropy")
@@ -101,7 +102,7 @@ class HistogramObserver(Observer):
         qmax: int = 127,
         symmetric: bool = True,
         bins: int = OPTIONS["bins"],
-        method: str = OPTIONS["method"],
+        method: RangeMethod = OPTIONS["method"],
         percentile: float = OPTIONS["percentile"],
         shape: tuple[int, ...] = (),
         axis: int | None = None,

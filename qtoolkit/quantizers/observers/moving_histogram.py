@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
+from qtoolkit.ops.observe import RangeMethod
 from qtoolkit.quantizers.observers.histogram import HistogramObserver, check_histogram, histogram_of, searched_codes
 from qtoolkit.quantizers.observers.minmax import EndsObserver, check_momentum
 
@@ -47,7 +48,7 @@ class MovingHistogramObserver(EndsObserver):
         qmax: int = 127,
         symmetric: bool = True,
         bins: int = OPTIONS["bins"],
-        method: str = OPTIONS["method"],
+        method: RangeMethod = OPTIONS["method"],
         percentile: float = OPTIONS["percentile"],
         shape: tuple[int, ...] = (),
         axis: int | None = None,

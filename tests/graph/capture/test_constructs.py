@@ -177,7 +177,7 @@ def run(name: str, pipe: Connection) -> None:
         prepared = qt.prepare(model, (x,))
     except qt.UntraceableError as error:
         text = str(error)
-        prepared = qt.prepare(model, (x,), skip=[error.skip])
+        prepared = qt.prepare(model, (x,), untraced=[error.untraced])
     with qt.disable_quantization(prepared):
         y = prepared(x)
     assert torch.equal(y, expected)
@@ -215,7 +215,7 @@ def test_refused_constructs_name_the_line_and_a_remedy_that_works(name: str) -> 
     text = text_of(name)
     assert re.search(REFUSED[name][1], text)
     assert f"{__name__.rpartition('.')[2]}.py, line" in text
-    assert "skip=['inner']" in text
+    assert "untraced=['inner']" in text
 
 
 def layer_runs(model: nn.Module, name: str) -> int:
@@ -231,10 +231,10 @@ def layer_runs(model: nn.Module, name: str) -> int:
 def test_lost_recomputation_is_reported(reentrant: bool) -> None:
     model = Net(lambda m, x: checkpoint(m.layers, x, use_reentrant=reentrant))
     with pytest.warns(
-        UserWarning, match=r"prepare: Net uses torch\.utils\.checkpoint; .* stores .* leaf modules with `skip`"
+        UserWarning, match=r"prepare: Net uses torch\.utils\.checkpoint; .* stores .* leaf modules with `untraced`"
     ):
         prepared = qt.prepare(model, (torch.randn(2, 4),))
-    leaf = qt.prepare(model, (torch.randn(2, 4),), skip=["inner"])
+    leaf = qt.prepare(model, (torch.randn(2, 4),), untraced=["inner"])
     assert (layer_runs(prepared, "inner.layers.0"), layer_runs(leaf, "inner.layers.0")) == (1, 2)
 
 
@@ -257,7 +257,7 @@ def test_a_custom_function_is_refused_without_grad_and_example_inputs_too() -> N
 def test_what_a_graph_would_lose_silently_is_refused(
     function: Callable[[Construct, Tensor], Tensor], words: str, example: object
 ) -> None:
-    with pytest.raises(qt.UntraceableError, match=rf"{words}.*test_constructs\.py, line.*skip=\['inner'\]"):
+    with pytest.raises(qt.UntraceableError, match=rf"{words}.*test_constructs\.py, line.*untraced=\['inner'\]"):
         qt.prepare(Net(function), example)
 
 
@@ -283,7 +283,7 @@ def test_other_attributes_of_a_value_can_be_set() -> None:
 
 
 def test_the_report_names_the_leaf_module_of_a_custom_function() -> None:
-    prepared = qt.prepare(Net(lambda m, x: m.layers(round_through(x))), (torch.randn(2, 4),), skip=["inner"])
+    prepared = qt.prepare(Net(lambda m, x: m.layers(round_through(x))), (torch.randn(2, 4),), untraced=["inner"])
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "inner")
     assert line.reason == "a leaf module: 2 of 4 layers in it are quantized, by module replacement"
 
@@ -326,12 +326,12 @@ class Backbone(nn.Module):
         return Features(self.out(y), (x, y))
 
 
-@pytest.mark.parametrize("skip", [(), ("0.layers",)], ids=["traced", "leaf"])
-def test_results_of_a_submodule_are_read_by_their_names(skip: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("untraced", [(), ("0.layers",)], ids=["traced", "leaf"])
+def test_results_of_a_submodule_are_read_by_their_names(untraced: tuple[str, ...]) -> None:
     model = nn.Sequential(Construct(lambda self, x: self.layers(x).hidden[1] + self.layers(x).last), linear_of()).eval()
     model[0].layers = Backbone()
     x = torch.randn(3, 4)
-    nets.assert_float_when_off(qt.prepare(model, (x,), "onnxruntime", skip=skip), model, x)
+    nets.assert_float_when_off(qt.prepare(model, (x,), "onnxruntime", untraced=untraced), model, x)
 
 
 class Centers(nn.Module):

@@ -128,7 +128,9 @@ def test_without_example_inputs_the_error_names_remedies_that_work(kind: type[nn
 
 def test_each_error_of_a_model_that_cannot_be_traced_names_replace() -> None:
     model = nets.ControlFlow()
-    with pytest.raises(qt.UntraceableError, match=r"skip=\['block'\].* by qtoolkit\.quant_modules\.replace\(model\)\."):
+    with pytest.raises(
+        qt.UntraceableError, match=r"untraced=\['block'\].* by qtoolkit\.quant_modules\.replace\(model\)\."
+    ):
         qt.prepare(model)
     patched = linear_of()
     patched.forward = lambda x: x

@@ -106,7 +106,7 @@ class TakesTuple(Parts):
     ],
 )
 def test_what_detached_tensors_cannot_express_is_refused(kind: type[nn.Module], words: str) -> None:
-    with pytest.raises(ValueError, match=f"prepare: {words}.* leaf module with skip"):
+    with pytest.raises(ValueError, match=f"prepare: {words}.* leaf module with untraced"):
         qt.prepare(kind(), (X,))
 
 
@@ -167,7 +167,7 @@ def test_modes_and_random_numbers_are_refused_with_a_remedy_that_works(name: str
     states = random.getstate(), np.random.get_state()[1].tolist()
     with pytest.raises(qt.UntraceableError, match=words) as error:
         qt.prepare(model, example)
-    prepared = qt.prepare(model, example, skip=[error.value.skip or "1"])
+    prepared = qt.prepare(model, example, untraced=[error.value.untraced or "1"])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
     with qt.disable_quantization(prepared), torch.autocast("cpu", torch.bfloat16):
         ours, expected = prepared(X), model(X)

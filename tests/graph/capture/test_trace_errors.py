@@ -158,17 +158,17 @@ def test_what_a_graph_would_lose_is_refused(model: Callable[[], nn.Module], word
 @pytest.mark.parametrize(
     ("kwargs", "error", "words"),
     [
-        ({"skip": ["bloc"]}, ValueError, "skip: unknown submodule 'bloc'; did you mean 'block'"),
-        ({"skip": [""]}, ValueError, 'skip must name submodules, got "", which is the model itself'),
+        ({"untraced": ["bloc"]}, ValueError, "untraced: unknown submodule 'bloc'; did you mean 'block'"),
+        ({"untraced": [""]}, ValueError, 'untraced must name submodules, got "", which is the model itself'),
         (
-            {"skip": "block"},
+            {"untraced": "block"},
             TypeError,
-            r"skip must be a sequence of names, got the string 'block'; write skip=\['block'\]",
+            r"untraced must be a sequence of names, got the string 'block'; write untraced=\['block'\]",
         ),
         (
             {"leaf_modules": ["block"]},
             TypeError,
-            "leaf_modules must contain subclasses of torch.nn.Module, got 'block'; name a submodule in skip",
+            "leaf_modules must contain subclasses of torch.nn.Module, got 'block'; name a submodule in untraced",
         ),
         (
             {"leaf_modules": [torch.relu]},
@@ -207,14 +207,14 @@ def test_bad_arguments_are_named(kwargs: dict[str, object], error: type[Exceptio
 
 @pytest.mark.parametrize("example", [None, (torch.randn(2, 4),)], ids=["plain", "sized"])
 def test_following_the_advice_ends_in_success(example: object) -> None:
-    skip: list[str] = []
+    untraced: list[str] = []
     for _ in range(3):
         with pytest.raises(qt.UntraceableError) as error:
-            qt.prepare(nets.TwoBad(), example, skip=skip)
-        assert f"make that submodule a leaf module with skip=[{error.value.skip!r}]" in str(error.value)
-        skip.append(error.value.skip)
-    assert skip == ["loops.block", "loops", "stage.0"]
-    prepared = qt.prepare(nets.TwoBad(), example, skip=skip)
+            qt.prepare(nets.TwoBad(), example, untraced=untraced)
+        assert f"make that submodule a leaf module with untraced=[{error.value.untraced!r}]" in str(error.value)
+        untraced.append(error.value.untraced)
+    assert untraced == ["loops.block", "loops", "stage.0"]
+    prepared = qt.prepare(nets.TwoBad(), example, untraced=untraced)
     quantized = {line.name for line in qt.quantization_report(prepared).quantized}
     assert {"first", "loops.fc", "loops.block.fc", "stage.0.fc"} <= quantized
 
@@ -232,7 +232,7 @@ def test_at_the_root_the_error_says_which_parts_can_be_prepared() -> None:
     model, x = Root().eval(), torch.randn(2, 4)
     with pytest.raises(qt.UntraceableError) as error:
         qt.prepare(model)
-    assert error.value.skip == ""
+    assert error.value.untraced == ""
     advice = re.findall(r"model\.(\w+) = qtoolkit\.prepare\(model\.\1\)", str(error.value))
     assert advice == ["backbone", "head"]
     expected = model(x)

@@ -145,10 +145,10 @@ NETS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "skip"), NETS, ids=["graph", "attention", "skip", "attention-skip"])
+@pytest.mark.parametrize(("make", "untraced"), NETS, ids=["graph", "attention", "skip", "attention-skip"])
 @pytest.mark.parametrize("backend", list(qt.backends))
-def test_every_quantizer_is_in_the_plan(make: type[nn.Module], skip: tuple[str, ...], backend: str) -> None:
-    prepared = qt.prepare(make(), skip=skip, backend=backend)
+def test_every_quantizer_is_in_the_plan(make: type[nn.Module], untraced: tuple[str, ...], backend: str) -> None:
+    prepared = qt.prepare(make(), untraced=untraced, backend=backend)
     quantizers = qt.quantizers_of(prepared)
     planned = {edge.quantizer: edge.spec for edge in prepared.plan.edges}
     assert planned == {name: quantizer.spec for name, quantizer in quantizers.items()}
@@ -176,7 +176,7 @@ def test_the_plan_lists_the_tensors_between_the_ops_of_attention() -> None:
 
 
 def test_the_plan_lists_what_is_quantized_inside_a_submodule_kept_whole() -> None:
-    prepared = qt.prepare(KeptWhole(), skip=["block"], backend="onnxruntime")
+    prepared = qt.prepare(KeptWhole(), untraced=["block"], backend="onnxruntime")
     planned = own_edges(prepared)
     inside = "the layer quantizes its input itself: it is inside a leaf module"
     for layer in ("block.0.linear1", "block.0.linear2"):

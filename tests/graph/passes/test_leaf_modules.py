@@ -45,12 +45,12 @@ class Net(nn.Module):
 
 SHAPE = (2, 3, 6, 6)
 LAYERS = ("block.conv", "block.up")
-HOW = [{"skip": ["block"]}, {"leaf_modules": [Block]}]
+HOW = [{"untraced": ["block"]}, {"leaf_modules": [Block]}]
 
 
 def prepared_net(training: bool = False, backend: str = "onnxruntime", **kwargs: object) -> nn.Module:
     model = nets.trained(Net(), *SHAPE).train(training)
-    options = {"skip": ["block"], "backend": backend, **kwargs}
+    options = {"untraced": ["block"], "backend": backend, **kwargs}
     prepared = qt.prepare(model, torch.randn(SHAPE), **options)
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
     return prepared
@@ -145,7 +145,7 @@ def test_a_changed_scale_inside_is_noticed(tmp_path) -> None:
 
 def test_quantizers_that_no_data_reached_are_named() -> None:
     model = nets.ControlFlow()
-    prepared = qt.prepare(model, skip=["block"])
+    prepared = qt.prepare(model, untraced=["block"])
     with torch.no_grad():
         prepared.first.weight.zero_()
         prepared.first.bias.fill_(-1)
@@ -162,7 +162,7 @@ W4 = qt.QConfig(qt.QuantSpec(bits=4), qt.QuantSpec(bits=4, axis=0))
 
 
 def bits_of(mapping: qt.QConfigMapping) -> dict[str, int | None]:
-    prepared = qt.prepare(Net(), qconfig_mapping=mapping, skip=["block"])
+    prepared = qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"])
     layers = {name: prepared.get_submodule(name) for name in LAYERS}
     return {n: m.weight_quantizer.spec.bits if isinstance(m, qt.nn.QuantModule) else None for n, m in layers.items()}
 
@@ -188,7 +188,7 @@ def test_rules_reach_inside_the_most_exact_first(mapping: qt.QConfigMapping, con
 
 def test_what_the_mapping_leaves_in_float_is_reported() -> None:
     mapping = qt.QConfigMapping().set_module_name("block", None)
-    report = qt.quantization_report(qt.prepare(Net(), qconfig_mapping=mapping, skip=["block"]))
+    report = qt.quantization_report(qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"]))
     reasons = {line.name: line.reason for line in report.left_float}
     assert reasons["block"] == "float: a leaf module in which no layer is quantized"
     assert reasons["block.conv"] == "float: the qconfig_mapping says so"
@@ -197,12 +197,12 @@ def test_what_the_mapping_leaves_in_float_is_reported() -> None:
 def test_unknown_names_inside_are_named() -> None:
     mapping = qt.QConfigMapping().set_module_name("block.convv", None)
     with pytest.raises(ValueError, match="unknown layer 'block.convv'; did you mean 'block.conv'"):
-        qt.prepare(Net(), qconfig_mapping=mapping, skip=["block"])
+        qt.prepare(Net(), qconfig_mapping=mapping, untraced=["block"])
 
 
 def test_the_axis_of_a_transposed_convolution_is_the_backends() -> None:
     backend = replace(qt.backends["tensorrt"], conv_transpose_axis=0)
-    up = qt.prepare(Net(), backend=backend, skip=["block"]).get_submodule("block.up")
+    up = qt.prepare(Net(), backend=backend, untraced=["block"]).get_submodule("block.up")
     assert (up.weight_quantizer.spec.axis, up.weight_quantizer.scale.numel()) == (0, 4)
 
 
@@ -210,7 +210,7 @@ def test_users_qat_types_serve_inside() -> None:
     class QuantOdd(qt.nn.QuantConv2d):
         FLOAT = Odd
 
-    prepared = qt.prepare(Net(), skip=["block"], qat_modules={Odd: QuantOdd})
+    prepared = qt.prepare(Net(), untraced=["block"], qat_modules={Odd: QuantOdd})
     assert isinstance(prepared.get_submodule("block.odd"), QuantOdd)
     assert prepared.get_submodule("block.odd").input_quantizer is not None
 
@@ -253,7 +253,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_shared_layers_stay_shared(training: bool) -> None:
     model = nets.trained(Tied(), 3, 4).train(training)
-    prepared = qt.prepare(model, skip=["a", "b"], backend="onnxruntime")
+    prepared = qt.prepare(model, untraced=["a", "b"], backend="onnxruntime")
     assert isinstance(prepared.get_submodule("a.fc"), qt.nn.QuantLinear)
     assert prepared.get_submodule("a.fc") is prepared.get_submodule("b.fc")
     assert prepared.get_submodule("fc") is prepared.get_submodule("b.inner")
@@ -273,7 +273,7 @@ def test_shared_layers_stay_shared(training: bool) -> None:
 def test_a_fused_transformer_layer_does_not_pass_by_the_quantizers(layer: bool) -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
     mapping = None if layer else qt.QConfigMapping().set_object_type(nn.MultiheadAttention, None)
-    prepared = qt.prepare(model, skip=["0"], qconfig_mapping=mapping)
+    prepared = qt.prepare(model, untraced=["0"], qconfig_mapping=mapping)
     report = qt.calibrate(prepared, [torch.randn(2, 3, 8)], progress=False)
     assert report.unreached == ()
     assert {"0.linear1.input_quantizer", "0.linear2.input_quantizer"} <= set(report.ranges)
@@ -322,7 +322,7 @@ class Sides(nn.Module):
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "snpe"])
 def test_a_layer_called_on_both_sides_has_one_quantizer_for_its_inputs(backend: str) -> None:
     model, x = Sides().eval(), torch.randn(8, 4)
-    prepared = qt.prepare(model, skip=["block"], backend=backend)
+    prepared = qt.prepare(model, untraced=["block"], backend=backend)
     qt.calibrate(prepared, [x], progress=False)
     quantizers = qt.quantizers_of(prepared)
     assert "first.input_quantizer" in quantizers
@@ -352,7 +352,7 @@ class TakesTheSame(nn.Module):
 
 def test_quantizers_that_the_exporter_joins_are_found_in_the_one_node(tmp_path) -> None:
     x = torch.rand(3, 4)
-    prepared = qt.prepare(TakesTheSame().eval(), (x,), backend="onnxruntime", skip=["block"])
+    prepared = qt.prepare(TakesTheSame().eval(), (x,), backend="onnxruntime", untraced=["block"])
     qt.calibrate(prepared, [x], progress=False)
     result = qt.export_onnx(prepared, x, tmp_path / "model.onnx")
     assert result.quantize_nodes == 1

@@ -1,0 +1,131 @@
+"""How a model is called on a batch of data, without the labels that its forward cannot take."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qtoolkit.model_inputs import bind, naming_misfits, split
+from qtoolkit.op_kinds.recorded import check_none
+
+LABELS = re.compile(r"label|target|^(start|end)_positions$")  # as transformers' Trainer knows them, and torchvision
+
+
+class Caller:
+    """Calls models on batches: model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch).
+
+    The signature of the model's forward decides whether it takes the labels of a batch. If it takes all but the last item of a
+    tuple, or all but the entries of a mapping that are named as labels, these are left out, and a warning says so once.
+
+    Args:
+        what: The public function, for errors and the warning.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self._said = what, False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return model's output for a batch.
+
+        Raises:
+            TypeError: The batch does not match the signature of forward.
+        """
+        inputs = tuple(batch) if isinstance(batch, list) else batch
+        taken = _without_labels(model, inputs)
+        if taken is not inputs and not self._said:
+            self._said = True
+            warnings.warn(
+                f"{self.what}: {type(model).__name__}.forward({', '.join(_arguments(model))}) does not take "
+                f"{_difference(inputs, taken)} of a batch, which is left out as its labels; pass forward=lambda model, batch: "
+                f"... to call it otherwise.",
+                stacklevel=4,
+            )
+        return self._call(model, taken)
+
+    def _call(self, model: nn.Module, inputs: Any) -> Any:
+        args, kwargs = split(inputs)
+        try:
+            with naming_misfits(model, inputs, f"{self.what}: a batch does"):
+                return model(*args, **kwargs)
+        except TypeError:  # not checked before: hooks may change the inputs
+            first = repr(next(iter(kwargs), 0))
+            remedy = f"; pass forward=lambda model, batch: model(batch[{first}]) with the items that the model takes"
+            bind(model, inputs, f"{self.what}: a batch does", remedy)
+            raise
+
+
+def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None, what: str) -> Any:
+    """Run a model on a batch, without gradients; return what its forward got, as example inputs.
+
+    Args:
+        model: The model.
+        batch: The batch.
+        forward: forward(model, batch), which calls the model; None calls it as `Caller` does.
+        what: The public function, for errors.
+
+    Raises:
+        TypeError: The batch does not match the signature of forward.
+        ValueError: `forward` does not call the model.
+
+    Example:
+        >>> recorded_inputs(nn.Linear(1, 2), {"image": torch.ones(1), "label": 3}, lambda m, b: m(b["image"]), "quantize")
+        (tensor([1.]),)
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = model.register_forward_hook(lambda _, args, kwargs, __: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            (Caller(what) if forward is None else forward)(model, batch)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ValueError(f"{what}: forward must call model(...) with what the model takes of the batch.")
+    args, kwargs = calls[0]
+    if not args or not kwargs:
+        return args or kwargs
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
+def _without_labels(model: nn.Module, inputs: Any) -> Any:
+    """Return the inputs, or those without the labels if these alone are too many."""
+    if model._forward_pre_hooks or _takes(model, inputs):  # hooks may take the labels
+        return inputs
+    if isinstance(inputs, Mapping):
+        named = _arguments(model)
+        fewer: Any = {name: v for name, v in inputs.items() if name in named or not LABELS.search(str(name))}
+    else:
+        fewer = inputs[:-1] if isinstance(inputs, tuple) and len(inputs) > 1 else inputs
+    return fewer if _takes(model, fewer) else inputs
+
+
+def _takes(model: nn.Module, inputs: Any) -> bool:
+    """Return whether the forward of a model takes these inputs, by its signature and by what was fixed at tracing."""
+    args, kwargs = split(inputs)
+    try:
+        given = _signature(model).bind(*args, **kwargs).arguments
+    except TypeError:
+        return False
+    named = _arguments(model)
+    return all(name in named or value is None for name, value in given.items())
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """Return the names of the arguments of a model's forward, without those that its graph has fixed at None."""
+    nodes = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
+    fixed = {str(node.target) for node in nodes if any(user.target is check_none for user in node.users)}
+    return [name for name in _signature(model).parameters if name not in fixed]
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    return inspect.signature(model.forward)
+
+
+def _difference(inputs: Any, taken: Any) -> str:
+    """Return in words what of the inputs is not taken."""
+    if isinstance(inputs, Mapping):
+        return " and ".join(repr(name) for name in inputs if name not in taken)
+    return f"item {len(taken)}"

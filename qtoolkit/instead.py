@@ -1,0 +1,115 @@
+"""What to type instead of names that other tools have, or that a first attempt uses."""
+
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from qtoolkit.errors import unknown
+
+# What other tools' names of formats mean here.
+FORMATS = {
+    **dict.fromkeys(("fp8", "float8", "float8_e4m3", "float8_e4m3fn", "e4m3fn"), "e4m3"),
+    **dict.fromkeys(("float8_e5m2", "bf8"), "e5m2"),
+    **dict.fromkeys(("fp4", "float4", "float4_e2m1fn_x2"), "e2m1"),
+}
+PREPARE = "qtoolkit.prepare(model, example_inputs), which prepares for QAT in training mode and for PTQ in eval mode"
+DEFAULT = "qtoolkit.prepare(model, example_inputs, backend=...): the default config is that of the backend"
+STUBS = "qtoolkit.prepare(model, example_inputs), which places the quantizers; it needs no stubs"
+# For names that the package does not have.
+WAYS = {
+    **dict.fromkeys(("prepare_qat", "prepare_ptq", "prepare_fx", "prepare_qat_fx"), PREPARE),
+    **dict.fromkeys(("prepare_pt2e", "prepare_qat_pt2e", "quantize_", "quantize_fx"), PREPARE),
+    **dict.fromkeys(("convert_fx", "convert_pt2e"), "qtoolkit.convert(prepared)"),
+    **dict.fromkeys(("get_default_qconfig", "get_default_qat_qconfig"), DEFAULT),
+    **dict.fromkeys(("get_default_qconfig_mapping", "get_default_qat_qconfig_mapping"), DEFAULT),
+    **dict.fromkeys(("QuantStub", "DeQuantStub"), STUBS),
+    "quantize_dynamic": "qtoolkit.QuantSpec(dynamic=True) for the activations of a qtoolkit.QConfig",
+    "FakeQuantize": "qtoolkit.TensorQuantizer",
+    "QuantDescriptor": "qtoolkit.QuantSpec",
+    "replace": "qtoolkit.quant_modules.replace",
+    "initialize": "qtoolkit.quant_modules.initialize",
+    "save": "qtoolkit.save_checkpoint",
+    "load": "qtoolkit.load_checkpoint",
+}
+# The arguments of QuantSpec that other tools call by another name, and those that say the same in another way.
+RENAMED = {
+    **dict.fromkeys(("num_bits", "n_bits", "nbits", "bit", "bit_width", "bitwidth"), "bits"),
+    **dict.fromkeys(("ch_axis", "channel_axis", "quant_axis"), "axis"),
+    **dict.fromkeys(("block_size", "blocksize"), "group_size"),
+    **dict.fromkeys(("pot_scale", "power_of_two"), "pow2_scale"),
+    **dict.fromkeys(("narrow_range", "symmetric_range"), "narrow"),
+    "symmetry": "symmetric",
+    "calib_method": "observer",
+    "is_dynamic": "dynamic",
+}
+
+
+def _of_type(dtype: object) -> str:
+    name = str(dtype).removeprefix("torch.")
+    integers = re.fullmatch(r"q?(u?)int(\d+)", name)
+    if integers is not None:
+        return f"bits={integers[2]}, signed={not integers[1]}"
+    return f"format={FORMATS[name]!r}" if name in FORMATS else "bits=8 for integers, format='e4m3' for small floats"
+
+
+TRANSLATED: Mapping[str, Callable[[Any], str]] = {
+    "dtype": _of_type,
+    "per_channel": lambda value: "axis=0" if value else "axis=None",
+    "unsigned": lambda value: f"signed={not value}",
+    "qscheme": lambda value: f"axis={0 if 'channel' in str(value) else None}, symmetric={'symmetric' in str(value)}",
+    "granularity": lambda value: "axis=0 for a scale for each channel, and group_size for one for each group",
+    "quant_min": lambda value: "bits, signed and narrow, which give the lowest code",
+    "quant_max": lambda value: "bits and signed, which give the highest code",
+}
+
+
+def check_arguments(of: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise TypeError for keyword arguments of QuantSpec that it does not have, with those to write instead.
+
+    Example:
+        >>> check_arguments("QuantSpec", {"num_bits": 4, "per_channel": True}, ["bits", "axis"])
+        Traceback (most recent call last):
+        ...
+        TypeError: QuantSpec has no argument 'num_bits' and no 'per_channel'; write bits=4, axis=0.
+    """
+    absent = [name for name in given if name not in known]
+    for name in absent:
+        if name not in RENAMED and name not in TRANSLATED:
+            raise TypeError(unknown(f"argument of {of}", name, known))
+    if absent:
+        ways = [
+            TRANSLATED[name](given[name]) if name in TRANSLATED else f"{RENAMED[name]}={given[name]!r}"
+            for name in absent
+        ]
+        names = " and no ".join(map(repr, absent))
+        raise TypeError(f"{of} has no argument {names}; write {', '.join(dict.fromkeys(ways))}.")
+
+
+def of_attribute(name: str, package: ModuleType, parts: Iterable[str]) -> str:
+    """Return the sentence for a name that a package does not have: what to write, or the nearest name.
+
+    Args:
+        name: The name.
+        package: The package.
+        parts: Its public subpackages, in which the name may be.
+    """
+    absent = f"module {package.__name__!r} has no attribute {name!r}"
+    if name in WAYS:
+        return f"{absent}; write {WAYS[name]}."
+    homes = [part for part in parts if name in getattr(getattr(package, part), "__all__", ())]
+    if homes:
+        return f"{absent}; write {package.__name__}.{homes[0]}.{name}."
+    return absent if name.startswith("_") else f"{absent}: {unknown('name', name, package.__all__)}"
+
+
+def say_when_called(package: str, way: str) -> None:
+    """Let a call of a package, as if it were a function, raise TypeError that says what to write."""
+
+    class Package(ModuleType):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Raise TypeError."""
+            raise TypeError(f"{package} is a package and no function; write {way}.")
+
+    sys.modules[package].__class__ = Package
