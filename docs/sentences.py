@@ -1,4 +1,4 @@
-"""The sentences of errors and warnings in the code: those that docs/troubleshooting.md quotes, and the page of them all."""
+"""The errors and warnings of the code: those that docs/troubleshooting.md quotes, and the pages that list them all."""
 
 import ast
 import re
@@ -15,6 +15,82 @@ CPP_TOKEN = re.compile(r'"((?:[^"\\]|\\.)*)"|[(\[{]|[)\]}]|,|[^\s"(){}\[\],]+')
 
 
 @dataclass(frozen=True)
+class Topic:
+    """A page of errors.
+
+    Attributes:
+        title: What the errors are about.
+        about: What raises them.
+        places: How the paths of these files begin; the first topic that fits has the error.
+    """
+
+    title: str
+    about: str
+    places: tuple[str, ...]
+
+    @property
+    def page(self) -> str:
+        """Return the name of its file."""
+        return "_".join(re.findall(r"[a-z]+", self.title.lower())) + ".md"
+
+
+TOPICS = (
+    Topic(
+        "Configs and backends",
+        "specs, configs, mappings and backends",
+        ("qtoolkit/config", "qtoolkit/backends", "qtoolkit/layer_rules"),
+    ),
+    Topic("Quantizers", "quantizers and observers", ("qtoolkit/quantizers",)),
+    Topic("Layers", "QAT layers", ("qtoolkit/nn",)),
+    Topic("Checkpoints", "`save_checkpoint` and `load_checkpoint`", ("qtoolkit/checkpoint",)),
+    Topic(
+        "Export and verification", "exports, verification, and checks of files", ("qtoolkit/export", "qtoolkit/lint")
+    ),
+    Topic(
+        "Training and post-training methods",
+        "`qt.tuning`, calibration and parameter groups",
+        (
+            "qtoolkit/tuning",
+            "qtoolkit/calibrate",
+            "qtoolkit/parameter_groups",
+            "qtoolkit/synchronize",
+            "qtoolkit/finite",
+        ),
+    ),
+    Topic(
+        "Debugging and command line",
+        "`qt.debug`, reports and the command line",
+        ("qtoolkit/debug", "qtoolkit/report", "qtoolkit/cli"),
+    ),
+    Topic(
+        "Migration",
+        "the adapters for pytorch-quantization and MQBench",
+        ("qtoolkit/compat", "qtoolkit/foreign_quantizers"),
+    ),
+    Topic(
+        "Native ops of layers",
+        "native ops of layers and batch norms",
+        (
+            "csrc/layer",
+            "csrc/norm",
+            "csrc/batch_norm",
+            "csrc/unit",
+            "csrc/quant_",
+            "csrc/max_pool",
+            "csrc/prelu",
+            "csrc/onednn",
+        ),
+    ),
+    Topic("Native ops", "native ops of quantizers and observers", ("csrc", "qtoolkit/ops")),
+    Topic(
+        "Prepare, replace and convert",
+        "`prepare`, `quant_modules`, `fuse_modules` and `convert`; installation and imports",
+        ("qtoolkit",),
+    ),
+)
+
+
+@dataclass(frozen=True)
 class Sentence:
     """A sentence of the code, with "…" for what a call puts into it, and where it stands."""
 
@@ -28,6 +104,11 @@ class Sentence:
             return "native ops" if self.file.startswith("csrc") else "qtoolkit.compat"
         begin = re.match(r"(\w+):|(quantizer|layer|batch norm|Backend|argument) ", self.text)
         return (begin[1] or f"{begin[2]} ...") if begin else "qtoolkit." + Path(self.file).parts[1].removesuffix(".py")
+
+    @property
+    def topic(self) -> Topic:
+        """Return the page that it is on."""
+        return next(topic for topic in TOPICS if self.file.startswith(topic.places))
 
 
 def sentences() -> list[Sentence]:
@@ -108,27 +189,38 @@ def explains(quotation: str, sentence: Sentence) -> bool:
     return pattern_of(quotation).search(sentence.text) is not None
 
 
-def page_of_all(troubleshooting: str) -> str:
-    """Return the page with every sentence."""
+def pages(troubleshooting: str) -> dict[str, str]:
+    """Return a page for each topic with its sentences, by file name, and the page that lists them."""
     every, quotations = sentences(), quoted(troubleshooting)
-    groups = defaultdict(list)
-    for sentence in every:
-        groups[sentence.group].append(sentence)
     explained = {sentence for sentence in every if any(explains(quotation, sentence) for quotation in quotations)}
-    lines = [
-        "# Every error and warning",
-        f"The package has {len(every)} sentences. Each says what is wrong, which value was given and what to do; "
-        f"{GAP} stands for what a call puts into it. {len(explained)} of them (in bold) are explained in "
-        "[Troubleshooting](troubleshooting.md). This page is made from the code.",
+    of_topic: dict[Topic, list[Sentence]] = {topic: [] for topic in TOPICS}
+    for sentence in every:
+        of_topic[sentence.topic].append(sentence)
+    rows = [f"| [{topic.title}]({topic.page}) | {len(found)} | {topic.about} |" for topic, found in of_topic.items()]
+    index = [
+        "# All errors and warnings",
+        f"qtoolkit can emit {len(every)} errors and warnings. Each says what is wrong, which value was given and what to do. "
+        f"To find one, paste part of it into the search field. {len(explained)} of them, in bold, are explained in "
+        f"[Troubleshooting](../troubleshooting.md). {GAP} stands for a value from your call. These pages come from the code.",
+        "\n".join(["| topic | messages | raised by |", "|---|---|---|", *rows]),
     ]
+    return {"index.md": "\n\n".join(index) + "\n"} | {
+        topic.page: page_of(topic, found, explained) for topic, found in of_topic.items()
+    }
+
+
+def page_of(topic: Topic, found: list[Sentence], explained: set[Sentence]) -> str:
+    """Return the page of a topic: its sentences, by the function that raises them."""
+    groups = defaultdict(list)
+    for sentence in found:
+        groups[sentence.group].append(f"- {marked(sentence, sentence in explained)}")
+    lines = [f"# Errors: {topic.title}", f"Raised by {topic.about}. [All topics](index.md)."]
     for group in sorted(groups, key=str.lower):
-        lines.append(f"## `{group}`")
-        rows = [f"| {cell(s, s in explained)} | `{s.file}` |" for s in groups[group]]
-        lines.append("\n".join(["| sentence | raised in |", "|---|---|", *rows]))
+        lines += [f"## `{group}`", "\n".join(groups[group])]
     return "\n\n".join(lines) + "\n"
 
 
-def cell(sentence: Sentence, bold: bool) -> str:
-    """Return a sentence as a cell of a Markdown table."""
+def marked(sentence: Sentence, bold: bool) -> str:
+    """Return a sentence as Markdown, which shows it as it is."""
     text = re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(sentence.text.split()))
     return f"**{text}**" if bold else text

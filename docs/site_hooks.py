@@ -1,6 +1,7 @@
-"""What the site needs beside plugins: pages of notebooks and of all errors, and no page that loads from another server."""
+"""What the site needs beside plugins: pages of notebooks and errors, links to the reference, and a check of what pages load."""
 
 import re
+from functools import cache
 from pathlib import Path
 from runpy import run_path
 
@@ -11,17 +12,39 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+NAME = re.compile(r"<code>(?:qt|qtoolkit)\.(?P<name>[\w.]*\w)(?:\([^<]*\))?</code>")
+KEPT = re.compile(r"(<pre\b.*?</pre>|<a\b.*?</a>|<autoref\b.*?</autoref>|<h\d\b.*?</h\d>)", flags=re.DOTALL)
+# How much more the search makes of a page, by the beginning of its path.
+BOOSTS = {
+    "troubleshooting": 4,
+    **dict.fromkeys(
+        (
+            "quickstart",
+            "ptq",
+            "training",
+            "backends",
+            "quantizers",
+            "export.md",
+            "debugging",
+            "migration",
+            "tutorials/index",
+        ),
+        2,
+    ),
+    **dict.fromkeys(("api/", "design/", "contributing", "changelog", "zoo", "performance"), 0.5),
+}
 FOREIGN = re.compile(r'<(?:script|img|iframe)\b[^>]*\ssrc="https?:|<link\b[^>]*\shref="https?:')
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each notebook, which stays beside it to download, and the page of all errors."""
+    """Add a page for each notebook, which stays beside it to download, and the pages of all errors."""
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         page = notebook.src_uri.removesuffix(".ipynb") + ".md"
         files.append(File.generated(config, page, content=page_of(Path(notebook.abs_src_path or ""))))
     docs = Path(config.docs_dir)
-    page_of_errors = run_path(str(docs / "sentences.py"))["page_of_all"]
-    files.append(File.generated(config, "errors.md", content=page_of_errors((docs / "troubleshooting.md").read_text())))
+    pages_of_errors = run_path(str(docs / "sentences.py"))["pages"]
+    for name, content in pages_of_errors((docs / "troubleshooting.md").read_text()).items():
+        files.append(File.generated(config, f"errors/{name}", content=content))
     return files
 
 
@@ -30,6 +53,36 @@ def page_of(notebook: Path) -> str:
     cells = nbformat.read(notebook, as_version=4).cells
     parts = [cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```" for cell in cells]
     return "\n\n".join([parts[0], f"[This page as a notebook]({notebook.name})", *parts[1:]])
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show guides before reference, and explained errors before the list of all, in the results of a search."""
+    if boost := next((boost for begin, boost in BOOSTS.items() if page.file.src_uri.startswith(begin)), None):
+        page.meta["search"] = {"boost": boost}
+    return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Link each public name of qtoolkit that a page has as code to its place in the reference."""
+    places = references(Path(config.docs_dir))
+
+    def link(found: re.Match[str]) -> str:
+        name = f"qtoolkit.{found['name']}"
+        return f'<autoref optional identifier="{places.get(name, name)}">{found[0]}</autoref>'
+
+    parts = KEPT.split(html)  # what is between the parts that are kept has even places
+    return "".join(part if place % 2 else NAME.sub(link, part) for place, part in enumerate(parts))
+
+
+@cache
+def references(docs: Path) -> dict[str, str]:
+    """Return where the reference has a name that users import: qtoolkit.convert is at qtoolkit.prepare.convert."""
+    targets = [
+        line for page in docs.glob("api/*.md") for line in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+    return {
+        ".".join([*(parts := target.split("."))[:-2], parts[-1]]): target for target in targets if target.count(".") > 1
+    }
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

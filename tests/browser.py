@@ -61,22 +61,26 @@ class Page:
         message, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(message)
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> Self:
-        """Load a file in a window of this size, and wait for it."""
+    def open(self, place: Path | str, width: int = 1280, height: int = 900, dark: bool = False) -> Self:
+        """Load a file, or an address, in a window of this size, and wait for it."""
         if self.session is None:
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
             self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.resize(width, height, dark)
         self.events.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
         self.evaluate(
             "new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))"
         )
         return self
+
+    def resize(self, width: int, height: int = 900, dark: bool = False) -> None:
+        """Give the window another size, and the system another scheme."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript."""

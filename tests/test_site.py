@@ -14,6 +14,7 @@ import pytest
 
 import qtoolkit as qt
 from qtoolkit.graph import passes
+from tests import pages
 
 DOCS = Path(__file__).parents[1] / "docs"
 sentences = SimpleNamespace(**run_path(str(DOCS / "sentences.py")))
@@ -49,6 +50,33 @@ def test_troubleshooting_quotes_sentences_of_the_code() -> None:
     every, quotations = sentences.sentences(), sentences.quoted((DOCS / "troubleshooting.md").read_text())
     assert len(quotations) > 60
     assert [quote for quote in quotations if not any(sentences.explains(quote, sentence) for sentence in every)] == []
+
+
+def test_every_sentence_is_on_one_page_of_errors() -> None:
+    found = "".join(sentences.pages((DOCS / "troubleshooting.md").read_text()).values())
+    lines = [line.strip("-* ") for line in found.splitlines() if line.startswith("- ")]
+    assert sorted(lines) == sorted(
+        sentences.marked(sentence, bold=False).strip("-* ") for sentence in sentences.sentences()
+    )
+
+
+@pytest.mark.parametrize(("task", "place", "words"), pages.tasks(), ids=lambda value: value)
+def test_a_reader_comes_to_the_page_of_a_task(task: str, place: str, words: str) -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
+    name, _, part = place.partition("#")
+    assert not part or part in pages.text_of(name).places
+    assert pages.clicks_from("index.html", 3).get(place, 4) <= 3
+    terms = [word for word in words.lower().split() if len(word) > 2]
+    sections = [text for at, text in pages.sections().items() if at.split("#")[0] == name]
+    assert any(all(term in text.lower() for term in terms) for text in sections)
+
+
+def test_names_of_tools_that_a_script_had_lead_to_the_reference() -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
+    targets = {pages.target_of("migration.html", link) for link in pages.text_of("migration.html").links}
+    assert {"qtoolkit.QuantSpec", "qtoolkit.prepare.prepare", "qtoolkit.nn.QuantConv2d"} <= {at for _, at in targets}
+    types = {pages.target_of("api/qtoolkit.html", link) for link in pages.text_of("api/qtoolkit.html").links}
+    assert ("api/config.html", "qtoolkit.QConfigMapping") in types
 
 
 @pytest.mark.parametrize("folder", ["csrc", "qtoolkit", "examples", "benchmarks"])

@@ -1,0 +1,110 @@
+"""The site in a headless Chromium: nothing is wider than the window, light and dark, and the search finds pages of tasks."""
+
+import io
+import json
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests import pages
+from tests.browser import CHROMIUM, Page, browser
+
+if CHROMIUM is None:
+    pytest.skip("needs Chromium, which is not installed: make browser", allow_module_level=True)
+pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
+
+WIDE, NARROW = 1400, 400
+TALLEST = 10_000  # pixels of a page of errors at 1400; the single page of former times had 53,000
+FIRST = 5  # results of a search that a reader looks at
+ALWAYS = (
+    "index",
+    "accuracy",
+    "migration",
+    "performance",
+    "training",
+    "tuning",
+    "zoo",
+    "api/qtoolkit",
+    "errors/native_ops",
+)
+OTHERS = sorted(
+    {str(path.relative_to(pages.ROOT / "docs").with_suffix("")) for path in pages.ROOT.glob("docs/**/*.md")}
+)
+RESULTS = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """The address of the site; its search needs a server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(pages.built())))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHERS if name not in ALWAYS)]
+)
+def test_a_page_fits_the_window(page: Page, site: str, name: str) -> None:
+    page.open(f"{site}{name}.html")
+    for width, dark in product((WIDE, NARROW), (False, True)):
+        page.resize(width, dark=dark)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, dark)
+    page.resize(WIDE)
+    wider = "[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+    assert page.evaluate(f"{wider}.map(e => e.textContent.slice(0, 80))") == []
+    assert page.evaluate("[...document.images].filter(image => !image.naturalWidth).map(image => image.src)") == []
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_the_landing_page_shows_figures_code_and_install_light_and_dark(
+    page: Page, site: str, width: int, dark: bool, tmp_path: Path
+) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs pillow, which is not installed")
+    page.open(site, width=width, dark=dark).screenshot(tmp_path / "page.png", whole=True)
+    picture = image.open(io.BytesIO((tmp_path / "page.png").read_bytes())).convert("L")
+    assert picture.width == width
+    ground = max(picture.crop((0, 200, width, picture.height)).getcolors(1 << 16))[1]
+    assert ground < 60 if dark else ground > 240
+    assert page.evaluate("document.querySelector('article img').getBoundingClientRect().bottom") < 900
+    for words in ("pip install", "qt.prepare", "What do you want to do?"):
+        assert page.evaluate(f"document.querySelector('article').textContent.includes({json.dumps(words)})")
+
+
+@pytest.mark.parametrize(("task", "place", "words"), pages.tasks(), ids=lambda value: value)
+def test_a_search_finds_the_page_of_a_task(page: Page, site: str, task: str, place: str, words: str) -> None:
+    page.open(f"{site}?q={words.replace(' ', '%20')}", width=WIDE)
+    page.evaluate(
+        "new Promise((done, fail) => {const end = Date.now() + 20000; const look = () => "
+        "document.querySelector('.md-search-result__link') ? done() : Date.now() > end ? fail(new Error('no result')) : "
+        "setTimeout(look, 50); look()})"
+    )
+    found = [link.removeprefix(site).split("?")[0].split("#")[0] for link in page.evaluate(RESULTS)]
+    assert place.split("#")[0] in list(dict.fromkeys(found))[:FIRST], found[:20]
+
+
+def test_pages_of_errors_are_short(page: Page, site: str) -> None:
+    names = [path.name for path in (pages.built() / "errors").glob("*.html")]
+    assert len(names) > 5
+    heights = {
+        name: page.open(f"{site}errors/{name}", width=WIDE).evaluate("document.body.scrollHeight") for name in names
+    }
+    assert {name: height for name, height in heights.items() if height > TALLEST} == {}
