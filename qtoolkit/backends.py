@@ -71,6 +71,12 @@ class Backend:
 
     Raises:
         ValueError: A kind of op, a role or an option is not known.
+
+    Example:
+        >>> import dataclasses
+        >>> both = dataclasses.replace(qt.backends["tensorrt"], residual_add="both")
+        >>> both.name, both.residual_add, qt.backends["tensorrt"].residual_add
+        ('tensorrt', 'both', 'identity')
     """
 
     name: str

@@ -192,7 +192,14 @@ def deactivate() -> None:
 
 
 class Active(AbstractContextManager["Active"]):
-    """The context manager that `initialize` returns: constructors build quantized layers. It can be entered again."""
+    """The context manager that `initialize` returns: constructors build quantized layers. It can be entered again.
+
+    Example:
+        >>> with qt.quant_modules.initialize():
+        ...     layer = torch.nn.Linear(4, 2)
+        >>> type(layer).__name__, type(torch.nn.Linear(4, 2)).__name__
+        ('QuantLinear', 'Linear')
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

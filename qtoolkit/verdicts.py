@@ -7,7 +7,13 @@ from qtoolkit.errors import with_article
 
 
 class Status(StrEnum):
-    """What becomes of an op or a layer."""
+    """What becomes of an op or a layer.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared.plan.status["_0"].status is qt.graph.Status.QUANTIZED
+        True
+    """
 
     QUANTIZED = "quantized"
     FUSED = "fused"  # computed as one op with the op before it
@@ -16,7 +22,13 @@ class Status(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an op or a layer has its status, or does not compute on the codes of its inputs."""
+    """Why an op or a layer has its status, or does not compute on the codes of its inputs.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared.plan.status["_1"].cause is qt.graph.Cause.TARGET
+        True
+    """
 
     COMPUTED = "computed on quantized tensors"
     REPLACED = "replaced by a QAT layer, without a graph"
@@ -54,7 +66,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The status of an op or a layer, with its cause, and a sentence for people where there is more to say."""
+    """The status of an op or a layer, with its cause, and a sentence for people where there is more to say.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared.plan.status["_1"].text
+        'float: a softmax, which tensorrt computes in float'
+    """
 
     status: Status
     cause: Cause

@@ -18,6 +18,8 @@ from tests import pages
 
 DOCS = Path(__file__).parents[1] / "docs"
 sentences = SimpleNamespace(**run_path(str(DOCS / "sentences.py")))
+MODULES = (qt, qt.nn, qt.ops, qt.tuning, qt.tuning.mixed_precision, qt.export, qt.debug)
+WITHOUT_AN_EXAMPLE = {"export_executorch", "ExecutorchResult"}  # executorch is not installed where the examples run
 REFERENCE = re.findall(
     r"^::: (\S+)$", "\n".join(page.read_text() for page in DOCS.glob("api/*.md")), flags=re.MULTILINE
 )
@@ -40,10 +42,26 @@ def shown(target: str) -> list[object]:
     return [getattr(module, name) for name in names_of(module) if f"{target}.{name}" not in sys.modules]
 
 
-@pytest.mark.parametrize("module", [qt, qt.nn, qt.ops, qt.tuning, qt.tuning.mixed_precision, qt.export, qt.debug])
+@pytest.mark.parametrize("module", MODULES)
 def test_the_reference_shows_every_public_name(module: ModuleType) -> None:
     everything = [item for target in REFERENCE for item in shown(target)]
     assert [name for name in names_of(module) if getattr(module, name) not in everything] == []
+
+
+def test_every_public_name_has_an_example() -> None:
+    graph = re.search(r"members: \[(.*)\]", (DOCS / "api" / "graph.md").read_text())[1].split(", ")
+    own = [
+        name
+        for name, item in vars(qt.quant_modules).items()
+        if getattr(item, "__module__", "") == qt.quant_modules.__name__
+    ]
+    packages = [(module, names_of(module)) for module in MODULES] + [(qt.graph, graph), (qt.quant_modules, own)]
+    public = {name: getattr(module, name) for module, names in packages for name in names if not name.startswith("_")}
+    found = {target: resolve_name(target) for target in REFERENCE}
+    public |= {target: item for target, item in found.items() if isinstance(item, type)}
+    assert len(public) > 160
+    without = {name for name, item in public.items() if ">>>" not in (item.__doc__ or "")}
+    assert without == WITHOUT_AN_EXAMPLE
 
 
 def test_troubleshooting_quotes_sentences_of_the_code() -> None:

@@ -35,6 +35,15 @@ class Checkpoint:
         backend: The name of the backend that the saved model was prepared for, if any.
         mapping: The QConfigMapping of the saved model as JSON, if it had one.
         version: The version of the checkpoint; None for a state dict.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     qt.save_checkpoint(prepared, folder + "/model.safetensors")
+        ...     found = qt.load_checkpoint(folder + "/model.safetensors", prepared)
+        >>> found.backend, found.missing
+        ('tensorrt', ())
     """
 
     path: Path
@@ -135,6 +144,16 @@ def load_checkpoint(
         ValueError: The file is damaged, or a pickle of more than tensors; it is that of another model, config, optimizer or
             state; a later version wrote it; or a parameter or a statistic of a batch norm in it is not finite.
         RuntimeError: It failed on another rank, which is named.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+        >>> prepared = qt.prepare(model)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(model.state_dict(), folder + "/float.pt")
+        ...     found = qt.load_checkpoint(folder + "/float.pt", prepared)
+        >>> torch.equal(prepared.get_parameter("0.weight"), model[0].weight)
+        True
     """
     check_module(model, "load_checkpoint")
     inner, place, given = unwrapped(model), Path(path), _checked(state, "load_checkpoint")

@@ -66,6 +66,17 @@ class FileDescription:
         activations: How many quantizers of activations have codes of each type.
         weights: How many layers have weights with codes of each type.
         layers: Its layers and matrix products, in order.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     description = qt.export.describe(folder + "/model.onnx")
+        >>> description.opsets["ai.onnx"], description.activations
+        (18, {'UINT8': 1})
     """
 
     path: str
@@ -94,6 +105,17 @@ def describe(path: str | os.PathLike[str]) -> FileDescription:
         ValueError: As `UnreadableFileError`: the file is not ONNX, is truncated or invalid, has ops that ONNX does not know, or
             lacks the file of its weights.
         ImportError: onnx or onnxscript is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     description = qt.export.describe(folder + "/model.onnx")
+        >>> description.quantize_nodes, [layer.name for layer in description.layers]
+        (1, ['node_linear'])
     """
     model = open_graph(path)
     ops = ops_of(model)

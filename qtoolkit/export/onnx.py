@@ -61,6 +61,15 @@ class ExportResult:
         bytes: Size of the file, and of its weights where they are in a file of their own.
         verification: Comparison with onnxruntime's codes, or None with `verify=False`.
         weights: How the file stores the quantized weights, and which arguments would store fewer bytes.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> report = qt.calibrate(prepared, [torch.rand(8, 4)], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, torch.rand(8, 4), folder + "/model.onnx")
+        >>> result.opset, result.quantize_nodes, result.weights[0].dtype
+        (18, 1, 'INT8')
     """
 
     path: Path

@@ -65,6 +65,11 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         aliases: All names of each shared submodule, by each of its names.
         calls: The calls of the model's blocks, as tracing saw them; none where blocks do not run.
         products: The products of two activations, by the names of their nodes.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> isinstance(prepared, qt.graph.QuantizedGraphModule), list(prepared.state_dict())[:2]
+        (True, ['0.weight', '0.bias'])
     """
 
     plan: Plan | None

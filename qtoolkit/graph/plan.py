@@ -48,6 +48,11 @@ class Edge:
         quantizer: Name of the quantizer. Edges with one quantizer share its scale.
         spec: How it quantizes.
         why: The rule that asks for it, in words.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> [edge.quantizer for edge in prepared.plan.edges]
+        ['activation_quantizers.input_1', '0.weight_quantizer']
     """
 
     source: str
@@ -71,6 +76,11 @@ class Tracing:
         measured: Whether example inputs decided on sizes.
         branches: Submodules whose Python branches on their mode where the graph has the branch of `training` in both modes.
         training: Whether the model was in training mode.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared.plan.tracing.training
+        True
     """
 
     leaf_modules: tuple[type[nn.Module], ...] = ()
@@ -96,6 +106,11 @@ class Plan:
         mapping: The configs that the user gave.
         computed: How the runtime computes each op that takes quantized tensors, by its node's name, if the model was converted
             with arithmetic="integer".
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
+        >>> prepared.plan.backend.name, {name: str(verdict.status) for name, verdict in prepared.plan.status.items()}
+        ('tensorrt', {'input_1': 'float', '_0': 'quantized', '_1': 'float', 'output': 'float'})
     """
 
     backend: Backend

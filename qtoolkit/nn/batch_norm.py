@@ -46,6 +46,13 @@ class LinkedBatchNorm(nn.Module):
         strategy: The computation in training, one of `STRATEGIES`.
         frozen: Whether it stays in eval mode when `train()` is called.
         float_type: The type that `to_float` returns.
+
+    Example:
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train())
+        >>> batch_norm = prepared.get_submodule("1")
+        >>> isinstance(batch_norm, LinkedBatchNorm), batch_norm.strategy, batch_norm.frozen
+        (True, 'unscale', False)
     """
 
     KIND: ClassVar[str] = "batch_norm"
@@ -106,23 +113,58 @@ class LinkedBatchNorm(nn.Module):
 
 
 class QuantBatchNorm1d(LinkedBatchNorm, nn.BatchNorm1d):
-    """torch.nn.BatchNorm1d behind a QAT layer."""
+    """torch.nn.BatchNorm1d behind a QAT layer.
+
+    Example:
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).train())
+        >>> type(prepared.get_submodule("1")).__name__
+        'QuantBatchNorm1d'
+    """
 
 
 class QuantBatchNorm2d(LinkedBatchNorm, nn.BatchNorm2d):
-    """torch.nn.BatchNorm2d behind a QAT layer."""
+    """torch.nn.BatchNorm2d behind a QAT layer.
+
+    Example:
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train())
+        >>> type(prepared.get_submodule("1")).__name__
+        'QuantBatchNorm2d'
+    """
 
 
 class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
-    """torch.nn.BatchNorm3d behind a QAT layer."""
+    """torch.nn.BatchNorm3d behind a QAT layer.
+
+    Example:
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)).train())
+        >>> type(prepared.get_submodule("1")).__name__
+        'QuantBatchNorm3d'
+    """
 
 
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm behind a QAT layer."""
+    """torch.nn.SyncBatchNorm behind a QAT layer.
+
+    Example:
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8)).train())
+        >>> type(prepared.get_submodule("1")).__name__
+        'QuantSyncBatchNorm'
+    """
 
 
 class QuantFrozenBatchNorm(LinkedBatchNorm):
-    """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes."""
+    """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes.
+
+    Example:
+        >>> from torchvision.ops import FrozenBatchNorm2d
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8)).train())
+        >>> type(prepared.get_submodule("1")).__name__
+        'QuantFrozenBatchNorm'
+    """
 
     @property
     def folded(self) -> bool:
@@ -217,6 +259,14 @@ def unfreeze_batch_norm(model: nn.Module) -> None:
 
     Raises:
         ValueError: No batch norm in the model is linked to a QAT layer.
+
+    Example:
+        >>> from torch import nn
+        >>> prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).train())
+        >>> freeze_batch_norm(prepared)
+        >>> unfreeze_batch_norm(prepared)
+        >>> prepared.train().get_submodule("1").training
+        True
     """
     _set_frozen(model, False, "unfreeze_batch_norm")
 

@@ -24,6 +24,11 @@ class QuantRecurrent(QuantModule):
         QUANTIZE_HIDDEN: Whether `activation_spec` applies. With False the state stays float, and a layer computes all its
             steps in one fused kernel.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
+
+    Example:
+        >>> layer = qt.nn.QuantLSTM(4, 3, weight_spec=qt.QuantSpec(axis=0))
+        >>> isinstance(layer, QuantRecurrent), list(qt.quantizers_of(layer))
+        (True, ['weight_ih_l0_quantizer', 'weight_hh_l0_quantizer'])
     """
 
     KIND = "recurrent"

@@ -172,14 +172,28 @@ class QuantAdd(QuantMerge, Add):
 
 
 class QuantMul(QuantMerge, Mul):
-    """The product of two quantized tensors, element by element."""
+    """The product of two quantized tensors, element by element.
+
+    Example:
+        >>> layer = QuantMul(input_spec=qt.QuantSpec(bits=4))
+        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
+        >>> layer(torch.tensor(1.4), torch.tensor(3.1))
+        tensor(3.)
+    """
 
     FLOAT = Mul
     KIND = "mul"
 
 
 class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
-    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`)."""
+    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`).
+
+    Example:
+        >>> layer = QuantMatMul(input_spec=qt.QuantSpec(bits=4))
+        >>> layer.input_quantizer.amax, layer.other_quantizer.amax = 7.0, 7.0
+        >>> layer(torch.tensor([[1.4, 2.0]]), torch.tensor([[3.1], [1.0]]))
+        tensor([[5.]])
+    """
 
     FLOAT = MatMul
     KIND = "matmul"

@@ -36,6 +36,11 @@ class QuantModule(nn.Module):
 
     Raises:
         ValueError: A subclass with a `FLOAT` has no `KIND`, or an unknown one.
+
+    Example:
+        >>> layer = qt.nn.QuantConv2d(3, 8, 3, weight_spec=qt.QuantSpec(axis=0))
+        >>> isinstance(layer, QuantModule), layer.FLOAT.__name__, layer.KIND
+        (True, 'Conv2d', 'conv')
     """
 
     FLOAT: ClassVar[type[nn.Module]]

@@ -48,6 +48,10 @@ class TrainingArithmetic:
 
     Raises:
         ValueError: A value is not known.
+
+    Example:
+        >>> TrainingArithmetic(forward="integer", save="float")
+        TrainingArithmetic(forward='integer', save='float')
     """
 
     FORWARDS: ClassVar[tuple[str, ...]] = ("auto", "float", "integer")

@@ -56,6 +56,11 @@ class QuantWeighted(QuantModule, on_codes.TrainsOnCodes):
             several times, a ModuleDict with that of each call.
         returns_channels_last: Whether a 2-d convolution returns images in channels_last where it computes on codes in training;
             otherwise in the memory format of its input.
+
+    Example:
+        >>> layer = qt.nn.QuantLinear(4, 2, weight_spec=qt.QuantSpec(bits=4, axis=0))
+        >>> isinstance(layer, QuantWeighted), layer.weight_quantizer(layer.weight).unique().numel() <= 2 * 15
+        (True, True)
     """
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run

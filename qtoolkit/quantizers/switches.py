@@ -106,7 +106,17 @@ class disable_quantization(Switch):  # noqa: N801 (used like torch.no_grad)
 
 
 class enable_quantization(Switch):  # noqa: N801
-    """Turn quantizers on, when called; for a `with` block only, as a context manager."""
+    """Turn quantizers on, when called; for a `with` block only, as a context manager.
+
+    Example:
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        >>> _ = qt.disable_quantization(prepared)
+        >>> with qt.enable_quantization(prepared):
+        ...     print(prepared.get_submodule("0.weight_quantizer").quantizing)
+        True
+        >>> prepared.get_submodule("0.weight_quantizer").quantizing
+        False
+    """
 
     quantizing = True
 

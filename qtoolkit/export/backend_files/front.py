@@ -101,6 +101,16 @@ def read_encodings(backend: str | Backend, path: str | os.PathLike[str]) -> tupl
     Raises:
         ValueError: A file is not of the backend's form; the error names the place.
         FileNotFoundError: There is no such file.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="snpe")
+        >>> _ = qt.calibrate(prepared, [torch.ones(8, 4)], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     files = qt.export.encodings(prepared, "snpe", torch.rand(8, 4), folder + "/net", input_names=["x"])
+        ...     read = qt.export.read_encodings("snpe", folder + "/net")
+        >>> "x" in [encoding.tensor for encoding in read]
+        True
     """
     return tuple(_target(backend, "read_encodings").read(Path(path)))
 

@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
 
 class UnreadableFileError(ValueError):
-    """A file is not what the caller needs; the message says why, and what to do."""
+    """A file is not what the caller needs; the message says why, and what to do.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
+        ...     try:
+        ...         qt.export.describe(file.name)
+        ...     except qt.export.UnreadableFileError:
+        ...         print("not an ONNX file")
+        not an ONNX file
+    """
 
 
 def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":

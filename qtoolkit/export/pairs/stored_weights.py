@@ -25,6 +25,16 @@ class StoredWeights:
         bytes: Size in the file.
         smaller_by: The arguments of `export_onnx` by which a file stores fewer bytes; "" if there are none.
         smaller_bytes: Size by these arguments.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        >>> result.weights[0].count, result.weights[0].bits, result.weights[0].dtype
+        (1, 8, 'INT8')
     """
 
     count: int

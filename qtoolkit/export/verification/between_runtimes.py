@@ -34,6 +34,17 @@ class RuntimeComparison:
     Attributes:
         runtimes: For each runtime, how its codes and outputs compare with those of the file's evaluation.
         program: For each runtime, the largest difference of its outputs from those of the program; {} without one.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     found = qt.export.compare_runtimes(folder + "/model.onnx", runtimes=("onnxruntime",), progress=False)
+        >>> list(found.runtimes), found.program
+        (['onnxruntime'], {})
     """
 
     runtimes: Mapping[str, RuntimeCodes]
@@ -82,6 +93,17 @@ def compare_runtimes(
             no Q/DQ nodes.
         ImportError: A runtime is not installed.
         RuntimeError: A runtime cannot run the file.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     found = qt.export.compare_runtimes(folder + "/model.onnx", runtimes=("onnxruntime",), progress=False)
+        >>> found.runtimes["onnxruntime"].codes.differing
+        0
     """
     for runtime in runtimes:
         check_known("runtime of compare_runtimes:", runtime, EXECUTES)

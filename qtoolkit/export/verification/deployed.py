@@ -24,6 +24,18 @@ class Verdict(Enum):
         ROUNDING: Codes differ end to end, but each quantizer's, computed from the runtime's own codes before it, differ by no
             more than the runtime's order of rounding explains.
         DIFFERENT: The runtime computes something else than the model.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     integer = qt.convert(prepared, arithmetic="integer")
+        ...     found = qt.export.verify(folder + "/model.onnx", integer, x)
+        >>> found.runtimes["onnxruntime"].verdict is qt.export.Verdict.EQUAL
+        True
     """
 
     EQUAL = "equal"
@@ -54,6 +66,19 @@ class RuntimeCodes:
         unrounded: Quantizers at which the runtime does not round in the graph that users run.
         weights: The comparison of the weights' codes in the file with the model's, by the names of their quantizers.
         on_codes: The layers that the model itself computes in integers.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     integer = qt.convert(prepared, arithmetic="integer")
+        ...     found = qt.export.verify(folder + "/model.onnx", integer, x)
+        >>> codes = found.runtimes["onnxruntime"]
+        >>> codes.verdict.name, codes.output_difference
+        ('EQUAL', 0.0)
     """
 
     runtime: str
@@ -246,7 +271,20 @@ class RuntimeCodes:
 
 @dataclass(frozen=True)
 class DeployedVerification:
-    """What `verify` returns: the comparison with each runtime, by the runtime's name."""
+    """What `verify` returns: the comparison with each runtime, by the runtime's name.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     integer = qt.convert(prepared, arithmetic="integer")
+        ...     found = qt.export.verify(folder + "/model.onnx", integer, x)
+        >>> list(found.runtimes), found.check()["onnxruntime"].name
+        (['onnxruntime'], 'EQUAL')
+    """
 
     runtimes: Mapping[str, RuntimeCodes]
 

@@ -60,6 +60,17 @@ class Verification:
             only the branches that its example inputs take.
         output_error: Largest difference of the outputs when torch computes them from onnxruntime's codes, as a share of the
             largest value: of those behind layers and ops whose results change little where their inputs do.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     found = qt.export.verify_onnx(qt.convert(prepared), folder + "/model.onnx", x)
+        >>> found.weight_codes.compared, found.missing, found.unreached
+        (8, (), ())
     """
 
     weight_codes: CodeCount
@@ -144,6 +155,17 @@ def verify_onnx(
         TypeError: The model was not converted, or the inputs do not match its forward.
         ValueError: The file is not ONNX, or not of this model; or it takes inputs of another number, dtype or size.
         RuntimeError: onnxruntime cannot run the file.
+
+    Example:
+        >>> import tempfile
+        >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), backend="onnxruntime")
+        >>> x = torch.rand(8, 4)
+        >>> _ = qt.calibrate(prepared, [x], progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
+        ...     found = qt.export.verify_onnx(qt.convert(prepared), folder + "/model.onnx", x)
+        >>> found.weight_codes.differing, found.quantizer_codes.differing
+        (0, 0)
     """
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     file = _opened(model)

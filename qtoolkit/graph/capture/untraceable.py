@@ -25,6 +25,16 @@ class UntraceableError(RuntimeError):
 
     Attributes:
         skip: Dotted name of the submodule that can be a leaf module instead; "" if the model's own forward is at fault.
+
+    Example:
+        >>> class Branch(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x if x.sum() > 0 else -x
+        >>> try:
+        ...     qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), Branch()))
+        ... except qt.UntraceableError as error:
+        ...     print(error.skip)
+        1
     """
 
     def __init__(self, message: str, skip: str = "") -> None:

@@ -29,6 +29,11 @@ class QuantizerKind:
         POWERS: Whether its scales are powers of two, also where the spec's pow2_scale is False.
         KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
             is not folded into it: its scales would be lost.
+
+    Example:
+        >>> from qtoolkit.quantizers.table import QUANTIZERS
+        >>> isinstance(QUANTIZERS["lsq"], QuantizerKind), QUANTIZERS["lsq"].LEARNED, QUANTIZERS["fixed"].LEARNED
+        (True, True, False)
     """
 
     label: str = ""

@@ -17,6 +17,11 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         OPTIONS: The options that `QuantSpec.observer_args` may hold, with their defaults.
         ADDED_UP: The attributes that hold sums over all inputs. They serve calibration alone and are no buffers: state dicts do
             not hold them, and DistributedDataParallel does not replace them by those of rank 0.
+
+    Example:
+        >>> from qtoolkit.quantizers.table import OBSERVERS
+        >>> issubclass(OBSERVERS["minmax"], Observer), "histogram" in OBSERVERS
+        (True, True)
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {}

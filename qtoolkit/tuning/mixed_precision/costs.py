@@ -21,6 +21,13 @@ class Layer:
         kind: Its kind of op.
         weights: The number of its weights.
         macs: Multiplications with a weight in a forward of the example inputs, by all its calls.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
+        >>> bits = {f"w{n}": qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=n, axis=0)) for n in (4, 8)}
+        >>> search = qt.tuning.mixed_precision.MixedPrecision(model, torch.zeros(1, 8), bits)
+        >>> search.layers["2"]
+        Layer(name='2', kind='linear', weights=64, macs=64)
     """
 
     name: str
