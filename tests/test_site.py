@@ -19,7 +19,10 @@ from tests import pages
 DOCS = Path(__file__).parents[1] / "docs"
 sentences = SimpleNamespace(**run_path(str(DOCS / "sentences.py")))
 MODULES = (qt, qt.nn, qt.ops, qt.tuning, qt.tuning.mixed_precision, qt.export, qt.debug)
-WITHOUT_AN_EXAMPLE = {"export_executorch", "ExecutorchResult"}  # executorch is not installed where the examples run
+WITHOUT_AN_EXAMPLE = {  # executorch is not installed where the examples run
+    "qtoolkit.export.ExecutorchResult",
+    "qtoolkit.export.export_executorch",
+}
 REFERENCE = re.findall(
     r"^::: (\S+)$", "\n".join(page.read_text() for page in DOCS.glob("api/*.md")), flags=re.MULTILINE
 )
@@ -56,7 +59,8 @@ def test_every_public_name_has_an_example() -> None:
         if getattr(item, "__module__", "") == qt.quant_modules.__name__
     ]
     packages = [(module, names_of(module)) for module in MODULES] + [(qt.graph, graph), (qt.quant_modules, own)]
-    public = {name: getattr(module, name) for module, names in packages for name in names if not name.startswith("_")}
+    named = [(module, name) for module, names in packages for name in names if not name.startswith("_")]
+    public = {f"{module.__name__}.{name}": getattr(module, name) for module, name in named}
     found = {target: resolve_name(target) for target in REFERENCE}
     public |= {target: item for target, item in found.items() if isinstance(item, type)}
     assert len(public) > 160

@@ -1,6 +1,7 @@
 """The page of report() in a headless Chromium: no errors, no requests, what hover, focus, zoom and sorting do."""
 
 import io
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,9 @@ def test_the_script_runs_without_errors_and_nothing_is_requested(page: Page, fil
     assert page.evaluate(
         "[...document.querySelectorAll('section h2')].every(e => e.getBoundingClientRect().height > 0)"
     )
-    wide = "document.documentElement.scrollWidth <= innerWidth"
-    assert page.evaluate(wide)
-    assert page.open(files[name], width=380).evaluate(wide)  # no sideways scrolling on a telephone
+    for width, dark in product((1400, 400, 380), (False, True)):  # no sideways scrolling on a telephone
+        page.resize(width, dark=dark)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, dark)
 
 
 def test_the_policy_of_the_page_lets_no_other_script_run(page: Page, files) -> None:
