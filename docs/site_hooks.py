@@ -13,6 +13,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 NAME = re.compile(r"<code>(?:qt|qtoolkit)\.(?P<name>[\w.]*\w)(?:\([^<]*\))?</code>")
+CELL = re.compile(r"<td>.*?</td>", flags=re.DOTALL)
+BREAK = re.compile(r"((?<=[a-z*])[_./=](?=[\w*'])|(?<=\w)[_./](?=[a-z]))(?![^<]*>)")  # in a name, but not in a tag
 KEPT = re.compile(r"(<pre\b.*?</pre>|<a\b.*?</a>|<autoref\b.*?</autoref>|<h\d\b.*?</h\d>)", flags=re.DOTALL)
 # How much more the search makes of a page, by the beginning of its path.
 BOOSTS = {
@@ -63,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link each public name of qtoolkit that a page has as code to its place in the reference."""
+    """Link each public name of qtoolkit that a page has as code to the reference, and let long names in tables break."""
     places = references(Path(config.docs_dir))
 
     def link(found: re.Match[str]) -> str:
@@ -71,7 +73,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'<autoref optional identifier="{places.get(name, name)}">{found[0]}</autoref>'
 
     parts = KEPT.split(html)  # what is between the parts that are kept has even places
-    return "".join(part if place % 2 else NAME.sub(link, part) for place, part in enumerate(parts))
+    linked = "".join(part if place % 2 else NAME.sub(link, part) for place, part in enumerate(parts))
+    return CELL.sub(lambda cell: BREAK.sub(r"\g<0><wbr>", cell[0]), linked)
 
 
 @cache

@@ -67,7 +67,8 @@ def test_a_page_fits_the_window(page: Page, site: str, name: str) -> None:
         page.resize(width, dark=dark)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, dark)
     page.resize(WIDE)
-    wider = "[...document.querySelectorAll('.md-typeset__scrollwrap')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+    tables = "[...document.querySelectorAll('.md-typeset__scrollwrap, .md-typeset table:not([class])')]"
+    wider = f"{tables}.filter(e => e.scrollWidth > e.clientWidth + 1)"
     assert page.evaluate(f"{wider}.map(e => e.textContent.slice(0, 80))") == []
     assert page.evaluate("[...document.images].filter(image => !image.naturalWidth).map(image => image.src)") == []
     assert page.complaints == []

@@ -56,7 +56,7 @@ def floats(names: Mapping[str, Sequence[str]]) -> str:
 def notes(outcome: Outcome) -> str:
     """Return the parts, the skipped submodules, the remark of the recipe, and the error if a step failed."""
     words = [f"parts {', '.join(outcome['parts'])}"] if outcome.get("parts") else []
-    words += [f"skip {', '.join(outcome['skip'])}"] if outcome.get("skip") else []
+    words += [f"skip {', '.join(outcome['skip'])}".replace("*", r"\*")] if outcome.get("skip") else []
     words += [outcome["note"]] if outcome.get("note") else []
     words += [f"**{outcome['failed']}: {_one_line(outcome['error'])}**"] if outcome["failed"] else []
     return "; ".join(words)
