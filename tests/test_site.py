@@ -93,6 +93,13 @@ def test_a_reader_comes_to_the_page_of_a_task(task: str, place: str, words: str)
     assert any(all(term in text.lower() for term in terms) for text in sections)
 
 
+def test_pages_have_a_dark_scheme_and_lead_to_their_neighbours() -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
+    html = (pages.built() / "export.html").read_text()
+    assert 'data-md-color-scheme="slate"' in html
+    assert {"md-footer__link--prev", "md-footer__link--next"} <= set(re.findall(r"md-footer__link--\w+", html))
+
+
 def test_names_of_tools_that_a_script_had_lead_to_the_reference() -> None:
     pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
     targets = {pages.target_of("migration.html", link) for link in pages.text_of("migration.html").links}
