@@ -51,10 +51,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def page_of(notebook: Path) -> str:
-    """Return the Markdown of a notebook: its text, its code in fences, and a link to the file."""
-    cells = nbformat.read(notebook, as_version=4).cells
-    parts = [cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```" for cell in cells]
+    """Return the Markdown of a notebook: its text, its code, what that prints and draws, and a link to the file."""
+    parts = []
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+        else:
+            parts += [f"```python\n{cell.source}\n```", *map(shown, cell.outputs)]
     return "\n\n".join([parts[0], f"[This page as a notebook]({notebook.name})", *parts[1:]])
+
+
+def shown(output: nbformat.NotebookNode) -> str:
+    """Return the Markdown of an output of a cell."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<img alt="what the code above draws" src="data:image/png;base64,{data["image/png"].strip()}">'
+    return f"```text\n{(output.get('text') or data['text/plain']).rstrip()}\n```"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
