@@ -45,7 +45,7 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys) -> None:
     assert "weight codes:     0 of" in out
     assert "end to end: 0 of" in out
     assert re.search(r"in float: +none;", out)
-    own = program.split("# your data\n")[1]  # without the imports, the model and the data
+    own = program.split("# your model and data\n")[1]  # without the imports, the model and the data
     assert len([line for line in own.splitlines() if line]) <= 10
 
 
