@@ -128,8 +128,8 @@ class Verification:
             f"weight codes:     {self.weight_codes}",
             f"quantizer codes:  {self.quantizer_codes}",
             f"layer by layer:   {self.layer_codes}",
-            f"outputs, end to end: largest difference {self.output_difference:.3g}; from the same codes "
-            f"{self.output_error:.1e} of the largest value",
+            f"output error:     max abs {self.output_difference:.3g} end to end; "
+            f"{self.output_error:.1e} relative when the last layer gets identical inputs",
         ]
         lines += [f"not executed for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
         return "\n".join(lines)
