@@ -235,7 +235,8 @@ def channel_values(f64: bool, *names: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("f64", [False, True])
 @pytest.mark.parametrize("follows", [False, True])
-def test_scales_of_a_unit(kernels, f64, follows):
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_scales_of_a_unit(kernels, f64, follows, has_norm):
     given = channel_values(f64, "variance", "gamma", "start", "ratio", "factor", "scale", "lo", "hi")
     variance, gamma = given["variance"], given["gamma"]
     y_start, y_scale = torch.tensor([0.5]).to(variance), torch.zeros(1).to(variance)
@@ -243,8 +244,9 @@ def test_scales_of_a_unit(kernels, f64, follows):
     rows[3] = torch.nan
     low, high = rows.amin(1).double(), rows.amax(1).double()
     factor = gamma * torch.rsqrt(variance + 1e-5)
-    factor = factor.masked_fill(factor == 0, 1.0)
-    u = filled(UnitScales, f64=f64, channels=300, eps=1e-5, variance=variance, gamma=gamma, factor=given["factor"])
+    factor = factor.masked_fill(factor == 0, 1.0) if has_norm else torch.ones_like(factor)
+    norm = {"variance": variance, "gamma": gamma, "factor": given["factor"]} if has_norm else {}
+    u = filled(UnitScales, f64=f64, channels=300 if has_norm or follows else 0, eps=1e-5, **norm)
     ratio = None if follows else given["ratio"]
     u.weight = filled(TrainedScale, count=300, start=given["start"], ratio=ratio, scale=given["scale"])
     u.output = filled(TrainedScale, count=1, start=y_start, scale=y_scale)
@@ -256,7 +258,8 @@ def test_scales_of_a_unit(kernels, f64, follows):
     else:
         wanted = ops.positive_scale(given["start"], given["ratio"])
     kernels.unit_scales_on_host(ctypes.byref(u))
-    assert_same(given["factor"], factor)
+    if has_norm:
+        assert_same(given["factor"], factor)
     assert_same(given["scale"], wanted)
     assert_same(y_scale, y_start)
     if follows:
