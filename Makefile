@@ -68,7 +68,7 @@ build: $(VENV)/built         ## compile again what has changed
 # Torch's own libraries come with torch. The tag names the oldest glibc that the wheel loads with: that of this machine's compiler.
 wheel: $(VENV)/ready         ## a wheel for Linux without CUDA, which installs without a compiler, in build/wheels
 	QTOOLKIT_CUDA=0 $(RUN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/unrepaired .
-	PATH=$(CURDIR)/$(RUN):$$PATH auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir build/wheels \
+	PATH=$(abspath $(RUN)):$$PATH auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir build/wheels \
 	  build/unrepaired/*.whl
 
 $(VENV)/built: $(VENV)/ready $(SOURCES)

@@ -103,6 +103,9 @@ def _add_quantize(commands: Commands) -> argparse.ArgumentParser:
     )
     _add_backend(command)
     command.add_argument("--out", default="model.onnx", metavar="FILE", help="the file to write (default: model.onnx)")
+    command.add_argument(
+        "--exclude", action="append", metavar="NAME", help="what stays in float, a name or a pattern; may be repeated"
+    )
     command.add_argument("--max-batches", type=int, metavar="N", help="the number of batches to run (default: all)")
     command.add_argument("--method", help="how ranges are chosen: minmax, mse, entropy, percentile, ... (docs/ptq.md)")
     command.add_argument("--exporter", default="dynamo", choices=EXPORTERS, help="torch's exporter (default: dynamo)")

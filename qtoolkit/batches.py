@@ -58,13 +58,13 @@ class Caller:
             raise
 
 
-def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None, what: str) -> Any:
+def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any], what: str) -> Any:
     """Run a model on a batch, without gradients; return what its forward got, as example inputs.
 
     Args:
         model: The model.
         batch: The batch.
-        forward: forward(model, batch), which calls the model; None calls it as `Caller` does.
+        forward: forward(model, batch), which calls the model: a `Caller`, or the user's.
         what: The public function, for errors.
 
     Raises:
@@ -79,7 +79,7 @@ def recorded_inputs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, 
     handle = model.register_forward_hook(lambda _, args, kwargs, __: calls.append((args, kwargs)), with_kwargs=True)
     try:
         with torch.no_grad():
-            (Caller(what) if forward is None else forward)(model, batch)
+            forward(model, batch)
     finally:
         handle.remove()
     if not calls:

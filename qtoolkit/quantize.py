@@ -12,9 +12,10 @@ from torch import nn
 
 from qtoolkit import quant_modules
 from qtoolkit.backends import Backend, backend_of
-from qtoolkit.batches import recorded_inputs
+from qtoolkit.batches import Caller, recorded_inputs
 from qtoolkit.calibrate import CalibrationReport, calibrate, check_batches
 from qtoolkit.config import QConfigMapping
+from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.errors import some
 from qtoolkit.export import DeployedVerification, ExportResult, Verdict, export_onnx, verify
 from qtoolkit.export.onnx import Exporter, require_extra
@@ -82,6 +83,7 @@ def quantize(
     backend: str | Backend = "tensorrt",
     path: str | os.PathLike[str] = "model.onnx",
     *,
+    exclude: Exclude | None = None,
     qconfig_mapping: QConfigMapping | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     max_batches: int | None = None,
@@ -107,6 +109,7 @@ def quantize(
             first batch gives the shapes, and is what the codes are compared on.
         backend: A name from `qtoolkit.backends`, or a Backend.
         path: The file to write.
+        exclude: What stays in float: names, regular expressions, types, as `prepare` takes it.
         qconfig_mapping: Which layers and ops get which config, as `prepare` takes it.
         forward: forward(model, batch), for batches of another form, as `calibrate` takes it.
         max_batches: The number of batches to run; None runs all.
@@ -150,15 +153,16 @@ def quantize(
     _check_path(path)
     require_extra("quantize")
     notes: list[str] = []
+    call = forward or Caller("quantize")
     with evaluating(model):
-        inputs, batches = _first_inputs(model, batches, forward)
-        prepared = _prepared(model, inputs, target, qconfig_mapping, notes)
+        inputs, batches = _first_inputs(model, batches, call)
+        prepared = _prepared(model, inputs, target, with_excluded(qconfig_mapping, exclude), notes)
     if not quantizers_of(prepared):
         raise ValueError(
             f"quantize: nothing in this {type(model).__name__} is quantized for {target.name!r}; "
             f"print(qt.quantization_report(qt.prepare(model, backend={target.name!r}))) gives the reasons."
         )
-    calibration = calibrate(prepared, batches, max_batches, forward, progress, method=method)
+    calibration = calibrate(prepared, batches, max_batches, call, progress, method=method)
     converted = convert(prepared)
     export = export_onnx(converted, inputs, path, exporter=exporter, dynamic_batch=dynamic_batch, progress=progress)
     verification = _verified(prepared, target, export, inputs, progress, notes)
@@ -175,7 +179,7 @@ def _check_path(path: object) -> None:
 
 
 def _first_inputs(
-    model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None
+    model: nn.Module, batches: Iterable[Any], call: Callable[[nn.Module, Any], Any]
 ) -> tuple[Any, Iterable[Any]]:
     """Return what the model takes of the first batch, as example inputs, and all batches."""
     iterator = iter(batches)
@@ -184,7 +188,7 @@ def _first_inputs(
     except StopIteration:
         raise ValueError("quantize: batches must hold at least one batch, got none.") from None
     whole = chain([first], iterator) if iterator is batches else batches
-    return recorded_inputs(model, first, forward, "quantize"), whole
+    return recorded_inputs(model, first, call, "quantize"), whole
 
 
 def _prepared(

@@ -118,6 +118,23 @@ def test_a_mapping_a_method_and_a_number_of_batches_reach_their_steps(tmp_path) 
     assert {q.spec.observer_args.get("method") for q in quantizers.values() if not q.of_weight} == {"mse"}
 
 
+@pytest.mark.filterwarnings("ignore:quantize")
+@pytest.mark.parametrize("kind", [Net, Branching], ids=["graph", "replaced"])
+def test_what_is_excluded_stays_in_float(kind: type[nn.Module], tmp_path) -> None:
+    result = qt.quantize(net(kind), [IMAGES], "onnxruntime", tmp_path / "model.onnx", exclude="fc", **FAST)
+    assert [line.name for line in result.report.left_float if line.name == "fc"] == ["fc"]
+
+
+def test_labels_of_a_batch_are_left_out_and_said_once(tmp_path) -> None:
+    data = DataLoader(TensorDataset(IMAGES, torch.zeros(12)), 4)
+    with pytest.warns(UserWarning, match="labels") as warned:
+        result = qt.quantize(net(), data, "onnxruntime", tmp_path / "model.onnx", **FAST)
+    assert [str(each.message)[:30] for each in warned if "labels" in str(each.message)] == [
+        "quantize: Net.forward(x) does "
+    ]
+    assert (result.calibration.batches, result.verdict) == (3, Verdict.EQUAL)
+
+
 def test_a_model_in_training_mode_gives_the_file_of_eval_mode_and_does_not_change(tmp_path) -> None:
     model = net().train()
     model.bn.eval()  # frozen

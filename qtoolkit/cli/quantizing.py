@@ -29,6 +29,7 @@ def quantize(arguments: argparse.Namespace) -> Answer:
             load("--data", arguments.data),
             arguments.backend,
             arguments.out,
+            exclude=arguments.exclude,
             max_batches=arguments.max_batches,
             method=arguments.method,
             exporter=arguments.exporter,

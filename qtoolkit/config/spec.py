@@ -100,7 +100,8 @@ class QuantSpec:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Self:
             """Check the names of the arguments."""
-            check_arguments("QuantSpec", kwargs, [f.name for f in fields(cls)])
+            if any(name not in cls.__match_args__ for name in kwargs):  # which torch.compile can trace
+                check_arguments("QuantSpec", kwargs, cls.__match_args__)
             return super().__new__(cls)
 
     def __post_init__(self) -> None:

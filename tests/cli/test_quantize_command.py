@@ -96,8 +96,11 @@ def test_a_module_by_its_name_and_json(program: Path, model: str, capsys) -> Non
 
 
 def test_options_reach_the_call(program: Path, capsys) -> None:
-    assert main(typed(program, "model", "batches", "--max-batches", "2", "--method", "mse", "--json")) == 0
-    assert json.loads(capsys.readouterr().out)["ranges"]["batches"] == 2
+    options = ["--max-batches", "2", "--method", "mse", "--exclude", "3", "--json"]
+    assert main(typed(program, "model", "batches", *options)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranges"]["batches"] == 2
+    assert {each["layer"]: each["status"] for each in found["layers"]}["3"] == "float"
 
 
 def test_a_target_without_a_runtime_has_no_verdict(program: Path, capsys) -> None:
