@@ -127,10 +127,10 @@ struct WithoutGradient {
 constexpr std::array<WithoutGradient, 19> kWithoutGradient = {{
     {"unit_backward",
      "unit: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
-     "forward='float' and save='float'."},
+     "training_arithmetic='float' and save='float'."},
     {"layer_fake_quant_backward",
      "layer_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
-     "prepare with forward='float' and save='float'."},
+     "prepare with training_arithmetic='float' and save='float'."},
     {"function_fake_quant_backward",
      "function_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
      "use torch's function and fake_quant."},

@@ -5,7 +5,7 @@ as long as the attributes of these modules are the same objects, which `Snapshot
 decision holds, and where one op may not compute the unit, its ops are called one by one.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -152,6 +152,42 @@ def layer_arguments(layer: Any, x: Tensor, dtype: torch.dtype) -> LayerArguments
     return LayerArguments(_grid_of_weight(layer), (*sizes, integer), computed, like)
 
 
+def kind_of_inputs(layer: Any, x: Tensor) -> tuple[Hashable, ...] | None:
+    """Return on what it depends, besides the modules, how an op computes a layer; None where its weight is computed.
+
+    The last of it is the type in which the layer computes.
+    """
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        return None
+    return x.shape, x.stride(), x.dtype, x.device, weight.dtype, on_codes.computed_type(weight, x)
+
+
+def layer_call(
+    layer: Any,
+    arguments: LayerArguments,
+    x: Tensor,
+    codes: Handed,
+    factor: Callable[[], Tensor | None],
+    name: str | None,
+) -> tuple[Any, ...]:
+    """Return the first arguments of an op that computes a layer, up to its bias.
+
+    Args:
+        layer: The layer.
+        arguments: What the op is told about it.
+        x: Its input.
+        codes: The codes of x.
+        factor: Returns what multiplies the output channels of the weight before it is quantized, or None.
+        name: The name of the layer.
+    """
+    grid, followed = arguments.grid or _weight_grid_now(layer, factor(), name)
+    if followed is not NOT_FOLLOWED:
+        vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
+    of_x = x, codes.codes, codes.scale, codes.zero_point, codes.qmin, codes.qmax
+    return (*of_x, layer.weight, *grid, *arguments.geometry, *followed, *arguments.computed, layer.bias)
+
+
 # ---- scales and grids
 
 
@@ -179,7 +215,7 @@ def _followed(layer: Any) -> Grid | None:
     return observer.lo, observer.hi, spec.pow2_scale
 
 
-def weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tuple[Grid, Grid]:
+def _weight_grid_now(layer: Any, factor: Tensor | None, name: str | None) -> tuple[Grid, Grid]:
     """Return the scale and the grid of a weight whose quantizer makes them anew at each call."""
     grid = on_codes.weight_grid(layer, factor)
     if grid is None:

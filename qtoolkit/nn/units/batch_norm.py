@@ -1,13 +1,13 @@
 """A layer with its batch norm and all that follows it up to a quantizer, in one op."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
-from qtoolkit.nn import on_codes
 from qtoolkit.nn.batch_norm import divisor_of, variance_of_step
 from qtoolkit.nn.epilogue import (
     bounds_now,
@@ -20,16 +20,16 @@ from qtoolkit.nn.epilogue import (
 )
 from qtoolkit.nn.hooks import all_watched, is_ordinary
 from qtoolkit.nn.units.base import (
-    NOT_FOLLOWED,
     Decided,
     Grid,
     LayerArguments,
     handed_output,
+    kind_of_inputs,
     layer_arguments,
+    layer_call,
     layer_is_plain,
     output_grid,
     output_grid_now,
-    weight_grid_now,
 )
 from qtoolkit.op_kinds.bounds import Bounds
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
@@ -122,13 +122,11 @@ class BatchNormUnit(Decided):
 
     def plan_of(self, x: Tensor, residual: Tensor | None) -> Plan | None:
         """Return the plan for inputs; None where one op may not compute the unit."""
-        weight = self.modules[0]._parameters.get("weight")
-        if weight is None:  # it is computed
+        kind = kind_of_inputs(self.modules[0], x)
+        if kind is None:
             return None
-        dtype = on_codes.computed_type(weight, x)
         added = None if residual is None else (residual.shape, residual.dtype, residual.device)
-        kind = (x.shape, x.stride(), x.dtype, x.device, weight.dtype, dtype, added)
-        found: Plan | None = self.plan(kind, x, residual, dtype)
+        found: Plan | None = self.plan((*kind, added), x, residual, kind[-1])
         return found
 
     def planned(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Plan | None:
@@ -159,23 +157,9 @@ class BatchNormUnit(Decided):
         """Compute the unit by the op."""
         layer, bn, _, quantizer = self.modules
         variance = variance_of_step(bn, bn.running_var, plan.changing)
-        grid, followed = plan.layer.grid or self._weight_grid_now(variance)
-        if followed is not NOT_FOLLOWED:
-            vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
         output = plan.output or output_grid_now(quantizer, plan.layer.like)
         y, y_codes, y_scale, *_ = _unit(
-            x,
-            codes.codes,
-            codes.scale,
-            codes.zero_point,
-            codes.qmin,
-            codes.qmax,
-            layer.weight,
-            *grid,
-            *plan.layer.geometry,
-            *followed,
-            *plan.layer.computed,
-            layer.bias,
+            *layer_call(layer, plan.layer, x, codes, partial(_factor, bn, variance), self.names[0]),
             variance,
             *plan.norm,
             residual,
@@ -185,11 +169,10 @@ class BatchNormUnit(Decided):
         )
         return y, handed_output(y, y_codes, y_scale, output, quantizer, self.gives)
 
-    def _weight_grid_now(self, variance: Tensor) -> tuple[Grid, Grid]:
-        layer, bn = self.modules[:2]
-        with torch.no_grad():
-            factor = divisor_of(bn, variance)
-        return weight_grid_now(layer, factor, self.names[0])
+
+@torch.no_grad()
+def _factor(bn: Any, variance: Tensor) -> Tensor:
+    return divisor_of(bn, variance)
 
 
 def _is_one_op(layer: Any, bn: Any, quantizer: Any) -> bool:

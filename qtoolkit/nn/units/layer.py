@@ -6,20 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit._native import library
-from qtoolkit.nn import on_codes
 from qtoolkit.nn.epilogue import why_quantizer_not_fused
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
 from qtoolkit.nn.units.base import (
-    NOT_FOLLOWED,
     Decided,
     Grid,
     LayerArguments,
     handed_output,
+    kind_of_inputs,
     layer_arguments,
+    layer_call,
     layer_is_plain,
     output_grid,
     output_grid_now,
-    weight_grid_now,
 )
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.handed_over import Handed, grid_with_codes, handed_with, keep
@@ -77,11 +76,8 @@ class LayerUnit(Decided):
 
     def plan_of(self, x: Tensor) -> Plan | None:
         """Return the plan for an input; None where one op may not compute the unit."""
-        weight = self.modules[0]._parameters.get("weight")
-        if weight is None:  # it is computed
-            return None
-        dtype = on_codes.computed_type(weight, x)
-        found: Plan | None = self.plan((x.shape, x.stride(), x.dtype, x.device, weight.dtype, dtype), x, dtype)
+        kind = kind_of_inputs(self.modules[0], x)
+        found: Plan | None = None if kind is None else self.plan(kind, x, kind[-1])
         return found
 
     def planned(self, x: Tensor, dtype: torch.dtype) -> Plan | None:
@@ -101,24 +97,10 @@ class LayerUnit(Decided):
     def compute(self, plan: Plan, x: Tensor, codes: Handed) -> tuple[Tensor, Handed | None]:
         """Compute the unit by the op."""
         layer, quantizer = self.modules
-        grid, followed = plan.layer.grid or weight_grid_now(layer, None, self.names[0])
-        if followed is not NOT_FOLLOWED:
-            vars(layer.weight_quantizer)["stale"] = True  # the step after this forward changes the weight
         output = plan.output or output_grid_now(quantizer, plan.layer.like)
         with_codes = self.with_codes and gives_codes(quantizer)
         y, y_codes, y_scale, *_ = _layer_fake_quant(
-            x,
-            codes.codes,
-            codes.scale,
-            codes.zero_point,
-            codes.qmin,
-            codes.qmax,
-            layer.weight,
-            *grid,
-            *plan.layer.geometry,
-            *followed,
-            *plan.layer.computed,
-            layer.bias,
+            *layer_call(layer, plan.layer, x, codes, lambda: None, self.names[0]),
             plan.rounds_bias,
             *output,
             is_learned(output),
