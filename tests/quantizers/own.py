@@ -1,5 +1,6 @@
 """Quantizers that are not of the package: the one that docs/quantizers.md shows, and one with a formula of its own."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ from qtoolkit.quantizers.spec_ops import per_element
 from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
 
 
+def documented_names() -> dict[str, Any]:
+    """Run the program of the documentation that adds a quantizer to the table; return its names."""
+    text = (Path(__file__).parents[2] / "docs" / "quantizers.md").read_text()
+    (program,) = (code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "QUANTIZERS" in code)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    return names
+
+
 def documented() -> QuantizerKind:
     """Return the quantizer of the documentation, without its entry in the table."""
-    text = (Path(__file__).parents[2] / "docs" / "quantizers.md").read_text()
-    names: dict[str, Any] = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    documented_names()
     return QUANTIZERS.pop("log")
 
 

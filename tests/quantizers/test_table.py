@@ -4,7 +4,6 @@ import copy
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.quantizers.table import QUANTIZERS, QuantizerKind
+from tests.quantizers.own import documented_names
 
 
 class LogScale(QuantizerKind):
@@ -102,10 +102,7 @@ def test_fixed_scales_and_lsq_take_no_options(quantizer: str) -> None:
 
 
 def test_the_documented_quantizer_is_a_class_and_an_entry() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "quantizers.md").read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
-    names: dict[str, Any] = {}
-    exec(code, names)
+    names = documented_names()
     model = qt.prepare(nn.Linear(6, 4).train(), X, qconfig_mapping=names["mapping"])
     qt.calibrate(model, [X], progress=False)
     model(X).sum().backward()

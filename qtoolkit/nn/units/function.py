@@ -122,8 +122,8 @@ def function_of_module(module: nn.Module) -> Function | None:
 
 def _takes(function: Function, x: Tensor, autocast: bool) -> bool:
     """Return whether the op computes a function of x as torch does: of a layer norm, in the type of its parameters."""
-    name, shape, *parameters, _ = function
-    if name != "layer_norm":
+    _, shape, *parameters, _ = function
+    if not shape:
         return True
     types = {p.dtype for p in parameters if p is not None} | {x.dtype}
     plain = all(p is None or type(p) is nn.Parameter for p in parameters)
