@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 import qtoolkit as qt
 from qtoolkit.compat.checkpoints import load_amax
 from qtoolkit.tuning.saved import SavedUnits
+from tests import processes
 from tests.fuzzing import changed, changes, examples
 
 PACKAGE = str(Path(qt.__file__).parent)
@@ -111,6 +112,25 @@ def test_ctrl_c_in_reconstruct() -> None:
         qt.tuning.reconstruct(model, [X], steps=4, progress=False)
     assert_unchanged(model, before)
     model(X)
+
+
+AFTER_OPENVINO = """
+import signal, sys, torch, qtoolkit as qt
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU()).eval()
+for name in ("one.onnx", "other.onnx"):
+    result = qt.quantize(model, [torch.rand(1, 1, 8, 8)], "openvino", sys.argv[1] + "/" + name, progress=False)
+    assert list(result.verification.runtimes) == ["openvino"]
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_after_openvino(tmp_path) -> None:
+    pytest.importorskip("openvino")
+    ran = processes.python("-c", AFTER_OPENVINO, tmp_path)
+    assert (ran.returncode, ran.stdout.splitlines()[-1:]) == (0, ["interrupted"]), ran.stderr
 
 
 @contextmanager

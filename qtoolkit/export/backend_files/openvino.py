@@ -15,6 +15,7 @@ from qtoolkit.errors import present
 from qtoolkit.export.backend_files.encoding import Encoding, float32
 from qtoolkit.export.backend_files.target import BackendFiles, Target, Write, check_same, with_ending
 from qtoolkit.export.files.files import save
+from qtoolkit.export.openvino_core import core
 from qtoolkit.extras import missing
 from qtoolkit.files import write_atomically
 
@@ -34,7 +35,7 @@ class FakeQuantizeIR(Target):
         with tempfile.TemporaryDirectory() as folder:
             file, _ = save(exported, Path(folder), "model.onnx.data")
             new = Path(folder) / "ir.xml"
-            openvino.serialize(openvino.Core().read_model(file), new)
+            openvino.serialize(core().read_model(file), new)
             check_same("OpenVINO's IR", found, _read_operations(new))
             write_atomically(new.with_suffix(".bin"), weights)
             write_atomically(new, xml)
@@ -127,9 +128,9 @@ def _write_operation(node: Any, source: Any, encoding: Encoding) -> None:
 
 
 def _read_operations(path: Path) -> list[Encoding]:
-    core = _openvino().Core()
+    _openvino()
     try:
-        model = core.read_model(path)
+        model = core().read_model(path)
     except RuntimeError as error:
         first = str(error).strip().splitlines()[-1]
         raise ValueError(f"read_encodings: OpenVINO cannot read {str(path)!r}: {first}.") from None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.export.files.quantizer_nodes import QuantizerNode, layer_names
+from qtoolkit.export.openvino_core import core
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.runtimes.saturating_sums import has_wide_weights, processor_saturates
 from qtoolkit.runtimes.execution import Executed, Layer
@@ -72,16 +73,13 @@ def _compiled(path: Path) -> Any:
 
 def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple[Any, list[str]]:
     """Compile a file that also returns these tensors; return which of them it has."""
-    import openvino
-
-    core = openvino.Core()
     try:
-        model = core.read_model(str(path))
+        model = core().read_model(str(path))
         there = {name for op in model.get_ops() for output in op.outputs() for name in output.get_names()}
         names = [name for name in tensors if name in there]
         if names:
             model.add_outputs(names)
-        return core.compile_model(model, "CPU"), names
+        return core().compile_model(model, "CPU"), names
     except RuntimeError as error:
         raise RuntimeError(f"verify: OpenVINO cannot run {str(path)!r} on the CPU: {str(error).strip()}") from error
 
