@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import distributed
 
 ROOT = Path(__file__).parents[1]
 SECONDS_OF_RANKS = 300  # the longest test with ranks takes less than 30
@@ -33,15 +34,32 @@ def context() -> ForkServerContext:
 
 
 def spawn(work: Callable[..., None], args: tuple[Any, ...], count: int) -> None:
-    """Call `work(rank, *args)` in `count` processes; if one of them fails or hangs, end the others and raise an error."""
+    """Call `work(rank, *args)` in `count` processes; if one of them fails or hangs, end the others and raise an error.
+
+    `work` leaves the process group that it begins to be ended here.
+    """
     context()
-    ranks = torch.multiprocessing.start_processes(work, args, count, join=False, start_method="forkserver")
+    ranks = torch.multiprocessing.start_processes(_of_rank, (work, args), count, join=False, start_method="forkserver")
     end = time.monotonic() + SECONDS_OF_RANKS
     while not ranks.join(timeout=max(end - time.monotonic(), 0)):
         if time.monotonic() > end:
             for rank in ranks.processes:
                 rank.kill()
             raise TimeoutError(f"{work.__name__} hangs: a rank runs for more than {SECONDS_OF_RANKS} s; it was ended.")
+
+
+def _of_rank(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Do the work of a rank, and end without destroying what gloo's threads hold: that may hang, or abort the process.
+
+    A thread of gloo that drops a finished collective needs Python's lock, which a DistributedDataParallel that outlives its
+    group holds while it waits for the thread (torch 2.13; docs/distributed.md).
+    """
+    work(rank, *args)
+    if distributed.is_initialized():
+        distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def python(

@@ -117,7 +117,6 @@ def work_replaced(rank: int, folder: str) -> None:
     step(DistributedDataParallel(trained), images)
     scales = {name: quantizer.scale for name, quantizer in qt.quantizers_of(model).items()}
     torch.save({"scales": scales, "trained": trained.state_dict()}, Path(folder) / f"{rank}.pt")
-    distributed.destroy_process_group()
 
 
 def work(rank: int, folder: str) -> None:
@@ -133,4 +132,3 @@ def work(rank: int, folder: str) -> None:
     result["sync"] = sync_batch_norm(rank)
     result["sharded"] = sharded()
     torch.save(result, Path(folder) / f"{rank}.pt")
-    distributed.destroy_process_group()

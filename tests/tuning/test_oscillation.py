@@ -713,7 +713,6 @@ def work(rank: int, folder: str) -> None:
         Freezing(sharded, 10)
     state = {"freezing": freezing.state_dict(), "model": model.state_dict()}
     torch.save(state, Path(folder) / f"{rank}.pt")
-    distributed.destroy_process_group()
 
 
 def test_all_ranks_freeze_the_same_weights_at_the_same_values(tmp_path) -> None:
