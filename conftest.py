@@ -1,7 +1,5 @@
 """What every test starts with: a seed, and the names that the docstrings' examples use without importing them."""
 
-import re
-
 import pytest
 import torch
 
@@ -12,11 +10,8 @@ SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_
 
 
 @pytest.fixture(autouse=True)
-def _docstring_names(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) -> None:
+def _docstring_names(doctest_namespace: dict[str, object]) -> None:
     import qtoolkit
 
-    for example in request.node.dtest.examples if isinstance(request.node, pytest.DoctestItem) else ():
-        for name in re.findall(r"^(?:from|import) (\w+)", example.source):
-            pytest.importorskip(name, reason=f"needs {name}, which is not installed")
     doctest_namespace.update(torch=torch, qt=qtoolkit)
     SEED(0)

@@ -160,7 +160,12 @@ class QuantFrozenBatchNorm(LinkedBatchNorm):
     """A FrozenBatchNorm2d (of torchvision or detectron2) linked to a QAT layer, which folds it in both modes.
 
     Example:
-        >>> from torchvision.ops import FrozenBatchNorm2d
+        >>> class FrozenBatchNorm2d(torch.nn.Module):  # what both packages have
+        ...     def __init__(self, channels):
+        ...         super().__init__()
+        ...         self.eps = 1e-5
+        ...         for name in ("weight", "bias", "running_mean", "running_var"):
+        ...             self.register_buffer(name, torch.ones(channels))
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8)).train())
         >>> type(prepared.get_submodule("1")).__name__
         'QuantFrozenBatchNorm'
