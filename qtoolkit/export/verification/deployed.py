@@ -33,7 +33,7 @@ class Verdict(Enum):
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
         ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(folder + "/model.onnx", integer, x)
+        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
         >>> found.runtimes["onnxruntime"].verdict is qt.export.Verdict.EQUAL
         True
     """
@@ -75,7 +75,7 @@ class RuntimeCodes:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
         ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(folder + "/model.onnx", integer, x)
+        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
         >>> codes = found.runtimes["onnxruntime"]
         >>> codes.verdict.name, codes.output_difference
         ('EQUAL', 0.0)
@@ -281,7 +281,7 @@ class DeployedVerification:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = qt.export_onnx(prepared, x, folder + "/model.onnx", verify=False)
         ...     integer = qt.convert(prepared, arithmetic="integer")
-        ...     found = qt.export.verify(folder + "/model.onnx", integer, x)
+        ...     found = qt.export.verify(integer, x, folder + "/model.onnx")
         >>> list(found.runtimes), found.check()["onnxruntime"].name
         (['onnxruntime'], 'EQUAL')
     """

@@ -241,6 +241,17 @@ def output_grid_now(quantizer: TensorQuantizer, like: Tensor) -> Grid:
     return grid.pop("scale"), None, None, *(grid[name] for name in ("zero_point", "qmin", "qmax", "grad_factor"))
 
 
+def gives_codes(quantizer: Any) -> bool:
+    """Return whether the codes of a quantizer's output are a byte each."""
+    return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
+
+
+def is_learned(output: Grid) -> bool:
+    """Return whether a grid, as an op takes it, has a gradient."""
+    start, ratio, _, zero_point, *_ = output
+    return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))
+
+
 def handed_output(
     y: Tensor, codes: Tensor | None, scale: Tensor, output: Grid, quantizer: Any, others_take_it: bool
 ) -> Handed | None:

@@ -10,8 +10,15 @@ from torch.nn import functional as F
 from qtoolkit._native import library
 from qtoolkit.nn.epilogue import why_quantizer_not_fused
 from qtoolkit.nn.hooks import all_watched, is_ordinary, is_watched
-from qtoolkit.nn.units.base import Decided, Grid, handed_output, output_grid, output_grid_now
-from qtoolkit.nn.units.layer import gives_codes, is_learned
+from qtoolkit.nn.units.base import (
+    Decided,
+    Grid,
+    gives_codes,
+    handed_output,
+    is_learned,
+    output_grid,
+    output_grid_now,
+)
 from qtoolkit.quantizers.handed_over import Handed, handed_with
 
 _function_fake_quant = library.function_fake_quant.default
@@ -46,11 +53,13 @@ class Plan(NamedTuple):
         function: What is computed before the quantizer.
         output: The output's scale and grid; None where they are computed at each call.
         like: A tensor of the output's shape, without memory.
+        with_codes: Whether the op returns the codes of its output.
     """
 
     function: Function
     output: Grid | None
     like: Tensor
+    with_codes: bool
 
 
 class FunctionUnit(Decided):
@@ -102,16 +111,16 @@ class FunctionUnit(Decided):
         if function is None or why_quantizer_not_fused(quantizer) is not None or not _takes(function, x, autocast):
             return None
         like = x.detach().to("meta")
-        return Plan(function, output_grid(quantizer, like), like)
+        return Plan(function, output_grid(quantizer, like), like, self.with_codes and gives_codes(quantizer))
 
     def compute(self, plan: Plan, x: Tensor) -> tuple[Tensor, Handed | None]:
         """Compute the unit by the op."""
         quantizer = self.modules[1]
         output = plan.output or output_grid_now(quantizer, plan.like)
-        learned, with_codes = is_learned(output), self.with_codes and gives_codes(quantizer)
+        learned = is_learned(output)
         keeps_x = learned or plan.function is not NONE
-        y, codes, scale, *_ = _function_fake_quant(x, *plan.function, keeps_x, *output, learned, with_codes)
-        return y, handed_output(y, codes if with_codes else None, scale, output, quantizer, self.gives)
+        y, codes, scale, *_ = _function_fake_quant(x, *plan.function, keeps_x, *output, learned, plan.with_codes)
+        return y, handed_output(y, codes if plan.with_codes else None, scale, output, quantizer, self.gives)
 
 
 def function_of_module(module: nn.Module) -> Function | None:

@@ -1,6 +1,6 @@
 """A layer without a batch norm, with a quantizer right behind it, in one op."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from qtoolkit.nn.units.base import (
     Decided,
     Grid,
     LayerArguments,
+    gives_codes,
     handed_output,
+    is_learned,
     kind_of_inputs,
     layer_arguments,
     layer_call,
@@ -33,11 +35,13 @@ class Plan(NamedTuple):
         layer: The layer.
         rounds_bias: Whether its bias is put on the grid of its sums.
         output: The output's scale and grid; None where they are computed at each call.
+        with_codes: Whether the op returns the codes of its output.
     """
 
     layer: LayerArguments
     rounds_bias: bool
     output: Grid | None
+    with_codes: bool
 
 
 class LayerUnit(Decided):
@@ -92,29 +96,18 @@ class LayerUnit(Decided):
         of_layer = layer_arguments(layer, x, dtype)
         if of_layer is None:
             return None
-        return Plan(of_layer, layer.sum_steps() is not None, output_grid(quantizer, of_layer.like))
+        with_codes = self.with_codes and gives_codes(quantizer)
+        return Plan(of_layer, layer.sum_steps() is not None, output_grid(quantizer, of_layer.like), with_codes)
 
     def compute(self, plan: Plan, x: Tensor, codes: Handed) -> tuple[Tensor, Handed | None]:
         """Compute the unit by the op."""
         layer, quantizer = self.modules
         output = plan.output or output_grid_now(quantizer, plan.layer.like)
-        with_codes = self.with_codes and gives_codes(quantizer)
         y, y_codes, y_scale, *_ = _layer_fake_quant(
             *layer_call(layer, plan.layer, x, codes, lambda: None, self.names[0]),
             plan.rounds_bias,
             *output,
             is_learned(output),
-            with_codes,
+            plan.with_codes,
         )
-        return y, handed_output(y, y_codes if with_codes else None, y_scale, output, quantizer, self.gives)
-
-
-def gives_codes(quantizer: Any) -> bool:
-    """Return whether the codes of a quantizer's output are a byte each."""
-    return quantizer is not None and quantizer.capability.codes and not quantizer.capability.packed
-
-
-def is_learned(output: Grid) -> bool:
-    """Return whether a grid, as an op takes it, has a gradient."""
-    start, ratio, _, zero_point, *_ = output
-    return any(t is not None and t.requires_grad for t in (start, ratio, zero_point))
+        return y, handed_output(y, y_codes if plan.with_codes else None, y_scale, output, quantizer, self.gives)
