@@ -25,11 +25,8 @@ Tensor bias_on_grid(const Tensor& bias, const Tensor& x_scale, const Tensor& sca
   const Tensor one = x_scale.dim() == 0 ? x_scale : x_scale.reshape({});
   const Tensor least = at::div(at::abs(bias.to(at::kFloat)), static_cast<double>(kLargestBias));
   const Tensor steps = at::maximum(at::mul(one, scale), least);
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t,
-                                         optional<int64_t>, int64_t, int64_t, double, bool)>("qtoolkit::fake_quant");
   const auto axis = steps.sym_numel() > 1 ? optional<int64_t>(0) : std::nullopt;
-  return std::get<0>(op.call(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1, 0, 1.0, false));
+  return std::get<0>(fake_quant_op(bias, steps, std::nullopt, -kLargestBias, kLargestBias, axis, 1.0, false));
 }
 
 void layer_fake_quant(const c10::OperatorHandle& op, Stack* stack) {

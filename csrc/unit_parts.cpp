@@ -238,11 +238,8 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
 
 QuantizedTensor quantize_output(const Tensor& z, const Quantized& q, const optional<Tensor>& y_scale) {
   if (!y_scale.has_value()) return {z, {}, {}};
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, int64_t,
-                                         optional<int64_t>, int64_t, int64_t, double, bool)>("qtoolkit::fake_quant");
   const auto [y, mask] =
-      op.call(z, *y_scale, q.zero_point, q.qmin, q.qmax, std::nullopt, 1, 0, q.grad_factor, !q.learned);
+      fake_quant_op(z, *y_scale, q.zero_point, q.qmin, q.qmax, std::nullopt, q.grad_factor, !q.learned);
   if (!q.with_codes) return {y, {}, mask};
   const at::ScalarType type = q.qmin < 0 ? at::kChar : at::kByte;
   return {y, quantize_op(y, *y_scale, q.zero_point, q.qmin, q.qmax, std::nullopt, 1, type), mask};
