@@ -12,7 +12,8 @@ SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
   $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep)))
 
-.PHONY: demo test test-all lint unit docs build wheel environments second second-environment sanitize fuzz browser clean
+.PHONY: demo test test-all lint unit docs build wheel environments second second-environment sanitize fuzz browser clean \
+  gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
 	@echo "== examples/digits.py"
@@ -53,6 +54,24 @@ second: second-environment   ## one case of each test on the oldest torch that C
 sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
 	tests/sanitize/run address $(RUN)/python
 	tests/sanitize/run thread $(RUN)/python
+
+# On a machine with a GPU, by its own Python: torch, numpy and pytest are enough. Each piece takes at most ten minutes.
+GPU_PYTHON ?= python3
+gpu: gpu-build gpu-test gpu-sanitize gpu-bench ## the first hour on a GPU: build, tests, compute-sanitizer, benchmarks
+
+gpu-build:                   ## compile for the card found, in place; without a card, for data-centre GPUs
+	QTOOLKIT_CUDA=1 $(GPU_PYTHON) setup.py build_ext --inplace
+
+gpu-test:                    ## the ops on CUDA against the CPU, and the same kernels on the host
+	$(GPU_PYTHON) -m pytest -q -rs -p no:cacheprovider -W ignore tests/ops/test_cuda.py tests/ops/test_cuda_host_fused.py
+
+gpu-sanitize:                ## a call of every op under compute-sanitizer's four tools
+	for tool in memcheck racecheck initcheck synccheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -W ignore \
+	    tests/ops/test_cuda.py -k "every_op or batch_norm or max_pool or weight" || exit 1; done
+
+gpu-bench:                   ## ops beside a copy of the same bytes, training steps beside float; writes docs/gpu.md
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py all --write
 
 browser:                     ## the browser that tests open reports in, on Debian, as root; without it they are skipped
 	apt-get update && apt-get install --yes --no-install-recommends chromium fonts-liberation

@@ -207,16 +207,32 @@ class Loop:
     loads: int
     needs: Mapping[str, int]
     without: str = "(?!)"
+    elements: int = ELEMENTS
+    loops: bool = True  # else it is the whole kernel, whose threads compute some elements each
+    inner: "Loop | None" = None  # a loop in it, on which a thread goes so many times more than once
+    times: int = 0
 
 
 WIDE = {"float32": 2, "bfloat16": 1, "float16": 1}  # vectors of 16 bytes for 8 elements
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED = {"float32": {}, "bfloat16": {r"F2FP\.BF16": 4}, "float16": {r"F2FP\.(F16\.F32\.)?PACK": 4}}
+UNPACKED = {"float32": {}, "bfloat16": {"0xffff0000": 1}, "float16": {r"HADD2\.F32": 1}}
 WITHOUT = {"float32": "(?!)", "bfloat16": r"HADD2\.F32", "float16": "(?!)"}  # unpacking of another dtype
 
 
 def loops() -> Iterator[Loop]:
-    """Return the loops of fake_quant and of the backward of its learned scale, dense."""
+    """Return the loops of dense tensors that a training step runs."""
+    yield from fake_quant_loops()
+    for dtype in SIZES:
+        yield from batch_norm_loops(dtype)
+    # Four pixels of 8 channels, four windows that hold them, nine gradients for them and those of padding beside them.
+    needs, kernel = {r"STG\.E\.128": 4, "BF16": 9 * ELEMENTS // 2}, "pool_backward_kernelIfLi8Ej"
+    title, bytes_per_element = "max pool 3x3/2 backward, bfloat16, channels_last", 2 + 3 / 4
+    yield Loop(title, kernel, bytes_per_element, r"LDG\.E\.128", 4, needs, elements=4 * ELEMENTS, loops=False)
+
+
+def fake_quant_loops() -> Iterator[Loop]:
+    """Return those of fake_quant and of the backward of its learned scale."""
     forward, backward = (
         "elementwise_kernelIfLb1E.*IntegerFunctor",
         "learned_backward_kernelIf.*{}ELb1E.*LearnedGradient",
@@ -240,6 +256,55 @@ def loops() -> Iterator[Loop]:
         yield Loop(title, kernel, 3 * size, rf"LDG\.E{each} ", 2 * ELEMENTS, needs, without)
 
 
+# How the channels of batch norm lie in vectors of 8 elements (csrc/cuda/norm_channels.cuh), and the vectors of the values of
+# 8 channels, each of 16 bytes.
+LAYOUTS = {"planes of whole vectors": (0, 0), "planes of 7x7": (1, 0), "channels_last": (2, 2)}
+
+
+def batch_norm_loops(dtype: str) -> Iterator[Loop]:
+    """Return those of batch norm with a quantizer with a learned scale behind it, and its gradients."""
+    size, wide, without = SIZES[dtype], WIDE[dtype], WITHOUT[dtype]
+    store = {r"STG\.E\.128": wide}
+    for layout, (spread, of_a_channel) in LAYOUTS.items():
+        kernel = f"norm_{{}}_kernelIfLNS0_6SpreadE{spread}"
+        needs = {**store, "FRND": ELEMENTS, r"STG\.E\.64": 1, **ROUNDED[dtype]}
+        title, loads = f"batch norm, {dtype}, {layout}", wide + 3 * of_a_channel
+        yield Loop(title, kernel.format("forward"), 2 * size + 1, r"LDG\.E\.128", loads, needs, without)
+        title, loads = f"batch norm backward, {dtype}, {layout}", 2 * wide + 5 * of_a_channel
+        yield Loop(
+            title, kernel.format("backward"), 3 * size, r"LDG\.E\.128", loads, {**store, **ROUNDED[dtype]}, without
+        )
+    yield from row_loops(dtype)
+    for layout, walk in {"planes of whole vectors": "Contiguous", "planes of 7x7": "Scattered"}.items():
+        yield from plane_loops(dtype, layout, walk)
+
+
+def row_loops(dtype: str) -> Iterator[Loop]:
+    """Return the loops of batch norm's moments and of the sums of its gradients in channels_last.
+
+    A loop has 8 rows of 8 channels, whose sums it adds to those in float64, in shared memory: 8 stores. Two rows of gradients
+    are a loop in it.
+    """
+    size, wide, store = SIZES[dtype], WIDE[dtype], r"STS\.128"
+    load, without, elements = r"LDG\.E\.128", WITHOUT[dtype], ELEMENTS**2
+    title, kernel, needs = f"batch norm moments, {dtype}, channels_last", "row_moments_kernelIf", dict(UNPACKED[dtype])
+    yield Loop(title, kernel, size, store, ELEMENTS, {**needs, load: ELEMENTS * wide}, without, elements)
+    title, kernel, needs = f"batch norm sums, {dtype}, channels_last", "row_sums_kernelIfL.*E1E", {**needs, "FRND": 16}
+    two_rows = Loop(title, kernel, 2 * size, load, 4 * wide, needs, without)
+    yield Loop(title, kernel, 2 * size, store, ELEMENTS, needs, without, elements, inner=two_rows, times=3)
+
+
+def plane_loops(dtype: str, layout: str, walk: str) -> Iterator[Loop]:
+    """Return the same loops where a thread has elements of one channel."""
+    size, loads, load, needs = SIZES[dtype], WIDE[dtype], r"LDG\.E\.128", {"DADD": 2, **UNPACKED[dtype]}
+    if walk == "Scattered":
+        loads, load, needs = ELEMENTS, r"LDG\.E " if dtype == "float32" else r"LDG\.E\.U16", {"DADD": 2}
+    title, kernel = f"batch norm moments, {dtype}, {layout}", f"14moments_kernelIf.*{walk}"
+    yield Loop(title, kernel, size, load, loads, needs, WITHOUT[dtype])
+    title, kernel = f"batch norm sums, {dtype}, {layout}", f"11sums_kernelIf.*{walk}.*LearnedE1E"
+    yield Loop(title, kernel, 2 * size, load, 2 * loads, {**needs, "FRND": ELEMENTS}, WITHOUT[dtype])
+
+
 @dataclass(frozen=True)
 class Count:
     """The instructions of a loop for each element, and before the first; the roof is that of the memory."""
@@ -259,19 +324,31 @@ def loads_on(path: Sequence[int], loop: Loop, code: Code) -> int:
 def counted(loop: Loop, kernel: Kernel, code: Code) -> Count | None:
     """Count a loop; None if the kernel does not have it."""
     needs = {loop.load: loop.loads, **loop.needs}
+    roof = round(PROCESSORS[kernel.architecture].roof(loop.bytes_per_element), 1)
+    if not loop.loops:
+        ends = [address for address, text in code.items() if text.startswith("EXIT")]
+        whole = [path for end in ends if (path := shortest(code, min(code), end, needs, loop.without)) is not None]
+        return Count(loop.title, kernel.architecture, min(map(len, whole)) / loop.elements, 0, roof) if whole else None
+    path = shortest_loop(loop, code)
+    if path is None:
+        return None
+    inner = [] if loop.inner is None else loop.times * (shortest_loop(loop.inner, code) or [])
+    scale = {} if any("LDG.E.CONSTANT" in code[a] for a in path) else {r"LDG\.E\.CONSTANT": 1, r"MUFU\.RCP": 1}
+    start = shortest(code, min(code), path[0], scale) or shortest(code, min(code), path[0], {}) or []
+    instructions = (len(path) + len(inner)) / loop.elements
+    return Count(loop.title, kernel.architecture, instructions, len(start), roof)
+
+
+def shortest_loop(loop: Loop, code: Code) -> list[int] | None:
+    """Return the shortest path of a loop, from one of its loads back to it."""
+    needs = {loop.load: loop.loads, **loop.needs}
     paths: list[list[int]] = []
     for address in (a for a, text in code.items() if re.search(loop.load, text)):
         if any(address in path and loads_on(path, loop, code) == loop.loads for path in paths):
             continue  # the same loop
         path = shortest(code, address, address, needs, loop.without)
         paths += [] if path is None else [path]
-    if not paths:
-        return None
-    path = min(paths, key=len)
-    scale = {} if any("LDG.E.CONSTANT" in code[a] for a in path) else {r"LDG\.E\.CONSTANT": 1, r"MUFU\.RCP": 1}
-    start = shortest(code, min(code), path[0], scale) or []
-    roof = PROCESSORS[kernel.architecture].roof(loop.bytes_per_element)
-    return Count(loop.title, kernel.architecture, len(path) / ELEMENTS, len(start), round(roof, 1))
+    return min(paths, key=len, default=None)
 
 
 def counts_of(library: Path, kernels: Sequence[Kernel]) -> Iterator[Count]:

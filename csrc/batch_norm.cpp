@@ -171,12 +171,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> batch_norm_fa
   args.gradients = sums.mutable_data_ptr<double>();
   on(x.device()).batch_norm_backward(args, x.device());
 
-  const auto write = [&](int64_t at, double factor, const Tensor* of_scale, const Tensor& gradient) {
-    if (gradient.numel() > 0) on(x.device()).learned_gradient(args.gradients + at, factor, of_scale, gradient);
-  };
-  for (int64_t i = 0; i < 3; ++i) write(i * args.channels, 1, nullptr, per_channel[i]);
-  write(3 * args.channels, grad_factor, pointer(scale), ds);
-  write(3 * args.channels + 1, grad_factor, nullptr, dz);
+  const double *per_row = args.gradients, *of_scale = per_row + 3 * args.channels;
+  on(x.device())
+      .learned_gradients({{per_row, 1, nullptr, per_channel[0]},
+                          {per_row + args.channels, 1, nullptr, per_channel[1]},
+                          {per_row + 2 * args.channels, 1, nullptr, per_channel[2]},
+                          {of_scale, grad_factor, pointer(scale), ds},
+                          {of_scale + 1, grad_factor, nullptr, dz}});
   return results();
 }
 

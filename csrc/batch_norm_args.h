@@ -38,7 +38,7 @@ struct BatchNormArgs {
   // activation does not stop either.
   double pass_low = 0, pass_high = 0;
 
-  int64_t count() const { return outer * inner; }  // elements of a channel
+  QT_METHOD int64_t count() const { return outer * inner; }  // elements of a channel
   bool is_f64() const { return dtype == Dtype::f64; }
 };
 

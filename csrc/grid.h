@@ -11,8 +11,10 @@
 
 #ifdef __CUDACC__
 #define QT_FN static __host__ __device__ __forceinline__
+#define QT_METHOD __host__ __device__
 #else
 #define QT_FN static inline __attribute__((always_inline))
+#define QT_METHOD
 #endif
 
 namespace qtoolkit {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <optional>
 
@@ -12,6 +13,7 @@
 #include "max_pool.h"
 #include "range_grid.h"
 #include "unit_scales.h"
+#include "weight_rows.h"
 
 namespace qtoolkit {
 
@@ -40,6 +42,15 @@ class OrderedGrid {
 // The lowest (row 0) and highest (row 1) values of each channel of x, in float64: exact for every input dtype.
 at::Tensor ranges_of(const at::Tensor& x, const Axis& axis);
 
+// The gradient of a learned scale, or (if scale is null) of something else, from sums: learned_gradient of
+// fake_quant.h.
+struct GradientOfSums {
+  const double* sums;
+  double factor;
+  const at::Tensor* scale;
+  at::Tensor gradient;  // nothing is written to an empty one
+};
+
 // What is computed on the device of its tensors. CUDA's use the current stream of the device and do not wait for it.
 struct DeviceKernels {
   // Runs a kernel. For the reductions, args.sum_* point to memory of the device.
@@ -53,8 +64,8 @@ struct DeviceKernels {
   // Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
   void (*grid_of_ranges)(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 
-  // The gradient of a learned scale, or (if scale is null) of a zero point, from the sums of the learned backward.
-  void (*learned_gradient)(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient);
+  // Writes up to five gradients, all on one device.
+  void (*learned_gradients)(at::ArrayRef<GradientOfSums> gradients);
 
   // Batch norm of x, and its gradients.
   void (*batch_norm_forward)(BatchNormArgs& args, c10::Device device);
@@ -64,6 +75,10 @@ struct DeviceKernels {
   // Max pooling of x, and its gradient.
   void (*max_pool_forward)(const PoolArgs& args, c10::Device device);
   void (*max_pool_backward)(const PoolArgs& args, c10::Device device);
+
+  // The rows of a weight.
+  void (*weight_forward)(const WeightRows& args, c10::Device device);
+  void (*weight_backward)(const WeightRows& args, c10::Device device);
 
   // The small tensors of a unit, and their gradients.
   void (*unit_scales)(const UnitScales& u, c10::Device device);

@@ -113,19 +113,28 @@ class Rows {
     args_.f64 = w.weight.scalar_type() == at::kDouble;
     args_.weight = w.weight.const_data_ptr();
     args_.bounds = representable(w.qmin, w.qmax, w.weight);
-    args_.f64 ? set_rows<double>() : set_rows<float>();
+    args_.y_dtype = args_.grad_dtype = dtype_of(w.weight);
+    scale_ = in_arithmetic(w.scale, args_.f64);
+    args_.scale = scale_.const_data_ptr();
+    args_.scale_step = scale_.numel() == 1 ? 0 : 1;
+    if (w.factor.has_value()) {
+      factor_ = in_arithmetic(*w.factor, args_.f64);
+      args_.factor = factor_.const_data_ptr();
+    }
     valid_ = true;
   }
 
   explicit operator bool() const { return valid_; }
 
-  Tensor values(MemoryFormat format) {
+  Tensor values(MemoryFormat format, at::ScalarType type) {
     const bool is_image = w_.weight.dim() == 4;
     args_.other_format = is_image && format != format_ && !w_.weight.is_contiguous(format);
-    const Tensor y = at::empty(w_.weight.sizes(), w_.weight.options().memory_format(is_image ? format : format_));
+    const auto options = w_.weight.options().memory_format(is_image ? format : format_);
+    const Tensor y = at::empty(w_.weight.sizes(), takes(type) ? options.dtype(type) : options);
     args_.y = y.mutable_data_ptr();
-    cpu::weight_forward(args_);
-    return y;
+    args_.y_dtype = dtype_of(y);
+    on(y.device()).weight_forward(args_, y.device());
+    return y.to(type);
   }
 
   WeightCodes codes(at::ScalarType type) {
@@ -134,34 +143,37 @@ class Rows {
     const Tensor poison = at::empty({args_.rows}, options);
     args_.codes = static_cast<uint8_t*>(result.mutable_data_ptr());
     args_.poison = poison.mutable_data_ptr();
-    cpu::weight_forward(args_);
+    on(result.device()).weight_forward(args_, result.device());
     return {result, poison.to(type)};
   }
 
-  WeightGradients gradients(const Tensor& grad, const WantedOfWeight& wanted) {
+  WeightGradients gradients(const Tensor& given, const WantedOfWeight& wanted) {
+    const Tensor grad = takes(given.scalar_type()) ? given : given.to(w_.weight.scalar_type());
     const bool turned =
         !grad.is_contiguous(format_) && w_.weight.dim() == 4 && grad.is_contiguous(other_format(format_));
     const Tensor in = turned ? grad : grad.contiguous(format_);
     const Tensor sums = at::empty({2, args_.rows}, grad.options().dtype(at::kDouble));
+    const DeviceKernels& kernels = on(sums.device());
     WeightGradients result;
     result[0] = at::empty_like(w_.weight);
     args_.other_format = turned;
     args_.grad = in.const_data_ptr();
+    args_.grad_dtype = dtype_of(in);
     args_.dweight = result[0].mutable_data_ptr();
     args_.sum_scale = sums.mutable_data_ptr<double>();
     args_.sum_factor = args_.sum_scale + args_.rows;
-    cpu::weight_backward(args_);
-    const DeviceKernels& kernels = on(sums.device());
+    kernels.weight_backward(args_, sums.device());
+    c10::SmallVector<GradientOfSums, 2> wanted_too;
     if (wanted[1] && w_.factor.has_value()) {
       result[1] = at::empty(w_.factor->sizes(), w_.factor->options());
-      kernels.learned_gradient(args_.sum_factor, 1, nullptr, result[1]);
+      wanted_too.push_back({args_.sum_factor, 1, nullptr, result[1]});
     }
+    const Tensor of_scale = wanted[2] && w_.scale.numel() == 1 ? sums.select(0, 0).sum() : sums;
     if (wanted[2]) {
-      const bool shared = w_.scale.numel() == 1;
-      const Tensor of_scale = shared ? sums.select(0, 0).sum() : sums;
       result[2] = at::empty(w_.scale.sizes(), w_.scale.options());
-      kernels.learned_gradient(of_scale.const_data_ptr<double>(), w_.grad_factor, &w_.scale, result[2]);
+      wanted_too.push_back({of_scale.const_data_ptr<double>(), w_.grad_factor, &w_.scale, result[2]});
     }
+    kernels.learned_gradients(wanted_too);
     return result;
   }
 
@@ -169,7 +181,7 @@ class Rows {
   bool fits(const Geometry& g) const {
     const Tensor& weight = w_.weight;
     const auto type = weight.scalar_type();
-    if (!weight.is_cpu() || g.transposed || (type != at::kFloat && type != at::kDouble)) return false;
+    if (weight.is_meta() || g.transposed || (type != at::kFloat && type != at::kDouble)) return false;
     if (weight.numel() == 0 || !weight.is_contiguous(weight.suggest_memory_format())) return false;
     if (w_.zero_point.has_value() || w_.block_size > 0 || w_.group != 1) return false;
     if (w_.scale.numel() != 1 && !(w_.axis.has_value() && at::maybe_wrap_dim(*w_.axis, weight.dim()) == 0))
@@ -177,48 +189,39 @@ class Rows {
     return !w_.factor.has_value() || w_.factor->scalar_type() == type;
   }
 
-  // Two values per row: the usable scale and the factor.
-  template <class A>
-  void set_rows() {
-    per_row_ = at::empty({2, args_.rows}, w_.weight.options());
-    A* scales = per_row_.mutable_data_ptr<A>();
-    const Tensor scale = in_arithmetic(w_.scale, args_.f64);
-    const A* given = scale.const_data_ptr<A>();
-    const int64_t step = scale.numel() == 1 ? 0 : 1;
-    for (int64_t i = 0; i < args_.rows; ++i) scales[i] = usable_scale(given[i * step]);
-    args_.scale = scales;
-    if (!w_.factor.has_value()) return;
-    const Tensor factor = in_arithmetic(*w_.factor, args_.f64);
-    std::copy_n(factor.const_data_ptr<A>(), args_.rows, scales + args_.rows);
-    args_.factor = scales + args_.rows;
+  // Whether the kernels read and write values of a type beside the weight's: CUDA's do, as autocast has them.
+  bool takes(at::ScalarType type) const {
+    return w_.weight.is_cuda() && !args_.f64 && (type == at::kBFloat16 || type == at::kHalf);
   }
 
   const LayerWeight& w_;
   bool valid_ = false;
   MemoryFormat format_ = MemoryFormat::Contiguous;
   WeightRows args_;
-  Tensor per_row_;
+  Tensor scale_, factor_;
 };
 
 }  // namespace
 
 Tensor usable_scales(const Tensor& scale, at::ScalarType type) { return scale.to(type).abs().clamp_min(0x1p-126); }
 
-Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format) {
-  if (Rows rows{w, g}) return rows.values(format);
-  const Tensor y = std::get<0>(fake_quant(scaled(w, g), w, false));
+Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format, at::ScalarType type) {
+  if (Rows rows{w, g}) return rows.values(format, type);
+  const Tensor y = std::get<0>(fake_quant(scaled(w, g), w, false)).to(type);
   return w.weight.dim() == 4 ? laid_out(y, format) : y;
 }
 
 WeightCodes quantize_weight(const LayerWeight& w, const Geometry& g, at::ScalarType type) {
-  if (Rows rows{w, g}) return rows.codes(type);
+  if (w.weight.is_cpu()) {
+    if (Rows rows{w, g}) return rows.codes(type);
+  }
   const Tensor product = scaled(w, g);
   const Tensor codes = quantize_op(product, w.scale, std::nullopt, w.qmin, w.qmax, w.axis, w.group, at::kChar);
   return {codes, at::mul(sum_per_output(product.to(type), g), 0)};
 }
 
 WeightGradients weight_backward(const Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted) {
-  if (Rows rows{w, g}) return rows.gradients(grad.to(w.weight.scalar_type()), wanted);
+  if (Rows rows{w, g}) return rows.gradients(grad, wanted);
   WeightGradients result;
   Tensor of_product;
   const Tensor product = scaled(w, g);

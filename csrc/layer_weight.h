@@ -7,14 +7,14 @@
 
 namespace qtoolkit {
 
-// On the CPU, weights whose output channels are rows in memory have kernels of their own; others, and those on a GPU,
-// are computed by the library's ops one after another. Of a geometry only `transposed` and `groups` count here.
+// Weights whose output channels are rows in memory have kernels of their own; others are computed by the library's ops
+// one after another. Of a geometry only `transposed` and `groups` count here.
 
 // The magnitudes of scales that count, as grid.h has them, in a type.
 at::Tensor usable_scales(const at::Tensor& scale, at::ScalarType type);
 
-// The fake-quantized weight, in a memory format.
-at::Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, at::MemoryFormat format);
+// The fake-quantized weight, in a memory format and a type.
+at::Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, at::MemoryFormat format, at::ScalarType type);
 
 // The weight's codes, int8, and for each output channel (or in one element) 0 in a type, or NaN where a value is not
 // finite, which has no code.

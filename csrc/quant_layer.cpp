@@ -45,9 +45,9 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
   const WithoutAutocast guard;
   const at::MemoryFormat of_output = format.value_or(output_format(x, l));
   if (l.integer && !x.is_meta()) return integer_layer(x, bias, l).contiguous(of_output).to(type);
-  const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format());
+  const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format(), type);
   const auto compute = l.geometry.is_linear() ? &apply : &strided_pointwise::convolution;
-  return compute(x.to(type), weight.to(type), cast(bias, type), l.geometry).contiguous(of_output);
+  return compute(x.to(type), weight, cast(bias, type), l.geometry).contiguous(of_output);
 }
 
 // ---- backward
@@ -128,7 +128,7 @@ Tensor raw_scale_gradient(const Tensor& dy, const Tensor& weight, const Layer& l
   const Tensor dw = std::get<1>(
       layer_backward(dy, terms.to(dy.scalar_type()), weight, l.geometry, std::array<bool, 3>{false, true, false}));
   const Tensor sum = at::sum(at::mul(dw, weight), at::kDouble);
-  on(sum.device()).learned_gradient(sum.const_data_ptr<double>(), raw.factor, &*raw.scale, result);
+  on(sum.device()).learned_gradients(GradientOfSums{sum.const_data_ptr<double>(), raw.factor, &*raw.scale, result});
   return result;
 }
 
@@ -152,7 +152,7 @@ GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef si
   const bool is_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast && l.integer;
   const Tensor dy = is_last ? grad.contiguous(at::MemoryFormat::ChannelsLast) : grad;
   const auto format = is_last ? at::MemoryFormat::ChannelsLast : l.weight.suggest_memory_format();
-  const Tensor weight = fake_quant_weight(l, l.geometry, format).to(grad.scalar_type());
+  const Tensor weight = fake_quant_weight(l, l.geometry, format, grad.scalar_type());
   auto [dx, dweight, dbias] = layer_backward(dy, x, weight, l.geometry, {wanted[0], in_weight, wanted[5]});
   WeightGradients w;
   if (in_weight) w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]});

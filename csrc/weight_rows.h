@@ -12,27 +12,28 @@ struct WeightRows {
   bool f64 = false;              // the type of all values, else float32
   const void* weight = nullptr;  // rows
   const void* factor = nullptr;  // one value per row; null for 1
-  const void* scale = nullptr;   // one usable value per row
+  const void* scale = nullptr;   // one value per row, or one for all
+  int64_t scale_step = 1;        // between the scales of two rows: 1 or 0
   CodeBounds bounds;
   bool other_format = false;  // of y, or of grad
 
-  // Forward: the values, or the codes and for each row 0 or, where a value is not finite, NaN.
+  // Forward: the values, or on the CPU the codes and for each row 0 or, where a value is not finite, NaN.
   void* y = nullptr;
+  Dtype y_dtype = Dtype::f32;  // CUDA: any float type; on the CPU that of all values
   uint8_t* codes = nullptr;
   void* poison = nullptr;
 
   // Backward. The sums have one value per row.
   const void* grad = nullptr;
+  Dtype grad_dtype = Dtype::f32;  // as y_dtype
   void* dweight = nullptr;
   double *sum_scale = nullptr, *sum_factor = nullptr;
 
-  int64_t length() const { return major * minor; }
+  QT_METHOD int64_t length() const { return major * minor; }
 };
 
 namespace cpu {
-
 void weight_forward(const WeightRows& args);
 void weight_backward(const WeightRows& args);
-
 }  // namespace cpu
 }  // namespace qtoolkit

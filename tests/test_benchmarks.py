@@ -119,6 +119,18 @@ def run_training(script: str, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads(out.read_text()), run.stdout
 
 
+def test_what_a_gpu_is_measured_with_runs_without_one() -> None:
+    printed = processes.python(FOLDER / "gpu.py", "all", "--device", "cpu", "--quick").stdout
+    for subject in ("ours, learned scales", "ours, fixed scales"):
+        rows = [line for line in printed.splitlines() if subject in line]
+        assert len(rows) == 3
+        assert all("of float's time" in row for row in rows)
+    assert len([line for line in printed.splitlines() if "% of a copy" in line]) == 16
+    if not torch.cuda.is_available():
+        refused = processes.python(FOLDER / "gpu.py", "ops")
+        assert "There is no GPU here, so nothing was measured." in refused.stderr
+
+
 def test_small_layers_are_timed_by_arithmetic(tmp_path) -> None:
     out, page = tmp_path / "small.json", tmp_path / "page.md"
     run = processes.python(FOLDER / "small_layers.py", "--few", "--seconds", "0", "--json", str(out))

@@ -5,11 +5,9 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
 #include <vector>
 
+#include "../passed_interval.h"
 #include "kernels.h"
 #include "launch.h"
 
@@ -56,39 +54,14 @@ double at(const void* values, int64_t c, double absent) {
   return values == nullptr ? absent : static_cast<const A*>(values)[c];
 }
 
-// All numbers of a type in order, from -infinity on, as integers.
-template <class A>
-A number_at(int64_t place) {
-  using Bits = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
-  constexpr Bits kSign = std::numeric_limits<Bits>::min();
-  const Bits bits = static_cast<Bits>(place < 0 ? kSign - place : place);
-  A number;
-  std::memcpy(&number, &bits, sizeof(number));
-  return number;
-}
-
-// The first number after the ones for which `before` is true, if it is for -infinity.
-template <class A, class F>
-A first_not(F before) {
-  int64_t high = sizeof(A) == 4 ? 0x7f800000 : 0x7ff0000000000000, low = -high;
-  while (low + 1 < high) {
-    const int64_t middle = (low & high) + ((low ^ high) >> 1);  // of both, without overflow
-    (before(number_at<A>(middle)) ? low : high) = middle;
-  }
-  return number_at<A>(high);
-}
-
-// The values whose level is within the bounds are an interval, since rounding keeps the order.
 template <class A>
 void set_passed(BatchNormArgs& args) {
   if (args.scale == nullptr) return;
   const A scale = usable_scale(*static_cast<const A*>(args.scale));
   const A zero_point = usable_zero_point(static_cast<A>(at<A>(args.zero_point, 0, 0)));
   const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
-  const auto level = [&](A v) { return snap(v, scale, zero_point, lo, hi).level; };
-  const A first = first_not<A>([&](A v) { return !(level(v) >= lo); });
-  args.pass_low = std::nextafter(first, -std::numeric_limits<A>::infinity());
-  args.pass_high = first_not<A>([&](A v) { return level(v) <= hi || !(level(v) >= lo); });
+  args.pass_low = passed_above(scale, zero_point, lo, hi);
+  args.pass_high = passed_below(scale, zero_point, lo, hi);
   if (args.slope != 0) return;
   args.pass_low = std::max(args.pass_low, static_cast<double>(static_cast<A>(args.low)));
   args.pass_high = std::min(args.pass_high, static_cast<double>(static_cast<A>(args.high)));

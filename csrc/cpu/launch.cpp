@@ -337,16 +337,18 @@ void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensor
   return lo.scalar_type() == at::kDouble ? grids<double>(lo, hi, grid, codes) : grids<float>(lo, hi, grid, codes);
 }
 
-void learned_gradient(const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient) {
-  const at::Tensor values = scale == nullptr ? at::Tensor() : scale->contiguous();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gradient.scalar_type(), "learned_gradient", [&] {
-    using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-    const scalar_t* of = scale == nullptr ? nullptr : values.const_data_ptr<scalar_t>();
-    scalar_t* to = gradient.mutable_data_ptr<scalar_t>();
-    for (int64_t c = 0; c < gradient.numel(); ++c) {
-      to[c] = qtoolkit::learned_gradient(sums[c], factor, of == nullptr ? A(1) : static_cast<A>(of[c]));
-    }
-  });
+void learned_gradients(at::ArrayRef<GradientOfSums> gradients) {
+  for (const GradientOfSums& g : gradients) {
+    const at::Tensor values = g.scale == nullptr ? at::Tensor() : g.scale->contiguous();
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, g.gradient.scalar_type(), "learned_gradients", [&] {
+      using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+      const scalar_t* of = g.scale == nullptr ? nullptr : values.const_data_ptr<scalar_t>();
+      scalar_t* to = g.gradient.mutable_data_ptr<scalar_t>();
+      for (int64_t c = 0; c < g.gradient.numel(); ++c) {
+        to[c] = learned_gradient(g.sums[c], g.factor, of == nullptr ? A(1) : static_cast<A>(of[c]));
+      }
+    });
+  }
 }
 
 }  // namespace
@@ -355,12 +357,14 @@ const DeviceKernels kDeviceKernels = {
     launch,
     blend_ranges,
     grid_of_ranges,
-    learned_gradient,
+    learned_gradients,
     [](BatchNormArgs& args, c10::Device) { batch_norm_forward(args); },
     [](BatchNormArgs& args, c10::Device) { batch_norm_backward(args); },
     [](const TrackedStatistics& statistics, c10::Device) { batch_norm_track(statistics); },
     [](const PoolArgs& args, c10::Device) { max_pool_forward(args); },
     [](const PoolArgs& args, c10::Device) { max_pool_backward(args); },
+    [](const WeightRows& args, c10::Device) { weight_forward(args); },
+    [](const WeightRows& args, c10::Device) { weight_backward(args); },
     [](const UnitScales& u, c10::Device) {
       for (int64_t i = 0; i < largest_count(u); ++i) u.f64 ? unit_scales_at<double>(u, i) : unit_scales_at<float>(u, i);
     },

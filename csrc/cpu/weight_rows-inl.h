@@ -11,7 +11,7 @@ struct WeightRow {
 
   QT_FN WeightRow of(const WeightRows& args, int64_t row) {
     return {broadcast<Vector<A>>(args.factor == nullptr ? A(1) : static_cast<const A*>(args.factor)[row]),
-            broadcast<Vector<A>>(static_cast<const A*>(args.scale)[row]),
+            broadcast<Vector<A>>(usable_scale(static_cast<const A*>(args.scale)[row * args.scale_step])),
             broadcast<Vector<A>>(static_cast<A>(args.bounds.lo)), broadcast<Vector<A>>(static_cast<A>(args.bounds.hi))};
   }
   QT_FN GridPoint<Vector<A>> snapped(const WeightRow& row, Vector<A> product) {

@@ -132,16 +132,26 @@ __global__ void __launch_bounds__(kThreads, kDense ? 4 : 1)
 }
 
 template <class A>
-__global__ void __launch_bounds__(kThreads)
-    learned_gradient_kernel(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype,
-                            void* gradient) {
-  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-  if (i >= count) return;
-  with_type<A, Kind::values>(dtype, [&](auto* type) {
+QT_DEVICE void write_gradient(const GradientsOfSums& g, int64_t i) {
+  with_type<A, Kind::values>(g.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const A of = scale == nullptr ? A(1) : to_arithmetic<A>(static_cast<const T*>(scale)[i]);
-    static_cast<T*>(gradient)[i] = from_arithmetic<T>(qtoolkit::learned_gradient(sums[i], factor, of));
+    const A of = g.scale == nullptr ? A(1) : to_arithmetic<A>(static_cast<const T*>(g.scale)[i]);
+    static_cast<T*>(g.gradient)[i] = from_arithmetic<T>(learned_gradient(g.sums[i], g.factor, of));
   });
+}
+
+struct AllGradients {
+  GradientsOfSums of[kMostGradients];
+  int count;
+};
+
+__global__ void __launch_bounds__(kThreads) learned_gradients_kernel(const __grid_constant__ AllGradients all) {
+  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
+#pragma unroll
+  for (int k = 0; k < kMostGradients; ++k) {
+    if (k >= all.count || i >= all.of[k].count) continue;
+    all.of[k].dtype == Dtype::f64 ? write_gradient<double>(all.of[k], i) : write_gradient<float>(all.of[k], i);
+  }
 }
 
 template <template <class, class> class Functor>
@@ -195,10 +205,15 @@ void fake_quant_backward(const KernelArgs& args, double*, cudaStream_t stream) {
                      args, stream);
 }
 
-void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,
-                      cudaStream_t stream) {
-  const auto kernel = dtype == Dtype::f64 ? learned_gradient_kernel<double> : learned_gradient_kernel<float>;
-  launch_each(kernel, count, stream, sums, factor, scale, count, dtype, gradient);
+void learned_gradients(const GradientsOfSums* gradients, int count, cudaStream_t stream) {
+  AllGradients all = {};
+  int64_t longest = 0;
+  for (int k = 0; k < count; ++k) {
+    if (gradients[k].count == 0) continue;
+    all.of[all.count++] = gradients[k];
+    longest = longest < gradients[k].count ? gradients[k].count : longest;
+  }
+  launch_each(learned_gradients_kernel, longest, stream, all);
 }
 
 int64_t workspace_size(KernelId kernel, const KernelArgs& args) {

@@ -8,6 +8,7 @@
 #include "../kernel_list.h"
 #include "../max_pool.h"
 #include "../range_grid.h"
+#include "../weight_rows.h"
 
 namespace qtoolkit {
 
@@ -41,9 +42,17 @@ template <class A>
 void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& codes, A* scale, A* zero_point,
                     cudaStream_t stream);
 
-// learned_gradient of fake_quant.h for `count` sums; scale (null for a zero point) and gradient are of type `dtype`.
-void learned_gradient(const double* sums, double factor, const void* scale, int64_t count, Dtype dtype, void* gradient,
-                      cudaStream_t stream);
+// learned_gradient of fake_quant.h for `count` sums; scale (may be null) and gradient are of type `dtype`.
+struct GradientsOfSums {
+  const double* sums;
+  double factor;
+  const void* scale;
+  int64_t count;
+  Dtype dtype;
+  void* gradient;
+};
+constexpr int kMostGradients = 5;
+void learned_gradients(const GradientsOfSums* gradients, int count, cudaStream_t stream);
 
 // Batch norm and its gradients, as launch.h says. The workspace is of float64 values.
 int64_t batch_norm_workspace(const BatchNormArgs& args);
@@ -53,6 +62,9 @@ void batch_norm_track(const TrackedStatistics& statistics, cudaStream_t stream);
 
 void unit_scales(const UnitScales& u, cudaStream_t stream);
 void unit_gradients(const UnitGradients& u, cudaStream_t stream);
+
+void weight_forward(const WeightRows& args, cudaStream_t stream);
+void weight_backward(const WeightRows& args, cudaStream_t stream);
 
 void max_pool_forward(const PoolArgs& args, cudaStream_t stream);
 void max_pool_backward(const PoolArgs& args, cudaStream_t stream);

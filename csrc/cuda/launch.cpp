@@ -71,6 +71,19 @@ void with_workspace(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t)
   });
 }
 
+void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
+  std::vector<at::Tensor> scales;
+  std::vector<GradientsOfSums> all;
+  for (const GradientOfSums& g : gradients) {
+    scales.push_back(g.scale == nullptr ? at::Tensor() : g.scale->contiguous());
+    all.push_back({g.sums, g.factor, g.scale == nullptr ? nullptr : scales.back().const_data_ptr(), g.gradient.numel(),
+                   dtype_of(g.gradient), g.gradient.mutable_data_ptr()});
+  }
+  if (all.empty()) return;
+  on_stream(gradients[0].gradient.device(),
+            [&](cudaStream_t stream) { learned_gradients(all.data(), static_cast<int>(all.size()), stream); });
+}
+
 }  // namespace
 
 const DeviceKernels kDeviceKernels = {
@@ -86,13 +99,7 @@ const DeviceKernels kDeviceKernels = {
       const auto covers = lo.scalar_type() == at::kDouble ? grids<double> : grids<float>;
       on_stream(lo.device(), [&](cudaStream_t stream) { covers(lo, hi, grid, codes, stream); });
     },
-    [](const double* sums, double factor, const at::Tensor* scale, const at::Tensor& gradient) {
-      const at::Tensor values = scale == nullptr ? at::Tensor() : scale->contiguous();
-      on_stream(gradient.device(), [&](cudaStream_t stream) {
-        learned_gradient(sums, factor, scale == nullptr ? nullptr : values.const_data_ptr(), gradient.numel(),
-                         dtype_of(gradient), gradient.mutable_data_ptr(), stream);
-      });
-    },
+    gradients_of_sums,
     [](BatchNormArgs& args, c10::Device device) { with_workspace(batch_norm_forward, args, device); },
     [](BatchNormArgs& args, c10::Device device) { with_workspace(batch_norm_backward, args, device); },
     [](const TrackedStatistics& statistics, c10::Device device) {
@@ -103,6 +110,12 @@ const DeviceKernels kDeviceKernels = {
     },
     [](const PoolArgs& args, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { max_pool_backward(args, stream); });
+    },
+    [](const WeightRows& args, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { weight_forward(args, stream); });
+    },
+    [](const WeightRows& args, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { weight_backward(args, stream); });
     },
     [](const UnitScales& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { unit_scales(u, stream); });

@@ -199,6 +199,12 @@ QT_DEVICE bool next(const ReductionTiling& s, int64_t, ReductionIterator& it, Sc
     at.n = it.left > 0 ? 1 : 0;
     at.offset[0] = 0;
     advance(s, it);
+  } else if (s.step_columns == 0) {  // whole rows of a tile
+    const uint32_t step = s.step;
+    at.n = it.left < kVectorSize ? static_cast<int>(it.left) : kVectorSize;
+#pragma unroll
+    for (int k = 0; k < kVectorSize; ++k) at.offset[k] = k * step;
+    it.unit += kVectorSize * s.step;
   } else {
     const uint32_t step = s.step, step_columns = s.step_columns, width = s.width, gap = s.pattern - s.width;
     uint32_t offset = 0, column = it.column;

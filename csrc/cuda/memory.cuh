@@ -87,6 +87,37 @@ QT_DEVICE void with_type(Dtype dtype, F f) {
   }
 }
 
+// ---- comparisons ------------------------------------------------------------------------------------------------
+
+// One instruction each on sm_80 and newer. +0 is larger than -0; the first two keep NaN.
+template <class A>
+QT_FN A larger_or_nan(A a, A b) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(A) == sizeof(float)) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+  }
+#endif
+  if (a == 0 && b == 0) return a + b;
+  return a > b || a != a ? a : b;
+}
+
+template <class A>
+QT_FN A smaller_or_nan(A a, A b) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(A) == sizeof(float)) {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+  }
+#endif
+  if (a == 0 && b == 0) return -(-a - b);
+  return a < b || a != a ? a : b;
+}
+
+// b for a NaN.
+QT_FN float larger_or_number(float a, float b) { return ::fmaxf(a, b); }
+QT_FN double larger_or_number(double a, double b) { return ::fmax(a, b); }
+
 // ---- strided operands -------------------------------------------------------------------------------------------
 
 QT_FN int64_t offset_of(const Operand& from, int64_t i) {
@@ -176,6 +207,11 @@ QT_DEVICE void load_each(const T* data, const Offset (&offset)[kVectorSize], int
 template <class A, class T>
 QT_DEVICE void load_dense(const T* data, const Scattered& at, A (&v)[kVectorSize]) {
   load_each(data + at.first, at.offset, at.n, v);
+}
+
+template <class A, class T>
+QT_DEVICE void load_dense(const T* data, const Scattered& at, bool, A (&v)[kVectorSize]) {
+  load_dense(data, at, v);
 }
 
 // ---- 4-bit codes, two a byte: a vector is four bytes

@@ -21,7 +21,7 @@ struct ReductionTiling {
   int tile_channels = 1;  // channels of a tile; the last tile of a row may have fewer
   int64_t width = 1;      // of a tile: tile_channels * inner
   int64_t tiles = 1;      // in a row
-  int lanes = kThreads;   // threads with work; whole rows of the tile if it has several channels
+  int lanes = kThreads;   // threads with work; whole rows of the tile, if it is not wider than a block
   int64_t step = 0;       // from a thread's unit to its next, unless that crosses the end of a tile's row
   int64_t step_columns = 0;
   bool is_near = true;  // whether the distances between 8 units of a thread fit into 32 bits
@@ -54,30 +54,46 @@ static inline ReductionTiling shape_of(const KernelArgs& args) {
   return s;
 }
 
-static inline ReductionTiling tiling_of(const KernelArgs& args) {
+// Divides a shape whose lengths are units of `elements` each, with `results` channels in all, into tiles of up to
+// `widest` units.
+static inline ReductionTiling divided(ReductionTiling s, int64_t elements, int64_t results, int64_t widest) {
   constexpr int64_t kWork = 4096;    // elements per block, at the least
   constexpr int64_t kBlocks = 2048;  // blocks at the most: enough to fill the largest GPU
   constexpr int64_t kResults =
       131072;  // partial results at the most: a workspace of 2 MB, unless there are more channels
   constexpr int64_t kFarthest = UINT32_MAX;
-  if (args.numel == 0) return {};
-  ReductionTiling s = shape_of(args);
-  s.unit = s.inner % 8 == 0 || args.channels.count == 1 ? 8 : 1;
-  s.inner = divide_up(s.inner, s.unit);
   s.pattern = s.size * s.inner;
-  s.tile_channels = s.inner > kThreads / 2 ? 1 : static_cast<int>(least(s.size, kThreads / s.inner));
+  s.tile_channels = s.inner > widest / 2 ? 1 : static_cast<int>(least(s.size, widest / s.inner));
   s.width = s.tile_channels * s.inner;
   s.tiles = divide_up(s.size, s.tile_channels);
-  s.lanes = s.tile_channels == 1 ? kThreads : static_cast<int>(kThreads / s.width * s.width);
+  s.lanes = s.width > kThreads ? kThreads : static_cast<int>(kThreads / s.width * s.width);
   const int64_t all = s.rows * s.width;
-  const int64_t most = least(kBlocks / (s.groups * s.tiles), kResults / args.channels.count);
-  const int64_t wanted = least(all * s.unit / kWork, most);
+  const int64_t most = least(kBlocks / (s.groups * s.tiles), kResults / results);
+  const int64_t wanted = least(all * elements / kWork, most);
   s.step_columns = s.lanes % s.width;
   s.step = s.lanes / s.width * s.pattern + s.step_columns;
   s.is_near = s.step + s.pattern <= kFarthest / 8;
   s.length = divide_up(divide_up(all, wanted < 1 ? 1 : wanted), s.lanes) * s.lanes;
   s.count = divide_up(all, s.length);
   return s;
+}
+
+static inline ReductionTiling tiling_of(const KernelArgs& args) {
+  if (args.numel == 0) return {};
+  ReductionTiling s = shape_of(args);
+  s.unit = s.inner % 8 == 0 || args.channels.count == 1 ? 8 : 1;
+  s.inner = divide_up(s.inner, s.unit);
+  return divided(s, s.unit, args.channels.count, kThreads);
+}
+
+// Of `rows` rows of channels, a multiple of 8: a unit is an element of each of 8 channels, which the thread keeps.
+// Narrow tiles: a wide row would leave few blocks, and 32 units are 512 bytes in a row.
+static inline ReductionTiling tiling_of_rows(int64_t rows, int64_t channels) {
+  ReductionTiling s;
+  s.unit = 8;
+  s.rows = rows;
+  s.size = channels / 8;
+  return divided(s, s.unit, channels, 32);
 }
 
 // The part of the tensor that a block reduces.

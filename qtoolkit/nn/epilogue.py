@@ -173,11 +173,16 @@ def max_pool2d(
     sizes = (kernel_size, stride, padding, dilation, ceil_mode)
     if not is_ordinary(input) or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and input.requires_grad):
         return F.max_pool2d(input, *sizes)
-    if input.dim() != 4 or _window(kernel_size) > LARGEST_WINDOW:
+    if input.dim() != 4 or _window(kernel_size) > LARGEST_WINDOW or _is_faster_in_torch(input):
         return F.max_pool2d(input, *sizes)
     y: Tensor = ops.max_pool(input, *sizes)
     hand_on(input, y)
     return y
+
+
+def _is_faster_in_torch(input: Tensor) -> bool:
+    """Return whether the op is slow: on CUDA, its backward of a contiguous tensor waits for instructions, not for memory."""
+    return input.is_cuda and not input.is_contiguous(memory_format=torch.channels_last)
 
 
 # ---- their parts

@@ -25,9 +25,12 @@ from tests.cases import (
     scales,
     zero_points,
 )
+from tests.ops.test_batch_norm import ACTIVATIONS, tensors
+from tests.ops.test_cuda_host_fused import WEIGHTS, cases, normalized
 from tests.ops.test_every import image, run, sample
-from tests.ops.test_fuzz import OURS
+from tests.ops.test_fuzz import EVERY, OURS
 from tests.ops.test_gradients import assert_sum
+from tests.ops.test_max_pool import WINDOWS, values
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -357,3 +360,79 @@ def test_legacy_per_channel(dtype):
         for grid in ((8, False, True), (4, False, False)):
             check(lambda x, a, g=grid: native.tensor_quant(x, a, *g, True)[::2], given, amax)
             check(lambda x, a, g=grid: native.fake_tensor_quant(x, a, *g, True), given, amax)
+
+
+@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("residual", ["none", "values", "codes"])
+@pytest.mark.parametrize("activation", ["none", "relu6", "leaky"])
+def test_batch_norm(shape, last, dtype, residual, activation):
+    """From the statistics that the GPU found, the bits of the oracle; the gradient of the residual with those of the CPU."""
+    given = tensors(shape, dtype, last=last, residual=residual)
+    low, high, slope = ACTIVATIONS[activation]
+    names = ("x", "weight", "bias", "divisor", "residual", "residual_codes", "residual_scale", "residual_zero_point")
+    head, grid = [given.get(name) for name in names], [given["scale"], given["zero_point"]]
+    tail = (1e-3, low, high, slope)
+    on = [on_gpu(t) for t in head], [on_gpu(t) for t in grid]
+    y, codes_, mean, variance = native.batch_norm_fake_quant(*on[0], *tail, *on[1], -20, 30, 1.0)
+    oracle = normalized(given, activation, mean.cpu(), variance.cpu())
+    assert_same(y.cpu(), oracle.y())
+    arithmetic = [t.to(mean.dtype).cpu() for t in grid]
+    assert_same(codes_.cpu(), ops.quantize(oracle.value, *arithmetic, -20, 30))
+    grad = torch.empty_like(given["x"]).copy_(floats(dtype, 3)(*shape))
+    last_arguments = (-20, 30, 1.0, True, True)
+    gpu = native.batch_norm_fake_quant_backward(on_gpu(grad), *on[0], mean, variance, *tail, *on[1], *last_arguments)
+    statistics = mean.cpu(), variance.cpu()
+    cpu = native.batch_norm_fake_quant_backward(grad, *head, *statistics, *tail, *grid, *last_arguments)
+    assert_same(gpu[4].cpu(), cpu[4])
+    for found, wanted in zip(gpu, cpu, strict=True):
+        unit = 1e-10 if dtype == torch.float64 else max(torch.finfo(dtype).eps, 1e-4)
+        bound = float(wanted.abs().max()) if wanted.numel() else 0.0
+        torch.testing.assert_close(found.cpu(), wanted, rtol=4 * unit, atol=10 * unit * bound)
+
+
+@pytest.mark.parametrize("kind", ["ties", "special", "lowest"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shape", [(2, 3, 13, 14), (2, 16, 13, 17)], ids=str)
+def test_max_pool(shape, window, last, dtype, kind):
+    x = values(dtype, shape, kind)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    sides = [[s] if isinstance(s, int) else list(s) for s in WINDOWS[window]]
+    check(lambda x: native.max_pool_offsets(x, *sides, False), x)
+    y, places = native.max_pool_offsets(x, *sides, False)
+    grad = torch.empty_like(y).copy_(floats(dtype, 3)(*y.shape))
+    check(lambda g, o: native.max_pool_offsets_backward(g, o, list(shape), *sides, False), grad, places)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("shape", WEIGHTS.values(), ids=WEIGHTS)
+def test_weight(shape, folded, shared, dtype):
+    weight, grad = floats(dtype)(*shape), floats(dtype, 3)(*shape)
+    scale, factor = scales(1 if shared else shape[0]), scales(shape[0]) if folded else None
+    grid = (-7, 7, None if shared else 0, 1, 0, 0.5)
+    check(lambda w, f, s: native.quant_weight(w, f, s, None, *grid, False, 1), weight, factor, scale)
+    call = lambda g, w, f, s: native.quant_weight_backward(g, w, f, s, None, *grid, False, 1, [True] * 3 + [False])  # noqa: E731
+    for place, (gpu, cpu) in enumerate(zip(*both(call, grad, weight, factor, scale), strict=True)):
+        if place == 0:
+            assert_same(gpu, cpu)
+        else:
+            unit = 1e-10 if dtype == torch.float64 else 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
+            torch.testing.assert_close(
+                gpu.cpu(), cpu, rtol=unit, atol=unit * float(cpu.abs().max() if cpu.numel() else 0)
+            )
+
+
+@pytest.mark.parametrize("op", EVERY)
+def test_every_op_gives_what_the_cpu_gives(op):
+    """On its sample, results and what it writes: near, since some sum in another order; codes and masks are equal."""
+    arguments = sample(op, floats(torch.float32)(4, 6, 16))
+    on = {name: on_gpu(v) if isinstance(v, Tensor) else v for name, v in arguments.items()}
+    for gpu, cpu in zip(run(op, on), run(op, arguments), strict=True):
+        if cpu.is_floating_point():
+            torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5, equal_nan=True)
+        else:
+            assert_same(gpu, cpu)

@@ -20,6 +20,7 @@ from tests.ops.cuda_host import (
     TrainedScale,
     UnitGradients,
     UnitScales,
+    WeightRows,
     compiled,
     dtype_number,
     filled,
@@ -36,6 +37,9 @@ SHAPES = {
     "slices": (200, 3, 25),
     "rows": (37, 100),
     "one_channel": (3, 1, 9, 50),
+    "vectors_of_channels": (3, 24, 5, 7),
+    "a_vector_of_channels": (70, 8, 3, 3),
+    "tiles_of_channels": (19, 520),
 }
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 
@@ -177,6 +181,106 @@ def test_batch_norm_backward(kernels, shape, last, dtype, quantized, residual, a
         torch.testing.assert_close(got, want.double().reshape(got.shape), rtol=4 * unit, atol=unit * scale)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+def test_launches(kernels, shape, last, learned):
+    """As docs/gpu.md counts them for a unit, whatever the layout."""
+    given = tensors(shape, torch.float32, last=last)
+    fields, x = norm_fields(given, "relu6", last), given["x"]
+    mean, variance = statistics(given)
+    gradients = torch.zeros(3 * shape[1] + 2, dtype=torch.float64)
+    kernels.launches()
+    results = {"y": torch.empty_like(x), "mean": mean, "variance": variance}
+    kernels.batch_norm_forward_on_host(ctypes.byref(filled(BatchNormArguments, **fields, **results)), 0)
+    assert kernels.launches() == 3
+    results |= {"grad": x, "gradients": gradients, "learned": learned}
+    kernels.batch_norm_backward_on_host(ctypes.byref(filled(BatchNormArguments, **fields, **results)), 0)
+    assert kernels.launches() == 4
+
+
+def test_launches_beside_a_batch_norm(kernels):
+    weight, sums = torch.randn(4, 9), torch.zeros(2, 4, dtype=torch.float64)
+    row = {
+        "rows": 4,
+        "major": 9,
+        "minor": 1,
+        "weight": weight,
+        "scale": torch.ones(4),
+        "scale_step": 1,
+        "bounds": (-7.0, 7.0),
+    }
+    row |= {
+        "y": torch.empty(4, 9),
+        "grad": weight,
+        "dweight": torch.empty(4, 9),
+        "sum_scale": sums[0],
+        "sum_factor": sums[1],
+    }
+    kernels.launches()
+    kernels.weight_forward_on_host(ctypes.byref(filled(WeightRows, **row)), 0)
+    assert kernels.launches() == 1
+    kernels.weight_backward_on_host(ctypes.byref(filled(WeightRows, **row)), 0)
+    assert kernels.launches() == 1
+    ratio = {"count": 4, "start": torch.ones(4), "ratio": torch.ones(4), "scale": torch.empty(4)}
+    u = UnitScales()
+    u.weight = filled(TrainedScale, **ratio)
+    kernels.unit_scales_on_host(ctypes.byref(u))
+    assert kernels.launches() == 1
+
+
+def shifted(t: Tensor) -> Tensor:
+    """The same tensor in the same layout, an element behind an address that vectors are loaded from."""
+    flat = torch.empty(t.numel() + 1, dtype=t.dtype)[1:]
+    return flat.as_strided(t.shape, t.stride()).copy_(t)
+
+
+@pytest.mark.parametrize("change", ["misaligned", "symmetric", "special"])
+@pytest.mark.parametrize(("shape", "last"), cases(), ids=str)
+@dtypes
+def test_batch_norm_of_any_memory_grid_and_values(kernels, shape, last, dtype, change):
+    """Both directions: element by element the bits of the CPU, from the same statistics."""
+    given = tensors(shape, dtype, last=last, residual="values")
+    if change == "symmetric":
+        del given["zero_point"]
+    if change == "special":
+        for place, value in enumerate((math.nan, math.inf, -math.inf, -0.0, 3e38 if dtype != torch.float16 else 6e4)):
+            given["residual"][place % shape[0], place % shape[1]].fill_(value)
+    mean, variance = statistics(given)
+    grad = torch.empty_like(given["x"]).copy_(floats(dtype, 3)(*shape))
+    head = [given.get(n) for n in ("weight", "bias", "divisor", "residual")]
+    low, high, slope = ACTIVATIONS["relu6"]
+    grid = (given["scale"], given.get("zero_point"), -20, 30, 1.0)
+    tail = (mean, variance, 1e-3, low, high, slope, *grid, True, True)
+    wanted = native.batch_norm_fake_quant_backward(grad, given["x"], *head, None, None, None, *tail)
+    new = [torch.full_like(grad, 7) for _ in range(3)]
+    if change == "misaligned":
+        given |= {name: shifted(given[name]) for name in ("x", "residual", "weight", "bias")}
+        grad, *new = map(shifted, (grad, *new))
+    y, dx, dresidual = new
+    fields = norm_fields(given, "relu6", last)
+    gradients = torch.full((3 * shape[1] + 2,), math.nan, dtype=torch.float64)
+    results = {"y": dx, "residual_grad": dresidual, "gradients": gradients, "learned": True}
+    args = filled(BatchNormArguments, **fields, **results, grad=grad, mean=mean, variance=variance)
+    kernels.batch_norm_backward_on_host(ctypes.byref(args), 0)
+    assert_same(dresidual, wanted[4])
+    unit = 1e-10 if dtype == torch.float64 else 1e-4
+    for row, want in zip(gradients[:-2].view(3, -1), wanted[1:4], strict=True):
+        bound = float(want.double().nan_to_num(0, 0, 0).abs().max())
+        near = {"rtol": 4 * max(torch.finfo(want.dtype).eps, unit), "atol": unit * bound, "equal_nan": True}
+        torch.testing.assert_close(row, want.double(), **near)
+    torch.testing.assert_close(
+        gradients[-2:-1],
+        wanted[5].double().reshape(1),
+        rtol=4 * max(torch.finfo(dtype).eps, unit),
+        atol=0,
+        equal_nan=True,
+    )
+    found = [torch.zeros_like(mean), torch.zeros_like(variance)]
+    args = filled(BatchNormArguments, **fields, y=y, mean=found[0], variance=found[1])
+    kernels.batch_norm_forward_on_host(ctypes.byref(args), 0)
+    assert_same(y, normalized(given, "relu6", *found).y())
+
+
 @dtypes
 @pytest.mark.parametrize("f64", [False, True])
 def test_tracking(kernels, dtype, f64):
@@ -194,6 +298,71 @@ def test_tracking(kernels, dtype, f64):
         assert_same(g, w)
 
 
+WEIGHTS = {
+    "linear": (20, 37),
+    "whole_vectors": (9, 16, 3, 3),
+    "depthwise": (40, 1, 3, 3),
+    "image": (7, 3, 7, 7),
+    "long": (3, 5000),
+}
+
+
+@pytest.mark.parametrize("given_dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shape", WEIGHTS.values(), ids=WEIGHTS)
+def test_weight(kernels, shape, shared, folded, turned, given_dtype):
+    """Values and the weight's gradient with the bits of the CPU; 16-bit values and gradients are beside a float32 weight."""
+    if turned and len(shape) != 4:
+        pytest.skip("only images have another memory format")
+    dtype = torch.float64 if given_dtype == torch.float64 else torch.float32
+    rows = shape[0]
+    weight = floats(dtype)(*shape).clone()
+    weight.view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    scale = (torch.rand(1 if shared else rows) + 0.1).to(dtype)
+    factor = torch.randn(rows).to(dtype) if folded else None
+    over = torch.ones(rows, dtype=dtype) if factor is None else factor
+    product = (weight * over.view(-1, *[1] * (len(shape) - 1))).requires_grad_()
+    of_scale = scale.clone().requires_grad_()
+    wanted = ops.fake_quant(product, of_scale, None, -7, 7, axis=None if shared else 0)
+    grad = floats(dtype, 3)(*shape).to(given_dtype)
+    passed, ds = torch.autograd.grad(wanted, (product, of_scale), grad.to(dtype))
+    y, dweight = torch.full(shape, 7.0, dtype=given_dtype), torch.full_like(weight, 7)
+    if turned:
+        y, grad = (t.contiguous(memory_format=torch.channels_last) for t in (y, grad))
+    sums = torch.full((2, rows), torch.nan, dtype=torch.float64)
+    major = shape[1]
+    fields = {"rows": rows, "major": major, "minor": weight[0].numel() // major, "f64": dtype == torch.float64}
+    fields |= {
+        "weight": weight,
+        "factor": factor,
+        "scale": scale,
+        "scale_step": 0 if shared else 1,
+        "bounds": (-7.0, 7.0),
+    }
+    fields |= {
+        "other_format": turned,
+        "y": y,
+        "y_dtype": dtype_number(y),
+        "grad": grad,
+        "grad_dtype": dtype_number(grad),
+    }
+    args = filled(WeightRows, **fields, dweight=dweight, sum_scale=sums[0], sum_factor=sums[1])
+    for order in ORDERS.values():
+        kernels.weight_forward_on_host(ctypes.byref(args), order)
+        assert_same(y, wanted.detach().to(given_dtype))
+        kernels.weight_backward_on_host(ctypes.byref(args), order)
+        assert_same(dweight, passed * over.view(-1, *[1] * (len(shape) - 1)))
+        of_factor = (passed * weight).double().flatten(1).sum(1)
+        near = {"rtol": 1e-4, "atol": 1e-4 * float(of_factor.nan_to_num(0, 0, 0).abs().max()), "equal_nan": True}
+        torch.testing.assert_close(sums[1], of_factor, **near)
+        found = sums[0].sum(0, keepdim=True) if shared else sums[0]
+        torch.testing.assert_close(
+            found, ds.double(), **{**near, "atol": 1e-4 * float(ds.nan_to_num(0, 0, 0).abs().max())}
+        )
+
+
 def dimensions(x: Tensor, y: Tensor, window: tuple) -> dict:
     sides = [(s, s) if isinstance(s, int) else s for s in window]
     return {
@@ -206,9 +375,9 @@ def dimensions(x: Tensor, y: Tensor, window: tuple) -> dict:
 @dtypes
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("window", ["3s2p1", "strided", "long", "dilated", "5"])
-@pytest.mark.parametrize("shape", ["image", "one_channel"])
+@pytest.mark.parametrize("shape", ["image", "one_channel", "vectors", "long"])
 def test_max_pool(kernels, shape, window, last, dtype, kind):
-    x = values(dtype, IMAGES[shape], kind)
+    x = values(dtype, IMAGES.get(shape, (2, 16, 9, 11)), kind)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     sides = [[s] if isinstance(s, int) else list(s) for s in WINDOWS[window]]
     wanted, offsets = native.max_pool_offsets(x, *sides)
@@ -218,10 +387,11 @@ def test_max_pool(kernels, shape, window, last, dtype, kind):
     fields = {"images": x.size(0), "channels": x.size(1), "channels_last": channels_last, "dtype": dtype_number(x)}
     fields |= dimensions(x, wanted, WINDOWS[window])
     y, places, dx = torch.full_like(wanted, 7), torch.full_like(offsets, 7), torch.full_like(wanted_dx, 7)
-    kernels.max_pool_forward_on_host(ctypes.byref(filled(PoolArguments, **fields, x=x, y=y, offsets=places)))
+    forward, backward = (f"{'long_' * (shape == 'long')}max_pool_{way}_on_host" for way in ("forward", "backward"))
+    kernels[forward](ctypes.byref(filled(PoolArguments, **fields, x=x, y=y, offsets=places)))
     assert_same(y, wanted)
     assert_same(places, offsets)
-    kernels.max_pool_backward_on_host(ctypes.byref(filled(PoolArguments, **fields, x=grad, y=dx, offsets=places)))
+    kernels[backward](ctypes.byref(filled(PoolArguments, **fields, x=grad, y=dx, offsets=places)))
     assert_same(dx, wanted_dx)
 
 

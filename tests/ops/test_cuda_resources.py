@@ -46,9 +46,12 @@ def test_no_kernel_spills_registers(kernels):
         (("learned_backward_kernelIf", "ContiguousELb1E", "LearnedGradient"), 64, 0.5),
         (("norm_forward_kernelIf",), 64, 0.5),
         (("norm_backward_kernelIf",), 80, 0.375),
-        (("sums_kernelIf",), 80, 0.375),
+        (("11sums_kernelIf",), 80, 0.375),
+        (("row_sums_kernelIf",), 128, 0.25),  # a thread has the loads of two rows in flight, of moments those of eight
+        (("row_moments_kernelIf",), 128, 0.25),
+        (("pool_backward_kernelIfLi8",), 80, 0.375),
     ],
-    ids=["fake_quant", "learned_backward_planes_of_7x7", "learned_backward", "norm", "norm_backward", "norm_sums"],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
 def test_registers_and_occupancy(kernels, words, registers, occupancy):
     for kernel in named(kernels, *words):
@@ -56,15 +59,30 @@ def test_registers_and_occupancy(kernels, words, registers, occupancy):
         assert kernel.occupancy >= occupancy, kernel
 
 
-def test_instructions_of_a_16_bit_element_fit_below_the_roof(kernels):
+# Kernels that wait for instructions: their elements are loaded one by one.
+ABOVE_THE_ROOF = {"batch norm sums, bfloat16, planes of 7x7": 42}
+
+
+def titles() -> list[str]:
+    import sys
+
+    sys.path.insert(0, str(BENCHMARKS))
     import cuda_sass
 
-    loops = [loop for loop in cuda_sass.loops() if loop.title == "fake_quant, bfloat16, per tensor, mask"]
-    for kernel in named(kernels, "18elementwise_kernelIfLb1E", "IntegerFunctor"):
-        code = cuda_sass.code_of(_native.FILE, kernel)
-        (count,) = (cuda_sass.counted(loop, kernel, code) for loop in loops)
-        assert count.instructions <= 24
-        assert count.instructions < 0.7 * count.roof
+    sys.path.pop(0)
+    return [loop.title for loop in cuda_sass.loops() if "bfloat16" in loop.title]
+
+
+@pytest.mark.parametrize("title", titles())
+def test_instructions_of_a_16_bit_element_fit_below_the_roof(kernels, title):
+    """On an H100, whose memory is the faster one for its multiprocessors."""
+    import cuda_sass
+
+    (loop,) = (loop for loop in cuda_sass.loops() if loop.title == title)
+    (kernel,) = (k for k in named(kernels, *loop.kernel.split(".*")) if k.architecture == "sm_90")
+    count = cuda_sass.counted(loop, kernel, cuda_sass.code_of(_native.FILE, kernel))
+    assert count is not None
+    assert count.instructions <= ABOVE_THE_ROOF.get(title, count.roof)
 
 
 def test_the_shortest_path_has_what_it_needs():

@@ -158,6 +158,21 @@ class UnitGradients(ctypes.Structure):
     )
 
 
+class WeightRows(ctypes.Structure):
+    """`WeightRows` of weight_rows.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "major", "minor")),
+        ("f64", ctypes.c_bool),
+        *((name, ctypes.c_void_p) for name in ("weight", "factor", "scale")),
+        ("scale_step", ctypes.c_int64),
+        *(("bounds", ctypes.c_double * 2), ("other_format", ctypes.c_bool)),
+        *(("y", ctypes.c_void_p), ("y_dtype", ctypes.c_int8), ("codes", ctypes.c_void_p), ("poison", ctypes.c_void_p)),
+        *(("grad", ctypes.c_void_p), ("grad_dtype", ctypes.c_int8)),
+        *((name, ctypes.c_void_p) for name in ("dweight", "sum_scale", "sum_factor")),
+    )
+
+
 def filled(structure: type[ctypes.Structure], **fields: Any) -> ctypes.Structure:
     """A structure with tensors as their pointers, tuples as arrays, and absent fields zero."""
     args, types = structure(), dict(structure._fields_)
@@ -183,6 +198,7 @@ def compiled() -> ctypes.CDLL:
     assert kernels.size_of_batch_norm_arguments() == ctypes.sizeof(BatchNormArguments)
     assert kernels.size_of_pool_arguments() == ctypes.sizeof(PoolArguments)
     assert kernels.size_of_tracked_statistics() == ctypes.sizeof(TrackedStatistics)
+    assert kernels.size_of_weight_rows() == ctypes.sizeof(WeightRows)
     assert kernels.size_of_unit_scales() == ctypes.sizeof(UnitScales)
     assert kernels.size_of_unit_gradients() == ctypes.sizeof(UnitGradients)
     return kernels

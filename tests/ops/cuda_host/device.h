@@ -35,6 +35,13 @@ T __ldg(const T* p) {
   return *p;
 }
 
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+
 // Threads of a block take turns only at barriers, and blocks do not overlap.
 template <class T>
 T atomicAdd(T* p, T value) {
@@ -78,6 +85,7 @@ struct Fiber {
 inline ucontext_t scheduler;
 inline Fiber* running = nullptr;
 inline const std::function<void()>* kernel = nullptr;
+inline int launches = 0;
 inline std::vector<char> shared;  // of a block, in the size that the launch names
 
 // A fiber never returns: the scheduler does not resume one that has ended.
@@ -112,6 +120,7 @@ inline bool run_to_barrier(std::vector<Fiber>& fibers) {
 inline void launch(unsigned blocks, unsigned threads, size_t bytes, const std::function<void()>& body) {
   static std::map<unsigned, std::vector<Fiber>> pool;  // a fiber's stack is expensive
   std::vector<Fiber>& fibers = pool[threads];
+  ++launches;
   fibers.resize(threads);
   kernel = &body;
   gridDim = {blocks}, blockDim = {threads};

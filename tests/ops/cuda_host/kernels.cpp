@@ -1,4 +1,6 @@
 // Every CUDA kernel as a function NAME_on_host, to be called from Python; their launches are replaced.
+#include <utility>
+
 #include "cuda/batch_norm.cu"
 #include "cuda/fake_quant.cu"
 #include "cuda/histogram.cu"
@@ -6,8 +8,12 @@
 #include "cuda/observe.cu"
 #include "cuda/quantize.cu"
 #include "cuda/unit_scales.cu"
+#include "cuda/weight_rows.cu"
 
 using namespace qtoolkit;
+
+// The launches since the last call of this.
+extern "C" int launches() { return std::exchange(device::launches, 0); }
 
 extern "C" int64_t size_of_arguments() { return sizeof(KernelArgs); }
 
@@ -27,7 +33,9 @@ QT_OTHER_KERNELS(QT_ON_HOST)
 
 extern "C" void learned_gradient_on_host(const double* sums, double factor, const void* scale, int64_t count, int dtype,
                                          void* gradient) {
-  cuda::learned_gradient(sums, factor, scale, count, static_cast<Dtype>(dtype), gradient, nullptr);
+  const cuda::GradientsOfSums given[] = {{nullptr, 1, nullptr, 0, Dtype::f64, nullptr},
+                                         {sums, factor, scale, count, static_cast<Dtype>(dtype), gradient}};
+  cuda::learned_gradients(given, 2, nullptr);
 }
 
 extern "C" void blend_ranges_on_host(float* lo, float* hi, const double* batch, int64_t count, bool average,
@@ -64,10 +72,22 @@ extern "C" void batch_norm_track_on_host(const TrackedStatistics* statistics) {
 }
 
 extern "C" void max_pool_forward_on_host(const PoolArgs* args) { cuda::max_pool_forward(*args, nullptr); }
-
 extern "C" void max_pool_backward_on_host(const PoolArgs* args) { cuda::max_pool_backward(*args, nullptr); }
+// As for tensors whose indices need 64 bits.
+extern "C" void long_max_pool_forward_on_host(const PoolArgs* args) { cuda::pool_forward<int64_t>(*args, nullptr); }
+extern "C" void long_max_pool_backward_on_host(const PoolArgs* args) { cuda::pool_backward<int64_t>(*args, nullptr); }
 
 extern "C" int64_t size_of_unit_scales() { return sizeof(UnitScales); }
 extern "C" int64_t size_of_unit_gradients() { return sizeof(UnitGradients); }
 extern "C" void unit_scales_on_host(const UnitScales* u) { cuda::unit_scales(*u, nullptr); }
 extern "C" void unit_gradients_on_host(const UnitGradients* u) { cuda::unit_gradients(*u, nullptr); }
+
+extern "C" int64_t size_of_weight_rows() { return sizeof(WeightRows); }
+extern "C" void weight_forward_on_host(const WeightRows* args, int order) {
+  device::order = static_cast<device::Order>(order);
+  cuda::weight_forward(*args, nullptr);
+}
+extern "C" void weight_backward_on_host(const WeightRows* args, int order) {
+  device::order = static_cast<device::Order>(order);
+  cuda::weight_backward(*args, nullptr);
+}

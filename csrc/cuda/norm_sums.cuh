@@ -1,0 +1,265 @@
+// The reductions of batch norm: moments, and the sums of the gradients.
+#pragma once
+
+#include "norm_elements.cuh"
+
+namespace qtoolkit {
+namespace cuda {
+
+// ---- reductions of vectors of one channel
+
+// The shift of a channel's sums is its first element.
+template <class A, class T>
+QT_DEVICE A shift_of(const NormArgs<A>& args, const T* x, int64_t channel) {
+  return to_arithmetic<A>(x[channel * args.of.inner]);
+}
+
+// Adds sums about a number nearby to those about the channel's shift, which may be far from its mean: only float64
+// holds what that adds.
+QT_DEVICE void add_moments(Pair& sum, double total, double squares, double n, double offset) {
+  sum.first += total + n * offset;
+  sum.second += squares + offset * (2 * total + n * offset);
+}
+
+template <class A, class At>
+__global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant__ NormArgs<A> args,
+                                                           const __grid_constant__ ReductionTiling tiling, Pairs sums) {
+  Pair sum = {0, 0};
+  with_elements<A>(args.of, [&](auto* type) {
+    const auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args.of);
+    ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
+    const A shift = it.left > 0 ? shift_of(args, of.x, it.channel) : A(0);
+    At at;
+    while (next(tiling, args.numel, it, at)) {
+      A x[kVectorSize];
+      TreeSum<A> values, squares;
+      load_dense(of.x, at, of.aligned, x);
+      const A nearby = x[0];
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i) {
+        const int k = TreeSum<A>::place(i);
+        const A value = k < at.n ? x[k] - nearby : A(0);
+        values.add(i, value);
+        squares.add(i, value * value);
+      }
+      add_moments(sum, values.total(), squares.total(), at.n, static_cast<double>(nearby) - shift);
+    }
+  });
+  join_block(tiling, sum, sums, Add());
+}
+
+// Which gradients of the quantizer are summed too.
+enum class Learned { nothing, scale, both };
+
+// The terms of the sums over elements: of the gradient and of its product with x - mean, and of the gradients of scale
+// and zero point. `before` becomes what the quantizer saw.
+template <Learned kLearned, class A, class F>
+QT_DEVICE void for_terms(const Settings<A>& s, const A (&centred)[kVectorSize], A (&before)[kVectorSize],
+                         const A (&given)[kVectorSize], F f) {
+  A grads[kVectorSize];
+#pragma unroll
+  for (int k = 0; k < kVectorSize; ++k) grads[k] = given[k];
+  gradients_before(s, before, grads);
+  if constexpr (kLearned == Learned::nothing) {
+#pragma unroll
+    for (int i = 0; i < kVectorSize; ++i) {
+      const int k = TreeSum<A>::place(i);
+      f(i, k, grads[k], grads[k] * centred[k], A(0), A(0));
+    }
+  } else {
+    const A zero_point = kLearned == Learned::both ? s.zero_point : A(0);
+    activate_all(s, before);
+    with_divisor(s.scale, before, [&](auto scale) {
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i) {
+        const int k = TreeSum<A>::place(i);
+        const auto point = snap(before[k], scale, zero_point, s.lo, s.hi);
+        const A of_zero_point = kLearned == Learned::both ? zero_point_gradient<A>(point, given[k], scale) : A(0);
+        f(i, k, grads[k], grads[k] * centred[k], scale_gradient(point, given[k], zero_point), of_zero_point);
+      }
+    });
+  }
+}
+
+// The sums of a block, of the gradients of scale and zero point.
+QT_DEVICE void join_learned(Pair mine, const Pairs& to) {
+  __shared__ Pair pairs[kThreads];
+  pairs[threadIdx.x] = mine;
+  __syncthreads();
+  join_tree(pairs, kThreads, Add());
+  if (threadIdx.x == 0) write(to, blockIdx.x, pairs[0]);
+}
+
+template <class A, class At, Learned kLearned>
+__global__ void __launch_bounds__(kThreads, kBlocks<A>)
+    sums_kernel(const __grid_constant__ NormArgs<A> args, const __grid_constant__ ReductionTiling tiling, Pairs sums) {
+  const Settings<A> settings = settings_of<A>(args);
+  Pair sum = {0, 0}, learned = {0, 0};
+  with_elements<A>(args.of, [&](auto* type) {
+    const auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args.of);
+    ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
+    const OneChannel<A, kForward> channel(args.channels, it.left > 0 ? it.channel : 0);
+    At at;
+    while (next(tiling, args.numel, it, at)) {
+      A centred[kVectorSize], before[kVectorSize], grads[kVectorSize];
+      TreeSum<A> all, products, scales, zero_points;
+      load_before(args, of, at, channel, centred, before);
+      load_dense(of.grad, at, of.aligned, grads);  // 0 where there is no element, and so are its terms
+      for_terms<kLearned>(settings, centred, before, grads, [&](int i, int, A grad, A product, A scale, A zero_point) {
+        all.add(i, grad);
+        products.add(i, product);
+        scales.add(i, scale);
+        zero_points.add(i, zero_point);
+      });
+      sum.first += all.total();
+      sum.second += products.total();
+      learned.first += scales.total();
+      learned.second += zero_points.total();
+    }
+  });
+  join_block(tiling, sum, sums, Add());
+  if constexpr (kLearned != Learned::nothing) join_learned(learned, args.learned);
+}
+
+// ---- reductions of rows of channels: a thread keeps 8 of them
+
+// The sums of a block's threads, of 8 channels each. A thread adds some rows in the type of the arithmetic, and those
+// sums here in float64: in registers they would take half of all.
+class RowSums {
+ public:
+  static constexpr int kRows = 8;
+
+  __device__ RowSums(Pair (&pairs)[kVectorSize][kThreads]) : pairs_(pairs) {
+#pragma unroll
+    for (int k = 0; k < kVectorSize; ++k) at(k) = {0, 0};
+  }
+
+  __device__ Pair& at(int k) const { return pairs_[k][threadIdx.x]; }
+
+  // Adds those of all threads of a channel, and writes the sums of the tile.
+  __device__ void join(const ReductionTiling& s, const Pairs& to) const {
+    __syncthreads();
+    const Tile tile = tile_of(s, blockIdx.x);
+    const int width = static_cast<int>(s.width);
+    for (int i = threadIdx.x; i < tile.channels * kVectorSize; i += kThreads) {
+      const int unit = i / kVectorSize, k = i % kVectorSize;
+      Pair sum = {0, 0};
+      for (int lane = unit; lane < s.lanes; lane += width) sum = Add()(sum, pairs_[k][lane]);
+      write(to, ((tile.first_channel + unit) * kVectorSize + k) * s.count + tile.slice, sum);
+    }
+  }
+
+ private:
+  Pair (&pairs_)[kVectorSize][kThreads];
+};
+
+// The rows of a thread, which are `step` vectors apart.
+struct Rows {
+  int64_t channel;
+  uint32_t vector, step;
+  int left;
+
+  __device__ __forceinline__ explicit Rows(const ReductionTiling& s) : step(static_cast<uint32_t>(s.step)) {
+    const ReductionIterator it = reduction_iterator(s, blockIdx.x, threadIdx.x);
+    channel = it.channel * kVectorSize, vector = static_cast<uint32_t>(it.unit), left = static_cast<int>(it.left);
+  }
+  // The vector of a row from here on, and of the first again where that does not exist.
+  __device__ __forceinline__ Contiguous at(int row) const {
+    return {int64_t{vector + (row < left ? row * step : 0)} * kVectorSize, kVectorSize, true};
+  }
+  __device__ __forceinline__ void advance(int rows) {
+    vector += rows * step;
+    left -= rows;
+  }
+};
+
+// Calls f with the operands, and with whether they are aligned as a constant: so loads of several rows go ahead.
+template <class A, class F>
+QT_DEVICE void with_operands(const BatchNormArgs& args, F f) {
+  with_elements<A>(args, [&](auto* type) {
+    auto of = operands_of<std::remove_pointer_t<decltype(type)>>(args);
+    const bool aligned = of.aligned;
+    of.aligned = true;
+    if (aligned) return f(of);
+    of.aligned = false;
+    f(of);
+  });
+}
+
+template <class A>
+__global__ void __launch_bounds__(kThreads, kBlocks<A, 2>)
+    row_moments_kernel(const __grid_constant__ NormArgs<A> args, const __grid_constant__ ReductionTiling tiling,
+                       Pairs sums) {
+  __shared__ Pair pairs[kVectorSize][kThreads];
+  const RowSums all(pairs);
+  with_operands<A>(args.of, [&](auto of) {
+    Rows rows(tiling);
+    const Contiguous first = {rows.channel, kVectorSize, true};
+    for (; rows.left > 0; rows.advance(RowSums::kRows)) {
+      A nearby[kVectorSize], shift[kVectorSize], totals[kVectorSize] = {}, squares[kVectorSize] = {};
+      load_dense(of.x, rows.at(0), of.aligned, nearby);
+#pragma unroll
+      for (int row = 1; row < RowSums::kRows; ++row) {  // one that does not exist adds 0
+        A x[kVectorSize];
+        load_dense(of.x, rows.at(row), of.aligned, x);
+#pragma unroll
+        for (int k = 0; k < kVectorSize; ++k) {
+          const A value = x[k] - nearby[k];
+          totals[k] = totals[k] + value;
+          squares[k] = squares[k] + value * value;
+        }
+      }
+      load_dense(of.x, first, of.aligned, shift);
+      const double count = static_cast<double>(rows.left < RowSums::kRows ? rows.left : RowSums::kRows);
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) {
+        add_moments(all.at(k), totals[k], squares[k], count, static_cast<double>(nearby[k]) - shift[k]);
+      }
+    }
+  });
+  all.join(tiling, sums);
+}
+
+template <class A, Learned kLearned>
+__global__ void __launch_bounds__(kThreads, kBlocks<A, 2>)
+    row_sums_kernel(const __grid_constant__ NormArgs<A> args, const __grid_constant__ ReductionTiling tiling,
+                    Pairs sums) {
+  constexpr int kAtOnce = 2;  // rows whose loads do not wait for each other
+  __shared__ Pair pairs[kVectorSize][kThreads];
+  const RowSums all(pairs);
+  const Settings<A> settings = settings_of<A>(args);
+  Pair learned = {0, 0};
+  with_operands<A>(args.of, [&](auto of) {
+    Rows rows(tiling);
+    const RowOfChannels<A, kForward> channels(args.channels, rows.channel);
+    while (rows.left > 0) {
+      A grads[kVectorSize] = {}, products[kVectorSize] = {};
+#pragma unroll 1
+      for (int row = 0; row < RowSums::kRows && rows.left > 0; row += kAtOnce, rows.advance(kAtOnce)) {
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+          A centred[kVectorSize], before[kVectorSize], given[kVectorSize] = {};
+          TreeSum<A> scales, zero_points;
+          load_before(args, of, rows.at(r), channels, centred, before);
+          if (r < rows.left) load_dense(of.grad, rows.at(r), of.aligned, given);  // else 0, and so are its terms
+          for_terms<kLearned>(settings, centred, before, given,
+                              [&](int i, int k, A grad, A product, A scale, A zero_point) {
+                                grads[k] = grads[k] + grad;
+                                products[k] = products[k] + product;
+                                scales.add(i, scale);
+                                zero_points.add(i, zero_point);
+                              });
+          learned.first += scales.total();
+          learned.second += zero_points.total();
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) all.at(k) = Add()(all.at(k), {grads[k], products[k]});
+    }
+  });
+  all.join(tiling, sums);
+  if constexpr (kLearned != Learned::nothing) join_learned(learned, args.learned);
+}
+
+}  // namespace cuda
+}  // namespace qtoolkit

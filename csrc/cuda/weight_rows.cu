@@ -1,0 +1,153 @@
+// Fake quantization of a weight whose output channels are rows in memory, and its gradients, on CUDA: one kernel each.
+#include "../fake_quant.h"
+#include "../weight_rows.h"
+#include "index_divisor.h"
+#include "kernels.h"
+#include "loops.cuh"
+
+namespace qtoolkit {
+namespace cuda {
+namespace {
+
+// What positions are divided by: the length of a row, and both sides of it as a matrix.
+template <class I>
+struct RowPlaces {
+  DivisorOfIndex<I> length, major, minor;
+
+  explicit RowPlaces(const WeightRows& args) : length(args.length()), major(args.major), minor(args.minor) {}
+};
+
+// The place in a matrix of an element of the transposed one, which has `columns` columns.
+template <class I>
+QT_DEVICE I turned(I at, const DivisorOfIndex<I>& columns, int64_t rows) {
+  const I row = at / columns;
+  return (at - row * static_cast<I>(columns.number)) * static_cast<I>(rows) + row;
+}
+
+template <class A>
+struct WeightRow {
+  A factor;
+  DivisorOf<A> scale;
+};
+
+template <class A>
+QT_DEVICE WeightRow<A> row_at(const WeightRows& args, int64_t row) {
+  const A* factor = static_cast<const A*>(args.factor);
+  return {factor == nullptr ? A(1) : __ldg(factor + row),
+          DivisorOf<A>(usable_scale(__ldg(static_cast<const A*>(args.scale) + row * args.scale_step)))};
+}
+
+template <class A, class I>
+__global__ void __launch_bounds__(kThreads)
+    weight_values_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places) {
+  const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
+  const A* weight = static_cast<const A*>(args.weight);
+  const int64_t numel = args.rows * args.length();
+  const bool shared = args.length() % kVectorSize == 0;  // a vector has elements of one row
+  for_vectors(numel, [&](const Contiguous& at) {
+    A v[kVectorSize];
+    if (shared && !args.other_format) {
+      load_dense(weight, at, v);
+      const WeightRow<A> row = row_at<A>(args, static_cast<I>(at.first) / places.length);
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) v[k] = v[k] * row.factor;
+      with_divisor(row.scale, v, [&](auto scale) {
+#pragma unroll
+        for (int k = 0; k < kVectorSize; ++k) v[k] = value_of<A>(snap(v[k], scale, A(0), lo, hi).code, scale, A(0));
+      });
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) {
+        if (k >= at.n) break;
+        const I i = static_cast<I>(at.first + k), row = i / places.length;
+        const I first = row * static_cast<I>(args.length()), within = i - first;
+        const WeightRow<A> of = row_at<A>(args, row);
+        const I from = args.other_format ? turned<I>(within, places.major, args.minor) : within;
+        const A scale = of.scale, product = weight[first + from] * of.factor;
+        v[k] = value_of(snap(product, scale, A(0), lo, hi).code, scale, A(0));
+      }
+    }
+    with_type<A, Kind::values>(args.y_dtype,
+                               [&](auto* type) { store_dense(static_cast<decltype(type)>(args.y), at, v); });
+  });
+}
+
+// A block has a row.
+template <class A, class I>
+__global__ void __launch_bounds__(kThreads)
+    weight_gradients_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places) {
+  __shared__ Pair pairs[kThreads];
+  const int64_t first = blockIdx.x * args.length();
+  const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
+  const A* weight = static_cast<const A*>(args.weight) + first;
+  A* dweight = static_cast<A*>(args.dweight) + first;
+  const WeightRow<A> row = row_at<A>(args, blockIdx.x);
+  Pair sum = {0, 0};
+  with_type<A, Kind::values>(args.grad_dtype, [&](const auto* type) {
+    const auto* grad = static_cast<decltype(type)>(args.grad) + first;
+    for (int64_t i = int64_t{threadIdx.x} * kVectorSize; i < args.length(); i += kThreads * kVectorSize) {
+      const Contiguous at = vector_at(i, args.length());
+      A w[kVectorSize], product[kVectorSize], g[kVectorSize];
+      TreeSum<A> of_scale, of_factor;
+      load_dense(weight, at, w);
+      if (args.other_format) {
+#pragma unroll
+        for (int k = 0; k < kVectorSize; ++k) {
+          g[k] = k < at.n ? to_arithmetic<A>(grad[turned<I>(static_cast<I>(i + k), places.minor, args.major)]) : A(0);
+        }
+      } else {
+        load_dense(grad, at, g);
+      }
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) product[k] = w[k] * row.factor;
+      with_divisor(row.scale, product, [&](auto scale) {
+#pragma unroll
+        for (int j = 0; j < kVectorSize; ++j) {
+          const int k = TreeSum<A>::place(j);
+          const auto point = snap(product[k], scale, A(0), lo, hi);
+          const A passed = is_inside(point) ? g[k] : A(0);
+          of_scale.add(j, scale_gradient(point, g[k], A(0)));
+          of_factor.add(j, passed * w[k]);
+          g[k] = passed * row.factor;
+        }
+      });
+      store_dense(dweight, at, g);
+      sum.first += of_scale.total();
+      sum.second += of_factor.total();
+    }
+  });
+  pairs[threadIdx.x] = sum;
+  __syncthreads();
+  join_tree(pairs, kThreads, Add());
+  if (threadIdx.x != 0) return;
+  args.sum_scale[blockIdx.x] = pairs[0].first;
+  args.sum_factor[blockIdx.x] = pairs[0].second;
+}
+
+template <class I>
+void values(const WeightRows& args, cudaStream_t stream) {
+  const auto kernel = args.f64 ? weight_values_kernel<double, I> : weight_values_kernel<float, I>;
+  const int64_t vectors = divide_up(args.rows * args.length(), int64_t{kVectorSize} * kThreads);
+  kernel<<<static_cast<unsigned>(least(vectors, int64_t{1} << 14)), kThreads, 0, stream>>>(args, RowPlaces<I>(args));
+}
+
+template <class I>
+void gradients(const WeightRows& args, cudaStream_t stream) {
+  const auto kernel = args.f64 ? weight_gradients_kernel<double, I> : weight_gradients_kernel<float, I>;
+  kernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args, RowPlaces<I>(args));
+}
+
+bool fits_32_bits(const WeightRows& args) { return args.rows * args.length() <= kMostDivisible; }
+
+}  // namespace
+
+void weight_forward(const WeightRows& args, cudaStream_t stream) {
+  fits_32_bits(args) ? values<uint32_t>(args, stream) : values<uint64_t>(args, stream);
+}
+
+void weight_backward(const WeightRows& args, cudaStream_t stream) {
+  fits_32_bits(args) ? gradients<uint32_t>(args, stream) : gradients<uint64_t>(args, stream);
+}
+
+}  // namespace cuda
+}  // namespace qtoolkit
