@@ -1,1 +1,1 @@
-"""What other packages need of qtoolkit: each module here is for one of them, and imports it."""
+"""Other packages' models and trainers with quantizers of qtoolkit. Each module imports its package."""

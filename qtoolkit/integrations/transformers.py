@@ -9,7 +9,7 @@ A folder of `save_pretrained` has the state dict with the quantizers, and how th
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import new_class
 from typing import Any, NoReturn
@@ -110,28 +110,33 @@ def _example(shape: list[int], dtype: str) -> Tensor:
 class QtoolkitQuantizer(HfQuantizer):
     """What `from_pretrained` and `save_pretrained` do for models with a QtoolkitConfig.
 
-    transformers loads the state of the quantizers together with the weights, into buffers that stand for it in the float model.
+    transformers loads the state of the quantizers together with the weights, into tensors that stand for it in the float model.
     """
 
     quantization_config: QtoolkitConfig
     record: Mapping[str, Any] | None = None  # of the folder that is loaded
+    placed: tuple[str, ...] = ()  # its entries that the float model does not have
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
         if self.pre_quantized:
             self.record = _record_in(checkpoint_files)
             known = model.state_dict()
-            saved = {key for key, *_ in self.record["tensors"]}
-            for key, shape, dtype in self.record["tensors"]:
-                if key not in known:
-                    _put_placeholder(model, key, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+            saved = {
+                key: torch.empty(size, dtype=getattr(torch, of), device="meta")
+                for key, size, of in self.record["tensors"]
+            }
+            self.placed = tuple(key for key in saved if key not in known)
+            for key in self.placed:
+                _put_placeholder(model, key, saved[key])
             lacking = {f"^{key.replace('.', '[.]')}$" for key in known if key not in saved}  # folded batch norms
             model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *lacking}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         state = model.state_dict()
-        if self.record is not None:
-            _remove_placeholders(model)
+        for key in self.placed:
+            _remove_placeholder(model, key)
+        model.is_quantized = False  # to transformers, that is a model that cannot be cast: here all weights are float
         quantized = self.quantization_config.quantized(model)
         if self.record is not None:
             kept = {key: state[key] for key, *_ in self.record["tensors"]}
@@ -197,25 +202,52 @@ def _record_in(files: Any) -> Mapping[str, Any]:
 
 
 class _Placeholder(nn.Module):
-    """Holds the state of a quantizer while transformers loads it."""
+    """Stands for a quantizer, or another module that only the quantized model has, while transformers loads its state."""
 
 
 def _put_placeholder(model: nn.Module, key: str, tensor: Tensor) -> None:
+    """Give a float model a tensor that only the quantized one has: the bias of a layer without one, or a buffer."""
     *path, name = key.split(".")
     for part in path:
         if part not in model._modules:
             model.add_module(part, _Placeholder())
         model = model.get_submodule(part)
-    model.register_buffer(name, tensor)
+    if name in model._parameters:
+        model._parameters[name] = nn.Parameter(tensor)
+    else:
+        model.register_buffer(name, tensor)
 
 
-def _remove_placeholders(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name in [name for name, child in module._modules.items() if isinstance(child, _Placeholder)]:
-            delattr(module, name)
+def _remove_placeholder(model: nn.Module, key: str) -> None:
+    """Remove such a tensor, with the outermost module that was made for it."""
+    *path, name = key.split(".")
+    for part in path:
+        if isinstance(model._modules.get(part), _Placeholder):
+            del model._modules[part]
+        if part not in model._modules:
+            return
+        model = model.get_submodule(part)
+    if name in model._parameters:
+        model._parameters[name] = None
+    else:
+        del model._buffers[name]
 
 
 # ---- what prepare and replace keep
+
+
+# Methods of transformers that change what forward does, which a graph does not follow: why, and what to do instead.
+REFUSED: Mapping[str, str] = {
+    "generate": "its graph has no cache of keys and values, and takes the arguments of the example inputs alone; quantize the "
+    "model by qtoolkit.quant_modules.replace, which keeps its Python",
+    **dict.fromkeys(
+        ("activation_checkpointing_enable", "gradient_checkpointing_enable"),
+        "its graph stores the activations; checkpoint blocks of it (qtoolkit's docs/two_modes.md), or quantize the model by "
+        "qtoolkit.quant_modules.replace",
+    ),
+    "set_attn_implementation": "its graph has the attention of the float model; call it before qtoolkit.prepare",
+    "resize_token_embeddings": "its graph has the sizes of the float model; call it before qtoolkit.prepare",
+}
 
 
 @cache
@@ -225,8 +257,8 @@ def graph_module_type(kind: type[nn.Module]) -> type[QuantizedGraphModule]:
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "__init_subclass__": _ignore,
-        "generate": _refuse_generate,
         "model_class": kind,
+        **{name: _refusal(name, why) for name, why in REFUSED.items()},
     }
     bases = (QuantizedGraphModule, _Bare, kind)
     return new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(members))
@@ -244,12 +276,12 @@ def _ignore(cls: Any, **kwargs: Any) -> None:
     """Do nothing: what a model's class does with its subclasses is not meant for prepared models."""
 
 
-def _refuse_generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    """Raise NotImplementedError."""
-    raise NotImplementedError(
-        "generate: the graph of a prepared model has no cache of keys and values, and is made for the arguments of its example "
-        "inputs. Quantize the model by qtoolkit.quant_modules.replace, which keeps its Python."
-    )
+def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError."""
+        raise NotImplementedError(f"{name}: this model was prepared, and {why}.")
+
+    return refuse
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:
