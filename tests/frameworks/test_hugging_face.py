@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,45 @@ def test_quantize_when_loading(tmp_path: Path) -> None:
     expected = qt.quant_modules.replace(built("vit", training=False), mapping, backend="onnxruntime")
     qt.calibrate(expected, [inputs], progress=False)
     assert equal(model(**inputs), expected(**inputs))
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_folder_restores_learned_scales_and_rules_for_types(road: str, tmp_path: Path) -> None:
+    learned = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(bits=4, axis=0, quantizer="lsq"))
+    mapping = qt.QConfigMapping().set_global(learned).exclude(type(built("vit").vit.embeddings.patch_embeddings))
+    model, inputs = built("vit"), MODELS["vit"].inputs()
+    if road == "prepared":
+        ours = qt.prepare(model, inputs, "onnxruntime", mapping)
+    else:
+        ours = qt.quant_modules.replace(model, mapping, backend="onnxruntime")
+    qt.calibrate(ours, [inputs], progress=False)
+    train(ours.train(), inputs, 2)
+    ours.eval().save_pretrained(tmp_path)
+    again = hf.ViTForImageClassification.from_pretrained(tmp_path)
+    assert type(again.vit.embeddings.patch_embeddings.projection) is nn.Conv2d
+    assert again.vit.layers[0].mlp.fc1.weight_quantizer.spec == learned.weight
+    assert equal(again(**inputs), ours(**inputs))
+
+
+def test_a_replaced_model_recomputes_activations() -> None:
+    model, inputs = quantized("vit", "replaced")
+
+    def gradients() -> list[Tensor]:
+        model.train().zero_grad()
+        model(**inputs).logits.square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    assert all(map(torch.equal, gradients(), expected))
+
+
+def test_a_transformers_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "qtoolkit.integrations.transformers", None)
+    with pytest.raises(
+        ImportError, match="the installed transformers lacks what qtoolkit needs.*install a later transformers"
+    ):
+        qt.quant_modules.replace(built("vit"))
 
 
 def test_what_a_folder_cannot_hold_is_refused(tmp_path: Path) -> None:
