@@ -99,11 +99,14 @@ class QtoolkitConfig(QuantizationConfigMixin):
         options = {"backend": self.backend, "qconfig_mapping": mapping, "inplace": True, **self.options}
         if self.inputs is None:
             return replace(model, **options)
-        return prepare(model.train(self.training), {name: _example(*of) for name, of in self.inputs.items()}, **options)
+        inputs = {name: _example(model, *of) for name, of in self.inputs.items()}
+        return prepare(model.train(self.training), inputs, **options)
 
 
-def _example(shape: list[int], dtype: str) -> Tensor:
-    return torch.zeros(shape, dtype=getattr(torch, dtype))
+def _example(model: Any, shape: list[int], dtype: str) -> Tensor:
+    """Return an input of zeros for a model, which may have another device or dtype than when it was saved."""
+    kind = getattr(torch, dtype)
+    return torch.zeros(shape, dtype=model.dtype if kind.is_floating_point else kind, device=model.device)
 
 
 @register_quantizer(METHOD)

@@ -170,6 +170,18 @@ def test_a_folder_restores_learned_scales_and_rules_for_types(road: str, tmp_pat
     assert equal(again(**inputs), ours(**inputs))
 
 
+@pytest.mark.parametrize("road", ROADS)
+def test_a_folder_is_loaded_in_another_dtype(road: str, tmp_path: Path) -> None:
+    model, inputs = quantized("vit", road)
+    model.eval().save_pretrained(tmp_path)
+    again = hf.ViTForImageClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert again.dtype == torch.bfloat16
+    scales = {name: q.scale for name, q in qt.quantizers_of(model).items()}
+    assert all(torch.equal(q.scale, scales[name]) for name, q in qt.quantizers_of(again).items() if not q.of_weight)
+    logits = again(pixel_values=inputs["pixel_values"].bfloat16()).logits
+    torch.testing.assert_close(logits.float(), model(**inputs).logits, rtol=0.1, atol=0.05)
+
+
 def test_a_replaced_model_recomputes_activations() -> None:
     model, inputs = quantized("vit", "replaced")
 

@@ -268,6 +268,7 @@ class ModelTracer(fx.Tracer):
             self.graph.erase_node(node)
         self.modes = {module: node for module, node in self.modes.items() if node in self.graph.nodes}
         self.without_grad = [node for node in self.without_grad if node in self.graph.nodes]
+        self.finite_checks = {node: name for node, name in self.finite_checks.items() if node in self.graph.nodes}
 
     # ---- nodes
 
