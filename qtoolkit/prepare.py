@@ -21,6 +21,7 @@ from qtoolkit.config.mapping import (
 from qtoolkit.eager.record import check_links, plan_of, record_of
 from qtoolkit.errors import check_known, renamed, some, with_article
 from qtoolkit.finite import check_finite
+from qtoolkit.foreign_models import integration_of
 from qtoolkit.foreign_quantizers import refuse_foreign_quantizers
 from qtoolkit.graph import passes
 from qtoolkit.graph.capture import trace
@@ -29,6 +30,7 @@ from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
 from qtoolkit.layer_rules import LayerRules
+from qtoolkit.model_inputs import bind
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
 from qtoolkit.nn import QAT_MODULES, QuantModule, set_training_arithmetic
 from qtoolkit.nn.on_codes import Arithmetic, Saved, TrainingArithmetic
@@ -131,9 +133,9 @@ def prepare(
         parametrizations = take_parametrizations(own, weighted_types(table))
         rules = LayerRules.of(own, target, qconfig_mapping, table, custom)
         gm = trace.run(own, leaves, untraced, concrete_args, preserve_attributes, example_inputs)
-        branches, calls = gm.meta.pop(trace.BRANCHES), gm.meta.pop(trace.CALLS)
+        branches, calls, types = map(gm.meta.pop, (trace.BRANCHES, trace.CALLS, trace.OUTPUT_TYPES))
         measured = example_inputs is not None
-        tracing = Tracing(leaves, tuple(untraced), concrete_args, measured, branches, model.training)
+        tracing = Tracing(leaves, tuple(untraced), concrete_args, measured, branches, model.training, types)
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
         gm = passes.fuse_patterns.run(gm, patterns)
         rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
@@ -150,9 +152,19 @@ def prepare(
         put_parametrizations(gm, parametrizations)
         gm.set_kept()
         gm.divide(calls)
+        _note(gm, model, example_inputs, {"training_arithmetic": arithmetic, "save": save, "untraced": untraced,
+            "concrete_args": concrete_args, "leaf_modules": leaf_modules, "preserve_attributes": preserve_attributes,
+            "qat_modules": qat_modules, "fuse_patterns": fuse_patterns})  # fmt: skip
         if example_inputs is not None:
             passes.record.try_out(gm, example_inputs)
     return gm
+
+
+def _note(gm: QuantizedGraphModule, model: nn.Module, example_inputs: Any, options: Mapping[str, Any]) -> None:
+    """Let the config of a model of another package say how the model is prepared."""
+    integration = integration_of(gm.model_class)
+    if integration is not None:
+        integration.note(gm, gm.plan, options, bind(model, example_inputs) if example_inputs is not None else None)
 
 
 def convert(

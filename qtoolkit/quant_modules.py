@@ -23,7 +23,7 @@ from qtoolkit.config.mapping import (
 )
 from qtoolkit.eager.constructors import CONSTRUCTION, Settings
 from qtoolkit.eager.fuse import link_chains, quantize_outputs
-from qtoolkit.eager.record import chains_of, update_record
+from qtoolkit.eager.record import chains_of, record_of, update_record
 from qtoolkit.eager.rules import (
     FLOAT_FUNCTIONAL,
     Ignore,
@@ -33,6 +33,7 @@ from qtoolkit.eager.rules import (
     names_ignored,
 )
 from qtoolkit.errors import check_known, renamed, unknown
+from qtoolkit.foreign_models import integration_of
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, kind_of_module
@@ -139,6 +140,10 @@ def replace(
         _replace(own, ReplacementRules(configs), quantize)
         set_training_arithmetic(own, arithmetic, save)
         put_parametrizations(own, parametrizations)
+        integration = integration_of(type(own))
+        if integration is not None:
+            options = {"quantize": quantize, "training_arithmetic": arithmetic, "save": save, "custom": custom}
+            integration.note(own, record_of(own).plan, {**options, "fuse_modules": set(chains_of(own))})
     return own
 
 

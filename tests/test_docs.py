@@ -16,7 +16,8 @@ EXTRAS = re.compile(
     r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers)\b", re.MULTILINE
 )
 
-NEEDED_BY = {"MixedPrecision": "scipy", "save_checkpoint": "safetensors"}  # names of ours that need an extra
+# Names that need an extra.
+NEEDED_BY = {"MixedPrecision": "scipy", "save_checkpoint": "safetensors", "TrainingArguments": "accelerate"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

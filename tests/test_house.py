@@ -44,11 +44,12 @@ def test_the_core_imports_nothing_of_compat() -> None:
 FLOORS = (
     "_native", "errors", "argument_order", "instead", "extras", "files", "public",
     "random_state", "sharding", "shared_modules", "sub_pixel", "version",
-    "model_inputs", "model_state", "computed_weights", "processes", "progress", "verdicts", "foreign_quantizers",
+    "model_inputs", "model_state", "computed_weights", "processes", "progress", "verdicts", "foreign_models",
+    "foreign_quantizers",
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules", "layer_costs",
     "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "export",
-    "quantize", "debug", "tuning", "checkpoint", "__init__", "cli", "__main__", "compat",
+    "quantize", "debug", "tuning", "checkpoint", "integrations", "__init__", "cli", "__main__", "compat",
 )  # fmt: skip
 UPWARD = {
     # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.

@@ -10,14 +10,23 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
 from qtoolkit.errors import with_article
+from qtoolkit.foreign_models import integration_of
 from qtoolkit.graph import weight_ranges
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.memory_format import in_channels_last
+from qtoolkit.graph.output_types import returning
 from qtoolkit.graph.placement.sources import link_sources
 from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.products import is_product_call, link_products
 from qtoolkit.graph.running_code import compile_forward
-from qtoolkit.graph.traced_blocks import TracedSequential, check_replaced, name_in_graph, real_name, refuse_change
+from qtoolkit.graph.traced_blocks import (
+    ClassReference,
+    TracedSequential,
+    check_replaced,
+    name_in_graph,
+    real_name,
+    refuse_change,
+)
 from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import keep_trained
 from qtoolkit.nn import QuantWeighted
@@ -65,6 +74,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         aliases: All names of each shared submodule, by each of its names.
         calls: The calls of the model's blocks, as tracing saw them; none where blocks do not run.
         products: The products of two activations, by the names of their nodes.
+        model_class: The class of models that it is an instance of.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
@@ -82,6 +92,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     _ranges_of: Versions | None = None
     # What torch.fx makes of the graph. Each instance has a class of its own.
     _traced_forward: ClassVar[Callable[..., Any]]
+    model_class: ClassVar[type[nn.Module]] = nn.Module
 
     @classmethod
     def of(
@@ -128,7 +139,9 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         self.products = {node.name: Product(len(node.args)) for node in self.graph.nodes if is_product_call(node)}
         self.link_sources()
         forward = compile_forward(self, calls, self.ops_in_training()) or type(self)._traced_forward
-        type(self).forward = in_channels_last(self, forward)
+        plan: Plan | None = vars(self).get("plan")
+        types = () if plan is None else plan.tracing.output_types
+        type(self).forward = returning(in_channels_last(self, forward), types)
 
     def link_sources(self) -> None:
         """Tell each layer the quantizer of its input, as the graph now is, and each product those of its operands."""
@@ -256,7 +269,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         rebuild, arguments = super().__reduce__()
         # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
         facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
-        kind = next(kind for kind in (QuantizedSequential, QuantizedGraphModule) if isinstance(self, kind))
+        kind = ClassReference(self.model_class)
         own = type(self).__name__, self.plan, self.kept, facts, self.calls, kind, self._arithmetic
         return restore_graph_module, (rebuild, arguments, *own)
 
@@ -264,6 +277,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
     """The QuantizedGraphModule of a Sequential: its layers can be read by index, `len` and iteration."""
 
+    model_class = nn.Sequential
     append = extend = insert = pop = __delitem__ = __iadd__ = __imul__ = refuse_change
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -283,6 +297,17 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
             for name, child in children
             if child is not None and type(child) not in (nn.Module, TrainingMode)
         )
+
+
+def type_for(model_class: type[nn.Module]) -> type[QuantizedGraphModule]:
+    """Return the type of prepared models of a class: it is one of that class where code of others asks for it."""
+    if issubclass(model_class, nn.Sequential):
+        return QuantizedSequential
+    integration = integration_of(model_class)
+    if integration is None:
+        return QuantizedGraphModule
+    kind: type[QuantizedGraphModule] = integration.graph_module_type(model_class)
+    return kind
 
 
 def update_ranges(gm: QuantizedGraphModule, keys: Any) -> None:
@@ -305,10 +330,11 @@ def restore_graph_module(
     kept: Mapping[str, Any],
     facts: Mapping[str, NodeFacts],
     calls: tuple[BlockCall, ...],
-    kind: type[QuantizedGraphModule],
+    kind: ClassReference | type[QuantizedGraphModule],  # the type in earlier pickles
     arithmetic: TrainingArithmetic = DEFAULT,
 ) -> QuantizedGraphModule:
     """Return a pickled QuantizedGraphModule, by the function of torch.fx that rebuilds a GraphModule from its attributes."""
+    kind = type_for(kind.kind or nn.Module) if isinstance(kind, ClassReference) else kind
     gm = rebuild(*arguments)
     for node in gm.graph.nodes:
         set_facts(node, **vars(facts.get(node.name, NodeFacts())))

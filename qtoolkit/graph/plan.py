@@ -8,6 +8,7 @@ from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.config import QConfigMapping, QuantSpec
+from qtoolkit.graph.output_types import OutputTypes
 from qtoolkit.verdicts import Cause, Refusal, Verdict
 
 
@@ -76,6 +77,8 @@ class Tracing:
         measured: Whether example inputs decided on sizes.
         branches: Submodules whose Python branches on their mode where the graph has the branch of `training` in both modes.
         training: Whether the model was in training mode.
+        output_types: The classes of mappings that forward returns, such as ModelOutput of transformers, by the keys that lead
+            to them, inner ones first.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softmax(1)))
@@ -89,6 +92,7 @@ class Tracing:
     measured: bool = False
     branches: tuple[str, ...] = ()
     training: bool = False
+    output_types: OutputTypes = ()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, fx, nn
 
+from qtoolkit.foreign_models import integration_of
 from qtoolkit.graph.capture.shapes import is_plain
 from qtoolkit.graph.traced_blocks import TracedBlock, traced_type
 
@@ -55,6 +56,8 @@ def _traced(block: nn.Module, blocks: Mapping[nn.Module, str], made: dict[nn.Mod
     nn.Module.__init__(result)
     held = ((name, value) for name, value in vars(block).items() if is_plain(value) and not name.startswith("_"))
     vars(result).update(held)
+    if (integration := integration_of(type(block))) is not None:
+        vars(result).update(integration.attributes_of(block))
     vars(result).update(
         block_type=type(block).__name__,
         _block_name=blocks[block],

@@ -12,6 +12,9 @@ from qtoolkit.op_kinds.rules import CASTS
 # The module whose hooks give the values of submodules to the forward that calls them, which a graph records.
 CAPTURING = "transformers.utils.output_capturing"
 
+# Reductions of tests of values, such as torch.isfinite(x).all(), and what they give where all values are finite.
+FINITE_CHECKS = {("all", "isfinite"): True, ("any", "isinf"): False, ("any", "isnan"): False}
+
 
 def check_hooks(module: nn.Module) -> None:
     """Raise RuntimeError for a module with forward hooks: they would run once, on proxies, and then be lost."""
@@ -21,6 +24,18 @@ def check_hooks(module: nn.Module) -> None:
             f"this module has forward hooks, which a graph does not record; remove them first, those of torch.nn.utils.prune "
             f"by prune.remove, or {WITHOUT_TRACING}."
         )
+
+
+def is_finite_check(node: fx.Node) -> bool | None:
+    """Return what a test of values gives if they are finite; None for a node that is no such test."""
+    tested = node.args[0] if node.args else None
+    if not isinstance(tested, fx.Node):
+        return None
+    return FINITE_CHECKS.get((_name_of(node), _name_of(tested)))
+
+
+def _name_of(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
 
 
 class Assignments:

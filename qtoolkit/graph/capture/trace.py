@@ -1,13 +1,14 @@
 """Trace a model to a GraphModule with the same parameter names. An error names the source line and the remedies."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from qtoolkit.errors import check_sequence, unknown
+from qtoolkit.errors import check_sequence, some, unknown
+from qtoolkit.foreign_models import integration_of
 from qtoolkit.graph.block_calls import ROOT, calls_with_nodes
 from qtoolkit.graph.capture import both_modes, functional_layers, in_place, subclasses, torch_modes
 from qtoolkit.graph.capture import functional_batch_norms as norms
@@ -19,7 +20,7 @@ from qtoolkit.graph.capture.shapes import ShapePropagation
 from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.tracer import ModelTracer
 from qtoolkit.graph.capture.untraceable import WITHOUT_TRACING, UntraceableError, untraceable
-from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, QuantizedSequential, names_of_own
+from qtoolkit.graph.graph_module import Method, QuantizedGraphModule, names_of_own, type_for
 from qtoolkit.model_inputs import FIXED_TYPES, bind, fixed_arguments
 from qtoolkit.op_kinds.facts import set_facts
 from qtoolkit.op_kinds.recorded import check_given
@@ -30,6 +31,8 @@ from qtoolkit.shared_modules import modules_by_name
 BRANCHES = "branches"
 # The key for the calls of its blocks.
 CALLS = "calls"
+# The key for the classes of mappings that it returns.
+OUTPUT_TYPES = "output_types"
 # Names of torch's classes that wrap or compile a model, and what to do instead.
 WRAPPERS: Mapping[str, str] = {
     "DistributedDataParallel": "prepare model.module first, then wrap the result",
@@ -73,7 +76,9 @@ def run(
     check_model(model)
     check_leaf_modules(leaf_modules)
     check_sequence(preserve_attributes or (), "prepare", "preserve_attributes")
-    kept = {name: _find_attribute(model, name) for name in preserve_attributes or ()}
+    integration = integration_of(type(model))
+    kept = {} if integration is None else integration.attributes_of(model)
+    kept |= {name: _find_attribute(model, name) for name in preserve_attributes or ()}
     leaf_submodules = _find_submodules(model, untraced)
     fixed = fixed_arguments(model, concrete_args, example_inputs)
     call = Call.find(model, example_inputs, fixed, concrete_args or {})
@@ -83,19 +88,12 @@ def run(
         tracer = ModelTracer(leaf_modules, leaf_submodules, shapes, scripted_functions(model), call)
         return _Traced(tracer, _graph(model, tracer, fixed, example_inputs is not None))
 
-    tracer, graph = own = trace_once()
-    branching = [m for m in model.modules() if m in tracer.branching]
-    other = _in_other_mode(model, branching, trace_once)
-    batch_norms = norms.run(model, graph, tracer.modes)
-    follows = other is not None and both_modes.merge(
-        model, own.of_mode(), other.of_mode(), branching, tracer.mode_before_all
-    )
-    branches = tuple(name or type(model).__name__ for name, m in model.named_modules() if m in branching)
-    branches = () if follows else branches
+    (tracer, graph), batch_norms, branches = _in_both_modes(model, trace_once)
     if model.training:
         _warn_of_modes(branches)
     if tracer.checkpointed:
         _warn_of_checkpoint(model)
+    _warn_of_finite_checks(tracer.finite_checks.values())
     for node in tracer.inlined:
         node.meta.pop("is_wrapped", None)  # torch.fx would wrap the result of a wrapped function again
     _restore_arguments(graph, fixed)
@@ -107,10 +105,10 @@ def run(
     functional_layers.run(model, graph)
     calls = tuple(tracer.blocks.calls)
     root = with_traced_blocks(model, graph, [calls[i].block for i in calls_with_nodes(graph, calls)])
-    kind = QuantizedSequential if isinstance(model, nn.Sequential) else QuantizedGraphModule
-    traced = kind.of(root, graph, type(model).__name__)
+    traced = type_for(type(model)).of(root, graph, type(model).__name__)
     traced.meta[CALLS] = calls
     traced.meta[BRANCHES] = branches
+    traced.meta[OUTPUT_TYPES] = tracer.output_types
     for name, value in kept.items():
         traced.keep(name, value)
     return traced
@@ -147,10 +145,39 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, Any], has_exa
         raise untraceable(error, model, tracer.path, has_example_inputs) from error
     finally:
         assignments.undo()
+    tracer.erase_finite_checks()
     in_place.run(graph, model)
     values = {} if tracer.shapes is None else tracer.shapes.values
     torch_modes.run(graph, model, values, tracer.without_grad)
     return graph
+
+
+def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Traced]) -> tuple[_Traced, list[str], tuple[str, ...]]:
+    """Trace a model so that its graph follows the mode, where it can.
+
+    A forward may set what its next call reads, as models of transformers note in their config which loss they compute. So
+    where the other mode has other ops, this mode is traced once more.
+
+    Returns:
+        The trace; what `norms.run` returns; and the submodules of which the graph has the branch of this mode in both modes.
+    """
+    own = trace_once()
+    branching = [m for m in model.modules() if m in own.tracer.branching]
+    batch_norms = norms.run(model, own.graph, own.tracer.modes)
+    other = _in_other_mode(model, branching, trace_once)
+    if other is None or _merged(model, own, other, branching):
+        return own, batch_norms, () if other else _names(model, branching)
+    own = trace_once()
+    batch_norms = norms.run(model, own.graph, own.tracer.modes)
+    return own, batch_norms, () if _merged(model, own, other, branching) else _names(model, branching)
+
+
+def _merged(model: nn.Module, own: _Traced, other: _Traced, branching: Sequence[nn.Module]) -> bool:
+    return both_modes.merge(model, own.of_mode(), other.of_mode(), branching, own.tracer.mode_before_all)
+
+
+def _names(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    return tuple(name or type(model).__name__ for name, m in model.named_modules() if m in modules)
 
 
 def _in_other_mode(
@@ -177,6 +204,16 @@ def _warn_of_checkpoint(model: nn.Module) -> None:
         f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `untraced`.",
         stacklevel=4,  # the caller of prepare
     )
+
+
+def _warn_of_finite_checks(names: Iterable[str]) -> None:
+    if names := tuple(dict.fromkeys(names)):
+        warnings.warn(
+            f"prepare: Python tests whether values are finite in {some(names)}; the graph has the branch of finite values, and "
+            f"passes NaN and infinities on. qtoolkit.stop_on_nonfinite(prepared) raises an error at the first one; to keep "
+            f"such a test, name the submodule in `untraced`.",
+            stacklevel=4,  # the caller of prepare
+        )
 
 
 def _warn_of_modes(branches: Sequence[str]) -> None:

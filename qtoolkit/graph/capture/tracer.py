@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from qtoolkit.errors import with_article
 from qtoolkit.graph.capture.calls import CallRecorder
 from qtoolkit.graph.capture.checkpoints import is_checkpointed, traced_checkpoints
-from qtoolkit.graph.capture.checks import check_hooks
+from qtoolkit.graph.capture.checks import check_hooks, is_finite_check
 from qtoolkit.graph.capture.functions import (
     is_foreign,
     is_weight,
@@ -26,6 +27,7 @@ from qtoolkit.graph.capture.signature import Call
 from qtoolkit.graph.capture.subclasses import equivalent_type
 from qtoolkit.graph.capture.torch_modes import TorchModes
 from qtoolkit.graph.capture.untraceable import describe_line, user_line
+from qtoolkit.graph.output_types import OutputTypes, types_in
 from qtoolkit.graph.traced_blocks import name_in_graph, node_name
 from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -85,6 +87,8 @@ class ModelTracer(fx.Tracer):
         checkpointed: Whether the forward calls torch.utils.checkpoint.
         without_grad: Nodes made under torch.no_grad.
         blocks: The calls of submodules that are traced.
+        output_types: The classes of mappings that forward returned.
+        finite_checks: Nodes that test whether values are finite, each with the submodule whose Python branches on it.
     """
 
     proxy_buffer_attributes = True  # otherwise values computed from buffers alone would be constants of the graph
@@ -113,6 +117,8 @@ class ModelTracer(fx.Tracer):
         self.inlined: list[fx.Node] = []
         self.blocks = CallRecorder()
         self.without_grad: list[fx.Node] = []
+        self.output_types: OutputTypes = ()
+        self.finite_checks: dict[fx.Node, str] = {}
         self.torch_modes = TorchModes(shapes is not None)
         self.patches = [*recorded_functions(), *self.torch_modes.patches()]
         self.originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self.patches]
@@ -134,7 +140,15 @@ class ModelTracer(fx.Tracer):
                 "nothing for them."
             )
         function = root_fn if self.call is None else self.call.of(root_fn)
-        return super().create_args_for_root(function, is_module, concrete_args)
+        called, arguments = super().create_args_for_root(function, is_module, concrete_args)
+
+        def call(*args: Any) -> Any:
+            """Call forward, and note the classes of what it returns."""
+            result = called(*args)
+            self.output_types = tuple(types_in(result))
+            return result
+
+        return call, arguments
 
     # ---- modules
 
@@ -148,7 +162,7 @@ class ModelTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Trace a submodule, or make it a node; `path` has the submodule meanwhile."""
-        if self.propagating:
+        if self.propagating or self._is_built_in_forward(m):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         self._check_call(m, name, (args, kwargs))
@@ -168,6 +182,20 @@ class ModelTracer(fx.Tracer):
             self._check_traced(value)
         self.path.pop()
         return result
+
+    def _is_built_in_forward(self, m: nn.Module) -> bool:
+        """Return whether a module is none of the model's, as a loss that forward builds: its operations are traced.
+
+        Raises:
+            RuntimeError: It has parameters, buffers or submodules.
+        """
+        if m in (self.submodule_paths or ()):
+            return False
+        if m._modules or any(tensor is not None for tensor in (*m._parameters.values(), *m._buffers.values())):
+            raise RuntimeError(
+                f"the forward builds a {type(m).__name__}, which the model does not keep; build it in __init__."
+            )
+        return True
 
     def _check_call(self, m: nn.Module, name: str, arguments: Any) -> None:
         if not set(m.parameters()) <= self.tensors:
@@ -240,6 +268,7 @@ class ModelTracer(fx.Tracer):
             self.graph.erase_node(node)
         self.modes = {module: node for module, node in self.modes.items() if node in self.graph.nodes}
         self.without_grad = [node for node in self.without_grad if node in self.graph.nodes]
+        self.finite_checks = {node: name for node, name in self.finite_checks.items() if node in self.graph.nodes}
 
     # ---- nodes
 
@@ -255,7 +284,7 @@ class ModelTracer(fx.Tracer):
         int.
 
         Raises:
-            RuntimeError: A tensor was computed from a traced value without a node.
+            RuntimeError: A tensor was computed from a traced value without a node, or no graph can hold a value of this type.
         """
         if isinstance(a, fx.Proxy):
             return a.node
@@ -266,7 +295,12 @@ class ModelTracer(fx.Tracer):
             return self.create_node(
                 "call_function", OrderedDict, ([(k, self.create_arg(v)) for k, v in a.items()],), {}
             )
-        return super().create_arg(a)
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            raise RuntimeError(
+                f"the forward returns {with_article(type(a))}, or passes it to an op, which a graph does not record."
+            ) from None
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
@@ -357,8 +391,19 @@ class ModelTracer(fx.Tracer):
         return expected
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Return whether a condition holds."""
-        return bool(self.guard(obj, bool))
+        """Return whether a condition holds. Values are taken to be finite."""
+        answer = is_finite_check(obj.node)
+        if answer is None:
+            return bool(self.guard(obj, bool))
+        self.finite_checks[obj.node] = self.path[-1][0] if self.path else type(self.root).__name__
+        return answer
+
+    def erase_finite_checks(self) -> None:
+        """Remove the tests of values from the graph, which is traced."""
+        for node in self.finite_checks:
+            for unused in (node, *node.all_input_nodes):
+                if not unused.users:
+                    self.graph.erase_node(unused)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Return the items of a proxy, if their number is known."""

@@ -16,6 +16,8 @@ from qtoolkit.nn import QAT_MODULES
 
 OWN_FOLDERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+# The argument with which language models return what they have computed for the next token.
+CACHE = "use_cache"
 # The remedy that helps with every model: its layers are replaced, and its Python stays as it is.
 WITHOUT_TRACING = "quantize the model without tracing it, by qtoolkit.quant_modules.replace(model)"
 
@@ -105,6 +107,8 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
         if children:
             yield f"prepare submodules on their own: {', '.join(children)}"
     parameters = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind not in VARIADIC]
+    if CACHE in parameters:
+        yield f"turn the cache of keys and values off with concrete_args={{{CACHE!r}: False}}"
     if len(parameters) > 1:
         yield f"fix an argument ({', '.join(parameters)}) with concrete_args"
 

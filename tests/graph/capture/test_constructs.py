@@ -1,10 +1,12 @@
 """Constructs that hand a traced value to torch's C++: each is traced or refused in a sentence, never a crash."""
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -400,3 +402,82 @@ def test_a_check_that_fails_in_tracing_is_named() -> None:
     model = nn.Sequential(Construct(lambda self, x: [check_or_call(x.shape[-1] == 5), self.layers(x)][1])).eval()
     with pytest.raises(qt.UntraceableError, match="the sizes do not fit"):
         qt.prepare(model, (torch.randn(3, 4),), "onnxruntime")
+
+
+FINITE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "isfinite": lambda self, x: x if torch.isfinite(x).all() else x.clamp(-9, 9),
+    "not isfinite": lambda self, x: x.clamp(-9, 9) if not x.isfinite().all() else x,
+    "isinf or isnan": lambda self, x: x.clamp(-9, 9) if torch.isinf(x).any() or torch.any(torch.isnan(x)) else x,
+}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_tests_of_values_give_what_they_give_for_finite_ones(name: str) -> None:
+    model = nn.Sequential(Construct(lambda self, x: FINITE[name](self, self.layers(x))), linear_of()).eval()
+    x = torch.randn(3, 4)
+    with pytest.warns(UserWarning, match="Python tests whether values are finite in 0;.*stop_on_nonfinite.*untraced"):
+        prepared = qt.prepare(model, (x,), "onnxruntime")
+    assert not [node for node in prepared.graph.nodes if "is" in str(node.target) or "all" in str(node.target)]
+    nets.assert_float_when_off(prepared, model, x)
+    with qt.disable_quantization(prepared):
+        assert prepared(x / 0).isnan().all()  # it goes on, and is found by stop_on_nonfinite
+
+
+def test_a_loss_that_the_forward_builds_is_traced() -> None:
+    model = nn.Sequential(Construct(lambda self, x: nn.MSELoss()(nn.ReLU()(self.layers(x)), x))).train()
+    x = torch.randn(3, 4)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    nets.assert_float_when_off(prepared, model, x)
+    with pytest.raises(qt.UntraceableError, match="the forward builds a Linear.*build it in __init__"):
+        qt.prepare(nn.Sequential(Construct(lambda self, x: nn.Linear(4, 4)(x))), (x,))
+
+
+@dataclass
+class Scores(dict):
+    """A dict with attributes, as transformers has them for outputs."""
+
+    logits: Any = None
+    loss: Any = None
+    inner: Any = None
+
+    def __post_init__(self) -> None:
+        self.update((name, value) for name, value in vars(self).items() if value is not None)
+
+
+class Scorer(nn.Module):
+    """Returns an object with attributes, and with another such object; in training mode it has more entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = linear_of(), linear_of()
+
+    def forward(self, x: Tensor) -> Scores:
+        x = self.fc(x)
+        logits = self.head(x)
+        return Scores(logits, logits.mean() if self.training else None, Scores(x))
+
+
+def test_dicts_with_attributes_keep_their_class() -> None:
+    model, x = Scorer().train(), torch.randn(3, 4)
+    prepared = qt.prepare(model, (x,), "onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    for ours in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), qt.convert(prepared)):
+        for mode in (True, False) if ours.training else (False,):
+            with qt.disable_quantization(ours):
+                y, expected = ours.train(mode)(x), model.train(mode)(x)
+            assert type(y) is type(y.inner) is Scores
+            assert y["logits"] is y.logits
+            assert y.inner.logits is y["inner"]["logits"]
+            assert list(y) == list(expected)
+            torch.testing.assert_close(y.logits, expected.logits)
+
+
+def test_an_object_that_a_graph_cannot_hold_is_named() -> None:
+    class Cache:
+        pass
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        return self.layers(x), Cache()
+
+    with pytest.raises(qt.UntraceableError, match="the forward returns a Cache, or passes it to an op"):
+        qt.prepare(Construct(forward), (torch.randn(3, 4),))

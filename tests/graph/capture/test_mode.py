@@ -280,3 +280,26 @@ def test_a_model_that_is_prepared_in_eval_mode_is_warned_of_where_it_is_trained(
 def test_a_mode_that_the_graph_follows_is_not_warned_of(recwarn) -> None:
     qt.prepare(Branches().train(), (torch.rand(2, 4),), backend="onnxruntime")
     assert not [w for w in recwarn if "self.training" in str(w.message)]
+
+
+class ChoosesItsLoss(nn.Module):
+    """Notes at its first call what the next ones compute, as transformers notes in a config which loss fits the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.loss = linear_of(), linear_of(), ""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.first(x), 0.5 if self.training else 0.0)
+        if not self.loss and labels.dtype == torch.long:
+            self.loss = "classes"
+        return F.cross_entropy(self.second(x), labels)
+
+
+@pytest.mark.filterwarnings("error:prepare", "error:train")
+def test_a_mode_is_followed_where_the_first_call_sets_what_the_next_reads() -> None:
+    inputs = torch.rand(16, 4), torch.randint(4, (16,))
+    prepared = qt.prepare(ChoosesItsLoss().train(), inputs, "onnxruntime")
+    with qt.disable_quantization(prepared):
+        assert torch.equal(prepared.eval()(*inputs), prepared(*inputs))
+        assert not torch.equal(prepared.train()(*inputs), prepared(*inputs))

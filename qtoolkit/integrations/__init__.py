@@ -1,0 +1,1 @@
+"""Other packages' models and trainers with quantizers of qtoolkit. Each module imports its package."""

@@ -1,0 +1,335 @@
+"""Models of Hugging Face: prepared ones stay a PreTrainedModel, and `save_pretrained` and `from_pretrained` keep quantizers.
+
+Importing this module registers the method "qtoolkit" with transformers, by its register_quantization_config and
+register_quantizer. `qtoolkit.prepare` and `qtoolkit.quant_modules.replace` import it where they get a PreTrainedModel.
+
+A folder of `save_pretrained` has the state dict with the quantizers, and how the model was quantized, as the
+`quantization_config` of config.json. `from_pretrained` quantizes the float model anew, and loads the state.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import new_class
+from typing import Any, NoReturn
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qtoolkit.backends import backend_of, backends
+from qtoolkit.checkpoint.tree import PLAIN, decode, encode
+from qtoolkit.config import QConfigMapping
+from qtoolkit.errors import some
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.plan import Plan
+from qtoolkit.prepare import prepare
+from qtoolkit.quant_modules import replace
+from qtoolkit.quantizers.frozen import Grid
+from qtoolkit.version import __version__
+
+METHOD = "qtoolkit"
+
+
+@register_quantization_config(METHOD)
+class QtoolkitConfig(QuantizationConfigMixin):
+    """How a model of Hugging Face is quantized: the `quantization_config` of its config.
+
+    `qtoolkit.prepare` and `qtoolkit.quant_modules.replace` set it, and `save_pretrained` writes it into config.json. Passed to
+    `from_pretrained` with a float model, it lets that model be quantized by module replacement; call `qtoolkit.calibrate` next.
+
+    Args:
+        backend: The name of a backend.
+        qconfig_mapping: Which layers get which config: a QConfigMapping, or its JSON.
+        options: More keyword arguments of `replace`, or of `prepare` where there are inputs.
+        inputs: Shape and dtype of the example input for each argument of forward. None: module replacement.
+        training: Whether `prepare` got the model in training mode.
+        lost: What the call was given that JSON does not hold; `from_pretrained` refuses such a folder.
+        version: The version of qtoolkit.
+        quant_method: "qtoolkit".
+
+    Raises:
+        ValueError: The backend is not known.
+
+    Example:
+        >>> from qtoolkit.integrations.transformers import QtoolkitConfig
+        >>> QtoolkitConfig(backend="onnxruntime").to_dict()["quant_method"]
+        'qtoolkit'
+    """
+
+    def __init__(
+        self,
+        backend: str = "tensorrt",
+        qconfig_mapping: QConfigMapping | str | None = None,
+        options: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        training: bool = False,
+        lost: tuple[str, ...] = (),
+        version: str = __version__,
+        quant_method: str = METHOD,
+    ) -> None:
+        self.backend = backend_of(backend).name
+        self.qconfig_mapping = (
+            qconfig_mapping.to_json() if isinstance(qconfig_mapping, QConfigMapping) else qconfig_mapping
+        )
+        self.options, self.inputs = dict(options or {}), None if inputs is None else dict(inputs)
+        self.training, self.lost = training, list(lost)
+        self.version = version
+        self.quant_method = quant_method  # type: ignore[assignment]  # an enum of transformers' own
+
+    def quantized(self, model: nn.Module) -> nn.Module:
+        """Return a float model quantized in place as this says; only `replace` returns the same object.
+
+        Raises:
+            ValueError: The model was quantized by what JSON does not hold.
+        """
+        if self.lost:
+            raise ValueError(
+                f"from_pretrained: this model was quantized with {some(self.lost)}, which config.json does not hold. Build the "
+                f"float model from its config, quantize it as before, and load the weights by "
+                f"qtoolkit.load_checkpoint(model, 'folder/model.safetensors')."
+            )
+        types = {type(module) for module in model.modules()}
+        text = self.qconfig_mapping
+        mapping = None if text is None else QConfigMapping.from_json(text, types)
+        options = {"backend": self.backend, "qconfig_mapping": mapping, "inplace": True, **self.options}
+        if self.inputs is None:
+            return replace(model, **options)
+        inputs = {name: _example(model, *of) for name, of in self.inputs.items()}
+        return prepare(model.train(self.training), inputs, **options)
+
+
+def _example(model: Any, shape: list[int], dtype: str) -> Tensor:
+    """Return an input of zeros for a model, which may have another device or dtype than when it was saved."""
+    kind = getattr(torch, dtype)
+    return torch.zeros(shape, dtype=model.dtype if kind.is_floating_point else kind, device=model.device)
+
+
+@register_quantizer(METHOD)
+class QtoolkitQuantizer(HfQuantizer):
+    """What `from_pretrained` and `save_pretrained` do for models with a QtoolkitConfig.
+
+    transformers loads the state of the quantizers together with the weights, into tensors that stand for it in the float model.
+    """
+
+    quantization_config: QtoolkitConfig
+    record: Mapping[str, Any] | None = None  # of the folder that is loaded
+    placed: tuple[str, ...] = ()  # its entries that the float model does not have
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
+        if self.pre_quantized:
+            self.record = _record_in(checkpoint_files)
+            known = model.state_dict()
+            saved = {
+                key: torch.empty(size, dtype=getattr(torch, of), device="meta")
+                for key, size, of in self.record["tensors"]
+            }
+            self.placed = tuple(key for key in saved if key not in known)
+            for key in self.placed:
+                _put_placeholder(model, key, saved[key])
+            lacking = {f"^{key.replace('.', '[.]')}$" for key in known if key not in saved}  # folded batch norms
+            model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *lacking}
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        state = model.state_dict()
+        for key in self.placed:
+            _remove_placeholder(model, key)
+        model.is_quantized = False  # to transformers, that is a model that cannot be cast: here all weights are float
+        quantized = self.quantization_config.quantized(model)
+        if self.record is not None:
+            kept = {key: state[key] for key, *_ in self.record["tensors"]}
+            loaded = OrderedDict(kept)
+            loaded._metadata = decode(self.record["modules"], _no_tensor)  # type: ignore[attr-defined]  # as torch does
+            quantized.load_state_dict(loaded)
+        if quantized is not model:  # from_pretrained returns the object that it has made
+            object.__setattr__(model, "__class__", type(quantized))
+            object.__setattr__(model, "__dict__", vars(quantized))
+        return model.eval()
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+        """Return the record of a model for the metadata of its file.
+
+        Raises:
+            ValueError: The model was converted.
+        """
+        if any(isinstance(module, Grid) for module in model.modules()):
+            raise ValueError(
+                "save_pretrained: this model was converted, and from_pretrained restores prepared and replaced models; save "
+                "the model that was converted, and call qtoolkit.convert after from_pretrained."
+            )
+        state = model.state_dict()
+        tensors = [(key, list(value.shape), _name(value.dtype)) for key, value in state.items()]
+        modules = encode(getattr(state, "_metadata", {}), "the metadata of the state dict", _no_tensor)
+        return None, {METHOD: json.dumps({"tensors": tensors, "modules": modules})}
+
+    def is_serializable(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """True: Trainer takes the model."""
+        return True
+
+
+def _no_tensor(value: Any) -> NoReturn:
+    raise TypeError(f"the metadata of a state dict holds a tensor, {value!r}.")
+
+
+def _record_in(files: Any) -> Mapping[str, Any]:
+    """Return the record in the metadata of a checkpoint's first file.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if files and str(files[0]).endswith(".safetensors"):
+        with safe_open(files[0], framework="pt") as file:
+            metadata = file.metadata() or {}
+        if METHOD in metadata:
+            record: Mapping[str, Any] = json.loads(metadata[METHOD])
+            return record
+    raise ValueError(
+        "from_pretrained: config.json says that qtoolkit has quantized this model, but its weights are not a safetensors file "
+        "that save_pretrained wrote for it; save the quantized model again."
+    )
+
+
+class _Placeholder(nn.Module):
+    """Stands for a quantizer, or another module that only the quantized model has, while transformers loads its state."""
+
+
+def _put_placeholder(model: nn.Module, key: str, tensor: Tensor) -> None:
+    """Give a float model a tensor that only the quantized one has: the bias of a layer without one, or a buffer."""
+    *path, name = key.split(".")
+    for part in path:
+        if part not in model._modules:
+            model.add_module(part, _Placeholder())
+        model = model.get_submodule(part)
+    if name in model._parameters:
+        model._parameters[name] = nn.Parameter(tensor)
+    else:
+        model.register_buffer(name, tensor)
+
+
+def _remove_placeholder(model: nn.Module, key: str) -> None:
+    """Remove such a tensor, with the outermost module that was made for it."""
+    *path, name = key.split(".")
+    for part in path:
+        if isinstance(model._modules.get(part), _Placeholder):
+            del model._modules[part]
+        if part not in model._modules:
+            return
+        model = model.get_submodule(part)
+    if name in model._parameters:
+        model._parameters[name] = None
+    else:
+        del model._buffers[name]
+
+
+# ---- what prepare and replace keep
+
+
+# Methods of transformers that change what forward does, which a graph does not follow: why, and what to do instead.
+REFUSED: Mapping[str, str] = {
+    "generate": "its graph has no cache of keys and values, and takes the arguments of the example inputs alone; quantize the "
+    "model by qtoolkit.quant_modules.replace, which keeps its Python",
+    **dict.fromkeys(
+        ("activation_checkpointing_enable", "gradient_checkpointing_enable"),
+        "its graph stores the activations; checkpoint blocks of it (qtoolkit's docs/two_modes.md), or quantize the model by "
+        "qtoolkit.quant_modules.replace",
+    ),
+    "set_attn_implementation": "its graph has the attention of the float model; call it before qtoolkit.prepare",
+    "resize_token_embeddings": "its graph has the sizes of the float model; call it before qtoolkit.prepare",
+}
+
+
+@cache
+def graph_module_type(kind: type[nn.Module]) -> type[QuantizedGraphModule]:
+    """Return the type of prepared models of a class of transformers: a QuantizedGraphModule that is one of that class too."""
+    members: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__init_subclass__": _ignore,
+        "model_class": kind,
+        **{name: _refusal(name, why) for name, why in REFUSED.items()},
+    }
+    bases = (QuantizedGraphModule, _Bare, kind)
+    return new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(members))
+
+
+class _Bare(nn.Module):
+    """Ends the constructors of torch.fx: a prepared model does not build the model's layers."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+@classmethod  # type: ignore[misc]  # of the classes that get it
+def _ignore(cls: Any, **kwargs: Any) -> None:
+    """Do nothing: what a model's class does with its subclasses is not meant for prepared models."""
+
+
+def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError."""
+        raise NotImplementedError(f"{name}: this model was prepared, and {why}.")
+
+    return refuse
+
+
+def attributes_of(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a model that the prepared one has too: its config, and what its methods read."""
+    own = vars(nn.Module())
+    return {name: value for name, value in vars(model).items() if name not in own and not isinstance(value, Tensor)}
+
+
+def note(model: Any, plan: Plan, options: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> None:
+    """Set the quantization_config of a quantized model's config.
+
+    Args:
+        model: The model.
+        plan: What was decided.
+        options: The arguments of the call that are neither in the plan nor at a default that is false.
+        inputs: The example input for each argument of forward; None for module replacement, or where there are none.
+    """
+    given, traced = inputs or {}, isinstance(model, QuantizedGraphModule)
+    lost = [name for name, value in options.items() if value and not _is_plain(value)]
+    lost += [f"an input {name!r} that is no tensor" for name, x in given.items() if not isinstance(x, Tensor)]
+    lost += ["a Backend of its own"] * (backends.get(plan.backend.name) != plan.backend)
+    lost += ["prepare without example_inputs"] * (traced and inputs is None)
+    shapes = {name: (list(x.shape), _name(x.dtype)) for name, x in given.items() if isinstance(x, Tensor)}
+    config = QtoolkitConfig(
+        plan.backend.name if plan.backend.name in backends else "tensorrt",
+        plan.mapping,
+        {name: value for name, value in options.items() if value and _is_plain(value)},
+        shapes if traced else None,
+        plan.tracing.training,
+        tuple(lost),
+    )
+    model.config.quantization_config = config
+    # No names of earlier checkpoints in files: transformers finds them by patterns that match names of quantizers too, and its
+    # Trainer resumes from the names in the file.
+    own = {"hf_quantizer": QtoolkitQuantizer(config, pre_quantized=True), "_weight_conversions": []}
+    for name, value in own.items():
+        model.keep(name, value) if traced else setattr(model, name, value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON holds a value."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value, *value.values())))
+    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
