@@ -350,13 +350,13 @@ XNNPACK = Backend(
 # LiteRT (TensorFlow Lite). Source: its 8-bit quantization specification (ai.google.dev/edge/litert/conversion/tensorflow/
 # quantization/quantization_spec): activations int8 with a zero point, weights int8 in [-127, 127] per output channel, biases
 # int32 in steps of input scale times weight scale. Pools, resizes, concats and what moves values have one grid for inputs and
-# output. Softmax, logistic and tanh have fixed grids. An op computes in integers where all its inputs and its
-# output are quantized, with a ReLU or ReLU6 of its own. Transposed convolutions have no groups.
+# output. Softmax, logistic and tanh have fixed grids. An op computes in integers where all its inputs and its output are
+# quantized, behind a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
 _LITERT_OPS = (*_LAYERS, "matmul", "avg_pool", "mean", "upsample_linear", "softmax", "sigmoid", "tanh", "leaky_relu",
-               "prelu", "hardswish", "gelu")  # fmt: skip
+               "hardswish", "gelu")  # fmt: skip
 _LITERT_MERGES = ("add", "sub", "mul")
 # Activations without an integer kernel.
-_FLOAT_IN_LITERT = ("clamp", "elu", "silu", "mish", "hardsigmoid", "softplus")
+_FLOAT_IN_LITERT = ("prelu", "elu", "mish", "hardsigmoid", "softplus")
 
 
 def _fixed(low: float, high: float) -> QuantSpec:
@@ -371,7 +371,7 @@ LITERT = Backend(
     grouped_conv_transpose=False,
     needs_quantized_output=(*_LITERT_OPS, *_LITERT_MERGES),
     splits_silu=True,
-    joined_activations=("relu", "relu6"),
+    joined_activations=("relu", "relu6", "clamp"),
     quantize_outputs=True,
     quantize_graph_outputs=True,
     integer_bias=True,

@@ -16,7 +16,11 @@ EXTRAS = re.compile(
     r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers)\b", re.MULTILINE
 )
 
-NEEDED_BY = {"MixedPrecision": "scipy", "save_checkpoint": "safetensors"}  # names of ours that need an extra
+NEEDED_BY = {
+    "MixedPrecision": "scipy",
+    "save_checkpoint": "safetensors",
+    "export_litert": "ai_edge_litert",
+}  # names of ours that need an extra
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

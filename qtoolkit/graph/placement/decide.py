@@ -192,7 +192,8 @@ class _Collector:
 
     def _fixed_by_target(self, producers: list[fx.Node]) -> QuantSpec | None:
         """Return the spec that the target fixes for all these tensors of one scale; None where it fixes none, or some."""
-        specs = [self.backend.output_specs.get(kind_of(producer).name) for producer in producers]
+        kinds = [kind_of(producer).name for producer in producers]
+        specs = [self.backend.output_specs.get(kind) for kind in kinds if kind not in self.backend.same_grid]
         return specs[0] if specs and all(spec == specs[0] for spec in specs) else None
 
     # ---- what an op asks for

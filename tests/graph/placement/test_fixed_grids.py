@@ -29,6 +29,7 @@ def grids(op: Callable[[Tensor, Tensor], Tensor]) -> dict[str, tuple[float, floa
         (torch.sigmoid, "sigmoid", (1 / 256, -128)),
         (lambda x: F.softmax(x, 1), "softmax", (1 / 256, -128)),
         (torch.tanh, "tanh", (1 / 128, 0)),
+        (lambda x: F.avg_pool2d(torch.tanh(x), 2), "tanh", (1 / 128, 0)),
     ],
 )
 def test_the_grids_of_some_outputs_are_fixed(op: Op, name: str, grid: tuple[float, float]) -> None:

@@ -1,0 +1,142 @@
+"""Kernels of elementwise ops, and of softmax and batch norm."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from qtoolkit.export.tflite.flatbuffer import Scales, Value
+from qtoolkit.export.tflite.ops import Op, activation_of
+
+
+def _aligned(op: Op, values: Sequence[Value]) -> list[Value]:
+    """Return values with the rank and the order of dimensions of the output."""
+    rank = len(op.shape)
+    full = [x if len(x.shape) == rank else op.reshaped(x, (1,) * (rank - len(x.shape)) + x.shape) for x in values]
+    orders = [x.order for x in full if x.shape == op.shape and not x.is_plain] or [x.order for x in full]
+    return [op.ordered(x, orders[0]) for x in full]
+
+
+def binary(kernel: str, options: str) -> Callable[[Op], Value]:
+    """Return the kernel of an op on two tensors."""
+
+    def emit(op: Op) -> Value:
+        other = op.args["other"]
+        second = op.value(other) if isinstance(other, fx.Node) else _number(op, other)
+        if op.args.get("alpha", 1) != 1:
+            raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by it before the sum.")
+        a, b = _aligned(op, [op.value("self"), second])
+        return op.emit(kernel, [a, b], a, options, fusedActivationFunction=op.joined)
+
+    return emit
+
+
+def _number(op: Op, value: float) -> Value:
+    return Value(op.constant(np.array([value], np.float32), "number"), (1,), (0,))
+
+
+def check_binary(op: Op) -> str:
+    """Return why an op on two tensors has no integer kernel."""
+    other = op.args["other"]
+    if not isinstance(other, fx.Node):
+        return "it takes a constant, which is not quantized"
+    return ""
+
+
+def unary(kernel: str, options: str = "", **values: Any) -> Callable[[Op], Value]:
+    """Return the kernel of an op on one tensor."""
+
+    def emit(op: Op) -> Value:
+        x = op.value("self" if "self" in op.args else "input")
+        return op.emit(kernel, [x], x, options, **values)
+
+    return emit
+
+
+def fixed(scales: Scales) -> Callable[[Op], str]:
+    """Return the check of a kernel whose output grid is fixed."""
+
+    def check(op: Op) -> str:
+        same = op.scales == scales
+        return (
+            "" if same else f"LiteRT's kernel has the output scale {scales.scale[0]} and zero point {scales.zero_point}"
+        )
+
+    return check
+
+
+def leaky_relu(op: Op) -> Value:
+    """Add a leaky ReLU."""
+    x = op.value("self")
+    return op.emit("LEAKY_RELU", [x], x, "LeakyReluOptions", alpha=float(op.args["negative_slope"]))
+
+
+def gelu(op: Op) -> Value:
+    """Add a GELU."""
+    x = op.value("self")
+    return op.emit("GELU", [x], x, "GeluOptions", approximate=op.args["approximate"] == "tanh")
+
+
+def softmax(op: Op) -> Value:
+    """Compute it over the last axis of the file."""
+    x, dim = op.value("self"), op.args["dim"] % len(op.shape)
+    order = x.order if x.axis(dim) == len(x.shape) - 1 else (*(d for d in range(len(x.shape)) if d != dim), dim)
+    x = op.ordered(x, order)
+    return op.emit("SOFTMAX", [x], x, "SoftmaxOptions", beta=1.0)
+
+
+def relu(op: Op) -> Value:
+    """Add a ReLU, a ReLU6 or a clip to other bounds."""
+    x, kind = op.value("self"), activation_of(op.node)
+    return op.emit(kind, [x], x) if kind else _clip(op, x)
+
+
+def _clip(op: Op, x: Value) -> Value:
+    low, high = (op.args.get(name, op.args.get(f"{name}_val")) for name in ("min", "max"))
+    for kernel, bound in (("MAXIMUM", low), ("MINIMUM", high)):
+        if bound is not None:
+            x = op.step(kernel, [x, _number(op, bound)], x, "MaximumMinimumOptions")
+    return x
+
+
+def check_relu(op: Op) -> str:
+    """Return why a clip has no integer kernel."""
+    return "" if activation_of(op.node) else "LiteRT has no integer kernel for these bounds"
+
+
+def silu(op: Op) -> Value:
+    """Add a SiLU: the product of x and its sigmoid."""
+    x = op.value("self")
+    return op.emit("MUL", [x, op.step("LOGISTIC", [x], x)], x, "MulOptions")
+
+
+def hardsigmoid(op: Op) -> Value:
+    """Add a hard sigmoid: relu6(x + 3) / 6."""
+    x = op.value("self")
+    six = op.option("ActivationFunctionType", "RELU6")
+    shifted = op.step("ADD", [x, _number(op, 3.0)], x, "AddOptions", fusedActivationFunction=six)
+    return op.emit("MUL", [shifted, _number(op, 1 / 6)], x, "MulOptions")
+
+
+def prelu(op: Op) -> Value:
+    """Add a PReLU."""
+    x, slopes = op.value("self"), op.lowering.constant(op.args["weight"]).float()
+    shape = [1] * (len(x.shape) - 1)
+    if slopes.numel() > 1:
+        shape[x.axis(1) - 1] = slopes.numel()
+    return op.emit("PRELU", [x, op.constant(slopes.reshape(shape).numpy(), f"{op.name}.slopes")], x)
+
+
+def batch_norm(op: Op) -> Value:
+    """Add a batch norm: a factor and a sum."""
+    mean, var = (op.lowering.constant(op.args[name]).double() for name in ("running_mean", "running_var"))
+    given = {name: op.args[name] for name in ("weight", "bias")}
+    weight, bias = (None if node is None else op.lowering.constant(node).double() for node in given.values())
+    factor = (var + op.args["eps"]).rsqrt() * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - mean * factor
+    x = op.value("input")
+    shape = [1] * len(x.shape)
+    shape[x.axis(1)] = factor.numel()
+    factors, shifts = (op.constant(part.float().reshape(shape).numpy(), op.name) for part in (factor, shift))
+    return op.emit("ADD", [op.step("MUL", [x, factors], x, "MulOptions"), shifts], x, "AddOptions")
