@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 Array = Any
 
@@ -273,6 +274,129 @@ def table(function: Callable[[Array], Array]) -> Callable[[Node], Array]:
     return compute
 
 
+def erf(x: Array) -> Array:
+    return torch.erf(torch.from_numpy(x)).numpy()
+
+
+def gelu(node: Node) -> Array:
+    half, one = np.float32(0.5), np.float32(1)
+    if node.options.approximate:
+        root = np.float32(np.sqrt(2 / np.pi))
+        return table(lambda x: half * x * (one + np.tanh(root * (x + np.float32(0.044715) * x * x * x))))(node)
+    return table(lambda x: half * x * (one + erf(x * np.float32(np.sqrt(0.5)))))(node)
+
+
+# Of exp(-2^k) with 31 bits behind the point, k from -2 to 4, and of exp(-1/8) and 1/3 (gemmlowp, fixedpoint.h).
+EXPONENTIALS = {-2: 1672461947, -1: 1302514674, 0: 790015084, 1: 290630308, 2: 39332535, 3: 720401, 4: 242}
+EXP_OF_EIGHTH, THIRD = 1895147668, 715827883
+
+
+def exponential(a: Array) -> Array:
+    """Return exp of numbers from -32 to 0 with 26 bits behind the point, with 31 bits: exp_on_negative_values."""
+    behind = (a & (2**24 - 1)) - 2**24  # in [-1/4, 0)
+    x = (behind << 5) + 2**28
+    x2 = high_product(x, x)
+    x3, x4 = high_product(x2, x), high_product(x2, x2)
+    series = divided(high_product(divided(x4, np.int64(2)) + x3, THIRD) + x2, np.int64(1))
+    found = EXP_OF_EIGHTH + high_product(x + series, EXP_OF_EIGHTH)
+    for k, factor in EXPONENTIALS.items():
+        found = np.where((behind - a) & (1 << 26 + k), high_product(found, factor), found)
+    return np.where(a == 0, 2**31 - 1, found)
+
+
+def reciprocal(a: Array) -> Array:
+    """Return 1 / (1 + a) for a in [0, 1), both with 31 bits behind the point: one_over_one_plus_x_for_x_in_0_1."""
+    half = (a + 2**31) >> 1
+    x = 1515870810 + high_product(half, -1010580540)  # 48/17 - 32/17 half, with 29 bits
+    for _ in range(3):
+        x = x + (high_product(x, 2**29 - high_product(half, x)) << 2)
+    return np.minimum(x << 1, 2**31 - 1)
+
+
+def softmax(node: Node) -> Array:
+    """In fixed point (reference/softmax.h): exponentials with 31 bits, their sum with 19."""
+    (x,) = node.inputs
+    bits, shift = multiplier(min(np.float64(x.scale) * 2**26, 2**31 - 1.0))
+    least = -((31 << 26) // (1 << shift))
+    differences = x.data.astype(np.int64) - x.data.max(-1, keepdims=True)
+    powers = exponential(high_product(np.maximum(differences, least) << shift, bits))
+    counted = differences >= least
+    sums = np.where(counted, divided(powers, np.int64(12)), 0).sum(-1, keepdims=True)
+    zeros = 31 - np.floor(np.log2(sums)).astype(np.int64)
+    parts = high_product(powers, reciprocal((sums << zeros) - 2**31))
+    return np.where(counted, node.clamped(divided(parts, 12 - zeros + 23) - 128), -128)
+
+
+def multiplier16(real: float) -> tuple[int, int]:
+    bits, exponent = multiplier(real)
+    return min((bits + 2**15) >> 16, 2**15 - 1), exponent
+
+
+def high_product16(x: Array, bits: int, rounded: bool = True) -> Array:
+    product = x * bits
+    return np.clip(
+        (product + 2**14) >> 15 if rounded else np.sign(product) * (np.abs(product) >> 15), -(2**15), 2**15 - 1
+    )
+
+
+def hard_swish(node: Node) -> Array:
+    """In 16 bits, with 7 of them behind the input's code (reference/hard_swish.h)."""
+    (x,) = node.inputs
+    fine, step = x.centred << 7, np.float32(x.scale) / np.float32(128)
+    of_output, down = multiplier16(step / np.float32(node.output.scale))
+    of_gate, up = multiplier16(step / np.float32(3 / 32768))
+    gate = saturated(fine << max(up - 1, 0))
+    gate = high_product16(gate, of_gate)
+    gate = saturated(gate << 1) if up > 0 else divided(gate, np.int64(-up))
+    product = high_product16((gate + 2**15) >> 1, high_product16(fine, of_output), rounded=False)
+    return node.clamped(divided(product, np.int64(-down)) + node.output.zero)
+
+
+def saturated(x: Array) -> Array:
+    return np.clip(x, -(2**15), 2**15 - 1)
+
+
+def matmul(node: Node) -> Array:
+    a, b = node.inputs
+    return node.requantized(
+        a.centred @ b.centred, np.float64(a.scale) * np.float64(b.scale) / np.float64(node.output.scale)
+    )
+
+
+def relu(node: Node) -> Array:
+    (x,) = node.inputs
+    codes = scaled(x.centred, np.float64(x.scale) / np.float64(node.output.scale)) + node.output.zero
+    return np.clip(codes, max(-128, node.output.zero), 127)
+
+
+# ---- what moves codes
+
+
+def padding(node: Node) -> Array:
+    x, ends = node.inputs[:2]
+    fill = int(node.inputs[2].data[0]) if len(node.inputs) > 2 else node.output.zero
+    return np.pad(x.data, ends.data, constant_values=fill)
+
+
+def cut(node: Node) -> Array:
+    x, begin, size = node.inputs
+    return x.data[tuple(slice(a, a + n) for a, n in zip(begin.data, size.data, strict=True))]
+
+
+def strided(node: Node) -> Array:
+    x, begin, end, step = node.inputs
+    return x.data[tuple(slice(*ends) for ends in zip(begin.data, end.data, step.data, strict=True))]
+
+
+def nearest(node: Node) -> Array:
+    found = node.inputs[0].data
+    for axis in (1, 2):
+        size, out = found.shape[axis], node.output.data.shape[axis]
+        places = np.floor(np.arange(out, dtype=np.float32) * (np.float32(size) / np.float32(out)))
+        found = np.take(found, np.minimum(places.astype(int), size - 1), axis)
+    return found
+
+
 KERNELS: Mapping[str, Callable[[Node], Array]] = {
     "CONV_2D": conv,
     "DEPTHWISE_CONV_2D": depthwise,
@@ -289,6 +413,19 @@ KERNELS: Mapping[str, Callable[[Node], Array]] = {
     "MEAN": mean,
     "LOGISTIC": table(lambda x: 1 / (1 + np.exp(-x))),
     "TANH": table(np.tanh),
+    "GELU": gelu,
+    "SOFTMAX": softmax,
+    "HARD_SWISH": hard_swish,
+    "BATCH_MATMUL": matmul,
+    "RELU": relu,
+    "PAD": padding,
+    "PADV2": padding,
+    "SLICE": cut,
+    "STRIDED_SLICE": strided,
+    "RESIZE_NEAREST_NEIGHBOR": nearest,
+    "RESHAPE": lambda node: node.inputs[0].data.reshape(node.output.data.shape),
+    "TRANSPOSE": lambda node: node.inputs[0].data.transpose(node.inputs[1].data),
+    "CONCATENATION": lambda node: np.concatenate([x.data for x in node.inputs], node.options.axis),
 }
 
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -203,6 +204,86 @@ def test_the_delegate_computes_random_nets(seed: int, tmp_path) -> None:
     found = verify(qt.convert(model), MORE, tmp_path / "model.tflite", ("litert-xnnpack",), progress=False)
     assert found.runtimes["litert-xnnpack"].layer_codes.steps <= 1
     assert found.check()
+
+
+class Probe(nn.Module):
+    """An op between convolutions."""
+
+    def __init__(self, op: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.LazyConv2d(2, 1)
+        self.line, self.up, self.fc = nn.Conv1d(4, 6, 3, 2, 1), nn.ConvTranspose2d(4, 4, 3, 2, 1, 1), nn.Linear(16, 8)
+        self.deep, self.norm = nn.Conv1d(4, 8, 5, padding="same", groups=4), nn.BatchNorm2d(4)
+        self.even = nn.Conv2d(4, 4, (2, 4), padding="same")
+        self.scales = nn.Parameter(torch.rand(4, 1, 1))
+        self.op = op
+        self.eval()(torch.zeros(1, 3, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(self.op(self, y, x))
+
+
+OPS = {
+    "softmax over channels": (lambda m, y, x: torch.softmax(y, 1), 0),
+    "softmax over columns": (lambda m, y, x: torch.softmax(y, 3), 0),
+    "matmul": (lambda m, y, x: y @ y.transpose(2, 3), 0),
+    "linear over columns": (lambda m, y, x: m.fc(y), 0),
+    "conv1d": (lambda m, y, x: m.line(y.flatten(2))[:, :4, :, None], 0),
+    "depthwise conv1d": (lambda m, y, x: m.deep(y.flatten(2))[:, :4, :, None], 0),
+    "even kernel": (lambda m, y, x: m.even(y), 0),
+    "gelu": (lambda m, y, x: F.gelu(y), 0),
+    "gelu by tanh": (lambda m, y, x: F.gelu(y, approximate="tanh"), 0),
+    "hard swish": (lambda m, y, x: F.hardswish(y), 0),
+    "silu": (lambda m, y, x: F.silu(y), 0),
+    "relu on its own": (lambda m, y, x: torch.relu(x)[:, :1] + y, 0),
+    "select": (lambda m, y, x: y[:, 1].unsqueeze(1), 0),
+    "slice from the end": (lambda m, y, x: y[:, -2:, 1:-1], 0),
+    "every second": (lambda m, y, x: y[:, ::2, ::3], 0),
+    "permute": (lambda m, y, x: y.permute(0, 2, 3, 1), 0),
+    "reshape": (lambda m, y, x: y.reshape(-1, 8, 8, 16), 0),
+    "mean over channels": (lambda m, y, x: y.mean(1, keepdim=True) + y, 0),
+    "mean over an image": (lambda m, y, x: y.mean((2, 3))[:, :, None, None] + y, 0),
+    "concat of rows": (lambda m, y, x: torch.cat([y, y[:, :, :3]], 2), 0),
+    "pool with ceil mode": (lambda m, y, x: F.max_pool2d(y, 3, 2, ceil_mode=True), 0),
+    "pool with padding": (lambda m, y, x: F.max_pool2d(y, 2, 2, 1), 0),
+    "aligned corners": (lambda m, y, x: F.interpolate(y, (31, 24), mode="bilinear", align_corners=True), 0),
+    "nearest": (lambda m, y, x: F.interpolate(y, (24, 40)), 0),
+    "broadcast": (lambda m, y, x: y * torch.sigmoid(y.mean((2, 3), keepdim=True)), 0),
+    "elu": (lambda m, y, x: F.elu(y), 1),
+    "times parameters": (lambda m, y, x: y * m.scales, 1),
+    "divided": (lambda m, y, x: y / 3, 1),
+    "batch norm on its own": (lambda m, y, x: m.norm(torch.relu(y)), 1),
+    "clip on its own": (lambda m, y, x: F.hardtanh(F.max_pool2d(y, 2), -0.1, 0.2), 1),
+    "hard sigmoid": (lambda m, y, x: F.hardsigmoid(y), 1),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_each_op(name: str, tmp_path) -> None:
+    """The file has its codes, in all runtimes; and as many ops in float as it must."""
+    op, floats = OPS[name]
+    model = prepared(Probe(op))
+    result = export_litert(model, X[:1], tmp_path / "model.tflite")
+    found = verify(qt.convert(model), MORE[:4], result.path, BOTH, progress=False)
+    for codes in found.runtimes.values():
+        assert codes.not_compared == ()
+        assert codes.layer_codes.steps <= 1
+    assert found.check()
+    assert len(result.float_layers) == floats, result
+
+
+@pytest.mark.parametrize("name", [name for name, (_, floats) in OPS.items() if not floats])
+def test_each_op_computes_its_formula(name: str, tmp_path) -> None:
+    result = export_litert(
+        prepared(Probe(OPS[name][0])), X[:1], tmp_path / "model.tflite", io_type="int8", verify=False
+    )
+    content = result.path.read_bytes()
+    codes = np.random.default_rng(0).integers(-128, 128, (1, 16, 16, 3)).astype(np.int8)
+    nodes = nodes_of(content, runs(content, codes))
+    assert [node.name for node in nodes if node.name not in KERNELS] == []
+    for node in nodes:
+        assert np.array_equal(KERNELS[node.name](node), node.output.data), node.name
 
 
 # ---- errors

@@ -111,6 +111,17 @@ def silu(op: Op) -> Value:
     return op.emit("MUL", [x, op.step("LOGISTIC", [x], x)], x, "MulOptions")
 
 
+def elu(op: Op) -> Value:
+    """Add an ELU: relu(x) + alpha (exp(min(x, 0)) - 1), as the reference kernels have no ELU."""
+    x, alpha = op.value("self"), float(op.args["alpha"])
+    if op.args["input_scale"] != 1 or op.args["scale"] != 1:
+        raise ValueError(f"export_litert: {op.node.name!r} is an ELU with scales, such as SELU; replace it by ELU.")
+    below = op.step("EXP", [op.step("MINIMUM", [x, _number(op, 0.0)], x, "MaximumMinimumOptions")], x, "ExpOptions")
+    shifted = op.step("SUB", [below, _number(op, 1.0)], x, "SubOptions")
+    scaled = op.step("MUL", [shifted, _number(op, alpha)], x, "MulOptions")
+    return op.emit("ADD", [op.step("RELU", [x], x), scaled], x, "AddOptions")
+
+
 def hardsigmoid(op: Op) -> Value:
     """Add a hard sigmoid: relu6(x + 3) / 6."""
     x = op.value("self")

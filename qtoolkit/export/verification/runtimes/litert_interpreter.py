@@ -25,7 +25,7 @@ from qtoolkit.runtimes.table import LITERT_RUNTIMES
 
 PLACE = 4  # of the identifier in a file
 # Kernels whose fixed point or table is coarser than float, and the share of codes that they may change by one step.
-COARSE = {"LEAKY_RELU": 5e-2, "HARD_SWISH": 1e-2, "BATCH_MATMUL": 5e-3}
+COARSE = {"LEAKY_RELU": 5e-2, "HARD_SWISH": 1e-2, "BATCH_MATMUL": 5e-3, "RESIZE_BILINEAR": 5e-2}
 
 
 class LitertFile:
