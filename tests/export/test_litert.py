@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 import qtoolkit as qt
 from qtoolkit.export import UnreadableFileError, Verdict, export_litert, verify
 from qtoolkit.runtimes import table
+from tests.data import DATA, needs_data
 from tests.export.litert_kernels import KERNELS, nodes_of
 from tests.export.litert_nets import random_net
 
@@ -196,7 +199,7 @@ def test_each_kernel_of_a_random_net_computes_its_formula(seed: int, tmp_path) -
     assert {layer.kernel for layer in result.float_layers} <= {"TANH", "LOGISTIC"}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_delegate_computes_random_nets(seed: int, tmp_path) -> None:
     model = prepared(random_net(seed))
@@ -249,6 +252,10 @@ OPS = {
     "pool with padding": (lambda m, y, x: F.max_pool2d(y, 2, 2, 1), 0),
     "aligned corners": (lambda m, y, x: F.interpolate(y, (31, 24), mode="bilinear", align_corners=True), 0),
     "nearest": (lambda m, y, x: F.interpolate(y, (24, 40)), 0),
+    "chunk": (lambda m, y, x: y.chunk(2, 1)[1] + y.split([1, 2, 1], 1)[1], 0),
+    "unbind": (lambda m, y, x: y.unbind(1)[2][:, None], 0),
+    "layer norm": (lambda m, y, x: F.layer_norm(y, (16,), m.fc.weight[0], m.fc.weight[1]), 1),
+    "attention": (lambda m, y, x: F.scaled_dot_product_attention(y, y, y), 1),
     "broadcast": (lambda m, y, x: y * torch.sigmoid(y.mean((2, 3), keepdim=True)), 0),
     "elu": (lambda m, y, x: F.elu(y), 1),
     "times parameters": (lambda m, y, x: y * m.scales, 1),
@@ -375,3 +382,21 @@ def test_a_killed_process_leaves_the_old_file(tmp_path) -> None:
     )
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
+
+
+# ---- real networks
+
+
+@needs_data
+def test_real_nets_compute_their_formulas(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet-20, FSRCNN's integer layers and MLPerf Tiny's networks: no code of a kernel differs, and so none end to end."""
+    pytest.importorskip("timm", reason="the benchmark's networks are not there; pip install -r requirements-zoo.txt")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    for name, model, calibration, images in import_module("litert").networks(DATA, quick=True):
+        x = images[:1, :, :48, :48] if name.startswith("FSRCNN") else images[:1]
+        quantized = qt.prepare(model, x, "litert")
+        qt.calibrate(quantized, [calibration[:16]], progress=False)
+        content = export_litert(quantized, x, tmp_path / "model.tflite", verify=False).path.read_bytes()
+        for node in nodes_of(content, runs(content, nhwc(x))):
+            if node.output.data.dtype == np.int8:
+                assert np.array_equal(KERNELS[node.name](node), node.output.data), f"{name}: {node.name}"

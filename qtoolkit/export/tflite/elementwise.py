@@ -139,6 +139,39 @@ def prelu(op: Op) -> Value:
     return op.emit("PRELU", [x, op.constant(slopes.reshape(shape).numpy(), f"{op.name}.slopes")], x)
 
 
+def layer_norm(op: Op) -> Value:
+    """Add a layer norm: (x - mean) / sqrt(variance + eps) over the last dimensions, with a factor and a sum."""
+    x, rank = op.plain(op.value("input")), len(op.shape)
+    dims = range(rank - len(op.args["normalized_shape"]), rank)
+    axes, kept = op.integers(dims), x.moved([1 if d in dims else n for d, n in enumerate(x.shape)], x.order)
+    centred = op.step("SUB", [x, op.step("MEAN", [x, axes], kept, "ReducerOptions", keepDims=True)], x, "SubOptions")
+    squares = op.step("MUL", [centred, centred], x, "MulOptions")
+    variance = op.step("MEAN", [squares, axes], kept, "ReducerOptions", keepDims=True)
+    root = op.step("RSQRT", [op.step("ADD", [variance, _number(op, op.args["eps"])], kept, "AddOptions")], kept)
+    scaled = [centred, root]
+    if op.args["weight"] is not None:
+        scaled = [op.step("MUL", scaled, x, "MulOptions"), op.value("weight")]
+    if op.args["bias"] is None:
+        return op.emit("MUL", scaled, x, "MulOptions")
+    return op.emit("ADD", [op.step("MUL", scaled, x, "MulOptions"), op.value("bias")], x, "AddOptions")
+
+
+def attention(op: Op) -> Value:
+    """Add an attention without a mask: softmax(q k / sqrt(features)) v."""
+    if op.args["attn_mask"] is not None or op.args["is_causal"] or op.args["enable_gqa"]:
+        raise ValueError(
+            f"export_litert: {op.node.name!r} is an attention with a mask or groups of heads, which the file does not have; "
+            f"write it as products of matrices."
+        )
+    query, key, value = (op.plain(op.value(name)) for name in ("query", "key", "value"))
+    factor = query.shape[-1] ** -0.5 if op.args["scale"] is None else op.args["scale"]
+    scores = query.moved((*query.shape[:-1], key.shape[-2]), query.order)
+    scaled = op.step("MUL", [query, _number(op, factor)], query, "MulOptions")
+    products = op.step("BATCH_MATMUL", [scaled, key], scores, "BatchMatMulOptions", adjY=True)
+    weights = op.step("SOFTMAX", [products], scores, "SoftmaxOptions", beta=1.0)
+    return op.emit("BATCH_MATMUL", [weights, value], query, "BatchMatMulOptions")
+
+
 def batch_norm(op: Op) -> Value:
     """Add a batch norm: a factor and a sum."""
     mean, var = (op.lowering.constant(op.args[name]).double() for name in ("running_mean", "running_var"))

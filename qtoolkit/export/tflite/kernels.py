@@ -7,6 +7,7 @@ from functools import partial
 from torch import fx
 
 from qtoolkit.export.tflite.elementwise import (
+    attention,
     batch_norm,
     binary,
     check_binary,
@@ -15,6 +16,7 @@ from qtoolkit.export.tflite.elementwise import (
     fixed,
     gelu,
     hardsigmoid,
+    layer_norm,
     leaky_relu,
     prelu,
     relu,
@@ -119,6 +121,8 @@ ALL: tuple[Kernel, ...] = (
     Kernel("RELU6 and MUL", ("hardsigmoid", "hardsigmoid_"), hardsigmoid, integer=False),
     Kernel("RELU", ("relu", "relu_", "relu6", "relu6_", "hardtanh", "hardtanh_", "clamp", "clamp_"), relu, check=check_relu),
     Kernel("MUL and ADD", ("batch_norm",), batch_norm, integer=False),
+    Kernel("MEAN and MUL", ("layer_norm",), layer_norm, integer=False),
+    Kernel("BATCH_MATMUL and SOFTMAX", ("scaled_dot_product_attention",), attention, integer=False),
     Kernel("MAX_POOL_2D", ("max_pool2d",), max_pool, joins=True, check=check_same_grid),
     Kernel("AVERAGE_POOL_2D", ("avg_pool2d",), avg_pool, joins=True, check=check_same_grid),
     Kernel("AVERAGE_POOL_2D", ("adaptive_avg_pool2d",), adaptive_pool, joins=True, check=check_same_grid),
@@ -126,7 +130,7 @@ ALL: tuple[Kernel, ...] = (
     _moving("RESIZE_NEAREST_NEIGHBOR", ("upsample_nearest2d",), nearest),
     Kernel("RESIZE_BILINEAR", ("upsample_bilinear2d",), bilinear, check=check_same_grid),
     Kernel("CONCATENATION", ("cat", "concat"), cat, computes=False, check=check_cat),
-    _moving("none", ("dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), same),
+    _moving("none", ("dropout", "dropout_", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), same),
     _moving("RESHAPE", ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"), reshape),
     _moving("TRANSPOSE", ("permute", "transpose", "t", "numpy_T"), permute),
     _moving("SLICE", ("slice", "narrow"), slice_of),

@@ -17,7 +17,7 @@ from qtoolkit.export.program import Decomposed
 from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
 from qtoolkit.export.tflite.flatbuffer import FileBuilder, Scales, Value, in_order
 from qtoolkit.export.tflite.kernels import KERNELS, Kernel
-from qtoolkit.export.tflite.ops import IMAGE, Op, activation_of, bounds_of, name_of_op
+from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, bounds_of, name_of_op
 from qtoolkit.runtimes.execution import Layer
 
 INT8 = torch.int8
@@ -72,9 +72,7 @@ class _Lowering:
         self.reasons: dict[str, str] = {}
         self.quantizers: list[tuple[str, int, tuple[int, ...]]] = []
         self.weights: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []
-        self.stored: dict[bytes, list[str]] = {}
-        for name, codes in found.quantizers.stored.items():
-            self.stored.setdefault(_key(codes), []).append(name)
+        self.stored = found.quantizers.stored
         nodes = (node for node in self.program.graph.nodes if self._is_quantize(node))
         self.names = dict(zip(nodes, found.quantizers.activations, strict=True))
         self.inputs: dict[str, Value] = {}
@@ -92,6 +90,7 @@ class _Lowering:
         self.file.facts |= {
             "quantizers": self.quantizers,
             "weights": self.weights,
+            "constants": list(self.stored),
             "inputs": [value.order for value in self.inputs.values()],
             "outputs": [value.order for value in outputs.values()],
             "conversions": self.conversions,
@@ -104,10 +103,12 @@ class _Lowering:
     # ---- nodes
 
     def _lower(self, node: fx.Node) -> None:
-        if self._is_constant(node):
+        if not node.users or self._is_constant(node):
             return
         if self._is_quantize(node):
             self._quantize(node)
+        elif name_of_op(node) in SPLITS:
+            return  # its parts are slices of its input
         elif self._is_dequantize(node):
             self.values[node] = self.values[node.args[0]]  # type: ignore[index]
         else:
@@ -277,8 +278,9 @@ class _Lowering:
 
     def note_weight(self, codes: Tensor, tensor: int, axes: Sequence[int]) -> None:
         """Note that a tensor of the file holds codes of the model, with these of its axes in the file."""
-        for name in self.stored.get(_key(codes), ()):
-            self.weights.append((name, tensor, tuple(axes), tuple(codes.shape)))
+        for name, stored in self.stored.items():
+            if torch.equal(stored, codes):
+                self.weights.append((name, tensor, tuple(axes), tuple(codes.shape)))
 
     # ---- what kernels emit
 
@@ -329,7 +331,3 @@ def _tensors(ends: Mapping[str, Value]) -> dict[str, int]:
 
 def _layouts(ends: Mapping[str, Value]) -> dict[str, str]:
     return {name: "NHWC" if value.order == IMAGE else "as in the model" for name, value in ends.items()}
-
-
-def _key(codes: Tensor) -> bytes:
-    return repr(tuple(codes.shape)).encode() + codes.contiguous().numpy().tobytes()

@@ -1,5 +1,6 @@
 """What a kernel reads of an op of the program, and what it adds to the file."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,35 @@ ACTIVATIONS = {"relu": "RELU", "relu_": "RELU", "relu6": "RELU6", "relu6_": "REL
 CLIPS = ("hardtanh", "hardtanh_", "clamp", "clamp_")
 
 
+# Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
+SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tensor_split": "slice", "unbind": "select"}
+
+
 def name_of_op(node: fx.Node) -> str:
-    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise."""
+    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise.
+
+    What takes one of the parts of a split is a slice, or the selection of one place.
+    """
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return SPLITS.get(name_of_op(node.args[0]), "getitem")
     return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
+    if node.target is operator.getitem:
+        return _of_part(*node.args)
     schema = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
     return {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in schema}
+
+
+def _of_part(split: Any, part: Any) -> dict[str, Any]:
+    """Return the arguments of the slice, or the selection, that is one part of a split."""
+    found = arguments(split)
+    source, dim = found["self"], found["dim"]
+    sizes = [tensor.shape[dim] for tensor in split.meta["val"]] if name_of_op(split) != "unbind" else [1] * (part + 1)
+    start = sum(sizes[:part])
+    return {"self": source, "dim": dim, "start": start, "end": start + sizes[part], "step": 1, "index": part}
 
 
 def activation_of(node: fx.Node) -> str:

@@ -58,7 +58,7 @@ class LitertFile:
     @property
     def constants(self) -> set[str]:
         """The names of the quantizers whose codes do not depend on the inputs."""
-        return {name for name, *_ in self.facts["weights"]}
+        return {*self.facts["constants"]}
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
         """Compare the codes of the layers' weights with the model's."""
