@@ -3,6 +3,7 @@
 python benchmarks/litert.py               prints the table (some minutes)
 python benchmarks/litert.py --quick       small networks alone
 python benchmarks/litert.py --json FILE   writes the figures too
+python benchmarks/litert.py --peers       ResNet-20 beside ai-edge-quantizer (0.10.0), which must be installed, instead
 
 ResNet-20 has the real weights and images of shared/data, and FSRCNN its trained ones; both are left out where these are
 missing. The others have random weights, and batch norms of two batches. With the reference kernels, which round twice behind
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import timm
@@ -147,6 +149,64 @@ def milliseconds(path: Path) -> float:
     return 1000 * median(times)
 
 
+def accuracy(path: Path, images: Tensor, labels: Tensor) -> float:
+    """Return the share of images that a file classifies rightly, with the delegate and one thread."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    interpreter = Interpreter(str(path), num_threads=1)
+    interpreter.allocate_tensors()
+    (given,), (returned,) = interpreter.get_input_details(), interpreter.get_output_details()
+    hits = 0
+    for x, label in zip(images, labels, strict=True):
+        interpreter.set_tensor(given["index"], as_given(channels_last(x), given))
+        interpreter.invoke()
+        hits += int(interpreter.get_tensor(returned["index"]).argmax()) == int(label)
+    return hits / len(images)
+
+
+def as_given(x: np.ndarray, given: dict[str, Any]) -> np.ndarray:
+    """Return an image as floats, or as the codes that a file takes."""
+    if given["dtype"] is np.float32:
+        return x
+    scale, zero_point = given["quantization"]
+    return np.clip(np.rint(x / scale) + zero_point, -128, 127).astype(np.int8)
+
+
+def channels_last(x: Tensor) -> np.ndarray:
+    """Return an image as the input of a file."""
+    return np.ascontiguousarray(x.numpy().transpose(1, 2, 0)[None])
+
+
+def files_of_resnet20(data: Path, folder: Path, calibration: Tensor) -> dict[str, Path]:
+    """Write ResNet-20 in float, by our calibration, and by ai-edge-quantizer's of the float file, with the same images."""
+    from ai_edge_quantizer import quantizer, recipe
+
+    prepared = qt.prepare(resnet20_of(data), calibration[:1], backend="litert")
+    qt.calibrate(prepared, calibration.split(64), progress=False)
+    paths = {name: folder / f"{name}.tflite" for name in ("float", "qtoolkit", "ai-edge-quantizer")}
+    qt.export_litert(prepared, calibration[:1], paths["qtoolkit"], io_type="int8", verify=False)
+    converted = qt.convert(prepared)
+    with qt.disable_quantization(converted):
+        qt.export_litert(converted, calibration[:1], paths["float"], verify=False)
+    theirs = quantizer.Quantizer(str(paths["float"]))
+    theirs.load_quantization_recipe(recipe.static_wi8_ai8())
+    ranges = theirs.calibrate({"serving_default": [{"x": channels_last(x)} for x in calibration]})
+    paths["ai-edge-quantizer"].write_bytes(theirs.quantize(ranges).quantized_model)
+    return paths
+
+
+def print_peers(data: Path, console: Console) -> None:
+    """Print size, latency and accuracy of the files of ResNet-20, whose weights and images are real."""
+    calibration = jpeg_images(data, "train", 256)[0]
+    test = jpeg_images(data, "test", 10_000)
+    table = Table("file", "KiB", "ms", "accuracy, CIFAR-10", title="ResNet-20, post-training")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in files_of_resnet20(data, Path(folder), calibration).items():
+            size, latency = path.stat().st_size / 1024, milliseconds(path)
+            table.add_row(name, f"{size:.0f}", f"{latency:.2f}", f"{accuracy(path, *test):.2%}")
+    console.print(table)
+
+
 def row_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Row:
     """Quantize a network, write its file, and compare all codes."""
     prepared = qt.prepare(model, (x[:1],), backend="litert")
@@ -177,7 +237,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--peers", action="store_true")
     args = parser.parse_args()
+    if args.peers and DATA is not None:
+        print_peers(DATA, Console())
+        return
     rows = [row_of(*network) for network in tqdm(networks(DATA, args.quick), desc="networks")]
     table = Table(title="LiteRT's files")
     columns = (
