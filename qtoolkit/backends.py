@@ -380,6 +380,18 @@ LITERT = Backend(
     runtime="xnnpack",
 )
 
+# LiteRT with activations of 16 bits. Source: the same specification and its kernels: int16 without zero points, biases int64,
+# softmax, logistic and tanh in steps of 1/32768. Hard swish, GELU and the delegate XNNPACK have no int16.
+_OF_16_BITS = QuantSpec(bits=16, observer="constant", observer_args={"low": -32767 / 32768, "high": 32767 / 32768})
+LITERT_16X8 = replace(
+    LITERT,
+    name="litert-16x8",
+    qconfig=QConfig(activation=QuantSpec(bits=16), weight=LITERT.qconfig.weight),
+    roles={**LITERT.roles, "hardswish": "float", "gelu": "float"},
+    output_specs=dict.fromkeys(LITERT.output_specs, _OF_16_BITS),
+    runtime=None,
+)
+
 # The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers only, the first and
 # the last layer in 8 bits. A global rule sets the widths of the others.
 ACADEMIC = Backend(
@@ -417,6 +429,7 @@ _ALL = (
         TVM,
         XNNPACK,
         LITERT,
+        LITERT_16X8,
     ),
     *(ACADEMIC, ACADEMIC_NLP),
 )

@@ -67,7 +67,7 @@ def export_litert(
     model: nn.Module,
     example_inputs: Any,
     path: str | os.PathLike[str],
-    io_type: Literal["float32", "int8"] = "float32",
+    io_type: Literal["float32", "int8", "int16"] = "float32",
     verify: bool = True,
 ) -> LitertResult:
     """Write a calibrated or converted model as a file of LiteRT (.tflite), which runs on phones and microcontrollers.
@@ -84,7 +84,8 @@ def export_litert(
         example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
             They give the shapes and are the inputs of the verification.
         path: The file to write. If any step fails, a file that is there stays as it was.
-        io_type: "float32", or "int8" for codes at the inputs and outputs that have a quantizer.
+        io_type: "float32", or "int8" ("int16" with the backend "litert-16x8") for codes at the inputs and outputs that have a
+            quantizer of this type.
         verify: Run the file with LiteRT's reference kernels, and compare all codes with the model's.
 
     Returns:
@@ -98,9 +99,9 @@ def export_litert(
         ImportError: The extra [litert] is not installed.
     """
     LITERT_RUNTIMES["litert"].check_installed("export_litert")
-    check_known("io_type of export_litert:", io_type, ("float32", "int8"))
+    check_known("io_type of export_litert:", io_type, ("float32", "int8", "int16"))
     found = decomposed(model, example_inputs, None, "export_litert")
-    lowered = lower(found, io_type == "int8", f"torch-qtoolkit {__version__}")
+    lowered = lower(found, io_type, f"torch-qtoolkit {__version__}")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "model.tflite"
         place.write_bytes(lowered.file)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -45,9 +46,9 @@ class Net(nn.Module):
         return self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
-def prepared(model: nn.Module, x: Tensor = MORE) -> nn.Module:
+def prepared(model: nn.Module, x: Tensor = MORE, backend: str = "litert") -> nn.Module:
     torch.manual_seed(0)
-    found = qt.prepare(model.eval(), x[:1], "litert")
+    found = qt.prepare(model.eval(), x[:1], backend)
     qt.calibrate(found, [x], progress=False)
     return found
 
@@ -291,6 +292,45 @@ def test_each_op_computes_its_formula(name: str, tmp_path) -> None:
     assert [node.name for node in nodes if node.name not in KERNELS] == []
     for node in nodes:
         assert np.array_equal(KERNELS[node.name](node), node.output.data), node.name
+
+
+# ---- int16
+
+
+NETS_OF_16_BITS = {
+    "net": Net,
+    **{f"random {seed}": partial(random_net, seed) for seed in SEEDS},
+    "softmax": partial(Probe, OPS["softmax over columns"][0]),
+    "matmul": partial(Probe, OPS["matmul"][0]),
+    "mean": partial(Probe, OPS["mean over an image"][0]),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NETS_OF_16_BITS if name in ("net", "softmax", "random 2")])
+def test_codes_of_16_bits(name: str, tmp_path) -> None:
+    codes_of_16_bits(NETS_OF_16_BITS[name](), tmp_path / "model.tflite")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NETS_OF_16_BITS)
+def test_codes_of_16_bits_of_more_nets(name: str, tmp_path) -> None:
+    codes_of_16_bits(NETS_OF_16_BITS[name](), tmp_path / "model.tflite")
+
+
+def codes_of_16_bits(model: nn.Module, path: Path) -> None:
+    """Export a model with int16 activations; all its codes are in the file, within two of their 65,536 steps."""
+    quantized = prepared(model, backend="litert-16x8")
+    result = export_litert(quantized, X[:1], path, io_type="int16")
+    assert {layer.kernel for layer in result.float_layers} <= {"HARD_SWISH", "TANH", "LOGISTIC"}
+    content = path.read_bytes()
+    (interpreter,) = [litert.Interpreter(model_content=content)]
+    assert interpreter.get_input_details()[0]["dtype"] is np.int16
+    found = verify(qt.convert(quantized), MORE[:2], path, BOTH, progress=False)
+    for codes in found.runtimes.values():
+        assert codes.not_compared == ()
+        assert codes.layer_codes.steps <= 2
+        assert not codes.other_weights
+    assert found.check()
 
 
 # ---- errors

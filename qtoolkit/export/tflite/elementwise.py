@@ -9,6 +9,8 @@ from torch import fx
 from qtoolkit.export.tflite.flatbuffer import Scales, Value
 from qtoolkit.export.tflite.ops import Op, activation_of
 
+OF_16_BITS = Scales((1 / 32768,), dtype="int16")  # the outputs of softmax, logistic and tanh
+
 
 def _aligned(op: Op, values: Sequence[Value]) -> list[Value]:
     """Return values with the rank and the order of dimensions of the output."""
@@ -27,7 +29,8 @@ def binary(kernel: str, options: str) -> Callable[[Op], Value]:
         if op.args.get("alpha", 1) != 1:
             raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by it before the sum.")
         a, b = _aligned(op, [op.value("self"), second])
-        return op.emit(kernel, [a, b], a, options, fusedActivationFunction=op.joined)
+        power = {"potScaleInt16": False} if kernel in ("ADD", "SUB") else {}
+        return op.emit(kernel, [a, b], a, options, fusedActivationFunction=op.joined, **power)
 
     return emit
 
@@ -58,10 +61,9 @@ def fixed(scales: Scales) -> Callable[[Op], str]:
     """Return the check of a kernel whose output grid is fixed."""
 
     def check(op: Op) -> str:
-        same = op.scales == scales
-        return (
-            "" if same else f"LiteRT's kernel has the output scale {scales.scale[0]} and zero point {scales.zero_point}"
-        )
+        wanted = scales if op.scales is None or op.scales.dtype == "int8" else OF_16_BITS
+        words = f"LiteRT's kernel has the output scale {wanted.scale[0]} and zero point {wanted.zero_point}"
+        return "" if op.scales == wanted else words
 
     return check
 

@@ -11,7 +11,7 @@ METADATA = "qtoolkit"
 IDENTIFIER = b"TFL3"
 # The version of the schema, and the oldest of each op that has what is used here (tflite/tools/versioning/op_version.cc).
 SCHEMA_VERSION = 3
-TYPES = {np.dtype(np.float32): "FLOAT32", np.dtype(np.int8): "INT8", np.dtype(np.int32): "INT32"}
+TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "INT32", "INT64")}
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class Scales:
         scale: One scale, or one for each channel.
         zero_point: The code of zero.
         axis: The axis of the channels in the file.
+        dtype: The type of the codes.
     """
 
     scale: tuple[float, ...]
     zero_point: int = 0
     axis: int = 0
+    dtype: str = "int8"
 
 
 @dataclass(frozen=True)

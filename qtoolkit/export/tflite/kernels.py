@@ -75,6 +75,7 @@ class Kernel:
         emit: Adds its ops to the file, and returns the output.
         integer: Whether it has an integer kernel.
         inputs: The arguments that have to be codes for it.
+        wide: Whether this kernel computes on int16 codes too.
         joins: Whether it computes a ReLU or ReLU6 behind it too.
         computes: Whether it computes, and is listed; not what moves values.
         check: Why an op has no integer kernel, though its tensors have codes; "" if it has.
@@ -85,6 +86,7 @@ class Kernel:
     emit: Callable[[Op], Value]
     integer: bool = True
     inputs: tuple[str, ...] = ("input", "self", "tensors")
+    wide: bool = True
     joins: bool = False
     computes: bool = True
     check: Callable[[Op], str] = _no_reason
@@ -113,8 +115,8 @@ ALL: tuple[Kernel, ...] = (
     Kernel("TANH", ("tanh", "tanh_"), unary("TANH"), check=fixed(TANH)),
     Kernel("SOFTMAX", ("softmax", "softmax"), softmax, check=fixed(LOGISTIC)),
     Kernel("LEAKY_RELU", ("leaky_relu", "leaky_relu_"), leaky_relu),
-    Kernel("HARD_SWISH", ("hardswish", "hardswish_"), unary("HARD_SWISH")),
-    Kernel("GELU", ("gelu",), gelu),
+    Kernel("HARD_SWISH", ("hardswish", "hardswish_"), unary("HARD_SWISH"), wide=False),
+    Kernel("GELU", ("gelu",), gelu, wide=False),
     Kernel("PRELU", ("prelu",), prelu, integer=False),
     Kernel("EXP and ADD", ("elu", "elu_"), elu, integer=False),
     Kernel("LOGISTIC and MUL", ("silu", "silu_"), silu, integer=False),

@@ -20,7 +20,6 @@ from qtoolkit.export.tflite.kernels import KERNELS, Kernel
 from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, bounds_of, name_of_op
 from qtoolkit.runtimes.execution import Layer
 
-INT8 = torch.int8
 CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
 
 
@@ -45,24 +44,24 @@ class Lowered:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def lower(found: Decomposed, codes_outside: bool, description: str) -> Lowered:
+def lower(found: Decomposed, io_type: str, description: str) -> Lowered:
     """Return the file of a program.
 
     Args:
         found: The program.
-        codes_outside: Whether inputs and outputs are int8 codes where they have a quantizer, not floats.
+        io_type: The type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
         description: What the file says of itself.
 
     Raises:
         ValueError: LiteRT has no op for one of the program's.
     """
-    return _Lowering(found, codes_outside).run(description)
+    return _Lowering(found, io_type).run(description)
 
 
 class _Lowering:
-    def __init__(self, found: Decomposed, codes_outside: bool) -> None:
+    def __init__(self, found: Decomposed, io_type: str) -> None:
         self.program = found.program
-        self.codes_outside = codes_outside
+        self.io_type = io_type
         self.file = FileBuilder()
         self.ops = decomposed_ops()
         self.values: dict[fx.Node, Value] = {}
@@ -119,8 +118,10 @@ class _Lowering:
         order = IMAGE if len(shape) == len(IMAGE) else tuple(range(len(shape)))
         grids = {self._scales(user) for user in node.users if self._is_quantize(user)}
         quantized = len(grids) == 1 and all(self._is_quantize(user) for user in node.users)
-        scales = grids.pop() if self.codes_outside and quantized else None
-        dtype = np.float32 if scales is None else np.int8
+        scales = grids.pop() if quantized else None
+        if scales is not None and scales.dtype != self.io_type:
+            scales = None
+        dtype = np.dtype("float32" if scales is None else scales.dtype)
         if node.meta["val"].dtype != torch.float32:
             raise ValueError(
                 f"export_litert: input {node.name!r} is of {node.meta['val'].dtype}; the file takes float32 and the codes of "
@@ -139,7 +140,9 @@ class _Lowering:
                 raise ValueError(
                     f"export_litert: output {node.name!r} does not depend on the inputs; return it elsewhere."
                 )
-            found[next(names)] = value if value.scales is not None and self.codes_outside else self.as_float(value)
+            found[next(names)] = (
+                value if value.scales is not None and value.scales.dtype == self.io_type else self.as_float(value)
+            )
         return found
 
     def _quantize(self, node: fx.Node) -> None:
@@ -209,11 +212,14 @@ class _Lowering:
             return f"LiteRT has no integer kernel for {name_of_op(node)}"
         if quantize is None or not self._is_quantize(quantize):
             return "its output is not quantized, or not for all that take it"
-        if quantize.args[-1] is not INT8:
-            return f"its output has {quantize.args[-1]} codes"
+        dtype = quantize.args[-1]
+        if dtype not in (torch.int8, torch.int16) or (dtype == torch.int16 and not kernel.wide):
+            return f"LiteRT has no kernel for it on {dtype} codes"
         for source in kernel.data(node):
             if not self._is_quantized(source):
                 return f"its input {source.name} is not quantized"
+            if source in self.values and self.values[source].scales.dtype != str(dtype).removeprefix("torch."):  # type: ignore[union-attr]
+                return f"its input {source.name} does not have {dtype} codes, as its output"
         return ""
 
     def _is_quantized(self, source: fx.Node) -> bool:
@@ -237,7 +243,8 @@ class _Lowering:
             raise ValueError(
                 f"export_litert: {self.names.get(node, node.name)!r} has scales by channel; take one scale."
             )
-        return Scales((float(np.float32(node.args[1])),), int(node.args[2]))  # type: ignore[arg-type]
+        _, scale, zero_point, *_, dtype = node.args
+        return Scales((float(np.float32(scale)),), int(zero_point), dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
 
     # ---- constants
 
@@ -296,7 +303,7 @@ class _Lowering:
         **values: Any,
     ) -> Value:
         """Add an op with one output."""
-        dtype = np.float32 if scales is None else np.int8
+        dtype = np.dtype("float32" if scales is None else scales.dtype)
         tensor = self.file.tensor(name, in_order(tuple(shape), order), dtype, scales)
         tensors = [each.tensor if isinstance(each, Value) else each for each in inputs]
         self.file.operator(op, tensors, [tensor], options, **values)

@@ -108,7 +108,8 @@ class Op:
         if self.scales is None or not self.lowering.is_dequantized(node):
             return Value(self.constant(constant.float().numpy(), node.name), tuple(constant.shape), order)
         codes, scale, _ = self.lowering.codes_of(node)
-        scales = Scales(tuple(scale.tolist()), int(node.args[2]))  # type: ignore[arg-type]
+        dtype = str(codes.dtype).removeprefix("torch.")
+        scales = Scales(tuple(scale.tolist()), int(node.args[2]), dtype=dtype)  # type: ignore[arg-type]
         tensor = self.constant(codes.numpy(), node.name, scales)
         self.lowering.note_weight(codes, tensor, order)
         return Value(tensor, tuple(codes.shape), order, scales)
@@ -199,9 +200,10 @@ class Op:
         assert source.scales is not None
         steps = np.float32(source.scales.scale[0]) * weight_scales.astype(np.float32)
         codes = np.rint(given.double().numpy() / steps.astype(np.float64))
-        limits = np.iinfo(np.int32)
-        codes = np.clip(codes, limits.min, limits.max).astype(np.int32)
-        return self.constant(codes, f"{self.name}.bias", Scales(tuple(steps.tolist())))
+        dtype = "int32" if source.scales.dtype == "int8" else "int64"
+        limits = np.iinfo(np.int32)  # those of the model's codes too
+        codes = np.clip(codes, limits.min, limits.max).astype(dtype)
+        return self.constant(codes, f"{self.name}.bias", Scales(tuple(steps.tolist()), dtype=dtype))
 
 
 def _moves_nothing(value: Value, order: Sequence[int]) -> bool:

@@ -9,8 +9,6 @@ import numpy as np
 from qtoolkit.export.tflite.flatbuffer import Value
 from qtoolkit.export.tflite.ops import Op
 
-LOWEST = -128
-
 
 @dataclass(frozen=True)
 class Window:
@@ -73,8 +71,9 @@ def pad(op: Op, x: Value, ends: Sequence[tuple[int, int]], lowest: bool = False)
     like = x.moved(shape, x.order)
     if not lowest:
         return op.step("PAD", [x, sizes], like, "PadOptions")
-    value = np.finfo(np.float32).min if x.scales is None else LOWEST
-    fill = op.constant(np.array([value], np.float32 if x.scales is None else np.int8), "lowest", x.scales)
+    lowest_value = np.finfo(np.float32).min if x.scales is None else np.iinfo(x.scales.dtype).min
+    dtype = "float32" if x.scales is None else x.scales.dtype
+    fill = op.constant(np.array([lowest_value], dtype), "lowest", x.scales)
     return op.step("PADV2", [x, sizes, fill], like, "PadV2Options")
 
 

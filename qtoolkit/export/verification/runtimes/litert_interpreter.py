@@ -26,6 +26,9 @@ from qtoolkit.runtimes.table import LITERT_RUNTIMES
 PLACE = 4  # of the identifier in a file
 # Kernels whose fixed point or table is coarser than float, and the share of codes that they may change by one step.
 COARSE = {"LEAKY_RELU": 5e-2, "HARD_SWISH": 1e-2, "BATCH_MATMUL": 5e-3, "RESIZE_BILINEAR": 5e-2}
+# On int16, one step is 1/65536 of the range: factors with 15 bits, and tables between whose places kernels interpolate, show.
+OF_INT16 = 0.1
+COARSE_ON_INT16 = dict.fromkeys(("LEAKY_RELU", "TANH", "LOGISTIC", "SOFTMAX"), 1.0)
 
 
 class LitertFile:
@@ -82,7 +85,9 @@ class LitertFile:
         for (name, *_), array in zip(self.facts["quantizers"], codes, strict=True):
             nodes[name].append(NodeCodes(array))
         layers = tuple(Layer(*facts) for facts in self.facts["layers"])
-        shares = (COARSE.get(layer.kernel, 0.0) for layer in layers)
+        wide = any(array.dtype == np.int16 for array in codes)
+        coarse = COARSE_ON_INT16 if wide else COARSE
+        shares = (coarse.get(layer.kernel, OF_INT16 if wide else 0.0) for layer in layers)
         how = "reference kernels" if references else "XNNPACK"
         executed = Executed(
             f"ai-edge-litert {version('ai-edge-litert')} ({how})",
@@ -92,6 +97,7 @@ class LitertFile:
             self.facts["conversions"],
             change,
             max(LITERT_RUNTIMES[runtime].tie_share, *shares),
+            steps=2 if wide else 1,
         )
         return executed, in_shapes_of_calls(nodes, follower)
 
