@@ -94,11 +94,11 @@ $(VENV)/built: $(VENV)/ready $(SOURCES)
 	@echo "== compile what has changed of csrc (all of it: some minutes on two cores, twice as long with CUDA)"
 	$(RUN)/pip install --quiet --no-build-isolation --editable . -c constraints.txt && touch $@
 
-$(VENV)/ready: constraints.txt requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
+$(VENV)/ready: constraints.txt requirements-checkpoint.txt requirements-cli.txt requirements-dev.txt requirements-docs.txt requirements-litert.txt requirements-onnx.txt requirements-openvino.txt requirements-report.txt requirements-training.txt requirements-tuning.txt requirements-zoo.txt
 	@echo "== create $(VENV) and download $(TORCH) into it (minutes: torch is large)"
 	$(PYTHON) -m venv $(VENV) && $(RUN)/pip install --quiet $(TORCH) --constraint constraints.txt
 	@echo "== install the tools of tests and lints"
-	$(RUN)/pip install --quiet -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
+	$(RUN)/pip install --quiet -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-litert.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
 
 clean:
 	rm -rf build $(VENV) qtoolkit/*.so

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 # What the tables of the package have, which imports torch; tests compare them.
 BACKENDS = (
-    "academic", "academic-nlp", "nnie", "onnxruntime", "openvino", "ppl", "ppl-w8a16", "qnn", "snpe", "stpu", "tengine",
-    "tensorrt", "tensorrt-nlp", "tensorrt8", "tvm", "vitis", "xnnpack",
+    "academic", "academic-nlp", "litert", "litert-16x8", "nnie", "onnxruntime", "openvino", "ppl", "ppl-w8a16", "qnn",
+    "snpe", "stpu", "tengine", "tensorrt", "tensorrt-nlp", "tensorrt8", "tvm", "vitis", "xnnpack",
 )  # fmt: skip
 RUNTIMES = ("onnxruntime", "openvino")
 EXPORTERS = ("dynamo", "torchscript")

@@ -22,7 +22,7 @@ from qtoolkit.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.eager.fuse import _check_rows, fuse_modules
 from qtoolkit.eager.record import EagerRecord
-from qtoolkit.export import ExportResult, export_onnx
+from qtoolkit.export import ExportResult, export_litert, export_onnx
 from qtoolkit.extras import warn_of_other_project
 from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.instead import of_attribute
@@ -64,6 +64,7 @@ __all__ = [
     "disable_quantization",
     "enable_quantization",
     "export",
+    "export_litert",
     "export_onnx",
     "freeze_batch_norm",
     "freeze_ranges",

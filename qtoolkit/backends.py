@@ -15,7 +15,7 @@ A new target is one more table here, and a test.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from qtoolkit.config import QConfig, QuantSpec
@@ -67,6 +67,8 @@ class Backend:
         end_bits: The least bits of the first and last layers, in the default config and by a global rule, by LSQ where the
             config's own quantizer does not have as many; None for no
             minimum.
+        same_grid: Kinds that compute on codes with one grid for their input and their output, which then share a quantizer.
+        output_specs: The spec of the output of kinds whose grid the target fixes, in the bits of that spec.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
 
     Raises:
@@ -102,13 +104,15 @@ class Backend:
     quantize_graph_inputs: bool = True
     quantize_graph_outputs: bool = False
     end_bits: int | None = None
+    same_grid: tuple[str, ...] = ()
+    output_specs: Mapping[str, QuantSpec] = field(default_factory=dict)
     batch_norm: Literal["unscale", "frozen", "two_convolutions", "std_correction"] = "unscale"
 
     def __post_init__(self) -> None:
         for kind, role in self.roles.items():
             check_known(f"kind of op in the roles of Backend {self.name!r}:", kind, KINDS)
             check_known(f"role of {kind!r} in Backend {self.name!r}:", role, get_args(Role))
-        for kind in (*self.needs_quantized_output, *self.joined_activations):
+        for kind in (*self.needs_quantized_output, *self.joined_activations, *self.same_grid, *self.output_specs):
             check_known(f"kind of op in Backend {self.name!r}:", kind, KINDS)
         check_known(f"residual_add of Backend {self.name!r}:", self.residual_add, ("both", "identity"))
         if self.conv_transpose_axis not in (0, 1):
@@ -343,6 +347,51 @@ XNNPACK = Backend(
     runtime="xnnpack",
 )
 
+# LiteRT (TensorFlow Lite). Source: its 8-bit quantization specification (ai.google.dev/edge/litert/conversion/tensorflow/
+# quantization/quantization_spec): activations int8 with a zero point, weights int8 in [-127, 127] per output channel, biases
+# int32 in steps of input scale times weight scale. Pools, resizes, concats and what moves values have one grid for inputs and
+# output. Softmax, logistic and tanh have fixed grids. An op computes in integers where all its inputs and its output are
+# quantized, behind a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
+_LITERT_OPS = (*_LAYERS, "matmul", "avg_pool", "mean", "upsample_linear", "softmax", "sigmoid", "tanh", "leaky_relu",
+               "hardswish", "gelu")  # fmt: skip
+_LITERT_MERGES = ("add", "sub", "mul")
+# Activations without an integer kernel.
+_FLOAT_IN_LITERT = ("prelu", "elu", "mish", "hardsigmoid", "softplus")
+
+
+def _fixed(low: float, high: float) -> QuantSpec:
+    return replace(_AFFINE, signed=True, observer="constant", observer_args={"low": low, "high": high})
+
+
+# A SiLU is a logistic and a product.
+LITERT = Backend(
+    name="litert",
+    qconfig=QConfig(activation=replace(_AFFINE, signed=True), weight=replace(_PER_CHANNEL, narrow=True)),
+    roles={**_roles(compute=_LITERT_OPS, merge=_LITERT_MERGES), **dict.fromkeys(_FLOAT_IN_LITERT, "float")},
+    grouped_conv_transpose=False,
+    needs_quantized_output=(*_LITERT_OPS, *_LITERT_MERGES),
+    splits_silu=True,
+    joined_activations=("relu", "relu6", "clamp"),
+    quantize_outputs=True,
+    quantize_graph_outputs=True,
+    integer_bias=True,
+    same_grid=("avg_pool", "upsample_linear"),
+    output_specs={"softmax": _fixed(0, 255 / 256), "sigmoid": _fixed(0, 255 / 256), "tanh": _fixed(-1, 127 / 128)},
+    runtime="xnnpack",
+)
+
+# LiteRT with activations of 16 bits. Source: the same specification and its kernels: int16 without zero points, biases int64,
+# softmax, logistic and tanh in steps of 1/32768. Hard swish, GELU and the delegate XNNPACK have no int16.
+_OF_16_BITS = QuantSpec(bits=16, observer="constant", observer_args={"low": -32767 / 32768, "high": 32767 / 32768})
+LITERT_16X8 = replace(
+    LITERT,
+    name="litert-16x8",
+    qconfig=QConfig(activation=QuantSpec(bits=16), weight=LITERT.qconfig.weight),
+    roles={**LITERT.roles, "hardswish": "float", "gelu": "float"},
+    output_specs=dict.fromkeys(LITERT.output_specs, _OF_16_BITS),
+    runtime=None,
+)
+
 # The setting of papers. Source: MQBench's Academic: inputs and weights of convolutions and linear layers only, the first and
 # the last layer in 8 bits. A global rule sets the widths of the others.
 ACADEMIC = Backend(
@@ -379,6 +428,8 @@ _ALL = (
         NNIE,
         TVM,
         XNNPACK,
+        LITERT,
+        LITERT_16X8,
     ),
     *(ACADEMIC, ACADEMIC_NLP),
 )

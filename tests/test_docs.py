@@ -17,7 +17,12 @@ EXTRAS = re.compile(
 )
 
 # Names that need an extra.
-NEEDED_BY = {"MixedPrecision": "scipy", "save_checkpoint": "safetensors", "TrainingArguments": "accelerate"}
+NEEDED_BY = {
+    "MixedPrecision": "scipy",
+    "save_checkpoint": "safetensors",
+    "TrainingArguments": "accelerate",
+    "export_litert": "ai_edge_litert",
+}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -11,7 +11,7 @@ import pytest
 from qtoolkit import extras
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("checkpoint", "cli", "executorch", "onnx", "openvino", "report", "tuning")
+EXTRAS = ("checkpoint", "cli", "executorch", "litert", "onnx", "openvino", "report", "tuning")
 
 
 def lines_of(extra: str) -> list[str]:

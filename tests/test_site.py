@@ -19,9 +19,12 @@ from tests import pages
 DOCS = Path(__file__).parents[1] / "docs"
 sentences = SimpleNamespace(**run_path(str(DOCS / "sentences.py")))
 MODULES = (qt, qt.nn, qt.ops, qt.tuning, qt.tuning.mixed_precision, qt.export, qt.debug)
-WITHOUT_AN_EXAMPLE = {  # executorch is not installed where the examples run
+WITHOUT_AN_EXAMPLE = {  # executorch and ai-edge-litert are not installed where the examples run
     "qtoolkit.export.ExecutorchResult",
+    "qtoolkit.export.LitertResult",
     "qtoolkit.export.export_executorch",
+    "qtoolkit.export.export_litert",
+    "qtoolkit.export_litert",
 }
 REFERENCE = re.findall(
     r"^::: (\S+)$", "\n".join(page.read_text() for page in DOCS.glob("api/*.md")), flags=re.MULTILINE

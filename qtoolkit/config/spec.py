@@ -55,10 +55,12 @@ class QuantSpec:
             times the standard deviation), "lsq" (the start of LSQ's paper, 2 * mean|x| / sqrt(qmax)), "histogram" (the range
             that a `method` chooses from a histogram of all inputs), "moving_histogram" (the moving average of what a `method`
             chooses for each input); with pow2_scale also "pow2" (the power of two with the least squared error) and
-            "pow2_mode" (the one that is best for the most inputs). docs/observers.md compares them.
+            "pow2_mode" (the one that is best for the most inputs); or "constant" (a given range). docs/observers.md compares
+            them.
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average" and
             "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
-            "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram".
+            "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram"; `low` (-1.0) and
+            `high` (1.0) for "constant".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153; with the observer
             "minmax" it starts at the least squared error, with "lsq" as in the paper), or another name of
             `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",

@@ -5,6 +5,7 @@ from qtoolkit.export.description import FileDescription, describe
 from qtoolkit.export.executorch import ExecutorchResult, export_executorch
 from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.export.lint import lint
+from qtoolkit.export.litert import LitertResult, export_litert
 from qtoolkit.export.onnx import ExportResult, export_onnx
 from qtoolkit.export.pairs.stored_weights import StoredWeights
 from qtoolkit.export.program import export_program
@@ -20,6 +21,7 @@ __all__ = [
     "ExecutorchResult",
     "ExportResult",
     "FileDescription",
+    "LitertResult",
     "RuntimeCodes",
     "RuntimeComparison",
     "StoredWeights",
@@ -30,6 +32,7 @@ __all__ = [
     "describe",
     "encodings",
     "export_executorch",
+    "export_litert",
     "export_onnx",
     "export_program",
     "lint",

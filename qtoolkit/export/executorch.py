@@ -14,7 +14,7 @@ from qtoolkit.export.onnx import ONE_AT_A_TIME
 from qtoolkit.export.program import Decomposed, decomposed
 from qtoolkit.export.verification.codes import largest_difference
 from qtoolkit.export.verification.deployed import RuntimeCodes, compare_execution
-from qtoolkit.export.verification.follower import Follower, NodeCodes
+from qtoolkit.export.verification.follower import Follower, NodeCodes, in_shapes_of_calls
 from qtoolkit.export.verification.runtimes import executorch_xnnpack
 from qtoolkit.export.verification.runtimes.executorch_xnnpack import Lowered, lower
 from qtoolkit.export.verification.verify import Verification
@@ -128,13 +128,9 @@ def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, Runtim
 
 
 def _by_quantizer(names: Sequence[str], codes: Sequence[Any], ours: Follower) -> dict[str, list[NodeCodes]]:
-    """Return the runtime's codes by the name of the quantizer, without repeated pairs, in the model's shapes.
-
-    A mean over an image keeps dimensions in the file that it drops in the model.
-    """
+    """Return the runtime's codes by the name of the quantizer, without repeated pairs, in the model's shapes."""
     found: dict[str, list[NodeCodes]] = defaultdict(list)
     for name, array in zip(names, codes, strict=True):
         if name:
-            shapes = {call.size: call.shape for call in ours.codes.get(name, [])}
-            found[name].append(NodeCodes(array.reshape(shapes.get(array.size, array.shape))))
-    return found
+            found[name].append(NodeCodes(array))
+    return in_shapes_of_calls(found, ours)

@@ -157,7 +157,7 @@ _MOVING = (
         (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
         (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.clone),
         ("contiguous", "clone", "detach")),
-        onnx=("Identity", "Dropout", "Cast"), aten=("clone", "contiguous", "alias", "dropout"), returns_input=True,
+        onnx=("Identity", "Dropout", "Cast"), aten=("clone", "contiguous", "alias", "dropout", "dropout_"), returns_input=True,
         homogeneous=True),
 )  # fmt: skip
 

@@ -42,6 +42,7 @@ from qtoolkit.quantizers.kinds.qil import QIL
 from qtoolkit.quantizers.kinds.tqt import TQT
 from qtoolkit.quantizers.observers import (
     ClipStdObserver,
+    ConstantRangeObserver,
     HistogramObserver,
     LSQStartObserver,
     MovingAverageObserver,
@@ -73,5 +74,6 @@ OBSERVERS: dict[str, type[Observer]] = {
     "moving_histogram": MovingHistogramObserver,
     "pow2": Pow2Observer,
     "pow2_mode": Pow2ModeObserver,
+    "constant": ConstantRangeObserver,
 }
 REGISTRY.quantizers, REGISTRY.observers = QUANTIZERS, OBSERVERS

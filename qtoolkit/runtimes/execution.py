@@ -45,6 +45,7 @@ class Executed:
             model does.
         remark: What users of this runtime have to know, beside the figures; "" for nothing.
         unrounded: Quantizers at which it does not round unless codes are read; the remark says so.
+        steps: By how many steps a code may differ.
     """
 
     runtime: str
@@ -56,6 +57,7 @@ class Executed:
     share: float
     remark: str = ""
     unrounded: tuple[str, ...] = ()
+    steps: int = 1
 
 
 # A runtime: (file, inputs, quantizers of the file, the model's grids by name, whether to optimize) -> what it computes.

@@ -1,7 +1,7 @@
 """One record of each runtime: its integer kernels, how it executes a file, which differences are its rounding, its rules."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from qtoolkit.verdicts import Cause, Refusal
 
 RuntimeName = Literal["onnxruntime", "openvino", "tensorrt", "xnnpack"]
 ExecutingRuntime = Literal["onnxruntime", "openvino"]  # those that run an ONNX file here
+LitertRuntime = Literal["litert", "litert-xnnpack"]  # those that run a LiteRT file
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,15 @@ XNNPACK = Runtime(
 RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in (ONNXRUNTIME, OPENVINO, TENSORRT, XNNPACK)}
 # How each runtime executes an ONNX file, by its name.
 EXECUTES: Mapping[str, Execute] = {name: each.execute for name, each in RUNTIMES.items() if each.execute is not None}
+
+
+# LiteRT with the delegate XNNPACK, and with its reference kernels, whose fixed point no model computes yet: it rounds twice
+# behind a sum. They execute files of their own (`qtoolkit.export.verification.runtimes.litert_interpreter`).
+_LITERT = replace(XNNPACK, package="ai_edge_litert", extra="litert")
+LITERT_RUNTIMES: Mapping[str, Runtime] = {
+    "litert": replace(_LITERT, name="litert", tie_share=1e-2),
+    "litert-xnnpack": replace(_LITERT, name="litert-xnnpack"),
+}
 
 
 def runtime_named(name: str) -> Runtime:

@@ -16,12 +16,13 @@ from qtoolkit.quantizers.table import OBSERVERS
 from tests import reference
 
 POW2 = ("pow2", "pow2_mode")
-EXACT = ("minmax", "histogram", "pow2")  # the same for any split of the data
+EXACT = ("minmax", "histogram", "pow2", "constant")  # the same for any split of the data
 SUMS = ("lsq", "clip_std")  # the same up to the order of sums
 MOVING = ("moving_average", "moving_histogram")
 OPTIONS = {
     "moving_histogram": {"momentum": 0.25, "method": "percentile", "percentile": 95.0},
     "histogram": {"bins": 512},
+    "constant": {"low": -2.0, "high": 3.0},
 }
 
 
@@ -102,6 +103,10 @@ def moving_histogram(batches: list[np.ndarray], spec: qt.QuantSpec) -> tuple[flo
     return average(ends, 0.25)
 
 
+def constant(batches: list[np.ndarray], spec: qt.QuantSpec) -> tuple[float, float]:
+    return spec.observer_args["low"], spec.observer_args["high"]
+
+
 def best_exponent(x: np.ndarray, spec: qt.QuantSpec) -> int:
     """The exponent with the least squared error on the values themselves."""
     x = x.astype(np.float64)
@@ -138,6 +143,7 @@ FORMULAS: dict[str, Callable[[list[np.ndarray], qt.QuantSpec], tuple[float, floa
         moving_histogram,
         pow2,
         pow2_mode,
+        constant,
     )
 }
 

@@ -66,6 +66,7 @@ class RuntimeCodes:
         unrounded: Quantizers at which the runtime does not round in the graph that users run.
         weights: The comparison of the weights' codes in the file with the model's, by the names of their quantizers.
         on_codes: The layers that the model itself computes in integers.
+        steps: By how many steps a code may differ where the runtime rounds in another order.
 
     Example:
         >>> import tempfile
@@ -94,6 +95,7 @@ class RuntimeCodes:
     unrounded: tuple[str, ...] = ()
     weights: Mapping[str, CodeCount] = field(default_factory=dict)
     on_codes: tuple[str, ...] = ()
+    steps: int = 1
 
     @classmethod
     def of(
@@ -124,6 +126,7 @@ class RuntimeCodes:
             executed.share,
             executed.remark,
             unrounded=executed.unrounded,
+            steps=executed.steps,
             **model,
         )
 
@@ -170,7 +173,7 @@ class RuntimeCodes:
             return Verdict.DIFFERENT
         if not self.codes.differing:
             return Verdict.EQUAL
-        few = self.layer_codes.are_ties(self.share)
+        few = self.layer_codes.are_ties(self.share, self.steps)
         return Verdict.ROUNDING if self.share and few else Verdict.DIFFERENT
 
     def check(self) -> Verdict:

@@ -252,6 +252,15 @@ def same_grid(one: Grid, other: Grid) -> bool:
     return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+def in_shapes_of_calls(nodes: Nodes, follower: Follower) -> dict[str, list[NodeCodes]]:
+    """Return codes in the shapes that the model's have: a mean over an image keeps dimensions in files that it drops there."""
+    found = {}
+    for name, of_name in nodes.items():
+        shapes = {call.size: call.shape for call in follower.codes.get(name, [])}
+        found[name] = [NodeCodes(node.codes.reshape(shapes.get(node.codes.size, node.codes.shape))) for node in of_name]
+    return found
+
+
 @contextmanager
 def forward_hooks(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Register a forward hook on modules for the duration of a `with` block."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtoolkit.argument_order import in_any_order
 from qtoolkit.errors import check_known, renamed
@@ -25,12 +25,14 @@ from qtoolkit.export.verification.codes import (
     sum_of,
 )
 from qtoolkit.export.verification.deployed import DeployedVerification, RuntimeCodes, compare_execution
-from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, grid_named
+from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, Nodes, grid_named
 from qtoolkit.export.verification.positions import ChosenMaxima
+from qtoolkit.export.verification.runtimes.litert_interpreter import LitertFile
 from qtoolkit.model_inputs import call_arguments, tensors_of
 from qtoolkit.progress import note, progress_bar
 from qtoolkit.quantizers.frozen import Grid
-from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime
+from qtoolkit.runtimes.execution import Executed
+from qtoolkit.runtimes.table import EXECUTES, LITERT_RUNTIMES, RUNTIMES, ExecutingRuntime, LitertRuntime
 
 if TYPE_CHECKING:
     import os
@@ -250,7 +252,7 @@ def verify(
     model: nn.Module,
     inputs: Any,
     path: "str | os.PathLike[str]",
-    runtimes: Sequence[ExecutingRuntime] = ("onnxruntime",),
+    runtimes: Sequence[ExecutingRuntime | LitertRuntime] = ("onnxruntime",),
     optimized: bool = True,
     progress: bool = True,
 ) -> DeployedVerification:
@@ -272,7 +274,8 @@ def verify(
         model: What `qtoolkit.convert` returned, in eval mode.
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
         path: The exported file.
-        runtimes: "onnxruntime", "openvino" or both, on the CPU.
+        runtimes: "onnxruntime", "openvino" or both, on the CPU. For a file of `export_litert`: "litert", with the reference
+            kernels, "litert-xnnpack", with the delegate that LiteRT takes on the CPU, or both.
         optimized: False runs onnxruntime without graph optimizations: every op in float between its Q/DQ nodes.
         progress: Show a progress bar.
 
@@ -299,31 +302,77 @@ def verify(
         >>> found.runtimes["onnxruntime"].codes.differing
         0
     """
-    for runtime in runtimes:
-        check_known("runtime of verify:", runtime, EXECUTES)
-        RUNTIMES[runtime].check_installed("verify")
-        if not optimized and runtime != "onnxruntime":
-            raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")
+    of_litert = _check_runtimes(runtimes, optimized)
     args, kwargs = call_arguments(model, inputs, "verify: inputs do")
-    file = _opened(path, "verify")
-    nodes = _nodes_of(file.proto.graph, model, "verify")
-    grids = {node.quantizer: grid_named(model, node.quantizer) for node in nodes}
     tensors = tensors_of((args, kwargs))
-    file.check_inputs(tensors, "verify")
+    if not isinstance(path, str | PathLike):
+        raise _no_path(path, "verify")
+    file = LitertFile(Path(path), model, tensors) if of_litert else OnnxFile(Path(path), model, tensors, optimized)
     follower = Follower(model, args, kwargs)
-    varying = [node for node in nodes if not node.is_constant]
-    constant = [node for node in nodes if node.is_constant]
-    weights = _compare_weights(follower, file, constant)
-    of_constants = {node.quantizer for node in constant}
-    names = [name for name in (*grids, *follower.codes) if name not in of_constants]
+    weights = file.compare_weights(follower)
+    names = [name for name in (*file.quantizers, *follower.codes) if name not in file.constants]
     found: dict[str, RuntimeCodes] = {}
     with progress_bar("verify", "runtimes", progress, runtimes) as bar:
         for name in bar:
-            executed = EXECUTES[name](Path(path), tensors, varying, grids, optimized)
-            read = _by_quantizer(nodes, executed.codes)
+            executed, read = file.execute(name, follower)
             found[name] = compare_execution(follower, executed, read, names, weights=weights)
             note(bar, f"{name}: {found[name].codes.differing:,} of {found[name].codes.compared:,} codes differ")
     return DeployedVerification(found)
+
+
+def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
+    """Check that runtimes are known, installed and read one form of file; return whether it is LiteRT's."""
+    for runtime in runtimes:
+        check_known("runtime of verify:", runtime, (*EXECUTES, *LITERT_RUNTIMES))
+        {**RUNTIMES, **LITERT_RUNTIMES}[runtime].check_installed("verify")
+        if not optimized and runtime != "onnxruntime":
+            raise ValueError(f"verify: optimized=False needs runtimes=('onnxruntime',), got {tuple(runtimes)!r}.")
+    forms = {runtime in LITERT_RUNTIMES for runtime in runtimes}
+    if len(forms) > 1:
+        raise ValueError(
+            f"verify: the runtimes {tuple(runtimes)!r} do not read the same file; call verify for each file."
+        )
+    return True in forms
+
+
+class OnnxFile:
+    """An ONNX file, with the inputs of a comparison.
+
+    Args:
+        path: The file.
+        model: The model that it is compared with.
+        tensors: The inputs.
+        optimized: Whether onnxruntime optimizes the graph.
+    """
+
+    def __init__(self, path: Path, model: nn.Module, tensors: Sequence[Tensor], optimized: bool) -> None:
+        self.path, self.tensors, self.optimized = path, tensors, optimized
+        self.file = _opened(path, "verify")
+        self.nodes = _nodes_of(self.file.proto.graph, model, "verify")
+        self.grids = {node.quantizer: grid_named(model, node.quantizer) for node in self.nodes}
+        self.file.check_inputs(tensors, "verify")
+        self.constant = [node for node in self.nodes if node.is_constant]
+
+    @property
+    def quantizers(self) -> list[str]:
+        """The names of the quantizers, in the order of the file."""
+        return list(self.grids)
+
+    @property
+    def constants(self) -> set[str]:
+        """The names of those whose codes do not depend on the inputs."""
+        return {node.quantizer for node in self.constant}
+
+    def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
+        """Compare the codes of the layers' weights with the model's, by the names of their quantizers."""
+        weights = [node for node in self.constant if node.quantizer in follower.weights]
+        return follower.compare_weights(_by_quantizer(weights, self.file.constants([node.codes for node in weights])))
+
+    def execute(self, runtime: str, follower: Follower) -> tuple[Executed, Nodes]:
+        """Run the file, and return its codes by quantizer."""
+        varying = [node for node in self.nodes if not node.is_constant]
+        executed = EXECUTES[runtime](self.path, self.tensors, varying, self.grids, self.optimized)
+        return executed, _by_quantizer(self.nodes, executed.codes)
 
 
 def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> OpenedFile:
@@ -331,8 +380,12 @@ def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str)
     if isinstance(model, str | PathLike):
         open_model(model)
     elif model is None or not hasattr(model, "graph"):
-        raise TypeError(f"{what}: path must be the path of the exported file, got {model!r}.")
+        raise _no_path(model, what)
     return OpenedFile.of(model)
+
+
+def _no_path(path: Any, what: str) -> TypeError:
+    return TypeError(f"{what}: path must be the path of the exported file, got {path!r}.")
 
 
 def _nodes_of(graph: Any, model: nn.Module, what: str) -> list[QuantizerNode]:
@@ -352,9 +405,3 @@ def _nodes_of(graph: Any, model: nn.Module, what: str) -> list[QuantizerNode]:
             f"the file of another model; export this one."
         )
     return nodes
-
-
-def _compare_weights(follower: Follower, file: OpenedFile, constant: Sequence[QuantizerNode]) -> dict[str, CodeCount]:
-    """Compare the codes of the layers' weights in a file with the model's, by the names of their quantizers."""
-    weights = [node for node in constant if node.quantizer in follower.weights]
-    return follower.compare_weights(_by_quantizer(weights, file.constants([node.codes for node in weights])))

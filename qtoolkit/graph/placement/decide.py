@@ -130,6 +130,8 @@ class _Collector:
                 self._take_inputs(node, qconfig.activation)
         if self.backend.quantize_outputs:
             self._take_users(node, qconfig.activation, "computes in integers throughout")
+            if kind_of(node).name in self.backend.same_grid:
+                self._join_input_and_output(node)
         elif kind_of(node).name in self.backend.needs_quantized_output and not is_returned(node, self.backend):
             self._take_users(node, qconfig.activation, "computes it in integers only with a quantized output")
 
@@ -183,7 +185,16 @@ class _Collector:
         spec = max((request.spec for request in requests), key=lambda s: s.bits)
         if spec.format == "int" and spec.signed and spec.symmetric and unsigned.issuperset(made):
             spec = replace(spec, signed=False, narrow=False)
+        fixed = self._fixed_by_target(made)
+        if fixed is not None and fixed.bits == spec.bits:
+            spec = fixed
         return PlannedQuantizer(name, tuple(made), spec, tuple(requests))
+
+    def _fixed_by_target(self, producers: list[fx.Node]) -> QuantSpec | None:
+        """Return the spec that the target fixes for all these tensors of one scale; None where it fixes none, or some."""
+        kinds = [kind_of(producer).name for producer in producers]
+        specs = [self.backend.output_specs.get(kind) for kind in kinds if kind not in self.backend.same_grid]
+        return specs[0] if specs and all(spec == specs[0] for spec in specs) else None
 
     # ---- what an op asks for
 
@@ -204,7 +215,7 @@ class _Collector:
         return self._without_quantized_output(node)
 
     def _without_quantized_output(self, node: fx.Node) -> Verdict | None:
-        if not self.backend.is_float_without_quantized_output(kind_of(node)):
+        if self.backend.quantize_outputs or not self.backend.is_float_without_quantized_output(kind_of(node)):
             return None
         if self.roles.last_in_unit(node) in self.on_grid or fuses(self.op_of[node], self.backend):
             return None
@@ -237,7 +248,15 @@ class _Collector:
             source = moved
         return self.roles.unit.get(source, owner_of(source))
 
-    # ---- concats
+    # ---- tensors of one scale
+
+    def _join_input_and_output(self, node: fx.Node) -> None:
+        source = tensor_inputs(node)[0]
+        while (moved := self.roles.moves_from(source)) is not None:
+            source = moved
+        ends = self._root(source), self._root(self.roles.last_in_unit(node))
+        if ends[0] is not ends[1]:
+            self.shares_with[ends[1]] = ends[0]
 
     def _share(self, concat: fx.Node, spec: QuantSpec) -> None:
         for source in tensor_inputs(concat):

@@ -506,7 +506,7 @@ def test_a_backend_with_unknown_values_says_so(change: dict[str, Any], words: st
 def test_the_targets() -> None:
     assert list(qt.backends) == [
         "tensorrt", "tensorrt8", "tensorrt-nlp", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl", "ppl-w8a16",
-        "stpu", "tengine", "nnie", "tvm", "xnnpack", "academic", "academic-nlp",
+        "stpu", "tengine", "nnie", "tvm", "xnnpack", "litert", "litert-16x8", "academic", "academic-nlp",
     ]  # fmt: skip
     up = qt.prepare(nets.ConvNet(), backend="tensorrt8").get_submodule("up").weight_quantizer
     assert up.spec.axis == 0
@@ -518,7 +518,7 @@ def test_the_targets() -> None:
     assert weights["ppl"] == "uint8 affine per-channel(0)"
     assert weights["ppl-w8a16"] == "uint8 affine"
     assert weights["stpu"] == "int8 narrow"
-    assert weights["xnnpack"] == "int8 narrow per-channel(0)"
+    assert weights["xnnpack"] == weights["litert"] == "int8 narrow per-channel(0)"
     assert qt.backends["xnnpack"].qconfig.activation.describe() == "int8 affine"
     assert qt.backends["ppl-w8a16"].qconfig.activation.describe() == "uint16 affine"
 

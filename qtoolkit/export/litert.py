@@ -1,0 +1,126 @@
+"""export_litert(): write a model as a file of LiteRT (.tflite) with integer kernels, after verification."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from qtoolkit.argument_order import in_any_order
+from qtoolkit.errors import check_known
+from qtoolkit.export.program import decomposed
+from qtoolkit.export.tflite.lowering import lower
+from qtoolkit.export.verification.deployed import RuntimeCodes
+from qtoolkit.export.verification.verify import verify as verify_file
+from qtoolkit.files import write_atomically
+from qtoolkit.runtimes.execution import Layer
+from qtoolkit.runtimes.table import LITERT_RUNTIMES
+from qtoolkit.version import __version__
+
+
+@dataclass(frozen=True)
+class LitertResult:
+    """What `export_litert` returns.
+
+    Attributes:
+        path: The file.
+        bytes: Its size.
+        layers: The ops that compute. Those with `integer` do so on codes.
+        conversions: How many ops convert between floats and codes, or between codes of two grids.
+        inputs: The layout of each input of the file, by its name: "NHWC" where the model has NCHW; "as in the model" otherwise.
+        outputs: The same of each output.
+        reasons: Why a layer computes in float, by its name.
+        verification: The comparison with LiteRT's reference kernels, or None with `verify=False`.
+    """
+
+    path: Path
+    bytes: int
+    layers: tuple[Layer, ...]
+    conversions: int
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    reasons: Mapping[str, str]
+    verification: RuntimeCodes | None
+
+    @property
+    def float_layers(self) -> tuple[Layer, ...]:
+        """The ops that compute in float."""
+        return tuple(layer for layer in self.layers if not layer.integer)
+
+    def __str__(self) -> str:
+        layouts = [f"{name} ({layout})" for ends in (self.inputs, self.outputs) for name, layout in ends.items()]
+        left = [f"{layer.name} ({layer.kernel}: {self.reasons[layer.name]})" for layer in self.float_layers]
+        lines = [
+            f"{self.path}: {self.bytes / 1024:.1f} KiB, {len(self.layers) - len(left)} ops in integers, "
+            f"{self.conversions} conversions",
+            f"inputs and outputs: {', '.join(layouts)}",
+            f"in float: {', '.join(left) or 'none'}",
+        ]
+        return "\n".join([*lines, *([] if self.verification is None else [str(self.verification)])])
+
+
+@in_any_order(model="model", inputs="example_inputs", path="path")
+def export_litert(
+    model: nn.Module,
+    example_inputs: Any,
+    path: str | os.PathLike[str],
+    io_type: Literal["float32", "int8", "int16"] = "float32",
+    verify: bool = True,
+) -> LitertResult:
+    """Write a calibrated or converted model as a file of LiteRT (.tflite), which runs on phones and microcontrollers.
+
+    Prepare the model with `backend="litert"`. Ops between quantizers compute in integers: codes of activations are int8 with a
+    zero point, weights int8 by output channel, biases int32 at input scale times weight scale. An op without an integer kernel
+    computes in float; the result lists it, with the reason.
+
+    Images have their channels last in the file: inputs of four dimensions are NHWC, and so are outputs that are images. The
+    result says it of each. Sizes are those of the example inputs.
+
+    Args:
+        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.
+        example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
+            They give the shapes and are the inputs of the verification.
+        path: The file to write. If any step fails, a file that is there stays as it was.
+        io_type: "float32", or "int8" ("int16" with the backend "litert-16x8") for codes at the inputs and outputs that have a
+            quantizer of this type.
+        verify: Run the file with LiteRT's reference kernels, and compare all codes with the model's.
+
+    Returns:
+        The path, the size, the layouts, the ops that compute in integers and in float, and the comparison.
+
+    Raises:
+        ValueError: LiteRT has no op for one of the model's, or the file cannot hold a quantizer; the message names it.
+        RuntimeError: A quantizer saw no data, torch.export cannot export the model, or LiteRT's codes differ from the model's
+            by more than its rounding.
+        TypeError: The model has no quantizers, or the example inputs do not match its forward.
+        ImportError: The extra [litert] is not installed.
+    """
+    LITERT_RUNTIMES["litert"].check_installed("export_litert")
+    check_known("io_type of export_litert:", io_type, ("float32", "int8", "int16"))
+    found = decomposed(model, example_inputs, None, "export_litert")
+    lowered = lower(found, io_type, f"torch-qtoolkit {__version__}")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "model.tflite"
+        place.write_bytes(lowered.file)
+        codes = _verified(found.converted, (found.args, found.kwargs), place) if verify else None
+    write_atomically(lowered.file, path)
+    return LitertResult(
+        Path(path),
+        len(lowered.file),
+        lowered.layers,
+        lowered.conversions,
+        lowered.inputs,
+        lowered.outputs,
+        lowered.reasons,
+        codes,
+    )
+
+
+def _verified(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], file: Path) -> RuntimeCodes:
+    args, kwargs = inputs
+    compared = verify_file(model, kwargs or args, file, ("litert",), progress=False).runtimes["litert"]
+    compared.check()
+    return compared

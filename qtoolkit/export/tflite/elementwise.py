@@ -1,0 +1,188 @@
+"""Kernels of elementwise ops, and of softmax and batch norm."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from qtoolkit.export.tflite.flatbuffer import Scales, Value
+from qtoolkit.export.tflite.ops import Op, activation_of
+
+OF_16_BITS = Scales((1 / 32768,), dtype="int16")  # the outputs of softmax, logistic and tanh
+
+
+def _aligned(op: Op, values: Sequence[Value]) -> list[Value]:
+    """Return values with the rank and the order of dimensions of the output."""
+    rank = len(op.shape)
+    full = [x if len(x.shape) == rank else op.reshaped(x, (1,) * (rank - len(x.shape)) + x.shape) for x in values]
+    orders = [x.order for x in full if x.shape == op.shape and not x.is_plain] or [x.order for x in full]
+    return [op.ordered(x, orders[0]) for x in full]
+
+
+def binary(kernel: str, options: str) -> Callable[[Op], Value]:
+    """Return the kernel of an op on two tensors."""
+
+    def emit(op: Op) -> Value:
+        other = op.args["other"]
+        second = op.value(other) if isinstance(other, fx.Node) else _number(op, other)
+        if op.args.get("alpha", 1) != 1:
+            raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by it before the sum.")
+        a, b = _aligned(op, [op.value("self"), second])
+        power = {"potScaleInt16": False} if kernel in ("ADD", "SUB") else {}
+        return op.emit(kernel, [a, b], a, options, fusedActivationFunction=op.joined, **power)
+
+    return emit
+
+
+def _number(op: Op, value: float) -> Value:
+    return Value(op.constant(np.array([value], np.float32), "number"), (1,), (0,))
+
+
+def check_binary(op: Op) -> str:
+    """Return why an op on two tensors has no integer kernel."""
+    other = op.args["other"]
+    if not isinstance(other, fx.Node):
+        return "it takes a constant, which is not quantized"
+    return ""
+
+
+def unary(kernel: str, options: str = "", **values: Any) -> Callable[[Op], Value]:
+    """Return the kernel of an op on one tensor."""
+
+    def emit(op: Op) -> Value:
+        x = op.value("self" if "self" in op.args else "input")
+        return op.emit(kernel, [x], x, options, **values)
+
+    return emit
+
+
+def fixed(scales: Scales) -> Callable[[Op], str]:
+    """Return the check of a kernel whose output grid is fixed."""
+
+    def check(op: Op) -> str:
+        wanted = scales if op.scales is None or op.scales.dtype == "int8" else OF_16_BITS
+        words = f"LiteRT's kernel has the output scale {wanted.scale[0]} and zero point {wanted.zero_point}"
+        return "" if op.scales == wanted else words
+
+    return check
+
+
+def leaky_relu(op: Op) -> Value:
+    """Add a leaky ReLU."""
+    x = op.value("self")
+    return op.emit("LEAKY_RELU", [x], x, "LeakyReluOptions", alpha=float(op.args["negative_slope"]))
+
+
+def gelu(op: Op) -> Value:
+    """Add a GELU."""
+    x = op.value("self")
+    return op.emit("GELU", [x], x, "GeluOptions", approximate=op.args["approximate"] == "tanh")
+
+
+def softmax(op: Op) -> Value:
+    """Compute it over the last axis of the file."""
+    x, dim = op.value("self"), op.args["dim"] % len(op.shape)
+    order = x.order if x.axis(dim) == len(x.shape) - 1 else (*(d for d in range(len(x.shape)) if d != dim), dim)
+    x = op.ordered(x, order)
+    return op.emit("SOFTMAX", [x], x, "SoftmaxOptions", beta=1.0)
+
+
+def relu(op: Op) -> Value:
+    """Add a ReLU, a ReLU6 or a clip to other bounds."""
+    x, kind = op.value("self"), activation_of(op.node)
+    return op.emit(kind, [x], x) if kind else _clip(op, x)
+
+
+def _clip(op: Op, x: Value) -> Value:
+    low, high = (op.args.get(name, op.args.get(f"{name}_val")) for name in ("min", "max"))
+    for kernel, bound in (("MAXIMUM", low), ("MINIMUM", high)):
+        if bound is not None:
+            x = op.step(kernel, [x, _number(op, bound)], x, "MaximumMinimumOptions")
+    return x
+
+
+def check_relu(op: Op) -> str:
+    """Return why a clip has no integer kernel."""
+    return "" if activation_of(op.node) else "LiteRT has no integer kernel for these bounds"
+
+
+def silu(op: Op) -> Value:
+    """Add a SiLU: the product of x and its sigmoid."""
+    x = op.value("self")
+    return op.emit("MUL", [x, op.step("LOGISTIC", [x], x)], x, "MulOptions")
+
+
+def elu(op: Op) -> Value:
+    """Add an ELU: relu(x) + alpha (exp(min(x, 0)) - 1), as the reference kernels have no ELU."""
+    x, alpha = op.value("self"), float(op.args["alpha"])
+    if op.args["input_scale"] != 1 or op.args["scale"] != 1:
+        raise ValueError(f"export_litert: {op.node.name!r} is an ELU with scales, such as SELU; replace it by ELU.")
+    below = op.step("EXP", [op.step("MINIMUM", [x, _number(op, 0.0)], x, "MaximumMinimumOptions")], x, "ExpOptions")
+    shifted = op.step("SUB", [below, _number(op, 1.0)], x, "SubOptions")
+    scaled = op.step("MUL", [shifted, _number(op, alpha)], x, "MulOptions")
+    return op.emit("ADD", [op.step("RELU", [x], x), scaled], x, "AddOptions")
+
+
+def hardsigmoid(op: Op) -> Value:
+    """Add a hard sigmoid: relu6(x + 3) / 6."""
+    x = op.value("self")
+    six = op.option("ActivationFunctionType", "RELU6")
+    shifted = op.step("ADD", [x, _number(op, 3.0)], x, "AddOptions", fusedActivationFunction=six)
+    return op.emit("MUL", [shifted, _number(op, 1 / 6)], x, "MulOptions")
+
+
+def prelu(op: Op) -> Value:
+    """Add a PReLU."""
+    x, slopes = op.value("self"), op.lowering.constant(op.args["weight"]).float()
+    shape = [1] * (len(x.shape) - 1)
+    if slopes.numel() > 1:
+        shape[x.axis(1) - 1] = slopes.numel()
+    return op.emit("PRELU", [x, op.constant(slopes.reshape(shape).numpy(), f"{op.name}.slopes")], x)
+
+
+def layer_norm(op: Op) -> Value:
+    """Add a layer norm: (x - mean) / sqrt(variance + eps) over the last dimensions, with a factor and a sum."""
+    x, rank = op.plain(op.value("input")), len(op.shape)
+    dims = range(rank - len(op.args["normalized_shape"]), rank)
+    axes, kept = op.integers(dims), x.moved([1 if d in dims else n for d, n in enumerate(x.shape)], x.order)
+    centred = op.step("SUB", [x, op.step("MEAN", [x, axes], kept, "ReducerOptions", keepDims=True)], x, "SubOptions")
+    squares = op.step("MUL", [centred, centred], x, "MulOptions")
+    variance = op.step("MEAN", [squares, axes], kept, "ReducerOptions", keepDims=True)
+    root = op.step("RSQRT", [op.step("ADD", [variance, _number(op, op.args["eps"])], kept, "AddOptions")], kept)
+    scaled = [centred, root]
+    if op.args["weight"] is not None:
+        scaled = [op.step("MUL", scaled, x, "MulOptions"), op.value("weight")]
+    if op.args["bias"] is None:
+        return op.emit("MUL", scaled, x, "MulOptions")
+    return op.emit("ADD", [op.step("MUL", scaled, x, "MulOptions"), op.value("bias")], x, "AddOptions")
+
+
+def attention(op: Op) -> Value:
+    """Add an attention without a mask: softmax(q k / sqrt(features)) v."""
+    if op.args["attn_mask"] is not None or op.args["is_causal"] or op.args["enable_gqa"]:
+        raise ValueError(
+            f"export_litert: {op.node.name!r} is an attention with a mask or groups of heads, which the file does not have; "
+            f"write it as products of matrices."
+        )
+    query, key, value = (op.plain(op.value(name)) for name in ("query", "key", "value"))
+    factor = query.shape[-1] ** -0.5 if op.args["scale"] is None else op.args["scale"]
+    scores = query.moved((*query.shape[:-1], key.shape[-2]), query.order)
+    scaled = op.step("MUL", [query, _number(op, factor)], query, "MulOptions")
+    products = op.step("BATCH_MATMUL", [scaled, key], scores, "BatchMatMulOptions", adjY=True)
+    weights = op.step("SOFTMAX", [products], scores, "SoftmaxOptions", beta=1.0)
+    return op.emit("BATCH_MATMUL", [weights, value], query, "BatchMatMulOptions")
+
+
+def batch_norm(op: Op) -> Value:
+    """Add a batch norm: a factor and a sum."""
+    mean, var = (op.lowering.constant(op.args[name]).double() for name in ("running_mean", "running_var"))
+    given = {name: op.args[name] for name in ("weight", "bias")}
+    weight, bias = (None if node is None else op.lowering.constant(node).double() for node in given.values())
+    factor = (var + op.args["eps"]).rsqrt() * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - mean * factor
+    x = op.value("input")
+    shape = [1] * len(x.shape)
+    shape[x.axis(1)] = factor.numel()
+    factors, shifts = (op.constant(part.float().reshape(shape).numpy(), op.name) for part in (factor, shift))
+    return op.emit("ADD", [op.step("MUL", [x, factors], x, "MulOptions"), shifts], x, "AddOptions")

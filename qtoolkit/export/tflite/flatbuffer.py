@@ -1,0 +1,188 @@
+"""A LiteRT file in the making: tensors, ops and metadata, by the published schema, whose classes ai-edge-litert ships."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+METADATA = "qtoolkit"
+IDENTIFIER = b"TFL3"
+# The version of the schema, and the oldest of each op that has what is used here (tflite/tools/versioning/op_version.cc).
+SCHEMA_VERSION = 3
+TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "INT32", "INT64")}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The grid of a tensor in a file.
+
+    Attributes:
+        scale: One scale, or one for each channel.
+        zero_point: The code of zero.
+        axis: The axis of the channels in the file.
+        dtype: The type of the codes.
+    """
+
+    scale: tuple[float, ...]
+    zero_point: int = 0
+    axis: int = 0
+    dtype: str = "int8"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a file.
+
+    Attributes:
+        tensor: Its index.
+        shape: The shape of the model's tensor.
+        order: The model's dimension of each axis in the file: (0, 2, 3, 1) for an image, which has its channels last.
+        scales: The grid of its codes; None for floats.
+    """
+
+    tensor: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    scales: Scales | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file has the model's order of dimensions."""
+        return self.order == tuple(range(len(self.order)))
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return in_order(self.shape, self.order)
+
+    def axis(self, dim: int) -> int:
+        """Return the file's axis of a dimension of the model's tensor."""
+        return self.order.index(dim % len(self.shape))
+
+    def moved(self, shape: Sequence[int], order: Sequence[int]) -> "Value":
+        """Return a value with the same grid, another shape and order, and no tensor yet."""
+        return replace(self, tensor=-1, shape=tuple(shape), order=tuple(order))
+
+
+def in_order(sizes: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return sizes in the order of the file's axes."""
+    return tuple(sizes[dim] for dim in order)
+
+
+class FileBuilder:
+    """Collects the parts of a file with one subgraph.
+
+    Attributes:
+        facts: What the metadata will hold, as JSON.
+    """
+
+    def __init__(self) -> None:
+        from ai_edge_litert import schema_py_generated
+
+        self.schema: Any = schema_py_generated
+        self.tensors: list[Any] = []
+        self.operators: list[Any] = []
+        self.codes: dict[str, int] = {}
+        self.buffers: list[Any] = [self.schema.BufferT()]
+        self.shared: dict[bytes, int] = {}
+        self.names: dict[str, int] = {}
+        self.facts: dict[str, Any] = {}
+
+    def tensor(
+        self, name: str, shape: Sequence[int], dtype: Any, scales: Scales | None = None, data: Any = None
+    ) -> int:
+        """Add a tensor, constant if it has data, and return its index. Its name gets a number if it is there already."""
+        tensor = self.schema.TensorT()
+        count = self.names[name] = self.names.get(name, 0) + 1
+        tensor.name = (name if count == 1 else f"{name}:{count}").encode()
+        tensor.shape, tensor.hasRank = np.array(shape, np.int32), True
+        tensor.type = getattr(self.schema.TensorType, TYPES[np.dtype(dtype)])
+        if scales is not None:
+            tensor.quantization = self._quantization(scales)
+        if data is not None:
+            tensor.buffer = self._buffer(np.ascontiguousarray(data, dtype).tobytes())
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def operator(
+        self, op: str, inputs: Sequence[int], outputs: Sequence[int], options: str = "", **values: Any
+    ) -> None:
+        """Add an op: its name, its tensors, and its options by the schema's names."""
+        operator = self.schema.OperatorT()
+        operator.opcodeIndex = self.codes.setdefault(op, len(self.codes))
+        operator.inputs, operator.outputs = np.array(inputs, np.int32), np.array(outputs, np.int32)
+        if options:
+            operator.builtinOptionsType = getattr(self.schema.BuiltinOptions, options)
+            operator.builtinOptions = getattr(self.schema, f"{options}T")()
+            for name, value in values.items():
+                setattr(operator.builtinOptions, name, value)
+        self.operators.append(operator)
+
+    def option(self, kind: str, name: str) -> int:
+        """Return the number of an option, such as "VALID" of "Padding"."""
+        return int(getattr(getattr(self.schema, kind), name))
+
+    def pack(self, inputs: Mapping[str, int], outputs: Mapping[str, int], description: str) -> bytes:
+        """Return the file with these inputs and outputs."""
+        import flatbuffers
+
+        schema = self.schema
+        graph = schema.SubGraphT()
+        graph.name, graph.tensors, graph.operators = b"main", self.tensors, self.operators
+        graph.inputs, graph.outputs = (np.array([*ends.values()], np.int32) for ends in (inputs, outputs))
+        model = schema.ModelT()
+        model.version, model.description, model.subgraphs = SCHEMA_VERSION, description.encode(), [graph]
+        model.operatorCodes = [self._operator_code(op) for op in self.codes]
+        model.signatureDefs = [self._signature(inputs, outputs)]
+        metadata = schema.MetadataT()
+        metadata.name, metadata.buffer = METADATA.encode(), self._buffer(json.dumps(self.facts).encode())
+        model.metadata, model.buffers = [metadata], self.buffers
+        builder = flatbuffers.Builder(sum(0 if b.data is None else len(b.data) for b in self.buffers) + 1024)
+        builder.Finish(model.Pack(builder), IDENTIFIER)
+        return bytes(builder.Output())
+
+    def _quantization(self, scales: Scales) -> Any:
+        found = self.schema.QuantizationParametersT()
+        found.scale = np.array(scales.scale, np.float32)
+        found.zeroPoint = np.full(len(scales.scale), scales.zero_point, np.int64)
+        found.quantizedDimension = scales.axis
+        return found
+
+    def _buffer(self, data: bytes) -> int:
+        if data not in self.shared:
+            buffer = self.schema.BufferT()
+            buffer.data = np.frombuffer(data, np.uint8)
+            self.buffers.append(buffer)
+            self.shared[data] = len(self.buffers) - 1
+        return self.shared[data]
+
+    def _operator_code(self, op: str) -> Any:
+        code = self.schema.OperatorCodeT()
+        code.builtinCode = getattr(self.schema.BuiltinOperator, op)
+        code.deprecatedBuiltinCode = min(code.builtinCode, self.schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
+        code.version = VERSIONS.get(op, 1)
+        return code
+
+    def _signature(self, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> Any:
+        signature = self.schema.SignatureDefT()
+        signature.signatureKey = b"serving_default"
+        signature.inputs, signature.outputs = (
+            [self._end(name, tensor) for name, tensor in ends.items()] for ends in (inputs, outputs)
+        )
+        return signature
+
+    def _end(self, name: str, tensor: int) -> Any:
+        end = self.schema.TensorMapT()
+        end.name, end.tensorIndex = name.encode(), tensor
+        return end
+
+
+# The versions of ops on int8, where it is not the first.
+VERSIONS: Mapping[str, int] = {
+    "ADD": 2, "AVERAGE_POOL_2D": 2, "BATCH_MATMUL": 2, "CONCATENATION": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3,
+    "DEQUANTIZE": 2, "FULLY_CONNECTED": 5, "GELU": 1, "LEAKY_RELU": 2, "LOGISTIC": 2, "MAX_POOL_2D": 2, "MEAN": 2, "MUL": 2,
+    "PAD": 2, "PADV2": 2, "RELU": 2, "RELU6": 2, "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3,
+    "SLICE": 2, "SOFTMAX": 2, "STRIDED_SLICE": 2, "SUB": 2, "TANH": 2, "TRANSPOSE": 2, "TRANSPOSE_CONV": 3,
+}  # fmt: skip

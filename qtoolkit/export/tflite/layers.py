@@ -1,0 +1,133 @@
+"""Kernels of layers: convolutions, transposed ones too, linear layers and products of matrices."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from qtoolkit.export.tflite.flatbuffer import Value
+from qtoolkit.export.tflite.moves import cut
+from qtoolkit.export.tflite.ops import IMAGE, Op
+from qtoolkit.export.tflite.windows import Window, dilations, pad, padded, strides, two
+
+
+def conv2d(op: Op) -> Value:
+    """Add a convolution; one with a group for each channel is depthwise."""
+    x, (out, per_group, *size) = op.image("input"), op.args["weight"].meta["val"].shape
+    window = Window.of(op.args, size, x.shape[2:], op.shape[2:])
+    image, padding = padded(op, x, window)
+    options = {**strides(op, window, padding), **dilations(window), "fusedActivationFunction": op.joined}
+    if per_group == 1 and op.args["groups"] > 1:
+        weight, scales = op.weight("weight", (1, 2, 3, 0), 3)
+        inputs: list[Value | int] = [image, weight, op.bias(x, scales, out)]
+        multiplier = out // op.args["groups"]
+        return op.emit("DEPTHWISE_CONV_2D", inputs, x, "DepthwiseConv2DOptions", depthMultiplier=multiplier, **options)
+    weight, scales = op.weight("weight", (0, 2, 3, 1), 0)
+    return op.emit("CONV_2D", [image, weight, op.bias(x, scales, out)], x, "Conv2DOptions", **options)
+
+
+def conv1d(op: Op) -> Value:
+    """Compute a convolution over a line as one over an image of height 1."""
+    x, (out, per_group, size) = op.value("input"), op.args["weight"].meta["val"].shape
+    n, channels, length = x.shape
+    image = op.ordered(op.reshaped(x, (n, channels, 1, length)), IMAGE)
+    window = Window.of(_of_image(op.args), (1, size), (1, length), (1, op.shape[2]))
+    if any(any(ends) for ends in window.padding):
+        image = pad(op, image, [(0, 0), (0, 0), *window.padding])
+    options = {**strides(op, window, "VALID"), **dilations(window), "fusedActivationFunction": op.joined}
+    depthwise = per_group == 1 and op.args["groups"] > 1
+    axes, shape = ((1, 2, 0), (1, 1, size, out)) if depthwise else ((0, 2, 1), (out, 1, size, per_group))
+    weight, scales = op.weight("weight", axes, 3 if depthwise else 0, shape)
+    kernel, kind = ("DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions") if depthwise else ("CONV_2D", "Conv2DOptions")
+    if depthwise:
+        options["depthMultiplier"] = out // op.args["groups"]
+    like = Value(-1, (n, out, 1, op.shape[2]), IMAGE, op.scales)
+    y = op.step(kernel, [image, weight, op.bias(x, scales, out)], like, kind, **options)
+    return op.reshaped(y, op.shape, op.name)
+
+
+def _of_image(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a convolution over a line as those of one over an image."""
+    found = {}
+    for name, neutral in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        value = args[name]
+        found[name] = value if isinstance(value, str) else (neutral, two(value)[0])
+    return found
+
+
+def conv_transpose2d(op: Op) -> Value:
+    """Compute all that the kernel reaches, and cut off the padding where it is not what "SAME" cuts off."""
+    x, (_, channels, *size) = op.image("input"), op.args["weight"].meta["val"].shape
+    stride, before = two(op.args["stride"]), two(op.args["padding"])
+    out = op.shape[2:]
+    totals = [max((-(-out[d] // stride[d]) - 1) * stride[d] + size[d] - out[d], 0) for d in range(2)]
+    same = any(before) and all(
+        total // 2 == before[d] and -(-out[d] // stride[d]) == x.shape[2 + d] for d, total in enumerate(totals)
+    )
+    full = [max((x.shape[2 + d] - 1) * stride[d] + size[d], before[d] + out[d]) for d in range(2)]
+    is_cut = not same and tuple(full) != out
+    full = full if is_cut else list(out)
+    weight, scales = op.weight("weight", (1, 2, 3, 0), 0)
+    sizes = op.integers([op.shape[0], *full, channels])
+    options = {
+        "padding": op.option("Padding", "SAME" if same else "VALID"), "strideH": stride[0], "strideW": stride[1],
+        "fusedActivationFunction": op.joined,
+    }  # fmt: skip
+    inputs: list[Value | int] = [sizes, weight, x, op.bias(x, scales, channels)]
+    if not is_cut:
+        return op.emit("TRANSPOSE_CONV", inputs, x, "TransposeConvOptions", **options)
+    like = Value(-1, (op.shape[0], channels, *full), IMAGE, op.scales)
+    y = op.step("TRANSPOSE_CONV", inputs, like, "TransposeConvOptions", **options)
+    return cut(op, y, (0, 0, *before))
+
+
+def _check_weight(op: Op, axis: int) -> str:
+    node = op.args["weight"]
+    if not op.lowering.is_dequantized(node):
+        return "its weight is not quantized"
+    codes, scale, along = op.lowering.codes_of(node)
+    if codes.dtype != torch.int8:
+        return f"its weight has {codes.dtype} codes"
+    if scale.numel() > 1 and along != axis:
+        return f"its weight has scales along axis {along}, and LiteRT takes them along the output channels"
+    bias = op.args.get("bias")
+    return "" if bias is None or op.lowering.constant(bias) is not None else "its bias is computed"
+
+
+def check_conv(op: Op) -> str:
+    """Return why a layer has no integer kernel."""
+    return _check_weight(op, 0)
+
+
+def check_conv_transpose(op: Op) -> str:
+    """Return why a transposed convolution has no integer kernel."""
+    return _check_weight(op, 1)
+
+
+def no_groups(emit: Callable[[Op], Value]) -> Callable[[Op], Value]:
+    """Return a kernel that refuses groups and dilation."""
+
+    def checked(op: Op) -> Value:
+        if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
+            raise ValueError(
+                f"export_litert: LiteRT's transposed convolution has no groups and no dilation; {op.node.name!r} has "
+                f"groups={op.args['groups']} and dilation={tuple(op.args['dilation'])}. Replace the layer."
+            )
+        return emit(op)
+
+    return checked
+
+
+def linear(op: Op) -> Value:
+    """Add a linear layer."""
+    x, (out, _) = op.plain(op.value("input")), op.args["weight"].meta["val"].shape
+    weight, scales = op.weight("weight", (0, 1), 0)
+    options = {"fusedActivationFunction": op.joined, "keepNumDims": len(op.shape) > 2}
+    like = x.moved(op.shape, range(len(op.shape)))
+    return op.emit("FULLY_CONNECTED", [x, weight, op.bias(x, scales, out)], like, "FullyConnectedOptions", **options)
+
+
+def matmul(op: Op) -> Value:
+    """Add a product of matrices."""
+    a, b = (op.plain(op.value(name)) for name in ("self", "other" if "other" in op.args else "mat2"))
+    return op.emit("BATCH_MATMUL", [a, b], Value(-1, op.shape, tuple(range(len(op.shape)))), "BatchMatMulOptions")

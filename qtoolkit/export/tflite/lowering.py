@@ -1,0 +1,340 @@
+"""A program in the PT2E form becomes a LiteRT file: op by op, in integers where all its tensors have codes.
+
+- An op computes in integers if its kernel does, its inputs are codes, and one quantize op alone takes its output, behind a
+  ReLU or ReLU6 that the kernel computes too. Every other op computes in float, and the result names it.
+- An image has its channels last in the file (`Value.order`): the inputs of four dimensions, and what ops make of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from qtoolkit.export.program import Decomposed
+from qtoolkit.export.pt2e.quantized_decomposed import decomposed_ops
+from qtoolkit.export.tflite.flatbuffer import FileBuilder, Scales, Value, in_order
+from qtoolkit.export.tflite.kernels import KERNELS, Kernel
+from qtoolkit.export.tflite.ops import IMAGE, SPLITS, Op, activation_of, bounds_of, name_of_op
+from qtoolkit.runtimes.execution import Layer
+
+CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
+
+
+@dataclass
+class Lowered:
+    """A program as a LiteRT file.
+
+    Attributes:
+        file: The content of the file.
+        layers: The ops that compute, and which of them do in integers.
+        conversions: How many ops convert between floats and codes, or between codes.
+        inputs: The layout of each input of the file, by its name: "NHWC" of an image, "as in the model" of others.
+        outputs: The same of each output.
+        reasons: Why an op computes in float, by its layer's name.
+    """
+
+    file: bytes
+    layers: tuple[Layer, ...]
+    conversions: int
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def lower(found: Decomposed, io_type: str, description: str) -> Lowered:
+    """Return the file of a program.
+
+    Args:
+        found: The program.
+        io_type: The type of inputs and outputs: "float32", or that of the codes at those with such a quantizer.
+        description: What the file says of itself.
+
+    Raises:
+        ValueError: LiteRT has no op for one of the program's.
+    """
+    return _Lowering(found, io_type).run(description)
+
+
+class _Lowering:
+    def __init__(self, found: Decomposed, io_type: str) -> None:
+        self.program = found.program
+        self.io_type = io_type
+        self.file = FileBuilder()
+        self.ops = decomposed_ops()
+        self.values: dict[fx.Node, Value] = {}
+        self.constants: dict[fx.Node, Any] = {}
+        self.floats: dict[int, Value] = {}
+        self.layers: list[Layer] = []
+        self.reasons: dict[str, str] = {}
+        self.quantizers: list[tuple[str, int, tuple[int, ...]]] = []
+        self.weights: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []
+        self.stored = found.quantizers.stored
+        nodes = (node for node in self.program.graph.nodes if self._is_quantize(node))
+        self.names = dict(zip(nodes, found.quantizers.activations, strict=True))
+        self.inputs: dict[str, Value] = {}
+        self.conversions = 0
+
+    def run(self, description: str) -> Lowered:
+        """Lower the graph, and return the file."""
+        self._read_constants()
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder" and node not in self.constants:
+                self.inputs[node.name] = self.values[node] = self._input(node)
+            elif node.op == "call_function" and node not in self.values:
+                self._lower(node)
+        outputs = self._outputs()
+        self.file.facts |= {
+            "quantizers": self.quantizers,
+            "weights": self.weights,
+            "constants": list(self.stored),
+            "inputs": [value.order for value in self.inputs.values()],
+            "outputs": [value.order for value in outputs.values()],
+            "conversions": self.conversions,
+            "layers": [(layer.name, layer.kernel, layer.integer) for layer in self.layers],
+        }
+        file = self.file.pack(_tensors(self.inputs), _tensors(outputs), description)
+        layouts = _layouts(self.inputs), _layouts(outputs)
+        return Lowered(file, tuple(self.layers), self.conversions, *layouts, self.reasons)
+
+    # ---- nodes
+
+    def _lower(self, node: fx.Node) -> None:
+        if not node.users or self._is_constant(node):
+            return
+        if self._is_quantize(node):
+            self._quantize(node)
+        elif name_of_op(node) in SPLITS:
+            return  # its parts are slices of its input
+        elif self._is_dequantize(node):
+            self.values[node] = self.values[node.args[0]]  # type: ignore[index]
+        else:
+            self._compute(node)
+
+    def _input(self, node: fx.Node) -> Value:
+        shape = tuple(node.meta["val"].shape)
+        order = IMAGE if len(shape) == len(IMAGE) else tuple(range(len(shape)))
+        grids = {self._scales(user) for user in node.users if self._is_quantize(user)}
+        quantized = len(grids) == 1 and all(self._is_quantize(user) for user in node.users)
+        scales = grids.pop() if quantized else None
+        if scales is not None and scales.dtype != self.io_type:
+            scales = None
+        dtype = np.dtype("float32" if scales is None else scales.dtype)
+        if node.meta["val"].dtype != torch.float32:
+            raise ValueError(
+                f"export_litert: input {node.name!r} is of {node.meta['val'].dtype}; the file takes float32 and the codes of "
+                f"quantizers. Move what takes it out of the model."
+            )
+        tensor = self.file.tensor(node.name, in_order(shape, order), dtype, scales)
+        return Value(tensor, shape, order, scales)
+
+    def _outputs(self) -> dict[str, Value]:
+        (output,) = (node for node in self.program.graph.nodes if node.op == "output")
+        names = iter(f"output_{i}" if i else "output" for i in range(len(output.all_input_nodes) + 1))
+        found = {}
+        for node in output.args[0]:
+            value = self.values.get(node)
+            if value is None:
+                raise ValueError(
+                    f"export_litert: output {node.name!r} does not depend on the inputs; return it elsewhere."
+                )
+            found[next(names)] = (
+                value if value.scales is not None and value.scales.dtype == self.io_type else self.as_float(value)
+            )
+        return found
+
+    def _quantize(self, node: fx.Node) -> None:
+        """Convert floats, or the codes of another grid."""
+        source, scales = self.values[node.args[0]], self._scales(node)  # type: ignore[index]
+        if source.scales == scales:
+            self.values[node] = source
+        else:
+            self.values[node] = self.emit("QUANTIZE", [source], self.name(node), source.shape, source.order, scales)
+        self._note(node)
+
+    def _note(self, node: fx.Node) -> None:
+        if self.names[node]:
+            value = self.values[node]
+            self.quantizers.append((self.names[node], value.tensor, value.order))
+
+    def _compute(self, node: fx.Node) -> None:
+        kernel = KERNELS.get(name_of_op(node))
+        if kernel is None:
+            raise ValueError(
+                f"export_litert: there is no op of LiteRT for {node.target} at {node.name!r}; export the part of the model "
+                f"before it, or replace it."
+            )
+        end, activation = self._joined(node, kernel)
+        quantize = self._sole_user(end)
+        reason = self._why_float(node, kernel, quantize)
+        scales = None if reason else self._scales(quantize)  # type: ignore[arg-type]
+        op = Op(self, node, scales, activation, self.name(node if reason else quantize))  # type: ignore[arg-type]
+        reason = reason or kernel.check(op)
+        if reason and scales is not None:
+            op = Op(self, node, None, activation, self.name(node))
+        first = len(self.file.operators)
+        value = kernel.emit(op)
+        self.values[end] = self.values[node] = value
+        if not reason:
+            self.values[quantize] = value  # type: ignore[index]
+            self._note(quantize)  # type: ignore[arg-type]
+        if kernel.computes and len(self.file.operators) > first:
+            self._add_layer(node, kernel.name, reason)
+
+    def _add_layer(self, node: fx.Node, kernel: str, reason: str) -> None:
+        name = layer_name(node)
+        self.layers.append(Layer(name, kernel, not reason, left=bool(reason)))
+        if reason:
+            self.reasons[name] = reason
+
+    def _joined(self, node: fx.Node, kernel: Kernel) -> tuple[fx.Node, str]:
+        """Return the last node of an op with the activation that the kernel computes too, and the activation's name."""
+        user = self._sole_user(node)
+        if user is None or not kernel.joins:
+            return node, "NONE"
+        activation = activation_of(user) or ("NONE" if self._is_absorbed(user) else "")
+        return (user, activation) if activation else (node, "NONE")
+
+    def _is_absorbed(self, clip: fx.Node) -> bool:
+        """Return whether a clip is what the saturation of the quantizer behind it does too."""
+        bounds, quantize = bounds_of(clip), self._sole_user(clip)
+        if bounds is None or quantize is None or not self._is_quantize(quantize):
+            return False
+        scales = self._scales(quantize)
+        lowest, highest = (int(code) for code in quantize.args[3:5])  # type: ignore[arg-type]
+        low, high = (None if end is None else round(end / scales.scale[0]) + scales.zero_point for end in bounds)
+        return (low is None or low <= lowest) and (high is None or high >= highest)
+
+    def _why_float(self, node: fx.Node, kernel: Kernel, quantize: fx.Node | None) -> str:
+        if not kernel.integer:
+            return f"LiteRT has no integer kernel for {name_of_op(node)}"
+        if quantize is None or not self._is_quantize(quantize):
+            return "its output is not quantized, or not for all that take it"
+        dtype = quantize.args[-1]
+        if dtype not in (torch.int8, torch.int16) or (dtype == torch.int16 and not kernel.wide):
+            return f"LiteRT has no kernel for it on {dtype} codes"
+        for source in kernel.data(node):
+            if not self._is_quantized(source):
+                return f"its input {source.name} is not quantized"
+            if source in self.values and self.values[source].scales.dtype != str(dtype).removeprefix("torch."):  # type: ignore[union-attr]
+                return f"its input {source.name} does not have {dtype} codes, as its output"
+        return ""
+
+    def _is_quantized(self, source: fx.Node) -> bool:
+        if self._is_constant(source):
+            return self._is_dequantize(source)
+        value = self.values.get(source)
+        return value is not None and value.scales is not None
+
+    def _sole_user(self, node: fx.Node) -> fx.Node | None:
+        (user, *others) = node.users or (None,)
+        return None if others else user
+
+    def _is_quantize(self, node: fx.Node | None) -> bool:
+        return node is not None and node.target in (self.ops.quantize_per_tensor, self.ops.quantize_per_channel)
+
+    def _is_dequantize(self, node: fx.Node) -> bool:
+        return node.target in (self.ops.dequantize_per_tensor, self.ops.dequantize_per_channel)
+
+    def _scales(self, node: fx.Node) -> Scales:
+        if node.target not in (self.ops.quantize_per_tensor, self.ops.dequantize_per_tensor):
+            raise ValueError(
+                f"export_litert: {self.names.get(node, node.name)!r} has scales by channel; take one scale."
+            )
+        _, scale, zero_point, *_, dtype = node.args
+        return Scales((float(np.float32(scale)),), int(zero_point), dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+
+    # ---- constants
+
+    def _read_constants(self) -> None:
+        """Take the tensors that the program stores."""
+        nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
+        for spec in self.program.graph_signature.input_specs:
+            if spec.target is not None:
+                state = self.program.state_dict
+                stored = state[spec.target] if spec.target in state else self.program.constants[spec.target]
+                self.constants[nodes[spec.arg.name]] = stored.detach()
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        return self.constant(node) is not None
+
+    def constant(self, node: fx.Node) -> Any:
+        """Return the tensor of a node that does not depend on the inputs; None of another."""
+        if node not in self.constants:
+            sources = [self.constant(source) for source in node.all_input_nodes]
+            computed = node.op == "call_function" and sources and all(isinstance(x, Tensor) for x in sources)
+            self.constants[node] = None
+            if computed:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self.constants[source])
+                with torch.no_grad():
+                    self.constants[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self.constants[node]
+
+    def codes_of(self, node: fx.Node) -> tuple[Tensor, Tensor, int | None]:
+        """Return the codes, the scales and the axis of a dequantized constant."""
+        args: Any = (self.constant(arg) if isinstance(arg, fx.Node) else arg for arg in node.args)
+        codes, scale, _, *rest = args
+        axis = rest[0] if node.target is self.ops.dequantize_per_channel else None
+        return codes, torch.as_tensor(scale, dtype=torch.float32).reshape(-1), axis
+
+    def is_dequantized(self, node: fx.Node) -> bool:
+        """Return whether a node is a dequantized constant."""
+        return self._is_dequantize(node) and self._is_constant(node)
+
+    def note_weight(self, codes: Tensor, tensor: int, axes: Sequence[int]) -> None:
+        """Note that a tensor of the file holds codes of the model, with these of its axes in the file."""
+        for name, stored in self.stored.items():
+            if torch.equal(stored, codes):
+                self.weights.append((name, tensor, tuple(axes), tuple(codes.shape)))
+
+    # ---- what kernels emit
+
+    def emit(
+        self,
+        op: str,
+        inputs: Sequence[Value | int],
+        name: str,
+        shape: Sequence[int],
+        order: Sequence[int],
+        scales: Scales | None,
+        options: str = "",
+        **values: Any,
+    ) -> Value:
+        """Add an op with one output."""
+        dtype = np.dtype("float32" if scales is None else scales.dtype)
+        tensor = self.file.tensor(name, in_order(tuple(shape), order), dtype, scales)
+        tensors = [each.tensor if isinstance(each, Value) else each for each in inputs]
+        self.file.operator(op, tensors, [tensor], options, **values)
+        self.conversions += op in CONVERSIONS
+        return Value(tensor, tuple(shape), tuple(order), scales)
+
+    def as_float(self, value: Value) -> Value:
+        """Return the floats of codes."""
+        if value.scales is None:
+            return value
+        if value.tensor not in self.floats:
+            name = self.file.tensors[value.tensor].name.decode()
+            self.floats[value.tensor] = self.emit(
+                "DEQUANTIZE", [value], f"{name}.float", value.shape, value.order, None
+            )
+        return self.floats[value.tensor]
+
+    def name(self, node: fx.Node) -> str:
+        """Return the name of a node's tensor: that of its quantizer, if it has one."""
+        return self.names.get(node) or node.name
+
+
+def layer_name(node: fx.Node) -> str:
+    """Return the name of the layer of a node, or of the node outside layers."""
+    path: str = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1][0]
+    return path or node.name
+
+
+def _tensors(ends: Mapping[str, Value]) -> dict[str, int]:
+    return {name: value.tensor for name, value in ends.items()}
+
+
+def _layouts(ends: Mapping[str, Value]) -> dict[str, str]:
+    return {name: "NHWC" if value.order == IMAGE else "as in the model" for name, value in ends.items()}

@@ -1,0 +1,121 @@
+"""Kernels of ops that move values."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qtoolkit.export.tflite.flatbuffer import Value
+from qtoolkit.export.tflite.ops import IMAGE, Op
+
+
+def cut(op: Op, x: Value, begin: Sequence[int]) -> Value:
+    """Cut the output of an op out of a value, from these places on."""
+    starts, sizes = ([part[dim] for dim in x.order] for part in (begin, op.shape))
+    return op.emit("SLICE", [x, op.integers(starts), op.integers(sizes)], x, "SliceOptions")
+
+
+def check_same_grid(op: Op) -> str:
+    """Return why an op has no integer kernel: its input and its output have two grids."""
+    source = op.value("input" if "input" in op.args else "self")
+    return "" if source.scales == op.scales else "LiteRT's kernel has one scale for its input and its output"
+
+
+def cat(op: Op) -> Value:
+    """Add a concat."""
+    values = [op.value(node) for node in op.args["tensors"] if node.meta["val"].numel()]
+    values = [op.ordered(x, values[0].order) for x in values]
+    return op.emit("CONCATENATION", values, values[0], "ConcatenationOptions", axis=values[0].axis(op.args["dim"]))
+
+
+def check_cat(op: Op) -> str:
+    """Return why a concat has no integer kernel."""
+    same = all(op.value(node).scales == op.scales for node in op.args["tensors"])
+    return "" if same else "LiteRT's kernel has one scale for all inputs and the output"
+
+
+def _source(op: Op) -> Value:
+    return op.value("self" if "self" in op.args else "input")
+
+
+def same(op: Op) -> Value:
+    """Return the input."""
+    return _source(op)
+
+
+def reshape(op: Op) -> Value:
+    """Add a reshape."""
+    return op.reshaped(_source(op), op.shape, op.name)
+
+
+def permute(op: Op) -> Value:
+    """Note the order of dimensions, which moves nothing until an op asks for another one."""
+    x, rank = _source(op), len(op.shape)
+    dims = [dim % rank for dim in _permutation(op, rank)]
+    return op.plain(Value(x.tensor, op.shape, tuple(dims.index(dim) for dim in x.order), x.scales))
+
+
+def _permutation(op: Op, rank: int) -> list[int]:
+    if "dims" in op.args:
+        return list(op.args["dims"])
+    dims = list(range(rank))
+    if rank > 1:
+        a, b = (op.args.get(name, i) % rank for i, name in enumerate(("dim0", "dim1")))
+        dims[a], dims[b] = b, a
+    return dims
+
+
+def slice_of(op: Op) -> Value:
+    """Add a slice, with steps or without."""
+    x, dim = op.value("self"), op.args["dim"]
+    size = x.shape[dim]
+    start, end, _ = slice(op.args["start"], op.args["end"]).indices(size)
+    step = op.args["step"]
+    if step == 1:
+        return cut(op, x, [start if d == dim % len(x.shape) else 0 for d in range(len(x.shape))])
+    return _strided(op, x, dim % len(x.shape), start, max(end, start), step)
+
+
+def _strided(op: Op, x: Value, dim: int, start: int, end: int, step: int) -> Value:
+    begins, ends, steps = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
+    begins[dim], ends[dim], steps[dim] = start, end, step
+    parts = [op.integers([part[d] for d in x.order]) for part in (begins, ends, steps)]
+    return op.emit("STRIDED_SLICE", [x, *parts], x, "StridedSliceOptions")
+
+
+def select(op: Op) -> Value:
+    """Cut one place out of a dimension, and drop it."""
+    x = op.value("self")
+    dim, index = op.args["dim"] % len(x.shape), op.args["index"] % x.shape[op.args["dim"]]
+    like = x.moved([1 if d == dim else size for d, size in enumerate(x.shape)], x.order)
+    starts, sizes = (
+        [part[d] for d in x.order] for part in ([index if d == dim else 0 for d in range(len(x.shape))], like.shape)
+    )
+    place = op.step("SLICE", [x, op.integers(starts), op.integers(sizes)], like, "SliceOptions")
+    return op.reshaped(place, op.shape, op.name)
+
+
+def zero_pad(op: Op) -> Value:
+    """Add padding with zeros."""
+    x, ends = op.value("self"), [(0, 0)] * len(op.shape)
+    given = op.args["pad"]
+    for i in range(len(given) // 2):
+        ends[len(ends) - 1 - i] = given[2 * i], given[2 * i + 1]
+    if any(min(pair) < 0 for pair in ends) or op.args.get("mode", "constant") != "constant" or op.args["value"]:
+        raise ValueError(
+            f"export_litert: {op.node.name!r} pads by other values than zero, or cuts; LiteRT's file has zeros alone."
+        )
+    sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
+    return op.emit("PAD", [x, sizes], x, "PadOptions")
+
+
+def pixel_shuffle(op: Op) -> Value:
+    """Rearrange dimensions: LiteRT's DEPTH_TO_SPACE has another order of channels."""
+    x, r = op.image("self"), op.args["upscale_factor"]
+    n, _, h, w = x.shape
+    _, channels, height, width = op.shape
+    parts = Value(x.tensor, (n, channels * r * r, h, w), IMAGE, x.scales)
+    five = op.arranged_as(parts, (n, h * w, channels, r, r), (0, 1, 2, 3, 4))
+    six = op.arranged_as(five, (n, h, w, channels, r, r), tuple(range(6)))
+    axes = op.integers((0, 1, 4, 2, 5, 3))
+    moved = op.step("TRANSPOSE", [six, axes], six.moved((n, h, r, w, r, channels), range(6)), "TransposeOptions")
+    return op.arranged_as(moved, (n, channels, height, width), IMAGE, op.name)

@@ -1,0 +1,217 @@
+"""What a kernel reads of an op of the program, and what it adds to the file."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from qtoolkit.export.tflite.flatbuffer import Scales, Value, in_order
+
+if TYPE_CHECKING:
+    from qtoolkit.export.tflite.lowering import _Lowering
+
+IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the file
+ACTIVATIONS = {"relu": "RELU", "relu_": "RELU", "relu6": "RELU6", "relu6_": "RELU6"}
+CLIPS = ("hardtanh", "hardtanh_", "clamp", "clamp_")
+
+
+# Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
+SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tensor_split": "slice", "unbind": "select"}
+
+
+def name_of_op(node: fx.Node) -> str:
+    """Return the name of the op of aten that a node calls, without its overload; that of a Python function otherwise.
+
+    What takes one of the parts of a split is a slice, or the selection of one place.
+    """
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return SPLITS.get(name_of_op(node.args[0]), "getitem")
+    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
+    if node.target is operator.getitem:
+        return _of_part(*node.args)
+    schema = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+    return {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in schema}
+
+
+def _of_part(split: Any, part: Any) -> dict[str, Any]:
+    """Return the arguments of the slice, or the selection, that is one part of a split."""
+    found = arguments(split)
+    source, dim = found["self"], found["dim"]
+    sizes = [tensor.shape[dim] for tensor in split.meta["val"]] if name_of_op(split) != "unbind" else [1] * (part + 1)
+    start = sum(sizes[:part])
+    return {"self": source, "dim": dim, "start": start, "end": start + sizes[part], "step": 1, "index": part}
+
+
+def activation_of(node: fx.Node) -> str:
+    """Return the activation of LiteRT that a node computes; "" if it is none that kernels join."""
+    bounds = bounds_of(node)
+    if bounds is not None:
+        known: Mapping[Any, str] = {(0, 6): "RELU6", (0, None): "RELU", (-1, 1): "RELU_N1_TO_1"}
+        return known.get(bounds, "")
+    return ACTIVATIONS.get(name_of_op(node), "")
+
+
+def bounds_of(node: fx.Node) -> tuple[float | None, float | None] | None:
+    """Return the bounds of a clip; None of another op."""
+    if name_of_op(node) not in CLIPS:
+        return None
+    found = arguments(node)
+    return found.get("min_val", found.get("min")), found.get("max_val", found.get("max"))
+
+
+class Op:
+    """An op of the program, with its inputs in the file, and the tensors and ops that its kernel adds.
+
+    Attributes:
+        args: Its arguments by the names of its schema.
+        scales: The grid of its output; None where it computes in float.
+        activation: The activation that it computes too, by the schema's name.
+        shape: The shape of its output in the model.
+        name: The name of its output.
+    """
+
+    def __init__(self, lowering: "_Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
+        self.lowering, self.node, self.scales, self.activation, self.name = lowering, node, scales, activation, name
+        self.args = arguments(node)
+        value = node.meta["val"]
+        self.shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, Tensor) else ()
+
+    def option(self, kind: str, name: str) -> int:
+        """Return the number of an option by the schema's names."""
+        return self.lowering.file.option(kind, name)
+
+    @property
+    def joined(self) -> int:
+        """The activation that the op computes too."""
+        return self.option("ActivationFunctionType", self.activation)
+
+    # ---- inputs
+
+    def value(self, argument: "str | fx.Node") -> Value:
+        """Return an input: its codes, where the op computes in integers, or floats."""
+        node: fx.Node = self.args[argument] if isinstance(argument, str) else argument
+        constant = self.lowering.constant(node)
+        if constant is not None:
+            return self._constant_input(node, constant)
+        value = self.lowering.values[node]
+        return value if self.scales is not None else self.lowering.as_float(value)
+
+    def _constant_input(self, node: fx.Node, constant: Tensor) -> Value:
+        order = tuple(range(constant.dim()))
+        if self.scales is None or not self.lowering.is_dequantized(node):
+            return Value(self.constant(constant.float().numpy(), node.name), tuple(constant.shape), order)
+        codes, scale, _ = self.lowering.codes_of(node)
+        dtype = str(codes.dtype).removeprefix("torch.")
+        scales = Scales(tuple(scale.tolist()), int(node.args[2]), dtype=dtype)  # type: ignore[arg-type]
+        tensor = self.constant(codes.numpy(), node.name, scales)
+        self.lowering.note_weight(codes, tensor, order)
+        return Value(tensor, tuple(codes.shape), order, scales)
+
+    def image(self, argument: str) -> Value:
+        """Return an input of four dimensions with its channels last."""
+        return self.ordered(self.value(argument), IMAGE)
+
+    def plain(self, value: Value) -> Value:
+        """Return a value in the model's order of dimensions."""
+        return self.ordered(value, tuple(range(len(value.shape))))
+
+    def ordered(self, value: Value, order: Sequence[int]) -> Value:
+        """Return a value in another order of dimensions: by a TRANSPOSE, or by a RESHAPE where that moves nothing."""
+        if value.order == tuple(order):
+            return value
+        if _moves_nothing(value, order):
+            return self.arranged_as(value, value.shape, order)
+        axes = self.integers([value.order.index(dim) for dim in order])
+        name = f"{self.name}.transposed"
+        return self.lowering.emit(
+            "TRANSPOSE", [value, axes], name, value.shape, order, value.scales, "TransposeOptions"
+        )
+
+    def reshaped(self, value: Value, shape: Sequence[int], name: str = "") -> Value:
+        """Return a value in another shape, in the model's order of dimensions."""
+        plain = value if _moves_nothing(value, range(len(value.shape))) else self.plain(value)
+        return self.arranged_as(plain, shape, tuple(range(len(shape))), name)
+
+    def arranged_as(self, value: Value, shape: Sequence[int], order: Sequence[int], name: str = "") -> Value:
+        """Add a reshape that moves no value, with the file's axes in this order of the shape's dimensions."""
+        sizes = in_order(tuple(shape), order)
+        facts = (name or f"{self.name}.reshaped", shape, order, value.scales, "ReshapeOptions")
+        return self.lowering.emit("RESHAPE", [value, self.integers(sizes)], *facts, newShape=np.array(sizes, np.int32))
+
+    def integers(self, values: Sequence[int]) -> int:
+        """Return a constant of int32."""
+        return self.constant(np.array(values, np.int32), "shape")
+
+    def constant(self, array: Any, name: str, scales: Scales | None = None) -> int:
+        """Return a constant tensor."""
+        return self.lowering.file.tensor(name, array.shape, array.dtype, scales, array)
+
+    # ---- the output
+
+    def emit(self, op: str, inputs: Sequence[Value | int], like: Value, options: str = "", **values: Any) -> Value:
+        """Add the op that computes the output, in the order of dimensions of a value."""
+        return self.lowering.emit(op, inputs, self.name, self.shape, like.order, self.scales, options, **values)
+
+    def step(self, op: str, inputs: Sequence[Value | int], like: Value, options: str = "", **values: Any) -> Value:
+        """Add an op before the last one, whose output has the shape, the order and the grid of a value."""
+        facts = (f"{self.name}.{op.lower()}", like.shape, like.order, like.scales, options)
+        return self.lowering.emit(op, inputs, *facts, **values)
+
+    # ---- weights
+
+    def weight(
+        self, argument: str, axes: Sequence[int], channel: int, reshape: Sequence[int] | None = None
+    ) -> tuple[int, Any]:
+        """Return a weight as a constant with these of its axes, and its scales.
+
+        Args:
+            argument: The argument.
+            axes: The weight's axis of each axis in the file.
+            channel: The axis of the output channels in the file.
+            reshape: The shape in the file, where it has other dimensions.
+        """
+        node = self.args[argument]
+        if self.lowering.constant(node) is None:
+            raise ValueError(
+                f"export_litert: the weight of {self.node.name!r} is computed from the inputs, and a file of LiteRT stores "
+                f"weights; export another part of the model."
+            )
+        name = node.all_input_nodes[0].name if node.all_input_nodes else node.name
+        if self.scales is None:
+            return self.constant(_arranged(self.lowering.constant(node).float(), axes, reshape), name), None
+        codes, scale, _ = self.lowering.codes_of(node)
+        tensor = self.constant(_arranged(codes, axes, reshape), name, Scales(tuple(scale.tolist()), 0, channel))
+        self.lowering.note_weight(codes, tensor, axes)
+        return tensor, scale.numpy()
+
+    def bias(self, source: Value, weight_scales: Any, channels: int) -> int:
+        """Return the bias as a constant: in int32 at input scale times weight scale, where the op computes in integers."""
+        node = self.args.get("bias")
+        given = torch.zeros(channels) if node is None else self.lowering.constant(node).float()
+        if self.scales is None:
+            return self.constant(given.numpy(), f"{self.name}.bias")
+        assert source.scales is not None
+        steps = np.float32(source.scales.scale[0]) * weight_scales.astype(np.float32)
+        codes = np.rint(given.double().numpy() / steps.astype(np.float64))
+        dtype = "int32" if source.scales.dtype == "int8" else "int64"
+        limits = np.iinfo(np.int32)  # those of the model's codes too
+        codes = np.clip(codes, limits.min, limits.max).astype(dtype)
+        return self.constant(codes, f"{self.name}.bias", Scales(tuple(steps.tolist()), dtype=dtype))
+
+
+def _moves_nothing(value: Value, order: Sequence[int]) -> bool:
+    """Return whether the dimensions of more than one element are in the same order."""
+    before, behind = ([dim for dim in dims if value.shape[dim] > 1] for dims in (value.order, order))
+    return before == behind
+
+
+def _arranged(weight: Tensor, axes: Sequence[int], reshape: Sequence[int] | None) -> Any:
+    array = weight.numpy().transpose(axes)
+    return array if reshape is None else array.reshape(reshape)

@@ -1,0 +1,88 @@
+"""Windows that move over images, and their padding."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.export.tflite.flatbuffer import Value
+from qtoolkit.export.tflite.ops import Op
+
+
+@dataclass(frozen=True)
+class Window:
+    """The sizes of a window that moves over an image, by height and width.
+
+    Attributes:
+        size: Of the window.
+        stride: Of its steps.
+        dilation: Of its elements.
+        padding: Before and behind the image.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any], size: Sequence[int], image: Sequence[int], out: Sequence[int]) -> "Window":
+        """Return the window of an op with these arguments over an image, with an output of these sizes."""
+        size, stride, dilation = two(size), two(args.get("stride") or size), two(args.get("dilation", 1))
+        given = args.get("padding", 0)
+        padding = []
+        for d in range(2):
+            reach = (out[d] - 1) * stride[d] + dilation[d] * (size[d] - 1) + 1
+            before = max(reach - image[d], 0) // 2 if isinstance(given, str) else two(given)[d]
+            padding.append((0 if given == "valid" else before, max(reach - image[d] - before, 0)))
+        return cls(size, stride, dilation, tuple(padding))
+
+    def is_same(self, image: Sequence[int], out: Sequence[int]) -> bool:
+        """Return whether LiteRT's padding "SAME" is this padding."""
+        return all(self._is_same(d, image[d], out[d]) for d in range(2))
+
+    def _is_same(self, d: int, image: int, out: int) -> bool:
+        total = max((out - 1) * self.stride[d] + self.dilation[d] * (self.size[d] - 1) + 1 - image, 0)
+        before, behind = self.padding[d]
+        return out == -(-image // self.stride[d]) and (before, behind) == (total // 2, total - total // 2)
+
+
+def two(value: Any) -> tuple[int, ...]:
+    """Return a size of both dimensions."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * 2 if len(values) == 1 else values
+
+
+def padded(op: Op, x: Value, window: Window, lowest: bool = False) -> tuple[Value, str]:
+    """Return an image with its padding as an op of its own, and the padding that is left to the kernel."""
+    image, out = x.shape[2:], op.shape[2:]
+    if not any(any(ends) for ends in window.padding):
+        return x, "VALID"
+    if window.is_same(image, out):
+        return x, "SAME"
+    return pad(op, x, [(0, 0), (0, 0), *window.padding], lowest), "VALID"
+
+
+def pad(op: Op, x: Value, ends: Sequence[tuple[int, int]], lowest: bool = False) -> Value:
+    """Return a value with zeros, or with the lowest value, before and behind its dimensions."""
+    shape = [size + before + behind for size, (before, behind) in zip(x.shape, ends, strict=True)]
+    sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
+    like = x.moved(shape, x.order)
+    if not lowest:
+        return op.step("PAD", [x, sizes], like, "PadOptions")
+    lowest_value = np.finfo(np.float32).min if x.scales is None else np.iinfo(x.scales.dtype).min
+    dtype = "float32" if x.scales is None else x.scales.dtype
+    fill = op.constant(np.array([lowest_value], dtype), "lowest", x.scales)
+    return op.step("PADV2", [x, sizes, fill], like, "PadV2Options")
+
+
+def strides(op: Op, window: Window, padding: str) -> dict[str, int]:
+    """Return the options of padding and strides."""
+    height, width = window.stride
+    return {"padding": op.option("Padding", padding), "strideH": height, "strideW": width}
+
+
+def dilations(window: Window) -> dict[str, int]:
+    """Return the options of dilation."""
+    return {"dilationHFactor": window.dilation[0], "dilationWFactor": window.dilation[1]}

@@ -1,0 +1,225 @@
+"""LiteRT's interpreter: with its reference kernels, or with the delegate XNNPACK, which it takes by default on the CPU.
+
+The reference kernels keep all tensors (`experimental_preserve_all_tensors`). The delegate keeps none of its own: the codes are
+read from a second file, whose outputs they are too.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qtoolkit.errors import first_line
+from qtoolkit.export.files.reading import UnreadableFileError
+from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA
+from qtoolkit.export.verification.codes import CodeCount, largest_difference
+from qtoolkit.export.verification.follower import Follower, NodeCodes, Nodes, in_shapes_of_calls
+from qtoolkit.runtimes.execution import Executed, Layer
+from qtoolkit.runtimes.table import LITERT_RUNTIMES
+
+PLACE = 4  # of the identifier in a file
+# Kernels whose fixed point or table is coarser than float, and the share of codes that they may change by one step.
+COARSE = {"LEAKY_RELU": 5e-2, "HARD_SWISH": 1e-2, "BATCH_MATMUL": 5e-3, "RESIZE_BILINEAR": 5e-2}
+# On int16, one step is 1/65536 of the range: factors with 15 bits, and tables between whose places kernels interpolate, show.
+OF_INT16 = 0.1
+COARSE_ON_INT16 = dict.fromkeys(("LEAKY_RELU", "TANH", "LOGISTIC", "SOFTMAX"), 1.0)
+
+
+class LitertFile:
+    """A file of LiteRT that `export_litert` wrote, with the inputs of a comparison.
+
+    Args:
+        path: The file.
+        model: The model that it is compared with.
+        tensors: The inputs. Their batches may be several of the file's.
+
+    Raises:
+        UnreadableFileError: It is not a file of `export_litert`.
+        ValueError: It is the file of another model, or takes other inputs.
+    """
+
+    def __init__(self, path: Path, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        self.path, self.content = path, _content(path)
+        self.plain = _interpreter(self.content, True, path)  # which checks the flatbuffer
+        self.plain.allocate_tensors()
+        self.facts = self._facts()
+        self.tensors = tensors
+        self._check_names(model)
+        self.batches = self._batches()
+
+    @property
+    def quantizers(self) -> list[str]:
+        """The names of the activation quantizers, in the order of the file."""
+        return list(dict.fromkeys(name for name, *_ in self.facts["quantizers"]))
+
+    @property
+    def constants(self) -> set[str]:
+        """The names of the quantizers whose codes do not depend on the inputs."""
+        return {*self.facts["constants"]}
+
+    def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
+        """Compare the codes of the layers' weights with the model's."""
+        found = {}
+        for name, tensor, axes, shape in self.facts["weights"]:
+            codes = self.plain.get_tensor(tensor)
+            arranged = codes.reshape([shape[axis] for axis in axes])
+            found[name] = [NodeCodes(arranged.transpose(np.argsort(axes)), True)]
+        return follower.compare_weights(found)
+
+    def execute(self, runtime: str, follower: Follower) -> tuple[Executed, Nodes]:
+        """Run the file, and return its codes by quantizer."""
+        references = runtime == "litert"
+        content = self.content if references else self._with_outputs()
+        outputs, codes = self._run(_interpreter(content, references, self.path))
+        change = 0.0
+        if not references:
+            plain, _ = self._run(_interpreter(self.content, references, self.path), read=False)
+            change, outputs = largest_difference(plain, outputs), plain
+        nodes: dict[str, list[NodeCodes]] = defaultdict(list)
+        for (name, *_), array in zip(self.facts["quantizers"], codes, strict=True):
+            nodes[name].append(NodeCodes(array))
+        layers = tuple(Layer(*facts) for facts in self.facts["layers"])
+        wide = any(array.dtype == np.int16 for array in codes)
+        coarse = COARSE_ON_INT16 if wide else COARSE
+        shares = (coarse.get(layer.kernel, OF_INT16 if wide else 0.0) for layer in layers)
+        how = "reference kernels" if references else "XNNPACK"
+        executed = Executed(
+            f"ai-edge-litert {version('ai-edge-litert')} ({how})",
+            outputs,
+            {},
+            layers,
+            self.facts["conversions"],
+            change,
+            max(LITERT_RUNTIMES[runtime].tie_share, *shares),
+            steps=2 if wide else 1,
+        )
+        return executed, in_shapes_of_calls(nodes, follower)
+
+    # ---- the file
+
+    def _facts(self) -> Mapping[str, Any]:
+        from ai_edge_litert import schema_py_generated as schema
+
+        model = schema.Model.GetRootAs(self.content, 0)
+        for i in range(model.MetadataLength()):
+            entry = model.Metadata(i)
+            if entry.Name().decode() == METADATA:
+                facts: Mapping[str, Any] = json.loads(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()))
+                return facts
+        raise UnreadableFileError(
+            f"{str(self.path)!r} is not of qtoolkit.export_litert: it does not say which tensors are those of the model's "
+            f"quantizers. Export the model by it."
+        )
+
+    def _check_names(self, model: nn.Module) -> None:
+        known = {name for name, _ in model.named_modules()}
+        others = [name for name in self.quantizers if name not in known]
+        if others:
+            raise ValueError(
+                f"verify: the file has a quantizer {others[0]!r}, and the model does not ({len(others)} of "
+                f"{len(self.quantizers)}): it is the file of another model; export this one."
+            )
+
+    def _batches(self) -> list[list[Tensor]]:
+        """Return the inputs in parts of the file's batch."""
+        details = self.plain.get_input_details()
+        shapes = [
+            tuple(detail["shape"][np.argsort(order)].tolist())
+            for detail, order in zip(details, self.facts["inputs"], strict=True)
+        ]
+        counts = {
+            len(x) // shape[0] if x.dim() and shape and len(x) % shape[0] == 0 and x.shape[1:] == shape[1:] else 0
+            for x, shape in zip(self.tensors, shapes, strict=False)
+        }
+        if len(shapes) != len(self.tensors) or len(counts) != 1 or 0 in counts:
+            given = ", ".join(str(tuple(x.shape)) for x in self.tensors)
+            raise ValueError(
+                f"verify: the file takes inputs of {', '.join(map(str, shapes))}, got {given}; pass inputs like those of the "
+                f"export, or several batches of them."
+            )
+        (count,) = counts
+        parts = [x.chunk(count) for x in self.tensors]
+        return [list(batch) for batch in zip(*parts, strict=True)]
+
+    def _with_outputs(self) -> bytes:
+        """Return the file with the codes of all quantizers as further outputs."""
+        import flatbuffers
+        from ai_edge_litert import schema_py_generated as schema
+
+        model = schema.ModelT.InitFromPackedBuf(self.content, 0)
+        (graph,) = model.subgraphs
+        known = {*graph.outputs, *graph.inputs}
+        more = dict.fromkeys(tensor for _, tensor, _ in self.facts["quantizers"] if tensor not in known)
+        graph.outputs = np.array([*graph.outputs, *more], np.int32)
+        model.signatureDefs = None
+        builder = flatbuffers.Builder(len(self.content) + 1024)
+        builder.Finish(model.Pack(builder), IDENTIFIER)
+        return bytes(builder.Output())
+
+    # ---- the execution
+
+    def _run(self, interpreter: Any, read: bool = True) -> tuple[list[Any], list[Any]]:
+        """Return the outputs as floats in the model's order of dimensions, and the codes at each quantizer."""
+        interpreter.allocate_tensors()
+        count = len(self.facts["outputs"])
+        results = []
+        for batch in self.batches:
+            for detail, order, x in zip(interpreter.get_input_details(), self.facts["inputs"], batch, strict=True):
+                interpreter.set_tensor(detail["index"], _as_input(x, detail, order))
+            interpreter.invoke()
+            outputs = [
+                _as_floats(interpreter.get_tensor(detail["index"]), detail).transpose(np.argsort(order))
+                for detail, order in zip(interpreter.get_output_details()[:count], self.facts["outputs"], strict=True)
+            ]
+            quantizers = self.facts["quantizers"] if read else ()
+            codes = [interpreter.get_tensor(tensor).transpose(np.argsort(order)) for _, tensor, order in quantizers]
+            results.append((outputs, codes))
+        joined = [[np.concatenate(parts) for parts in zip(*each, strict=True)] for each in zip(*results, strict=True)]
+        return joined[0], joined[1]
+
+
+def _content(path: Path) -> bytes:
+    content = path.read_bytes()
+    if content[PLACE : PLACE + len(IDENTIFIER)] != IDENTIFIER:
+        raise UnreadableFileError(
+            f"{str(path)!r} is not a LiteRT file; pass the path of qtoolkit.export_litert's file."
+        )
+    return content
+
+
+def _interpreter(content: bytes, references: bool, path: Path) -> Any:
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    kind = OpResolverType.BUILTIN_REF if references else OpResolverType.BUILTIN
+    try:
+        return Interpreter(
+            model_content=content,
+            experimental_op_resolver_type=kind,
+            experimental_preserve_all_tensors=references,
+            num_threads=torch.get_num_threads(),
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UnreadableFileError(f"LiteRT cannot open {str(path)!r}: {first_line(error)}.") from error
+
+
+def _as_input(x: Tensor, detail: Mapping[str, Any], order: Sequence[int]) -> Any:
+    """Return an input as the file takes it: floats, or codes by the grid of its tensor."""
+    array = x.detach().cpu().float().numpy().transpose(order)
+    if detail["dtype"] is np.float32:
+        return np.ascontiguousarray(array)
+    (scale,), (zero_point,) = (detail["quantization_parameters"][name] for name in ("scales", "zero_points"))
+    limits = np.iinfo(detail["dtype"])
+    return np.clip(np.rint(array / np.float32(scale)) + zero_point, limits.min, limits.max).astype(detail["dtype"])
+
+
+def _as_floats(array: Any, detail: Mapping[str, Any]) -> Any:
+    if array.dtype == np.float32:
+        return array
+    (scale,), (zero_point,) = (detail["quantization_parameters"][name] for name in ("scales", "zero_points"))
+    return (array.astype(np.float32) - np.float32(zero_point)) * np.float32(scale)

@@ -1,0 +1,62 @@
+"""The observer of tensors whose range a target fixes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from qtoolkit.config import QuantSpec
+from qtoolkit.quantizers.observers.minmax import EndsObserver
+
+
+class ConstantRangeObserver(EndsObserver):
+    """A range that is given: what the inputs are does not change it. The report still has the lowest and highest input.
+
+    Targets fix the grid of some ops' outputs, such as 1/256 with the zero point -128 of LiteRT's softmax.
+
+    Args:
+        low: The lowest value.
+        high: The highest value.
+        ends: The arguments of `EndsObserver`.
+
+    Example:
+        >>> spec = qt.QuantSpec(symmetric=False, observer="constant", observer_args={"low": 0.0, "high": 255 / 256})
+        >>> quantizer = qt.TensorQuantizer(spec)
+        >>> with qt.calibrating(quantizer):
+        ...     _ = quantizer(torch.tensor([0.1, 0.2]))
+        >>> quantizer.scale * 256, quantizer.zero_point
+        (tensor(1.), tensor(-128.))
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"low": -1.0, "high": 1.0}
+
+    def __init__(self, low: float = OPTIONS["low"], high: float = OPTIONS["high"], *ends: Any) -> None:
+        super().__init__(*ends)
+        self.low, self.high = low, high
+
+    @classmethod
+    def check(cls, spec: QuantSpec) -> None:
+        """Raise ValueError for a range without zero or without width."""
+        low, high = cls.options(spec).values()
+        numbers = all(isinstance(end, int | float) and math.isfinite(end) for end in (low, high))
+        if not (numbers and low <= 0 <= high and low < high):
+            raise ValueError(
+                f"QuantSpec: the range of observer 'constant' must hold zero, with low below high, got low={low!r} and "
+                f"high={high!r}."
+            )
+
+    @classmethod
+    def from_spec(cls, spec: QuantSpec, shape: tuple[int, ...], group: int) -> Self:
+        """Build the observer of a spec, with ranges of this shape."""
+        low, high = cls.options(spec).values()
+        return cls(low, high, shape, spec.axis, group, spec.block_size)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the given range."""
+        return torch.full_like(self.lo, self.low), torch.full_like(self.hi, self.high)
+
+    def observed(self) -> tuple[Tensor, Tensor]:
+        """Return the lowest and highest values observed."""
+        return self.lo, self.hi

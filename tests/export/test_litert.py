@@ -1,0 +1,442 @@
+"""Files of LiteRT: what they hold, and all their codes in LiteRT's interpreter."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtoolkit as qt
+from qtoolkit.export import UnreadableFileError, Verdict, export_litert, verify
+from qtoolkit.runtimes import table
+from tests.data import DATA, needs_data
+from tests.export.litert_kernels import KERNELS, nodes_of
+from tests.export.litert_nets import random_net
+
+litert = pytest.importorskip(
+    "ai_edge_litert.interpreter",
+    reason="files of LiteRT are not written and run; pip install -r requirements-litert.txt",
+)
+BOTH = ("litert", "litert-xnnpack")
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+MORE = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """A convolution, a depthwise one, a residual add, a transposed convolution, pools and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.up, self.head = nn.ConvTranspose2d(8, 8, 4, 2, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.first(x))
+        x = F.max_pool2d(torch.relu(self.up(torch.relu(self.second(x) + x))), 3, 2, 1)
+        return self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+def prepared(model: nn.Module, x: Tensor = MORE, backend: str = "litert") -> nn.Module:
+    torch.manual_seed(0)
+    found = qt.prepare(model.eval(), x[:1], backend)
+    qt.calibrate(found, [x], progress=False)
+    return found
+
+
+def runs(content: bytes, *inputs: np.ndarray) -> "litert.Interpreter":
+    """Return the interpreter with the reference kernels, which keeps all tensors, after a run."""
+    interpreter = litert.Interpreter(
+        model_content=content,
+        experimental_op_resolver_type=litert.OpResolverType.BUILTIN_REF,
+        experimental_preserve_all_tensors=True,
+    )
+    interpreter.allocate_tensors()
+    for detail, x in zip(interpreter.get_input_details(), inputs, strict=True):
+        interpreter.set_tensor(detail["index"], x)
+    interpreter.invoke()
+    return interpreter
+
+
+def nhwc(x: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(x.numpy().transpose(0, 2, 3, 1))
+
+
+# ---- what a file holds
+
+
+def test_a_file_computes_all_in_integers(tmp_path) -> None:
+    model = prepared(Net())
+    result = qt.export_litert(model, X[:1], tmp_path / "model.tflite")
+    assert (result.float_layers, result.conversions) == ((), 2)
+    assert (result.inputs, result.outputs) == ({"x": "NHWC"}, {"output": "as in the model"})
+    kernels = [layer.kernel for layer in result.layers]
+    assert kernels == [
+        "CONV_2D", "CONV_2D", "ADD", "TRANSPOSE_CONV", "MAX_POOL_2D", "AVERAGE_POOL_2D", "FULLY_CONNECTED",
+    ]  # fmt: skip
+    assert result.bytes == result.path.stat().st_size
+    assert result.verification.verdict is not Verdict.DIFFERENT
+    assert "7 ops in integers" in str(result)
+    found = verify(qt.convert(model), MORE, result.path, BOTH, progress=False)
+    for codes in found.runtimes.values():
+        assert codes.not_compared == ()
+        assert {name: count.differing for name, count in codes.weights.items()} == {
+            f"{name}.weight_quantizer": 0 for name in ("first", "second", "up", "head")
+        }
+        assert codes.codes.compared >= 16 * (3 * 256 + 4 * 8 * 64)
+    assert [*found.check()] == [*BOTH]
+
+
+def test_the_delegate_computes_the_codes_of_xnnpacks_arithmetic(tmp_path) -> None:
+    """The pool alone differs: it rounds halves away from code zero."""
+    model = prepared(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.ConvTranspose2d(8, 4, 9, 3, 4, 2), nn.Conv2d(4, 3, 5))
+    )
+    export_litert(model, X[:1], tmp_path / "model.tflite")
+    integer = qt.convert(model, arithmetic="integer")
+    found = verify(integer, MORE, tmp_path / "model.tflite", ("litert-xnnpack",), progress=False)
+    assert found.runtimes["litert-xnnpack"].verdict is Verdict.EQUAL
+    assert found.runtimes["litert-xnnpack"].output_difference == 0
+
+
+def test_codes_outside(tmp_path) -> None:
+    model = prepared(Net())
+    result = export_litert(model, X[:1], tmp_path / "model.tflite", io_type="int8")
+    assert result.conversions == 0
+    interpreter = litert.Interpreter(str(result.path))
+    (given,), (returned,) = interpreter.get_input_details(), interpreter.get_output_details()
+    assert (given["dtype"], returned["dtype"]) == (np.int8, np.int8)
+    assert tuple(given["shape"]) == (1, 16, 16, 3)
+    quantizer = qt.quantizers_of(model)["activation_quantizers.x"]
+    scales, zero_points = (given["quantization_parameters"][name] for name in ("scales", "zero_points"))
+    assert (scales[0], zero_points[0]) == (float(quantizer.scale), int(quantizer.zero_point))
+    assert [*verify(qt.convert(model), MORE, result.path, BOTH, progress=False).check()] == [*BOTH]
+
+
+def test_biases_are_int32_at_input_scale_times_weight_scale(tmp_path) -> None:
+    model = prepared(Net())
+    export_litert(model, X[:1], tmp_path / "model.tflite")
+    content = (tmp_path / "model.tflite").read_bytes()
+    (node,) = (n for n in nodes_of(content, runs(content, nhwc(X[:1]))) if n.name == "CONV_2D")
+    x, weight, bias = node.inputs
+    first = qt.convert(model).get_submodule("first")
+    steps = np.float32(x.scale) * weight.scales
+    assert np.array_equal(bias.scales, steps)
+    assert np.array_equal(bias.data, np.rint(first.bias.detach().double().numpy() / steps))
+    assert weight.data.min() >= -127
+    assert (bias.data.dtype, weight.data.dtype, weight.data.shape) == (np.int32, np.int8, (8, 3, 3, 3))
+
+
+class Floats(nn.Module):
+    """Ops without an integer kernel, around a layer that has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)
+        self.slopes = nn.PReLU(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.hardsigmoid(self.slopes(self.first(x))) * 2.5 + 1)
+
+
+def test_what_stays_float_is_listed_with_the_reason(tmp_path) -> None:
+    model = prepared(Floats())
+    result = export_litert(model, X[:1], tmp_path / "model.tflite")
+    reasons = {layer.name: result.reasons[layer.name] for layer in result.float_layers}
+    assert reasons == {
+        "slopes": "LiteRT has no integer kernel for prelu",
+        "hardsigmoid": "LiteRT has no integer kernel for hardsigmoid",
+        "mul": "its output is not quantized, or not for all that take it",
+        "add": "its input mul is not quantized",
+    }
+    assert [layer.name for layer in result.layers if layer.integer] == ["first", "last"]
+    assert verify(qt.convert(model), MORE, result.path, BOTH, progress=False).check()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.5, 0.25), (-1.0, 1.0)])
+def test_a_clip_is_the_saturation_of_the_output(low: float, high: float, tmp_path) -> None:
+    model = prepared(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardtanh(low, high), nn.ConvTranspose2d(8, 2, 3)))
+    result = export_litert(model, X[:1], tmp_path / "model.tflite")
+    assert [layer.kernel for layer in result.layers if layer.integer] == ["CONV_2D", "TRANSPOSE_CONV"]
+    assert result.float_layers == ()
+
+
+def test_a_replaced_model_is_exported(tmp_path) -> None:
+    """Each layer quantizes its input, so that the last one has an output in float, and computes in float."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU6(), nn.Conv2d(4, 3, 3)).eval()
+    replaced = qt.quant_modules.replace(model, backend="litert")
+    qt.calibrate(replaced, [MORE], progress=False)
+    result = export_litert(replaced, X[:1], tmp_path / "model.tflite")
+    assert {layer.name: layer.integer for layer in result.layers} == {"0": True, "2": True, "4": False}
+    assert result.reasons == {"4": "its output is not quantized, or not for all that take it"}
+
+
+# ---- codes
+
+
+SEEDS = range(15)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_kernel_of_a_random_net_computes_its_formula(seed: int, tmp_path) -> None:
+    """No code of any op differs from the formulas, and none by more than one step from float arithmetic."""
+    model = prepared(random_net(seed))
+    result = export_litert(model, X[:1], tmp_path / "model.tflite")
+    content = result.path.read_bytes()
+    for x in MORE[:2]:
+        for node in nodes_of(content, runs(content, nhwc(x[None]))):
+            if node.output.data.dtype == np.int8 and node.name in KERNELS:
+                assert np.array_equal(KERNELS[node.name](node), node.output.data), node.name
+    assert result.verification.layer_codes.steps <= 1
+    assert {layer.kernel for layer in result.float_layers} <= {"TANH", "LOGISTIC"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_delegate_computes_random_nets(seed: int, tmp_path) -> None:
+    model = prepared(random_net(seed))
+    export_litert(model, X[:1], tmp_path / "model.tflite", verify=False)
+    found = verify(qt.convert(model), MORE, tmp_path / "model.tflite", ("litert-xnnpack",), progress=False)
+    assert found.runtimes["litert-xnnpack"].layer_codes.steps <= 1
+    assert found.check()
+
+
+class Probe(nn.Module):
+    """An op between convolutions."""
+
+    def __init__(self, op: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.LazyConv2d(2, 1)
+        self.line, self.up, self.fc = nn.Conv1d(4, 6, 3, 2, 1), nn.ConvTranspose2d(4, 4, 3, 2, 1, 1), nn.Linear(16, 8)
+        self.deep, self.norm = nn.Conv1d(4, 8, 5, padding="same", groups=4), nn.BatchNorm2d(4)
+        self.even = nn.Conv2d(4, 4, (2, 4), padding="same")
+        self.scales = nn.Parameter(torch.rand(4, 1, 1))
+        self.op = op
+        self.eval()(torch.zeros(1, 3, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(self.op(self, y, x))
+
+
+OPS = {
+    "softmax over channels": (lambda m, y, x: torch.softmax(y, 1), 0),
+    "softmax over columns": (lambda m, y, x: torch.softmax(y, 3), 0),
+    "matmul": (lambda m, y, x: y @ y.transpose(2, 3), 0),
+    "linear over columns": (lambda m, y, x: m.fc(y), 0),
+    "conv1d": (lambda m, y, x: m.line(y.flatten(2))[:, :4, :, None], 0),
+    "depthwise conv1d": (lambda m, y, x: m.deep(y.flatten(2))[:, :4, :, None], 0),
+    "even kernel": (lambda m, y, x: m.even(y), 0),
+    "gelu": (lambda m, y, x: F.gelu(y), 0),
+    "gelu by tanh": (lambda m, y, x: F.gelu(y, approximate="tanh"), 0),
+    "hard swish": (lambda m, y, x: F.hardswish(y), 0),
+    "silu": (lambda m, y, x: F.silu(y), 0),
+    "relu on its own": (lambda m, y, x: torch.relu(x)[:, :1] + y, 0),
+    "select": (lambda m, y, x: y[:, 1].unsqueeze(1), 0),
+    "slice from the end": (lambda m, y, x: y[:, -2:, 1:-1], 0),
+    "every second": (lambda m, y, x: y[:, ::2, ::3], 0),
+    "permute": (lambda m, y, x: y.permute(0, 2, 3, 1), 0),
+    "reshape": (lambda m, y, x: y.reshape(-1, 8, 8, 16), 0),
+    "mean over channels": (lambda m, y, x: y.mean(1, keepdim=True) + y, 0),
+    "mean over an image": (lambda m, y, x: y.mean((2, 3))[:, :, None, None] + y, 0),
+    "concat of rows": (lambda m, y, x: torch.cat([y, y[:, :, :3]], 2), 0),
+    "pool with ceil mode": (lambda m, y, x: F.max_pool2d(y, 3, 2, ceil_mode=True), 0),
+    "pool with padding": (lambda m, y, x: F.max_pool2d(y, 2, 2, 1), 0),
+    "aligned corners": (lambda m, y, x: F.interpolate(y, (31, 24), mode="bilinear", align_corners=True), 0),
+    "nearest": (lambda m, y, x: F.interpolate(y, (24, 40)), 0),
+    "chunk": (lambda m, y, x: y.chunk(2, 1)[1] + y.split([1, 2, 1], 1)[1], 0),
+    "unbind": (lambda m, y, x: y.unbind(1)[2][:, None], 0),
+    "layer norm": (lambda m, y, x: F.layer_norm(y, (16,), m.fc.weight[0], m.fc.weight[1]), 1),
+    "attention": (lambda m, y, x: F.scaled_dot_product_attention(y, y, y), 1),
+    "broadcast": (lambda m, y, x: y * torch.sigmoid(y.mean((2, 3), keepdim=True)), 0),
+    "elu": (lambda m, y, x: F.elu(y), 1),
+    "times parameters": (lambda m, y, x: y * m.scales, 1),
+    "divided": (lambda m, y, x: y / 3, 1),
+    "batch norm on its own": (lambda m, y, x: m.norm(torch.relu(y)), 1),
+    "clip on its own": (lambda m, y, x: F.hardtanh(F.max_pool2d(y, 2), -0.1, 0.2), 1),
+    "hard sigmoid": (lambda m, y, x: F.hardsigmoid(y), 1),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_each_op(name: str, tmp_path) -> None:
+    """The file has its codes, in all runtimes; and as many ops in float as it must."""
+    op, floats = OPS[name]
+    model = prepared(Probe(op))
+    result = export_litert(model, X[:1], tmp_path / "model.tflite")
+    found = verify(qt.convert(model), MORE[:4], result.path, BOTH, progress=False)
+    for codes in found.runtimes.values():
+        assert codes.not_compared == ()
+        assert codes.layer_codes.steps <= 1
+    assert found.check()
+    assert len(result.float_layers) == floats, result
+
+
+@pytest.mark.parametrize("name", [name for name, (_, floats) in OPS.items() if not floats])
+def test_each_op_computes_its_formula(name: str, tmp_path) -> None:
+    result = export_litert(
+        prepared(Probe(OPS[name][0])), X[:1], tmp_path / "model.tflite", io_type="int8", verify=False
+    )
+    content = result.path.read_bytes()
+    codes = np.random.default_rng(0).integers(-128, 128, (1, 16, 16, 3)).astype(np.int8)
+    nodes = nodes_of(content, runs(content, codes))
+    assert [node.name for node in nodes if node.name not in KERNELS] == []
+    for node in nodes:
+        assert np.array_equal(KERNELS[node.name](node), node.output.data), node.name
+
+
+# ---- int16
+
+
+NETS_OF_16_BITS = {
+    "net": Net,
+    **{f"random {seed}": partial(random_net, seed) for seed in SEEDS},
+    "softmax": partial(Probe, OPS["softmax over columns"][0]),
+    "matmul": partial(Probe, OPS["matmul"][0]),
+    "mean": partial(Probe, OPS["mean over an image"][0]),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NETS_OF_16_BITS if name in ("net", "softmax", "random 2")])
+def test_codes_of_16_bits(name: str, tmp_path) -> None:
+    codes_of_16_bits(NETS_OF_16_BITS[name](), tmp_path / "model.tflite")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NETS_OF_16_BITS)
+def test_codes_of_16_bits_of_more_nets(name: str, tmp_path) -> None:
+    codes_of_16_bits(NETS_OF_16_BITS[name](), tmp_path / "model.tflite")
+
+
+def codes_of_16_bits(model: nn.Module, path: Path) -> None:
+    """Export a model with int16 activations; all its codes are in the file, within two of their 65,536 steps."""
+    quantized = prepared(model, backend="litert-16x8")
+    result = export_litert(quantized, X[:1], path, io_type="int16")
+    assert {layer.kernel for layer in result.float_layers} <= {"HARD_SWISH", "TANH", "LOGISTIC"}
+    content = path.read_bytes()
+    (interpreter,) = [litert.Interpreter(model_content=content)]
+    assert interpreter.get_input_details()[0]["dtype"] is np.int16
+    found = verify(qt.convert(quantized), MORE[:2], path, BOTH, progress=False)
+    for codes in found.runtimes.values():
+        assert codes.not_compared == ()
+        assert codes.layer_codes.steps <= 2
+        assert not codes.other_weights
+    assert found.check()
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("op", "sentence"),
+    [
+        (lambda x: torch.cumsum(x, 1), "there is no op of LiteRT for aten.cumsum.default at 'cumsum'"),
+        (nn.ConvTranspose2d(4, 4, 3, dilation=2), "transposed convolution has no groups and no dilation"),
+        (lambda x: F.adaptive_avg_pool2d(x, 5), "windows of different sizes from (16, 16) to (5, 5)"),
+        (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), "set count_include_pad=True"),
+        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads by other values than zero"),
+    ],
+)
+def test_what_litert_does_not_have_is_a_sentence(op, sentence: str, tmp_path) -> None:
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+            self.op = op if isinstance(op, nn.Module) else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((self.op or op)(self.first(x)))
+
+    (tmp_path / "model.tflite").write_bytes(b"old")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        export_litert(prepared(Probe()), X[:1], tmp_path / "model.tflite")
+    assert (tmp_path / "model.tflite").read_bytes() == b"old"
+
+
+def test_files_and_inputs_that_do_not_fit(tmp_path) -> None:
+    model = prepared(Net())
+    converted = qt.convert(model)
+    path = export_litert(model, X, tmp_path / "model.tflite", verify=False).path
+    with pytest.raises(ValueError, match=r"the file takes inputs of \(2, 3, 16, 16\), got \(3, 3, 16, 16\)"):
+        verify(converted, MORE[:3], path, BOTH)
+    with pytest.raises(ValueError, match=r"do not read the same file; call verify for each file"):
+        verify(converted, X, path, ("litert", "onnxruntime"))
+    with pytest.raises(ValueError, match="the file has a quantizer 'activation_quantizers.x', and the model does not"):
+        verify(qt.convert(prepared(nn.Sequential(nn.Conv2d(3, 2, 1)))), X, path, BOTH)
+    with pytest.raises(ValueError, match="unknown io_type of export_litert: 'uint8'"):
+        export_litert(model, X, path, io_type="uint8")
+    other = tmp_path / "other.tflite"
+    other.write_bytes(b"no flatbuffer")
+    with pytest.raises(UnreadableFileError, match="is not a LiteRT file"):
+        verify(converted, X, other, BOTH)
+    other.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(UnreadableFileError, match="LiteRT cannot open"):
+        verify(converted, X, other, BOTH)
+
+
+def test_a_file_before_the_weights_changed_is_found(tmp_path) -> None:
+    model = prepared(Net())
+    path = export_litert(model, X[:1], tmp_path / "model.tflite").path
+    with torch.no_grad():
+        model.get_submodule("first").weight.mul_(-1)
+    found = verify(qt.convert(model), X, path, ("litert",), progress=False)
+    with pytest.raises(RuntimeError, match="the file has other weights than the model at first.weight_quantizer"):
+        found.check()
+
+
+def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match="export_litert needs ai_edge_litert, which is not installed; run: pip install"
+    ):
+        export_litert(prepared(Net()), X, tmp_path / "model.tflite")
+
+
+KILLED = """
+import os, signal, sys
+import torch, qtoolkit as qt
+from pathlib import Path
+from torch import nn
+model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), torch.randn(1, 3, 8, 8), "litert")
+qt.calibrate(model, [torch.randn(1, 3, 8, 8)], progress=False)
+Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+qt.export_litert(model, torch.randn(1, 3, 8, 8), sys.argv[1])
+"""
+
+
+def test_a_killed_process_leaves_the_old_file(tmp_path) -> None:
+    path = tmp_path / "model.tflite"
+    path.write_bytes(b"old")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(path)], env=environment, timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
+# ---- real networks
+
+
+@needs_data
+def test_real_nets_compute_their_formulas(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet-20, FSRCNN's integer layers and MLPerf Tiny's networks: no code of a kernel differs, and so none end to end."""
+    pytest.importorskip("timm", reason="the benchmark's networks are not there; pip install -r requirements-zoo.txt")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    for name, model, calibration, images in import_module("litert").networks(DATA, quick=True):
+        x = images[:1, :, :48, :48] if name.startswith("FSRCNN") else images[:1]
+        quantized = qt.prepare(model, x, "litert")
+        qt.calibrate(quantized, [calibration[:16]], progress=False)
+        content = export_litert(quantized, x, tmp_path / "model.tflite", verify=False).path.read_bytes()
+        for node in nodes_of(content, runs(content, nhwc(x))):
+            if node.output.data.dtype == np.int8:
+                assert np.array_equal(KERNELS[node.name](node), node.output.data), f"{name}: {node.name}"
