@@ -375,6 +375,14 @@ def test_quantized_weights_need_the_trainer_and_the_classes_of_the_data() -> Non
         own.get_model(weights=model)
 
 
+def test_only_the_general_functions_warn_of_the_trainer(recwarn) -> None:
+    model = tasks.ClassificationModel("yolov8n-cls.yaml", verbose=False)
+    integration.quantize(model)
+    assert [warning for warning in recwarn if "trainer" in str(warning.message)] == []
+    with pytest.warns(UserWarning, match="replace: the trainer of ultralytics builds a float model of its own"):
+        qt.quant_modules.replace(model)
+
+
 def test_the_class_of_a_trainer_goes_into_the_processes_of_several_gpus() -> None:
     cloudpickle = pytest.importorskip("cloudpickle", reason="needs cloudpickle, which is not installed")
     kind = integration.trainer(YOLO("yolov8n.yaml"), batches=3, backend="openvino")
