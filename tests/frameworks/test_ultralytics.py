@@ -297,6 +297,16 @@ def test_learned_scales_train_without_weight_decay(trained, tmp_path: Path) -> N
     assert accuracy(YOLO(yolo.trainer.best), data) > 0.4
 
 
+@pytest.mark.sweep
+def test_an_rtdetr_trains(tmp_path: Path) -> None:
+    """Its decoder gets the labels too, for denoising."""
+    yolo, data = RTDETR("rtdetr-l.yaml"), draw(tmp_path / "data", "detect", count=16)
+    kind = integration.trainer(yolo, batches=2, backend="onnxruntime")
+    yolo.train(trainer=kind, data=data, project=str(tmp_path), **{**SETTINGS, "epochs": 1})
+    assert all(map(torch.isfinite, yolo.trainer.tloss.values()))
+    assert all(quantizer.ready for quantizer in qt.quantizers_of(RTDETR(yolo.trainer.best).model).values())
+
+
 def test_a_model_trains_under_autocast() -> None:
     """As Ultralytics' trainer does on a GPU; it refuses autocast on the CPU."""
     model, x, losses = quantized("yolov8n").train(), images(8), []
