@@ -1,5 +1,6 @@
 # Thin: each target is the command that one would type. A second torch: make second.
 VENV ?= .venv
+FRAMEWORKS = $(VENV)-frameworks
 TORCH ?= torch==2.14.1 torchvision==0.29.1 -r requirements-zoo.txt
 PYTHON ?= python3
 RUN = $(VENV)/bin
@@ -12,7 +13,7 @@ SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
   $(addsuffix .py, $(addprefix test_, benchmarks examples house notebooks readme site site_in_a_browser sweep)))
 
-.PHONY: demo test test-all lint unit docs build wheel environments second second-environment sanitize fuzz browser clean \
+.PHONY: demo test test-all lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 demo: $(VENV)/built          ## from a float CNN to verified int8 and int4 ONNX models, on digits
@@ -26,6 +27,12 @@ test: $(VENV)/built          ## everything that CI checks on one torch
 test-all: lint docs $(VENV)/built ## the same with every case of every sweep, before a release
 	@echo "== all tests, with the sweeps in full"
 	$(TESTS) --sweep
+	$(MAKE) frameworks OPTIONS=--sweep
+
+frameworks: $(FRAMEWORKS)/ready ## the tests of qtoolkit.integrations, in an environment that has their packages too
+	@echo "== tests of integrations"
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest --numprocesses auto --dist loadfile \
+	  tests/frameworks tests/test_docs.py qtoolkit/integrations $(OPTIONS)
 
 unit: $(VENV)/built          ## the tests; of exhaustive sweeps a sample that covers each value (tests/sweep.py)
 	@echo "== tests"
@@ -100,5 +107,13 @@ $(VENV)/ready: constraints.txt requirements-checkpoint.txt requirements-cli.txt 
 	@echo "== install the tools of tests and lints"
 	$(RUN)/pip install --quiet -r requirements-checkpoint.txt -r requirements-cli.txt -r requirements-dev.txt -r requirements-docs.txt -r requirements-litert.txt -r requirements-onnx.txt -r requirements-openvino.txt -r requirements-report.txt -r requirements-training.txt -r requirements-tuning.txt -c constraints.txt && touch $@
 
+# Without dependencies: they are in $(VENV), whose packages this environment sees, but for these (an OpenCV that needs no display).
+$(FRAMEWORKS)/ready: $(VENV)/built requirements-frameworks.txt constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(RUN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth
+	$(FRAMEWORKS)/bin/pip install --quiet --no-deps -r requirements-frameworks.txt opencv-python-headless polars polars-runtime-32 \
+	  ultralytics-thop -c constraints.txt && touch $@
+
 clean:
-	rm -rf build $(VENV) qtoolkit/*.so
+	rm -rf build $(VENV) $(FRAMEWORKS) qtoolkit/*.so

@@ -1,9 +1,19 @@
 """What every test starts with: a seed, and the names that the docstrings' examples use without importing them."""
 
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest_plugins = ("pytester",)  # for tests/test_sweep.py; only a top-level conftest may name plugins
+
+# Modules that import packages which are not installed have no examples to run.
+collect_ignore = [] if find_spec("ultralytics") else ["qtoolkit/integrations/ultralytics.py"]
+# Ultralytics would ask for the network, install packages, and write into the home folder.
+os.environ.update(YOLO_OFFLINE="1", YOLO_AUTOINSTALL="0")
+os.environ.setdefault("YOLO_CONFIG_DIR", str(Path(__file__).parent / "build" / "ultralytics"))
 
 # torch.manual_seed formats the stack for each kind of device that is not there, which takes longer than many a test.
 SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed

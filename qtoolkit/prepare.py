@@ -29,6 +29,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
+from qtoolkit.instead import warn_of_own_trainer
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import bind
 from qtoolkit.model_state import check_module, deepcopy_model, random_state_kept, unchanged_on_error
@@ -343,6 +344,7 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
     trace.check_model(model)
+    warn_of_own_trainer(model, "prepare")
     _check_not_replaced(model)
     check_qconfig_mapping("prepare", mapping)
 

@@ -39,6 +39,7 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, kind_of_module
 from qtoolkit.graph.passes.link_inputs import link_own_inputs
 from qtoolkit.graph.plan import Plan
+from qtoolkit.instead import warn_of_own_trainer
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.model_state import check_module, deepcopy_model, unchanged_on_error
 from qtoolkit.nn import replaced_modules, set_training_arithmetic
@@ -268,6 +269,7 @@ def _check(model: nn.Module, mapping: QConfigMapping | None, custom: QatModules 
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("replace: this model is already prepared; call replace on the float model.")
     trace.check_model(model, "replace")
+    warn_of_own_trainer(model, "replace")
     _check_rules("replace", mapping, custom)
 
 

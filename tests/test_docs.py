@@ -13,7 +13,7 @@ PROGRAMS = {
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 }
 EXTRAS = re.compile(
-    r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers)\b", re.MULTILINE
+    r"^(?:import|from) (?:torch\.utils\.)?(accelerate|lightning|tensorboard|transformers|ultralytics)\b", re.MULTILINE
 )
 
 # Names that need an extra.

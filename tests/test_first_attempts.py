@@ -755,3 +755,12 @@ def test_options_that_are_plain_text_are_names_that_users_may_add() -> None:
         if parameter.annotation in (str, str | None) and parameter.default is not inspect.Parameter.empty
     }
     assert plain == {("calibrate", "method")}  # an observer, of which users register their own
+
+
+def test_a_model_of_ultralytics_is_told_which_trainer_trains_it() -> None:
+    """Its own builds a float model anew, and would train that without a word."""
+    kind = type("DetectionModel", (Net,), {"__module__": "ultralytics.nn.tasks"})
+    for quantize in (qt.prepare, qt.quant_modules.replace):
+        with pytest.warns(UserWarning, match=r"trainer=qtoolkit\.integrations\.ultralytics\.trainer\(yolo\)") as found:
+            quantize(kind())
+        assert [Path(warning.filename) for warning in found] == [Path(__file__)]

@@ -1,6 +1,7 @@
 """Rules of the house that no single module can show: what a module may import, at run time and for its types."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,16 @@ def test_the_core_imports_nothing_of_compat() -> None:
     assert [pair for pair in IMPORTED if "compat" in map(package_of, pair) and package_of(pair[0]) != "compat"] == []
 
 
+def test_nothing_imports_an_integration() -> None:
+    """Integrations import packages that qtoolkit does not need, such as ultralytics, whose license is the AGPL."""
+    assert [
+        pair for pair in IMPORTED if "integrations" in map(package_of, pair) and package_of(pair[0]) != "integrations"
+    ] == []
+    assert [
+        module for module in FILES if re.search(r"^\s*(import|from) ultralytics", FILES[module].read_text(), re.M)
+    ] == ["qtoolkit.integrations.ultralytics"]
+
+
 # From the lowest floor up: a module imports from its own floor and from those below it alone.
 FLOORS = (
     "_native", "errors", "argument_order", "instead", "extras", "files", "public",
@@ -49,7 +60,7 @@ FLOORS = (
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules", "layer_costs",
     "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "export",
-    "quantize", "debug", "tuning", "checkpoint", "integrations", "__init__", "cli", "__main__", "compat",
+    "quantize", "debug", "tuning", "checkpoint", "__init__", "integrations", "cli", "__main__", "compat",
 )  # fmt: skip
 UPWARD = {
     # What torch.onnx.export records of an op is written with onnx, which qtoolkit imports in such an export alone.
