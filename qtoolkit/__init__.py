@@ -28,6 +28,7 @@ from qtoolkit.graph.capture.untraceable import UntraceableError
 from qtoolkit.instead import of_attribute
 from qtoolkit.nn import freeze_batch_norm, unfreeze_batch_norm
 from qtoolkit.parameter_groups import parameter_groups
+from qtoolkit.parts import prepare_parts
 from qtoolkit.prepare import convert, prepare
 from qtoolkit.public import publish
 from qtoolkit.quantize import QuantizeResult, quantize
@@ -75,6 +76,7 @@ __all__ = [
     "ops",
     "parameter_groups",
     "prepare",
+    "prepare_parts",
     "quant_modules",
     "quantization_report",
     "quantize",

@@ -59,7 +59,7 @@ FLOORS = (
     "foreign_quantizers",
     "ops", "config", "quantizers", "finite", "op_kinds", "batches", "backends", "nn", "integer", "runtimes", "lint",
     "layer_rules", "layer_costs",
-    "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "export",
+    "graph", "eager", "report", "calibrate", "synchronize", "parameter_groups", "prepare", "quant_modules", "parts", "export",
     "quantize", "debug", "tuning", "checkpoint", "__init__", "integrations", "cli", "__main__", "compat",
 )  # fmt: skip
 UPWARD = {

@@ -105,6 +105,7 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
         yield "move that code into a submodule and make it a leaf module with untraced or leaf_modules"
         children = [f"model.{child} = qtoolkit.prepare(model.{child})" for child in _children_with_layers(model)]
         if children:
+            yield "let qtoolkit.prepare_parts(model, example_inputs) prepare the submodules that trace"
             yield f"prepare submodules on their own: {', '.join(children)}"
     parameters = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind not in VARIADIC]
     if CACHE in parameters:
