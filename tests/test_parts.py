@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import detection
 
 import qtoolkit as qt
 from qtoolkit.graph import QuantizedGraphModule
@@ -30,6 +29,7 @@ IMAGES = [torch.rand(3, 160, 160, generator=torch.Generator().manual_seed(0))]
 
 
 def detector(name: str) -> nn.Module:
+    detection = pytest.importorskip("torchvision.models.detection", reason="needs torchvision, which is not installed")
     classes = 2 if "keypoint" in name else 5
     return getattr(detection, name)(weights=None, weights_backbone=None, num_classes=classes)
 

@@ -1,5 +1,6 @@
 """The tracer: fx.Tracer with more leaf modules, shape propagation, and errors for what a graph would lose."""
 
+import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -142,6 +143,7 @@ class ModelTracer(fx.Tracer):
         function = root_fn if self.call is None else self.call.of(root_fn)
         called, arguments = super().create_args_for_root(function, is_module, concrete_args)
 
+        @functools.wraps(called)  # the code of the graph has its annotations
         def call(*args: Any) -> Any:
             """Call forward, and note the classes of what it returns."""
             result = called(*args)
