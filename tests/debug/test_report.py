@@ -347,14 +347,15 @@ def test_a_large_graph_has_its_blocks_folded_and_each_op_in_the_layout_of_its_bl
     _, prepared = calibrated(deep())
     folded, *unfolded = picture.draw_shapes(prepared)
     blocks = {shape.key for shape in folded.shapes if shape.kind == "block"}
-    assert blocks == {"block stage1", "block stage2", "block stage3"}
-    assert len(folded.shapes) < 10
-    assert [layout.block for layout in unfolded] == ["stage1", "stage2", "stage3"]
+    names = [f"stage{stage}.{block}" for stage in (1, 2, 3) for block in range(3)]
+    assert blocks == {f"block {name}" for name in names}
+    assert len(folded.shapes) < 15
+    assert [layout.block for layout in unfolded] == names
     every = {picture.key_of(node) for node in prepared.graph.nodes}
     assert every == {s.key for layout in (folded, *unfolded) for s in layout.shapes if s.kind != "block"}
     within = {shape.key for shape in unfolded[0].shapes}
-    assert {"op stage1.0.conv1", "op add", "block stage2", "block stage3"} <= within
-    assert not {"block stage1", "op stage2.0.conv1"} & within
+    assert {"op stage1.0.conv1", "op add", "block stage1.1", "block stage3.2"} <= within
+    assert not {"block stage1.0", "op stage2.0.conv1"} & within
     (only,) = picture.draw_shapes(calibrated()[1])  # a small graph stays as it is
     assert not [shape for shape in only.shapes if shape.kind == "block"]
 

@@ -147,16 +147,16 @@ def test_a_click_unfolds_a_block_and_the_search_zooms_to_an_op_in_another(page: 
     qt.debug.report(prepared, tmp_path / "deep.html", progress=False)
     page.open(tmp_path / "deep.html")
     assert page.evaluate(f"{SHOWN}.dataset.block") == ""
-    assert page.evaluate(f"{SHOWN}.querySelectorAll('.block').length") == 3
+    assert page.evaluate(f"{SHOWN}.querySelectorAll('.block').length") == 9
     assert page.evaluate("document.getElementById('picture').getScreenCTM().a") > 0.5  # readable
-    page.click('.layout:not([hidden]) [data-key="block stage2"]')
-    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage2"
+    page.click('.layout:not([hidden]) [data-key="block stage2.0"]')
+    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage2.0"
     page.click('[data-do="fold"]')
     assert page.evaluate(f"{SHOWN}.dataset.block") == ""
     page.evaluate(
         "(f => {f.value = 'stage3.1.relu (2)'; f.dispatchEvent(new Event('input'))})(document.getElementById('find'))"
     )
-    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage3"
+    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage3.1"
     assert text_of(page, "#panel h3").startswith("stage3.1.relu (2)")
     assert page.evaluate("document.getElementById('picture').getScreenCTM().a") >= 0.8
     assert page.evaluate(
@@ -164,7 +164,7 @@ def test_a_click_unfolds_a_block_and_the_search_zooms_to_an_op_in_another(page: 
         f"([{SHOWN}.querySelector('.chosen'), document.getElementById('picture')].map(e => e.getBoundingClientRect()))"
     )
     page.click('#ranges-table [data-show="quantizer activation_quantizers.stage1_0_relu"]')
-    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage1"
+    assert page.evaluate(f"{SHOWN}.dataset.block") == "stage1.0"
     assert page.complaints == []
 
 

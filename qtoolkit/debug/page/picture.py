@@ -12,7 +12,7 @@ from torch import fx
 from qtoolkit.debug.draw import picture_of
 from qtoolkit.graph.nodes import is_quantizer, name_of
 
-LARGE = 40  # nodes: a larger graph has its blocks folded, which are at most that large where the modules allow it
+LARGE = 40  # nodes: a larger graph has its blocks folded
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -79,18 +79,21 @@ def draw_shapes(gm: fx.GraphModule) -> tuple[Picture, ...]:
 
 
 def blocks_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return the block of each node that has one: a module, as near to the model as its size allows; {} for a small graph."""
+    """Return the block of each node that has one: a module, at the depth that shows least; {} for a small graph."""
     if len(gm.graph.nodes) <= LARGE:
         return {}
     paths = dict[fx.Node, list[str]]()
     for node in gm.graph.nodes:
         paths[node] = _path_of(node, paths)
-    found: dict[fx.Node, str] = {}
-    for depth in range(1, max(map(len, paths.values())) + 1):
-        found = {node: ".".join(path[:depth]) for node, path in paths.items() if path}
-        if max(Counter(found.values()).values()) <= LARGE:
-            break
-    return found
+    depths = range(1, max(map(len, paths.values())) + 1)
+    divisions = [{node: ".".join(path[:depth]) for node, path in paths.items() if path} for depth in depths]
+    return min(divisions, key=lambda blocks: _most_shown(gm, blocks), default={})
+
+
+def _most_shown(gm: fx.GraphModule, blocks: Mapping[fx.Node, str]) -> int:
+    """Return how many boxes a picture has with the largest block unfolded."""
+    sizes = Counter(blocks.values()).values()
+    return len(gm.graph.nodes) - len(blocks) + len(sizes) + max(sizes)
 
 
 def _path_of(node: fx.Node, paths: Mapping[fx.Node, list[str]]) -> list[str]:
